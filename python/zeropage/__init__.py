@@ -1,0 +1,44 @@
+"""zeropage: virtual memory for training state.
+
+A PyTorch program trains a model whose parameters, gradients and optimizer states do not fit, and does not change:
+
+    with zeropage.init(parameters="disk", gradients="disk", optimizer="disk",
+                       disk_path="swap", device_memory="256MB", host_memory="256MB"):
+        model = GPT(...)
+    opt = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    # an ordinary loop
+"""
+
+import torch
+
+from zeropage import _core
+
+if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
+    raise ImportError(
+        f"zeropage was built for torch {_core.built_for_torch} and torch {torch.__version__} is installed: "
+        f"reinstall zeropage, or install torch {_core.built_for_torch}"
+    )
+
+from zeropage._core import AccessError, BudgetError, DiskError, Error, SettingError, is_paged
+from zeropage._patches import install as _install_patches
+from zeropage._report import Report
+from zeropage._space import Config, Space, evict, init, page, pinned, report
+
+_install_patches()
+
+__all__ = [
+    "AccessError",
+    "BudgetError",
+    "Config",
+    "DiskError",
+    "Error",
+    "Report",
+    "SettingError",
+    "Space",
+    "evict",
+    "init",
+    "is_paged",
+    "page",
+    "pinned",
+    "report",
+]

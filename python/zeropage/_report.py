@@ -1,0 +1,47 @@
+"""A space's report, as a table for people and as attributes for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tabulate import tabulate
+
+from zeropage import _core
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+class Report:
+    """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, swap_bytes,
+    waited_seconds, io, general_path."""
+
+    def __init__(self, core: _core.Report) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def __str__(self) -> str:
+        core = self._core
+        homes = [[h.role, h.tier, _megabytes(h.now), _megabytes(h.peak)] for h in core.homes]
+        budgets = [[b.name, _megabytes(b.now), _megabytes(b.peak), _megabytes(b.limit)] for b in core.budgets]
+        moved = [
+            ["faults", f"{core.faults:,}"],
+            ["evictions", f"{core.evictions:,}"],
+            ["read from disk", _megabytes(core.read_bytes)],
+            ["written to disk", _megabytes(core.written_bytes)],
+            ["swap file", _megabytes(core.swap_bytes)],
+            ["waited for the disk", f"{core.waited_seconds:.2f} s"],
+            ["I/O by", core.io],
+        ]
+        parts = [
+            tabulate(homes, headers=["role", "home", "now", "peak"], colalign=("left", "left", "right", "right")),
+            tabulate(budgets, headers=["budget", "now", "peak", "limit"], colalign=("left", "right", "right", "right")),
+            tabulate(moved, headers=["moved", ""], colalign=("left", "right")),
+        ]
+        if core.general_path:
+            rows = sorted(core.general_path, key=lambda row: -row[1])
+            parts.append(tabulate(rows, headers=["brought in whole though a rule is there for its kind", "calls"]))
+        return "\n\n".join(part for part in parts if part)

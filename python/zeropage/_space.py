@@ -1,0 +1,176 @@
+"""The front door: a configuration, a space, the init scope, and what one does with paged tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from zeropage import _core
+from zeropage._report import Report
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+ConfigLike = "Config | Mapping[str, Any] | str | os.PathLike[str] | None"
+
+_latest: Space | None = None
+
+
+class Config:
+    """Settings by name; see docs/settings.md. Unknown names raise SettingError.
+
+    Tiers (`parameters`, `gradients`, `optimizer`): "device", "host", "disk" or "auto". Sizes: bytes or "256MB".
+    """
+
+    def __init__(self, **settings: object) -> None:
+        self._settings = dict(settings)
+        self._core()  # names are checked here, values when a space is made
+
+    def _core(self) -> _core.Config:
+        config = _core.Config()
+        for name, value in self._settings.items():
+            config.set(name, str(os.fspath(value) if isinstance(value, os.PathLike) else value))
+        return config
+
+    def replace(self, **settings: object) -> Config:
+        return Config(**{**self._settings, **settings})
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{k}={v!r}' for k, v in self._settings.items())})"
+
+    @staticmethod
+    def of(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+        """A Config, a mapping, the path of a JSON file, or None for the defaults."""
+        if config is None:
+            return Config()
+        if isinstance(config, Config):
+            return config
+        if isinstance(config, Mapping):
+            return Config(**config)
+        try:
+            with open(config, encoding="utf-8") as file:
+                settings = json.load(file)
+        except OSError as error:
+            raise _core.SettingError(f"config {os.fspath(config)!r} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise _core.SettingError(f"config {os.fspath(config)!r} is not JSON: {error}") from None
+        if not isinstance(settings, dict):
+            raise _core.SettingError(f"config {os.fspath(config)!r} must hold one JSON object of settings")
+        return Config(**settings)
+
+
+class Space:
+    """An address space: tiers, budgets and the tensors born in it. A context manager: inside, tensors are born paged.
+
+    It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._core = _core.Space(config._core())
+        self._scopes: list[_Entered] = []
+
+    def __enter__(self) -> Space:
+        self._scopes.append(_Entered(self._core))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._scopes.pop().leave()
+
+    @property
+    def config(self) -> dict[str, str]:
+        """The settings in force, with every "auto" size resolved."""
+        return dict(self._core.config.items())
+
+    def page(self, tensor: torch.Tensor) -> bool:
+        """Pages one existing tensor; False if it is too small or not one that can be paged."""
+        return self._core.page(tensor)
+
+    def report(self) -> Report:
+        return Report(self._core.report())
+
+    def wait(self) -> None:
+        """Returns when nothing is under way to the disk; raises DiskError for a write that failed."""
+        self._core.wait()
+
+    def close(self) -> None:
+        """Gives memory and disk back; the space's tensors raise AccessError when used afterwards."""
+        self._core.close()
+
+
+class _Entered:
+    """One entered scope: factories make paged tensors, and what modules register becomes paged."""
+
+    def __init__(self, space: _core.Space) -> None:
+        self._scope = space.scope()
+        self._scope.enter()
+
+        def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+            # Loaders make parameters from tensors that no factory made: slices of a file.
+            if tensor is not None and not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+                space.page(tensor) if tensor.device.type != "meta" else None
+
+        self._hooks = [
+            torch_module.register_module_parameter_registration_hook(register),
+            torch_module.register_module_buffer_registration_hook(register),
+        ]
+
+    def leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._scope.leave()
+
+
+def init(config: ConfigLike = None, **overrides: object) -> Space:
+    """Makes a space from `config` and `overrides`. Use it as a scope: what is built inside is born paged.
+
+    Raises SettingError for settings that are unknown or contradict each other, DiskError for a disk_path that cannot
+    hold pages.
+    """
+    global _latest
+    _latest = Space(Config.of(config).replace(**overrides))
+    return _latest
+
+
+def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object) -> ModuleT:
+    """Pages a model that exists: its parameters, buffers and gradients, in place. Returns the model.
+
+    Like `Module.to`, it gives a parameter that shares its memory with a tensor outside the model memory of its own.
+    """
+    space = config if isinstance(config, Space) else init(config, **overrides)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        space.page(tensor)
+    return model
+
+
+def evict(target: torch.nn.Module | torch.Tensor) -> None:
+    """Pages out now: a tensor, or a model's parameters, buffers and gradients."""
+    tensors = [target] if isinstance(target, torch.Tensor) else [*target.parameters(), *target.buffers()]
+    for tensor in tensors:
+        _core.evict(tensor)
+        if tensor.is_leaf and tensor.grad is not None:
+            _core.evict(tensor.grad)
+
+
+@contextmanager
+def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Inside, the tensor's data is in memory and may be read and written raw (`numpy()`, `data_ptr()`).
+
+    What was made from the raw data, such as a NumPy array, must not be used after the block.
+    """
+    pin = _core.pin(tensor)
+    try:
+        yield tensor
+    finally:
+        pin.release()
+
+
+def report() -> Report:
+    """What the space made last holds and has moved. Prints as a table."""
+    if _latest is None:
+        raise _core.Error("there is no space to report on yet: enter zeropage.init(...) first")
+    return _latest.report()

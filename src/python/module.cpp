@@ -1,0 +1,128 @@
+// Bindings without logic: each line hands over to the C++ function of the same name.
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "zeropage/fault/fallback.h"
+#include "zeropage/zeropage.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace zeropage;
+
+struct Exceptions {
+  PyObject *error, *setting, *budget, *disk, *access;
+} exceptions;
+
+PyObject* type_of(const Error& error) {
+  if (dynamic_cast<const SettingError*>(&error)) return exceptions.setting;
+  if (dynamic_cast<const BudgetError*>(&error)) return exceptions.budget;
+  if (dynamic_cast<const DiskError*>(&error)) return exceptions.disk;
+  if (dynamic_cast<const AccessError*>(&error)) return exceptions.access;
+  return exceptions.error;
+}
+
+/// How an operator throws an exception of a Python type without holding the interpreter's lock.
+struct OperatorError final : torch::PyTorchError {
+  explicit OperatorError(const Error& error) : PyTorchError(error.what()), type(type_of(error)) {}
+  PyObject* python_type() override { return type; }
+  PyObject* type;
+};
+
+PyObject* make_exception(py::module_& module, const char* name, py::tuple bases) {
+  const std::string qualified = std::string("zeropage.") + name;
+  PyObject* type = PyErr_NewException(qualified.c_str(), bases.ptr(), nullptr);
+  module.attr(name) = py::reinterpret_borrow<py::object>(type);
+  return type;
+}
+
+void bind_exceptions(py::module_& module) {
+  const auto runtime_error = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
+  exceptions.error = make_exception(module, "Error", py::make_tuple(runtime_error));
+  const auto base = py::reinterpret_borrow<py::object>(exceptions.error);
+  const auto with = [&](PyObject* builtin) { return py::make_tuple(base, py::reinterpret_borrow<py::object>(builtin)); };
+  exceptions.setting = make_exception(module, "SettingError", with(PyExc_ValueError));
+  exceptions.budget = make_exception(module, "BudgetError", with(PyExc_MemoryError));
+  exceptions.disk = make_exception(module, "DiskError", with(PyExc_OSError));
+  exceptions.access = make_exception(module, "AccessError", py::make_tuple(base));
+  py::register_exception_translator([](std::exception_ptr pending) {
+    try {
+      std::rethrow_exception(pending);
+    } catch (OperatorError& error) {
+      PyErr_SetString(error.type, error.what());
+    } catch (const Error& error) {
+      PyErr_SetString(type_of(error), error.what());
+    }
+  });
+  set_error_translator([](const Error& error) { throw OperatorError(error); });
+}
+
+/// An init scope that Python enters and leaves, and that may be entered again.
+class PythonScope {
+ public:
+  explicit PythonScope(std::shared_ptr<Space> space) : space_(std::move(space)) {}
+  void enter() { scope_ = std::unique_ptr<InitScope>(new InitScope(space_->enter())); }
+  void leave() { scope_.reset(); }
+
+ private:
+  std::shared_ptr<Space> space_;
+  std::unique_ptr<InitScope> scope_;
+};
+
+void bind_report(py::module_& module) {
+  py::class_<Report::Home>(module, "Home")
+      .def_readonly("role", &Report::Home::role)
+      .def_readonly("tier", &Report::Home::tier)
+      .def_readonly("now", &Report::Home::now)
+      .def_readonly("peak", &Report::Home::peak);
+  py::class_<Report::Memory>(module, "Memory")
+      .def_readonly("name", &Report::Memory::name)
+      .def_readonly("now", &Report::Memory::now)
+      .def_readonly("peak", &Report::Memory::peak)
+      .def_readonly("limit", &Report::Memory::limit);
+  py::class_<Report>(module, "Report")
+      .def_readonly("homes", &Report::homes)
+      .def_readonly("budgets", &Report::budgets)
+      .def_readonly("faults", &Report::faults)
+      .def_readonly("evictions", &Report::evictions)
+      .def_readonly("read_bytes", &Report::read_bytes)
+      .def_readonly("written_bytes", &Report::written_bytes)
+      .def_readonly("swap_bytes", &Report::swap_bytes)
+      .def_readonly("waited_seconds", &Report::waited_seconds)
+      .def_readonly("io", &Report::io)
+      .def_readonly("general_path", &Report::general_path);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+  bind_exceptions(module);
+  bind_report(module);
+  module.attr("built_for_torch") = TORCH_VERSION;
+
+  py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
+
+  py::class_<PythonScope>(module, "Scope").def("enter", &PythonScope::enter).def("leave", &PythonScope::leave);
+
+  py::class_<Space, std::shared_ptr<Space>>(module, "Space")
+      .def(py::init(&Space::make), py::call_guard<py::gil_scoped_release>())
+      .def("scope", [](const std::shared_ptr<Space>& space) { return PythonScope(space); })
+      .def("page", [](Space& space, at::Tensor tensor, bool gradient) {
+             return space.page(tensor, gradient ? Role::gradient : Role::parameter);
+           }, py::arg("tensor"), py::arg("gradient") = false, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())
+      .def("report", &Space::report)
+      .def_property_readonly("config", &Space::config);
+
+  py::class_<TensorPin>(module, "TensorPin").def("release", [](TensorPin& pin) { TensorPin dropped = std::move(pin); });
+  module.def("pin", [](const at::Tensor& tensor) { return std::make_unique<TensorPin>(pin(tensor)); },
+             py::call_guard<py::gil_scoped_release>());
+  module.def("is_paged", &is_paged);
+  module.def("evict", &evict, py::call_guard<py::gil_scoped_release>());
+  module.def("plain_copy", &plain_copy, py::call_guard<py::gil_scoped_release>());
+  module.def("segment_id", [](const at::Tensor& tensor) { return reinterpret_cast<std::uintptr_t>(segment_of(tensor)); });
+}

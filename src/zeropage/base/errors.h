@@ -1,0 +1,39 @@
+// Errors. Each carries one sentence that names what failed, with sizes, and what to do about it. Nothing is lost when
+// one is thrown: the state of every tensor is as it was before the operator that met it.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace zeropage {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// A setting is unknown, malformed, or contradicts another one.
+class SettingError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A tier's budget cannot hold what an operator or a tensor needs.
+class BudgetError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A file could not be opened, grown, read or written as asked.
+class DiskError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A paged tensor was used where it cannot be: after its space was closed, in a forked child, on another device.
+class AccessError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace zeropage

@@ -1,0 +1,46 @@
+// What differs between releases of PyTorch, or that PyTorch does not offer to code outside its tree. Nothing else in
+// zeropage reaches into a private member.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+
+namespace zeropage::compat {
+
+// Explicit instantiation may name private members ([temp.spec]/6); this hands one out.
+template <class Tag, typename Tag::type Member>
+struct Expose {
+  friend constexpr typename Tag::type member_of(Tag) { return Member; }
+};
+struct ThrowOnImmutable {
+  using type = bool c10::StorageImpl::*;
+  friend constexpr type member_of(ThrowOnImmutable);
+};
+struct HasMutableCheck {
+  using type = bool c10::StorageImpl::*;
+  friend constexpr type member_of(HasMutableCheck);
+};
+template struct Expose<ThrowOnImmutable, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
+template struct Expose<HasMutableCheck, &c10::StorageImpl::has_mutable_data_ptr_check_>;
+
+/// From now on, while the guard is closed, reading the data pointer throws `message`.
+inline void install_guard(c10::StorageImpl& storage, std::string message) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
+}
+
+/// Opens or closes an installed guard: two stores, for this runs twice per operator and paged tensor.
+/// (torch 2.11 has no clear_data_ptr_access_error_msg_, and torch 2.13's frees the message.)
+inline void set_guard(c10::StorageImpl& storage, bool closed) {
+  storage.*member_of(ThrowOnImmutable{}) = closed;
+  storage.*member_of(HasMutableCheck{}) = closed;
+}
+
+struct KeySetAccess : c10::TensorImpl {
+  static constexpr auto keys = &KeySetAccess::key_set_;
+};
+
+inline void add_key(c10::TensorImpl& tensor, c10::DispatchKey key) {
+  tensor.*KeySetAccess::keys = tensor.key_set().add(key);
+}
+
+}  // namespace zeropage::compat

@@ -1,0 +1,117 @@
+#include "zeropage/fault/fallback.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "zeropage/base/units.h"
+#include "zeropage/rules/call.h"
+#include "zeropage/train/gradients.h"
+
+namespace zeropage {
+namespace {
+
+std::atomic<ErrorTranslator> translator{nullptr};
+
+/// "aten::mm on paged float32 [3072, 768] (9.4 MB), …".
+std::string describe(const Call& call) {
+  std::string text = call.name();
+  for (const PagedArgument& argument : call.paged) {
+    text += fmt::format("{}{} [{}] ({})", &argument == &call.paged[0] ? " on paged " : ", ", c10::toString(argument.tensor.scalar_type()),
+                        fmt::join(argument.tensor.sizes(), ", "), format_bytes(argument.segment->bytes()));
+    if (&argument - &call.paged[0] == 3) {
+      text += ", …";
+      break;
+    }
+  }
+  return text;
+}
+
+/// Throws the error again, with the operator and its sizes before it, in the form that the caller's language knows.
+[[noreturn]] void pass_on(const Error& error, const Call& call) {
+  const std::string message = fmt::format("{}: {}", describe(call), error.what());
+  const auto throw_as = [&](const auto& typed) {
+    if (auto translate = translator.load()) translate(typed);
+    throw typed;
+  };
+  if (dynamic_cast<const BudgetError*>(&error)) throw_as(BudgetError(message));
+  if (dynamic_cast<const DiskError*>(&error)) throw_as(DiskError(message));
+  if (dynamic_cast<const AccessError*>(&error)) throw_as(AccessError(message));
+  if (dynamic_cast<const SettingError*>(&error)) throw_as(SettingError(message));
+  throw_as(Error(message));
+  throw;
+}
+
+/// Hooks the leaves among paged arguments; the result must live through the operator.
+c10::SmallVector<LeafHold, 4> hook_leaves(const Call& call) {
+  c10::SmallVector<LeafHold, 4> holds;
+  for (const PagedArgument& argument : call.paged) {
+    if (argument.tensor.requires_grad() && argument.tensor.is_leaf()) holds.push_back(hook_gradient(argument.tensor));
+  }
+  return holds;
+}
+
+/// Inside an init scope, what was made from no tensor (and so is new) becomes paged.
+void adopt_results(Call& call) {
+  const auto& domain = scope_domain();
+  if (!domain || !Call::plain_modes()) return;
+  const bool fresh = !call.info.takes_tensors || call.name() == "aten::lift_fresh";
+  if (!fresh) return;
+  for (std::size_t i = call.first; i < call.stack.size(); ++i) {
+    if (call.stack[i].isTensor()) adopt(domain, call.stack[i].toTensor(), Role::parameter);
+  }
+}
+
+void run(Call& call) {
+  if (call.paged.empty()) {
+    if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;
+    {
+      // A view of an ordinary tensor may still copy inside, and what a composite makes is adopted as a whole.
+      c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+      call.op.redispatchBoxed(call.below, &call.stack);
+    }
+    return adopt_results(call);
+  }
+  const auto leaves = hook_leaves(call);
+  if (call.info.kind == OperatorKind::view) {
+    // Not excluded: reshape and its like are marked as views and may copy inside.
+    call.op.redispatchBoxed(call.below, &call.stack);
+    return;
+  }
+  if (call.info.rule) {
+    if (call.info.rule(call)) return;
+    if (call.info.kind == OperatorKind::data && !call.needs_autograd()) count_general(call.name());
+  }
+  if (call.info.kind == OperatorKind::metadata) {
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    call.op.redispatchBoxed(call.below, &call.stack);
+    return;
+  }
+  call.run_whole();
+}
+
+void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const std::size_t arguments = op.schema().arguments().size();
+  Call call{op, info_of(op), keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), *stack,
+            stack->size() - arguments, arguments};
+  call.find_paged();
+  try {
+    run(call);
+  } catch (const Error& error) {
+    pass_on(error, call);
+  }
+}
+
+}  // namespace
+
+void set_error_translator(ErrorTranslator translate) { translator.store(translate); }
+
+}  // namespace zeropage
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&zeropage::fault>());
+}

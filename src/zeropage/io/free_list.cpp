@@ -1,0 +1,57 @@
+#include "zeropage/io/free_list.h"
+
+#include <iterator>
+
+namespace zeropage {
+
+void FreeList::insert(std::size_t offset, std::size_t bytes) {
+  by_offset_.emplace(offset, bytes);
+  by_size_.emplace(bytes, offset);
+  free_bytes_ += bytes;
+}
+
+void FreeList::erase(std::map<std::size_t, std::size_t>::iterator range) {
+  free_bytes_ -= range->second;
+  by_size_.erase({range->second, range->first});
+  by_offset_.erase(range);
+}
+
+void FreeList::release(std::size_t offset, std::size_t bytes) {
+  if (bytes == 0) return;
+  auto next = by_offset_.lower_bound(offset);
+  if (next != by_offset_.end() && next->first == offset + bytes) {
+    bytes += next->second;
+    auto merged = next++;
+    erase(merged);
+  }
+  if (next != by_offset_.begin()) {
+    auto previous = std::prev(next);
+    if (previous->first + previous->second == offset) {
+      offset = previous->first;
+      bytes += previous->second;
+      erase(previous);
+    }
+  }
+  insert(offset, bytes);
+}
+
+std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) {
+  if (bytes == 0 || largest() < bytes) return std::nullopt;
+  auto range = by_offset_.end();
+  if (side == Side::bottom) {
+    range = by_offset_.find(by_size_.lower_bound({bytes, 0})->second);
+  } else {
+    do --range;
+    while (range->second < bytes);
+  }
+  const auto [offset, size] = *range;
+  erase(range);
+  if (side == Side::bottom) {
+    if (size > bytes) insert(offset + bytes, size - bytes);
+    return offset;
+  }
+  if (size > bytes) insert(offset, size - bytes);
+  return offset + size - bytes;
+}
+
+}  // namespace zeropage

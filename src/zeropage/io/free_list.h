@@ -1,0 +1,37 @@
+// Free ranges of a linear space: a file, or a region of memory. Best fit, neighbours merged at once, so that equal
+// sequences of births and deaths give equal layouts and holes do not multiply. Not thread-safe; holds no resource.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+namespace zeropage {
+
+class FreeList {
+ public:
+  enum class Side { bottom, top };
+
+  /// Adds [offset, offset + bytes), which must not overlap a free range.
+  void release(std::size_t offset, std::size_t bytes);
+
+  /// Takes `bytes` from the smallest range that holds them; Side::top takes the highest range that holds them, from
+  /// its end, which keeps what lives long away from what comes and goes. Empty if no range is large enough.
+  std::optional<std::size_t> take(std::size_t bytes, Side side = Side::bottom);
+
+  std::size_t free_bytes() const { return free_bytes_; }
+  std::size_t largest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
+  std::size_t ranges() const { return by_offset_.size(); }
+
+ private:
+  void insert(std::size_t offset, std::size_t bytes);
+  void erase(std::map<std::size_t, std::size_t>::iterator range);
+
+  std::map<std::size_t, std::size_t> by_offset_;               // offset -> bytes
+  std::set<std::pair<std::size_t, std::size_t>> by_size_;      // (bytes, offset)
+  std::size_t free_bytes_ = 0;
+};
+
+}  // namespace zeropage

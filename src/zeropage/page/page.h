@@ -1,0 +1,131 @@
+// Pages, runs, frames and segments: what the pager keeps about each byte of training state. Plain records; only the
+// pager changes them, under its lock.
+//
+//   segment ──▶ run ──▶ page, page, page ──▶ frame (memory, if any)
+//                └──▶ extent (disk, if that is its home)
+//
+// A run is what lies together: in its home and, while an operator uses it, in one frame. A large tensor has a run of its
+// own with many pages; small tensors share a run of one page.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "zeropage/io/arena.h"
+#include "zeropage/io/free_list.h"
+#include "zeropage/io/io.h"
+#include "zeropage/store/budget.h"
+#include "zeropage/store/swap_file.h"
+
+namespace zeropage {
+
+enum class Role : std::uint8_t { parameter, gradient, optimizer, activation };
+enum class Tier : std::uint8_t { device, host, disk };
+inline constexpr int kRoles = 4, kTiers = 3;
+std::string_view name_of(Role role);
+std::string_view name_of(Tier tier);
+
+/// Where a page's bytes are. One word, so that no two flags can disagree.
+enum class Residency : std::uint8_t {
+  zero,       // never written: reads as zeros, and nothing holds it
+  home,       // on disk only
+  reading,    // on its way from disk into a frame
+  clean,      // in a frame, the same as on disk
+  dirty,      // in a frame, newer than on disk
+  writing,    // in a frame, the same as what is on its way to disk
+  rewritten,  // in a frame, newer than what is on its way to disk
+};
+
+/// What an operator does to a page. `overwrite` promises to write every byte, so nothing need be read.
+enum class Access : std::uint8_t { read, write, overwrite };
+
+/// Which budget pays for a frame.
+enum class Pool : std::uint8_t { device, host };
+
+struct Run;
+
+/// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a rule
+/// works page by page. `permanent` frames are the home of their run and never leave.
+struct Frame {
+  Run* run = nullptr;
+  std::size_t first_page = 0;
+  std::size_t pages = 0;
+  Block memory;
+  Reservation charge;
+  Pool pool = Pool::device;
+  bool permanent = false;
+  int pins = 0;
+  std::uint64_t last_use = 0;
+  std::list<Frame*>::iterator position;  // in the eviction policy's list of its pool
+};
+
+struct Page {
+  Residency state = Residency::zero;
+  Frame* frame = nullptr;
+  Ticket transfer;  // of reading, writing and rewritten
+};
+
+struct Run {
+  Role role;
+  Tier tier;
+  std::size_t bytes;
+  std::size_t page_bytes;
+  std::vector<Page> pages;
+  Extent extent;                    // of disk runs
+  std::optional<FreeList> slots;    // of shared runs: what of the page is free
+  std::size_t tensors = 0;          // segments alive in it
+
+  std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
+  Frame* whole_frame() const {
+    Frame* frame = pages[0].frame;
+    return frame && frame->pages == pages.size() ? frame : nullptr;
+  }
+};
+
+class Pager;
+
+struct SegmentSpec {
+  std::size_t bytes;
+  std::size_t row_bytes;  // pages are cut on rows where rows and blocks allow it
+  Role role;
+  Tier tier;
+};
+
+/// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they are.
+class Segment {
+ public:
+  virtual ~Segment() = default;
+  Segment() = default;
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const std::shared_ptr<Pager>& pager() const { return pager_; }
+  std::size_t bytes() const { return bytes_; }
+  Role role() const { return run_->role; }
+  Tier tier() const { return run_->tier; }
+  std::size_t pages() const { return run_->pages.size(); }
+  /// Bytes of every page but the last.
+  std::size_t page_bytes() const { return run_->slots ? bytes_ : run_->page_bytes; }
+  std::size_t bytes_of(std::size_t page) const { return run_->slots ? bytes_ : run_->bytes_of(page); }
+
+ protected:
+  /// Called under the pager's lock when the first pin is taken and the last one dropped.
+  virtual void expose(std::byte* data) = 0;
+  virtual void hide() = 0;
+
+ private:
+  friend class Pager;
+  std::shared_ptr<Pager> pager_;
+  Run* run_ = nullptr;
+  std::size_t offset_ = 0;  // in the run: 0 unless shared
+  std::size_t bytes_ = 0;
+  int pins_ = 0;
+};
+
+}  // namespace zeropage

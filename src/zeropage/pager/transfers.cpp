@@ -1,0 +1,70 @@
+// Bytes on their way: a page's state changes when a transfer starts and when its result has been checked.
+#include <chrono>
+
+#include "zeropage/pager/pager.h"
+
+namespace zeropage {
+
+std::byte* Pager::address(const Run& run, std::size_t page) const {
+  const Frame& frame = *run.pages[page].frame;
+  return frame.memory.data() + (page - frame.first_page) * run.page_bytes;
+}
+
+Ticket Pager::start_read(Run& run, std::size_t page, std::byte* into) {
+  const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
+  stats_.read_bytes += bytes;
+  return io_->submit({Direction::read, &swap_->file(), run.extent.offset() + page * run.page_bytes, into, bytes});
+}
+
+void Pager::start_write(Run& run, std::size_t page) {
+  const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
+  Page& p = run.pages[page];
+  p.transfer = io_->submit({Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes,
+                            address(run, page), bytes});
+  p.state = Residency::writing;
+  stats_.written_bytes += bytes;
+}
+
+void Pager::wait_for(Ticket& ticket) {
+  if (!ticket) return;
+  if (ticket.done()) return ticket.wait();
+  const auto start = std::chrono::steady_clock::now();
+  struct Clock {
+    PagerStats& stats;
+    std::chrono::steady_clock::time_point start;
+    ~Clock() { stats.waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); }
+  } clock{stats_, start};
+  ticket.wait();
+}
+
+/// Waits for a page's transfer, if it has one, and moves its state on. On failure the page is as before the transfer
+/// began and the error passes on: a page that could not be written stays dirty in its frame; one that could not be read
+/// is at home, without a frame.
+void Pager::settle(Run& run, std::size_t index) {
+  Page& page = run.pages[index];
+  const Residency state = page.state;
+  if (state != Residency::reading && state != Residency::writing && state != Residency::rewritten) return;
+  Ticket transfer = std::exchange(page.transfer, {});
+  try {
+    wait_for(transfer);
+  } catch (...) {
+    if (state != Residency::reading) {
+      page.state = Residency::dirty;
+    } else {
+      page.state = Residency::home;
+      Frame* frame = std::exchange(page.frame, nullptr);
+      if (frame->pins == 0) drop_frame(*frame);  // else the last pin does
+    }
+    throw;
+  }
+  page.state = state == Residency::rewritten ? Residency::dirty : Residency::clean;
+}
+
+void Pager::settle_for_death(Run& run) noexcept {
+  for (Page& page : run.pages) {
+    Ticket transfer = std::exchange(page.transfer, {});
+    // Its destructor waits; what a dead tensor's write came to is of no interest.
+  }
+}
+
+}  // namespace zeropage

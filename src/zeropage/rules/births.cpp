@@ -1,0 +1,174 @@
+// Operators that make tensors. What is made like a paged tensor is paged: optimizer states, copies of a model, and inside
+// an init scope everything a factory makes.
+#include <c10/core/MemoryFormat.h>
+
+#include <ATen/ops/from_blob.h>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/rules/rules.h"
+#include "zeropage/rules/windows.h"
+
+#include <fmt/format.h>
+
+namespace zeropage {
+namespace {
+
+/// What a factory was asked for; arguments by name, as every factory of aten calls them.
+struct Request {
+  c10::ScalarType dtype;
+  c10::Device device;
+  bool plain;  // strided, not pinned: one that we can page
+
+  Request(Call& call, c10::ScalarType default_dtype, c10::Device default_device)
+      : dtype(default_dtype), device(default_device), plain(true) {
+    for (std::size_t i = 0; i < call.arguments; ++i) {
+      const c10::IValue& value = call.argument(i);
+      if (value.isNone()) continue;
+      const std::string name = call.argument_name(i);
+      if (name == "dtype") dtype = value.toScalarType();
+      if (name == "device") device = value.toDevice();
+      if (name == "layout") plain = plain && value.toLayout() == c10::kStrided;
+      if (name == "pin_memory") plain = plain && !value.toBool();
+    }
+    if (device.is_cuda() && !device.has_index()) device.set_index(default_device.index());
+  }
+};
+
+std::optional<c10::MemoryFormat> memory_format_of(Call& call) {
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (call.argument_name(i) == "memory_format") return call.argument(i).toOptional<c10::MemoryFormat>();
+  }
+  return std::nullopt;
+}
+
+std::vector<std::int64_t> contiguous_strides(c10::IntArrayRef sizes) {
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
+  return strides;
+}
+
+/// The strides of a result like `self`, if they are ones that windows can follow beside self's.
+bool keeps_layout(Call& call, const at::Tensor& self) {
+  const auto format = memory_format_of(call).value_or(c10::MemoryFormat::Preserve);
+  if (format == c10::MemoryFormat::Preserve) return true;
+  return format == c10::MemoryFormat::Contiguous && self.is_contiguous();
+}
+
+/// The role of what is made like a tensor of `role` without being its copy: what an optimizer keeps beside it.
+Role role_beside(Role role) { return role == Role::activation ? role : Role::optimizer; }
+
+/// Fills a newborn with what the factory `name` would: run as the in-place operator of the same meaning, through the
+/// dispatcher, so that its rule and its generator apply.
+void fill_newborn(Call& call, at::Tensor& newborn) {
+  const std::string& name = call.name();
+  const auto named = [&](const char* argument) -> const c10::IValue* {
+    for (std::size_t i = 0; i < call.arguments; ++i) {
+      if (call.argument_name(i) == argument) return &call.argument(i);
+    }
+    return nullptr;
+  };
+  const auto* generator = named("generator");
+  const auto draws = generator ? generator->toOptional<at::Generator>() : std::nullopt;
+  if (name.find("ones") != std::string::npos) newborn.fill_(1);
+  if (name.find("full") != std::string::npos) newborn.fill_(named("fill_value")->toScalar());
+  if (name.find("randn") != std::string::npos) newborn.normal_(0, 1, draws);
+  else if (name.find("rand") != std::string::npos) newborn.uniform_(0, 1, draws);
+}
+
+bool random_needs_floating(const std::string& name, c10::ScalarType dtype) {
+  return name.find("rand") != std::string::npos && !c10::isFloatingType(dtype);
+}
+
+}  // namespace
+
+bool make_like(Call& call) {
+  if (call.paged.size() != 1 || !Call::plain_modes()) return false;
+  const auto& [self, segment, _] = call.paged[0];
+  const Request request(call, self.scalar_type(), self.device());
+  const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
+  if (!request.plain || request.device != segment->domain()->device || !segment->domain()->pages(bytes)) return false;
+  if (!self.is_non_overlapping_and_dense() || !keeps_layout(call, self)) return false;
+  if (random_needs_floating(call.name(), request.dtype)) return false;
+  auto newborn = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(request.dtype),
+                            role_beside(segment->role()));
+  fill_newborn(call, newborn);
+  call.return_value(std::move(newborn));
+  return true;
+}
+
+bool make_new(Call& call) {
+  if (call.paged.size() != 1 || !Call::plain_modes()) return false;
+  const auto& [self, segment, _] = call.paged[0];
+  // Only what has the tensor's own shape is state kept beside it; other shapes are the program's own arithmetic.
+  if (call.argument(1).toIntVector() != self.sizes().vec()) return false;
+  const Request request(call, self.scalar_type(), self.device());
+  const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
+  if (!request.plain || request.device != segment->domain()->device || !segment->domain()->pages(bytes)) return false;
+  auto newborn = make_paged(segment->domain(), self.sizes(), contiguous_strides(self.sizes()),
+                            c10::scalarTypeToTypeMeta(request.dtype), role_beside(segment->role()));
+  fill_newborn(call, newborn);
+  call.return_value(std::move(newborn));
+  return true;
+}
+
+namespace {
+
+/// A paged copy of a whole paged tensor, page by page, in the same role.
+bool copy_into_newborn(Call& call, c10::ScalarType dtype) {
+  const auto& [self, segment, _] = call.paged[0];
+  const std::size_t bytes = self.numel() * c10::elementSize(dtype);
+  if (self.dim() == 0 || !is_operand(self, self) || !keeps_layout(call, self) || !segment->domain()->pages(bytes)) {
+    return false;
+  }
+  auto copy = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype),
+                         segment->role());
+  const Operand operands[] = {{copy, segment_of(copy), Access::overwrite}, {self, segment, Access::read}};
+  for_each_window(operands, Chunking::iterator,
+                  [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+  call.return_value(std::move(copy));
+  return true;
+}
+
+}  // namespace
+
+bool make_clone(Call& call) {
+  if (call.needs_autograd() || !Call::plain_modes()) return false;
+  return copy_into_newborn(call, call.paged[0].tensor.scalar_type());
+}
+
+bool make_converted(Call& call) {
+  if (!Call::plain_modes()) return false;
+  const at::Tensor& self = call.paged[0].tensor;
+  const c10::Device home = call.paged[0].segment->domain()->device;
+  const Request request(call, self.scalar_type(), self.device());
+  if (request.device != home && !request.device.is_cpu() && !request.device.is_meta()) {
+    throw AccessError(fmt::format("a tensor paged for device {} cannot move to {}: make its space with "
+                                  "zeropage.init(device=\"{}\") instead of moving the model",
+                                  home.str(), request.device.str(), request.device.str()));
+  }
+  if (call.needs_autograd() || request.device != home || !request.plain) return false;
+  return copy_into_newborn(call, request.dtype);
+}
+
+bool make_in_scope(Call& call) {
+  const auto& domain = scope_domain();
+  if (!domain || !Call::plain_modes()) return false;
+  const bool full = call.name() == "aten::full";
+  const auto scalar_type = [&] {  // torch.full takes its dtype from the value
+    const auto value = call.argument(1).toScalar();
+    return value.isFloatingPoint() ? c10::typeMetaToScalarType(c10::get_default_dtype()) : value.type();
+  };
+  const Request request(call, full ? scalar_type() : c10::typeMetaToScalarType(c10::get_default_dtype()), c10::kCPU);
+  const auto sizes = call.argument(0).toIntVector();
+  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(request.dtype);
+  if (!request.plain || request.device != domain->device || !domain->pages(bytes) || sizes.empty()) return false;
+  if (memory_format_of(call).value_or(c10::MemoryFormat::Contiguous) != c10::MemoryFormat::Contiguous) return false;
+  if (random_needs_floating(call.name(), request.dtype)) return false;
+  auto newborn = make_paged(domain, sizes, contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype),
+                            Role::parameter);
+  fill_newborn(call, newborn);
+  call.return_value(std::move(newborn));
+  return true;
+}
+
+}  // namespace zeropage

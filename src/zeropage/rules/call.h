@@ -1,0 +1,83 @@
+// One call of an operator that met a paged tensor, and what is known of the operator. A rule is a function that runs such
+// a call where the bytes live, without bringing whole tensors in; it says whether it did.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include "zeropage/tensor/paged_tensor.h"
+
+namespace zeropage {
+
+struct Call;
+/// True: done, results are on the stack. False: nothing was done, and the general path takes the call.
+using Rule = bool (*)(Call& call);
+
+enum class OperatorKind : std::uint8_t {
+  view,      // every result aliases an argument that is not written: needs no data
+  metadata,  // asks about a tensor, or makes another like it: needs no data
+  data,
+};
+
+/// What a schema says, worked out once an operator.
+struct OperatorInfo {
+  OperatorKind kind = OperatorKind::data;
+  bool pointwise = false;        // element i of the result depends on element i of the arguments alone
+  bool list = false;             // a _foreach_ or _fused_ operator: element i of the lists is a call of its own
+  bool fused = false;
+  bool takes_tensors = false;
+  bool fills = false;            // overwrites its first argument at random
+  Rule rule = nullptr;
+  c10::SmallVector<bool, 16> writes;  // by argument
+};
+
+/// Found once an operator and thread; the reference stays.
+const OperatorInfo& info_of(const c10::OperatorHandle& op);
+
+struct PagedArgument {
+  at::Tensor tensor;
+  StorageSegment* segment;
+  Access access;
+};
+
+struct Call {
+  const c10::OperatorHandle& op;
+  const OperatorInfo& info;
+  c10::DispatchKeySet below;  // the keys under ours, for redispatch
+  torch::jit::Stack& stack;
+  std::size_t first;          // of the arguments on the stack
+  std::size_t arguments;
+  c10::SmallVector<PagedArgument, 4> paged = {};  // every paged tensor among them, in order
+
+  c10::IValue& argument(std::size_t i) { return stack[first + i]; }
+  const std::string& name() const { return op.schema().name(); }
+  std::string argument_name(std::size_t i) const { return op.schema().arguments()[i].name(); }
+
+  /// Fills `paged`.
+  void find_paged();
+  /// True if autograd would have to see this call: a rule that computes must leave it alone.
+  bool needs_autograd();
+  /// True if no mode (fake tensors, tracing, a subclass) wants to see what the call does.
+  static bool plain_modes();
+  void return_nothing() { torch::jit::drop(stack, arguments); }
+  void return_value(c10::IValue value) {
+    torch::jit::drop(stack, arguments);
+    stack.push_back(std::move(value));
+  }
+  /// The general path: all paged arguments whole in memory while the operator runs. `access` of the first one is replaced
+  /// if given.
+  void run_whole();
+};
+
+/// Runs `op` on tensors that are not ours to fault on and need no autograd: slices of pages. On any thread.
+void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
+/// An in-place write that autograd did not see must still bump the version that saved tensors check.
+void bump_version(const at::Tensor& tensor);
+
+/// Operators that took the general path although a rule is there for their kind, by name, with counts: for the report.
+void count_general(const std::string& name);
+std::vector<std::pair<std::string, std::size_t>> general_path_counts();
+
+}  // namespace zeropage

@@ -1,0 +1,147 @@
+// _foreach_ and _fused_ operators: element i of the lists is a call of its own, so tensors are taken one after another.
+// A tensor that fits the windows is run page by page; another is brought in whole; those that are not paged go together.
+#include "zeropage/rules/pointwise.h"
+#include "zeropage/rules/rules.h"
+
+namespace zeropage {
+namespace {
+
+bool reduces(std::string_view name) {
+  for (const char* word : {"norm", "max", "powsum"}) {
+    if (name == std::string("aten::_foreach_") + word) return true;
+  }
+  return false;
+}
+
+/// The arguments of element i: a tensor for each tensor list, a scalar's share of each scalar list.
+class Element {
+ public:
+  Element(Call& call, std::size_t index) : call_(call), index_(index) {}
+
+  bool is_list(std::size_t argument) { return call_.argument(argument).isTensorList() && size_of(argument) > 0; }
+
+  c10::IValue tensor_or_value(std::size_t argument) {
+    const c10::IValue& value = call_.argument(argument);
+    if (value.isTensorList()) return size_of(argument) > 0 ? value.toListRef()[index_] : value;
+    if (value.isList() && call_.argument_name(argument).find("scalar") == 0) return one_of(value);
+    if (value.isList() && value.toListRef().size() == length() && call_.argument_name(argument) != "self") {
+      return one_of(value);
+    }
+    // addcdiv's `scalars` may be a tensor of one dimension, an element for each tensor of the lists.
+    if (value.isTensor() && value.toTensor().defined() && call_.argument_name(argument) == "scalars") {
+      return value.toTensor().narrow(0, static_cast<std::int64_t>(index_), 1);
+    }
+    return value;
+  }
+
+  std::size_t length() {
+    for (std::size_t i = 0; i < call_.arguments; ++i) {
+      if (call_.argument(i).isTensorList()) return size_of(i);
+    }
+    return 0;
+  }
+
+ private:
+  std::size_t size_of(std::size_t argument) { return call_.argument(argument).toListRef().size(); }
+
+  c10::IValue one_of(const c10::IValue& list) {
+    c10::impl::GenericList one(list.toList().elementType());
+    one.push_back(list.toListRef()[index_]);
+    return one;
+  }
+
+  Call& call_;
+  std::size_t index_;
+};
+
+Access access_of(Call& call, std::size_t argument) {
+  if (!call.info.writes[argument]) return Access::read;
+  if (call.info.fused && call.argument_name(argument) == "grads") {
+    // Written only to store what unscaling made of them.
+    for (std::size_t i = 0; i < call.arguments; ++i) {
+      if (call.argument_name(i) == "grad_scale") return call.argument(i).isTensor() ? Access::write : Access::read;
+    }
+  }
+  const bool overwrites = call.name() == "aten::_foreach_zero_" || call.name() == "aten::_foreach_copy_";
+  return overwrites ? Access::overwrite : Access::write;
+}
+
+/// The whole tensors of element i in memory, the operator on lists of one.
+c10::IValue run_element_whole(Call& call, Element& element) {
+  torch::jit::Stack stack;
+  c10::SmallVector<PinRequest, 8> requests;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    c10::IValue value = element.tensor_or_value(i);
+    if (element.is_list(i)) {
+      if (auto* segment = segment_of(value.toTensor())) {
+        requests.push_back({segment, call.info.writes[i] ? Access::write : Access::read});
+      }
+      c10::List<at::Tensor> list;
+      list.push_back(value.toTensor());
+      value = std::move(list);
+    }
+    stack.push_back(std::move(value));
+  }
+  TensorPin pin(requests);
+  call_below(call.op, stack);
+  return stack.empty() ? c10::IValue() : stack[0];
+}
+
+/// One element; its result, if the operator returns one.
+at::Tensor run_element(Call& call, Element element, bool returns) {
+  const at::Tensor shape = element.tensor_or_value(0).isTensor() ? element.tensor_or_value(0).toTensor()
+                                                                 : element.tensor_or_value(1).toTensor();
+  Substitution substitution;
+  bool cut = !reduces(call.name()) && shape.dim() > 0;
+  int written = -1;
+  for (std::size_t i = 0; cut && i < call.arguments; ++i) {
+    const Access access = access_of(call, i);
+    if (written < 0 && call.info.writes[i]) written = static_cast<int>(substitution.operands.size());
+    cut = substitution.add(element.tensor_or_value(i), element.is_list(i), shape, access);
+  }
+  if (cut && substitution.has_paged_operand() && (written >= 0) != returns) {
+    return run_pointwise_windows(call.op, substitution, written, call.info.fused ? Chunking::vectors : Chunking::iterator);
+  }
+  c10::IValue result = run_element_whole(call, element);
+  return returns ? result.toTensorVector()[0] : at::Tensor();
+}
+
+bool has_paged_element(Call& call, std::size_t index) {
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (value.isTensorList() && index < value.toListRef().size() && segment_of(value.toListRef()[index].toTensor())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+bool run_list(Call& call) {
+  const auto& returns = call.op.schema().returns();
+  if (call.needs_autograd() || !Call::plain_modes() || returns.size() > 1) return false;
+  const bool has_result = returns.size() == 1;
+  const std::size_t length = Element(call, 0).length();
+  std::vector<at::Tensor> results(has_result ? length : 0);
+  // Elements without a paged tensor keep PyTorch's own speed for lists only if all are such; then we are not here.
+  for (std::size_t i = 0; i < length; ++i) {
+    Element element(call, i);
+    at::Tensor result;
+    if (has_paged_element(call, i)) {
+      result = run_element(call, element, has_result);
+    } else {
+      c10::IValue plain = run_element_whole(call, element);
+      if (has_result) result = plain.toTensorVector()[0];
+    }
+    if (has_result) results[i] = std::move(result);
+  }
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (!call.info.writes[i] || !call.argument(i).isTensorList()) continue;
+    for (const c10::IValue& tensor : call.argument(i).toListRef()) bump_version(tensor.toTensor());
+  }
+  has_result ? call.return_value(std::move(results)) : call.return_nothing();
+  return true;
+}
+
+}  // namespace zeropage

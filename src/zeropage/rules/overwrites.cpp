@@ -1,0 +1,83 @@
+// Writes of a whole tensor that need nothing of what was there: no page is read for them.
+#include <ATen/ops/from_blob.h>
+
+#include "zeropage/rules/rules.h"
+#include "zeropage/rules/windows.h"
+
+namespace zeropage {
+namespace {
+
+/// The written tensor, if it is paged, whole, and autograd need not see the write; else null.
+const PagedArgument* whole_target(Call& call) {
+  if (call.needs_autograd() || !Call::plain_modes()) return nullptr;
+  const PagedArgument& first = call.paged[0];
+  const bool is_self = first.tensor.is_same(call.argument(0).toTensor());
+  return is_self && first.tensor.dim() > 0 && is_operand(first.tensor, first.tensor) ? &first : nullptr;
+}
+
+void finish(Call& call, at::Tensor self) {
+  bump_version(self);
+  call.return_value(std::move(self));
+}
+
+bool fits(const StorageSegment& segment) { return segment.bytes() <= segment.pager()->frame_limit(); }
+
+}  // namespace
+
+bool run_zero(Call& call) {
+  const PagedArgument* target = whole_target(call);
+  if (!target) return false;
+  target->segment->pager()->zero(*target->segment);
+  finish(call, target->tensor);
+  return true;
+}
+
+bool run_fill(Call& call) {
+  const PagedArgument* target = whole_target(call);
+  if (!target || call.paged.size() > 1) return false;
+  if (call.argument(1).isTensor() && call.argument(1).toTensor().dim() > 0) return false;
+  const c10::IValue value = call.argument(1);
+  for_each_window({Operand{target->tensor, target->segment, Access::overwrite}}, Chunking::iterator,
+                  [&](c10::ArrayRef<at::Tensor> slices) {
+                    torch::jit::Stack stack{slices[0], value};
+                    call_below(call.op, stack);
+                  });
+  finish(call, target->tensor);
+  return true;
+}
+
+bool run_copy(Call& call) {
+  if (call.needs_autograd() || !Call::plain_modes()) return false;
+  const at::Tensor self = call.argument(0).toTensor(), source = call.argument(1).toTensor();
+  if (self.dim() == 0 || self.is_same(source) || !is_operand(self, self) || !is_operand(source, self)) return false;
+  if (!segment_of(self) && !segment_of(source)) return false;
+  const Operand operands[] = {{self, segment_of(self), Access::overwrite}, {source, segment_of(source), Access::read}};
+  for_each_window(operands, Chunking::iterator,
+                  [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+  finish(call, self);
+  return true;
+}
+
+bool run_random(Call& call) {
+  const PagedArgument* target = whole_target(call);
+  if (!target || call.paged.size() > 1) return false;
+  if (fits(*target->segment)) {
+    call.paged[0].access = Access::overwrite;
+    call.run_whole();
+    return true;
+  }
+  // Too large to be whole: page by page, on this thread, so that the generator is drawn from in order.
+  StorageSegment& segment = *target->segment;
+  for (std::size_t i = 0; i < segment.pages(); ++i) {
+    PagePin page = segment.pager()->pin_page(segment, i, Access::overwrite);
+    page.wait();
+    torch::jit::Stack stack(call.stack.begin() + call.first, call.stack.end());
+    const auto elements = static_cast<std::int64_t>(segment.bytes_of(i) / target->tensor.itemsize());
+    stack[0] = at::from_blob(page.data(), {elements}, target->tensor.options().requires_grad(false));
+    call_below(call.op, stack);
+  }
+  finish(call, target->tensor);
+  return true;
+}
+
+}  // namespace zeropage

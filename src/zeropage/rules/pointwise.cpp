@@ -1,0 +1,58 @@
+// Pointwise operators on whole paged tensors: page by page, in place, or into a newborn paged tensor of the same role.
+#include <ATen/ops/ones.h>
+
+#include "zeropage/rules/pointwise.h"
+#include "zeropage/rules/rules.h"
+
+namespace zeropage {
+
+at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
+                                 Chunking chunking) {
+  TensorPin scalars(call.scalars);
+  if (written >= 0) {
+    for_each_window(call.operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
+      auto stack = call.stack(slices);
+      call_below(op, stack);
+    });
+    return call.operands[written].tensor;
+  }
+  // The result's dtype follows from promotion: ask the operator itself, on one element.
+  std::vector<at::Tensor> probes;
+  for (const Operand& operand : call.operands) probes.push_back(at::ones({1}, operand.tensor.options()));
+  auto probe = call.stack(probes);
+  call_below(op, probe);
+  const at::Tensor sample = probe[0].isTensor() ? probe[0].toTensor() : probe[0].toTensorVector()[0];
+
+  const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
+  at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), sample.dtype(),
+                                 like->segment->role());
+  c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
+  operands.push_back({result, segment_of(result), Access::overwrite});
+  for_each_window(operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
+    auto stack = call.stack(slices.slice(0, slices.size() - 1));
+    call_below(op, stack);
+    slices.back().copy_(stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0]);
+  });
+  return result;
+}
+
+bool run_pointwise(Call& call) {
+  const auto& schema = call.op.schema();
+  if (call.needs_autograd() || !Call::plain_modes() || schema.returns().size() != 1) return false;
+  const at::Tensor& shape = call.paged[0].tensor;
+  Substitution substitution;
+  int written = -1;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (call.argument(i).isTensorList()) return false;
+    if (call.info.writes[i]) written = static_cast<int>(substitution.operands.size());
+    if (!substitution.add(call.argument(i), false, shape, call.info.writes[i] ? Access::write : Access::read)) return false;
+    if (call.info.writes[i] && substitution.operand_of.back() < 0) return false;
+  }
+  if (!substitution.has_paged_operand()) return false;
+  at::Tensor result = run_pointwise_windows(call.op, substitution, written, Chunking::iterator);
+  if (written >= 0) bump_version(result);
+  call.return_value(std::move(result));
+  return true;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,12 @@
+// What pointwise operators and the elements of operator lists share.
+#pragma once
+
+#include "zeropage/rules/substitution.h"
+
+namespace zeropage {
+
+/// Runs a call whose tensors are all operands or scalars, window by window. `written` is the operand that it writes and
+/// that is returned, or -1 for an operator that returns a new tensor.
+at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written, Chunking chunking);
+
+}  // namespace zeropage

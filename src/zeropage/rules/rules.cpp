@@ -1,0 +1,42 @@
+#include "zeropage/rules/rules.h"
+
+#include <unordered_map>
+
+namespace zeropage {
+
+Rule find_rule(const std::string& name, const std::string& overload, const OperatorInfo& info) {
+  static const auto* table = new std::unordered_map<std::string, Rule>{
+      {"zero_.", run_zero},
+      {"fill_.Scalar", run_fill},
+      {"fill_.Tensor", run_fill},
+      {"copy_.", run_copy},
+      {"linalg_vector_norm.", run_norm},
+      {"clone.", make_clone},
+      {"_to_copy.", make_converted},
+      {"empty_like.", make_like},
+      {"zeros_like.", make_like},
+      {"ones_like.", make_like},
+      {"full_like.", make_like},
+      {"rand_like.", make_like},
+      {"randn_like.", make_like},
+      {"new_zeros.", make_new},
+      {"new_empty.", make_new},
+      {"new_ones.", make_new},
+      {"new_full.", make_new},
+      {"empty.memory_format", make_in_scope},
+      {"zeros.", make_in_scope},
+      {"ones.", make_in_scope},
+      {"full.", make_in_scope},
+      {"rand.", make_in_scope},
+      {"rand.generator", make_in_scope},
+      {"randn.", make_in_scope},
+      {"randn.generator", make_in_scope},
+  };
+  if (auto found = table->find(name + "." + overload); found != table->end()) return found->second;
+  if (info.list) return run_list;
+  if (info.fills) return run_random;
+  if (info.pointwise) return run_pointwise;
+  return nullptr;
+}
+
+}  // namespace zeropage

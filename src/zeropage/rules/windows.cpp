@@ -1,0 +1,182 @@
+#include "zeropage/rules/windows.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/InferenceMode.h>
+
+#include <cstring>
+
+namespace zeropage {
+namespace {
+
+constexpr std::size_t kLargestWindow = std::size_t{1} << 22;  // elements, where no page cuts: bounds what `run` allocates
+
+/// One operand's bytes, reached window by window.
+class Cursor {
+ public:
+  explicit Cursor(const Operand& operand)
+      : operand_(operand),
+        item_bytes_(operand.tensor.itemsize()),
+        page_elements_(operand.segment ? operand.segment->page_bytes() / item_bytes_ : ~std::size_t{0}),
+        options_(operand.tensor.options().requires_grad(false)) {
+    if (!operand.segment) plain_ = static_cast<std::byte*>(const_cast<void*>(operand.tensor.const_data_ptr()));
+  }
+
+  std::size_t next_edge(std::size_t at) const {
+    return operand_.segment ? (at / page_elements_ + 1) * page_elements_ : ~std::size_t{0};
+  }
+
+  /// Holds the page or pages of the window and lets go of earlier ones. Reads of what follows start.
+  void move_to(Cut window) {
+    if (!operand_.segment) return;
+    const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
+    if (held_[0].pin && held_[0].page < low) held_[0] = std::move(held_[1]), held_[1] = {};
+    hold(held_[0], low);
+    if (high > low) hold(held_[1], high);
+    if (high + 1 < operand_.segment->pages() && operand_.access != Access::overwrite) {
+      operand_.segment->pager()->prefetch_page(*operand_.segment, high + 1);
+    }
+  }
+
+  void wait() {
+    for (Held& held : held_) {
+      if (held.pin) held.pin.wait();
+    }
+  }
+
+  bool straddles(Cut window) const {
+    return operand_.segment && window.begin / page_elements_ != (window.end - 1) / page_elements_;
+  }
+
+  /// The part [begin, end) of the current window, which does not straddle.
+  at::Tensor slice(Cut part) const {
+    std::byte* data = operand_.segment ? held_[0].pin.data() + (part.begin - held_[0].page * page_elements_) * item_bytes_
+                                       : plain_ + part.begin * item_bytes_;
+    return at::from_blob(data, {static_cast<std::int64_t>(part.end - part.begin)}, options_);
+  }
+
+  /// A window that straddles two pages, gathered into scratch memory.
+  at::Tensor gather(Cut window) {
+    move_straddling(window, /*into_pages=*/false);
+    return at::from_blob(scratch_, {static_cast<std::int64_t>(window.end - window.begin)}, options_);
+  }
+
+  void scatter(Cut window) {
+    if (operand_.access != Access::read) move_straddling(window, /*into_pages=*/true);
+  }
+
+ private:
+  struct Held {
+    PagePin pin;
+    std::size_t page = 0;
+  };
+
+  void hold(Held& held, std::size_t page) {
+    if (held.pin && held.page == page) return;
+    held.pin = {};
+    held.pin = operand_.segment->pager()->pin_page(*operand_.segment, page, operand_.access);
+    held.page = page;
+  }
+
+  void move_straddling(Cut window, bool into_pages) {
+    const std::size_t edge = held_[1].page * page_elements_;
+    const std::size_t before = (edge - window.begin) * item_bytes_, after = (window.end - edge) * item_bytes_;
+    std::byte* low = held_[0].pin.data() + (window.begin - held_[0].page * page_elements_) * item_bytes_;
+    std::byte* high = held_[1].pin.data();
+    if (into_pages) {
+      std::memcpy(low, scratch_, before), std::memcpy(high, scratch_ + before, after);
+    } else {
+      std::memcpy(scratch_, low, before), std::memcpy(scratch_ + before, high, after);
+    }
+  }
+
+  const Operand& operand_;
+  std::size_t item_bytes_;
+  std::size_t page_elements_;
+  at::TensorOptions options_;
+  std::byte* plain_ = nullptr;
+  Held held_[2];
+  alignas(64) std::byte scratch_[kVector * 16];
+};
+
+using Cursors = c10::SmallVector<std::unique_ptr<Cursor>, 8>;
+using RunSlices = c10::function_ref<void(c10::ArrayRef<at::Tensor>)>;
+
+void run_part(Cursors& cursors, Cut part, RunSlices run) {
+  c10::SmallVector<at::Tensor, 8> slices;
+  for (auto& cursor : cursors) slices.push_back(cursor->slice(part));
+  run(slices);
+}
+
+void run_straddling(Cursors& cursors, Cut window, RunSlices run) {
+  c10::SmallVector<at::Tensor, 8> slices;
+  for (auto& cursor : cursors) slices.push_back(cursor->straddles(window) ? cursor->gather(window) : cursor->slice(window));
+  run(slices);
+  for (auto& cursor : cursors) {
+    if (cursor->straddles(window)) cursor->scatter(window);
+  }
+}
+
+/// Shares a window among ATen's threads, in parts that are whole vectors but for the last.
+void run_window(Cursors& cursors, Cut window, RunSlices run) {
+  const std::size_t elements = window.end - window.begin;
+  if (elements < at::internal::GRAIN_SIZE || at::get_num_threads() == 1) return run_part(cursors, window, run);
+  const std::size_t part = round_up(ceil_div(elements, at::get_num_threads()), kVector);
+  const bool inference = c10::InferenceMode::is_enabled();
+  at::parallel_for(0, static_cast<std::int64_t>(ceil_div(elements, part)), 1, [&](std::int64_t first, std::int64_t last) {
+    c10::InferenceMode same_mode(inference);
+    c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
+    for (std::int64_t i = first; i < last; ++i) {
+      run_part(cursors, {window.begin + i * part, std::min(window.end, window.begin + (i + 1) * part)}, run);
+    }
+  });
+}
+
+}  // namespace
+
+Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_t threads) {
+  const std::size_t grain = at::internal::GRAIN_SIZE;
+  if (chunking == Chunking::vectors || elements < grain || threads == 1) return {0, elements};
+  // As at::parallel_for does.
+  const std::size_t share = ceil_div(elements, std::min(threads, ceil_div(elements, grain)));
+  return {at / share * share, std::min(elements, (at / share + 1) * share)};
+}
+
+Cut window_at(std::size_t at, std::size_t edge, Cut chunk) {
+  if (edge >= chunk.end) return {at, chunk.end};
+  const std::size_t cut = chunk.begin + round_down(edge - chunk.begin, kVector);
+  if (cut > at) return {at, cut};
+  return {at, std::min(at + kVector, chunk.end)};  // straddles the edge
+}
+
+void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run) {
+  c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
+  Cursors cursors;
+  for (const Operand& operand : operands) cursors.push_back(std::make_unique<Cursor>(operand));
+  const std::size_t elements = operands[0].tensor.numel();
+  const std::size_t threads = at::get_num_threads();
+  for (std::size_t at = 0; at < elements;) {
+    const Cut chunk = chunk_of(elements, at, chunking, threads);
+    std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, kVector);
+    for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
+    const Cut window = window_at(at, edge, chunk);
+    for (auto& cursor : cursors) cursor->move_to(window);
+    for (auto& cursor : cursors) cursor->wait();
+    const bool straddling = std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
+    straddling ? run_straddling(cursors, window, run) : run_window(cursors, window, run);
+    at = window.end;
+  }
+}
+
+bool is_operand(const at::Tensor& tensor, const at::Tensor& shape) {
+  if (!tensor.is_cpu() || tensor.layout() != c10::kStrided || tensor.is_conj() || tensor.is_neg() ||
+      tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_quantized() || !tensor.has_storage()) {
+    return false;
+  }
+  if (tensor.sizes() != shape.sizes() || tensor.strides() != shape.strides()) return false;
+  return segment_of(tensor) ? is_whole(tensor) : tensor.is_non_overlapping_and_dense();
+}
+
+}  // namespace zeropage

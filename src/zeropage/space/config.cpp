@@ -1,0 +1,47 @@
+#include "zeropage/space/config.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "zeropage/base/errors.h"
+
+namespace zeropage {
+namespace {
+
+struct Setting {
+  std::string_view name;
+  std::string Config::*value;
+};
+constexpr std::array<Setting, 10> kSettings{{{"device", &Config::device},
+                                             {"parameters", &Config::parameters},
+                                             {"gradients", &Config::gradients},
+                                             {"optimizer", &Config::optimizer},
+                                             {"disk_path", &Config::disk_path},
+                                             {"device_memory", &Config::device_memory},
+                                             {"host_memory", &Config::host_memory},
+                                             {"resident_below", &Config::resident_below},
+                                             {"page_size", &Config::page_size},
+                                             {"io", &Config::io}}};
+
+}  // namespace
+
+void Config::set(std::string_view name, std::string value) {
+  std::string known;
+  for (const Setting& setting : kSettings) {
+    if (setting.name == name) {
+      this->*setting.value = std::move(value);
+      return;
+    }
+    known += fmt::format("{}{}", known.empty() ? "" : ", ", setting.name);
+  }
+  throw SettingError(fmt::format("\"{}\" is not a setting; the settings are {}", name, known));
+}
+
+std::vector<std::pair<std::string, std::string>> Config::items() const {
+  std::vector<std::pair<std::string, std::string>> items;
+  for (const Setting& setting : kSettings) items.emplace_back(setting.name, this->*setting.value);
+  return items;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,31 @@
+// The configuration: a handful of settings, each with a default that suits the machine.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace zeropage {
+
+/// All settings are text as a user writes it; sizes as "256MB" or bytes. Space checks them.
+struct Config {
+  std::string device = "auto";      // "cpu", "cuda", "cuda:1"; auto: cuda if there is one
+  std::string parameters = "auto";  // tier of a role: "device", "host", "disk"; auto: host while it has room, else disk
+  std::string gradients = "auto";
+  std::string optimizer = "auto";
+  std::string disk_path = "";       // directory of the swap file; empty: /var/tmp if a role may go to disk
+  std::string device_memory = "auto";   // for frames; auto: a quarter of what is free on the CPU, 80 % on a GPU
+  std::string host_memory = "auto";     // for homes, staging and cache; auto: half of what is free
+  std::string resident_below = "64KB";  // smaller tensors stay ordinary tensors in memory
+  std::string page_size = "auto";       // the unit that moves; auto: 4 MiB, less under small budgets
+  std::string io = "auto";              // "uring", "threads"
+
+  /// Sets a setting by its name. Throws SettingError for an unknown name, with the known ones.
+  void set(std::string_view name, std::string value);
+  /// Name and value of every setting.
+  std::vector<std::pair<std::string, std::string>> items() const;
+};
+
+}  // namespace zeropage

@@ -1,0 +1,78 @@
+// A space, as in address space: it owns the tiers, the budgets and the pages of the tensors born in it.
+//
+//   auto space = zeropage::Space::make({.parameters = "disk", .disk_path = "swap", .device_memory = "256MB"});
+//   {
+//     auto scope = space->enter();          // tensors born on this thread are paged
+//     model = std::make_shared<GPT>();
+//   }
+//
+// A space lives as long as its owner or any of its tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "zeropage/space/config.h"
+#include "zeropage/tensor/paged_tensor.h"
+
+namespace zeropage {
+
+/// What a space holds and has moved; sizes in bytes. Plain data, for programs and for report tables.
+struct Report {
+  struct Home {
+    std::string role, tier;
+    std::size_t now, peak;
+  };
+  struct Memory {
+    std::string name;
+    std::size_t now, peak, limit;
+  };
+  std::vector<Home> homes;      // of every role and tier that ever held something
+  std::vector<Memory> budgets;  // device_memory, host_memory
+  std::size_t faults, evictions, read_bytes, written_bytes, swap_bytes;
+  double waited_seconds;
+  std::string io;
+  std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts
+};
+
+class Space : public std::enable_shared_from_this<Space> {
+ public:
+  /// Throws SettingError for settings that are malformed or contradict each other, DiskError for an unusable disk_path.
+  static std::shared_ptr<Space> make(const Config& config);
+
+  /// While the scope lives, factories on this thread make paged parameters.
+  [[nodiscard]] InitScope enter() { return InitScope(domain_); }
+
+  /// Makes an existing tensor paged: in place if nothing else shares its storage, else, like Module::to, by giving it a
+  /// storage of its own. Gradients it has follow. False if it is too small or not one that can be paged.
+  bool page(at::Tensor& tensor, Role role = Role::parameter);
+
+  /// Waits until nothing is under way to the disk. Throws DiskError for a write that failed.
+  void wait() { domain_->pager->wait(); }
+  /// Gives memory and disk back. Tensors of the space then throw AccessError when used.
+  void close() { domain_->pager->close(); }
+
+  Report report() const;
+  const Config& config() const { return config_; }  // as resolved: no "auto" left but for tiers
+
+ private:
+  Space(Config config, std::shared_ptr<Domain> domain) : config_(std::move(config)), domain_(std::move(domain)) {}
+  Config config_;
+  std::shared_ptr<Domain> domain_;
+};
+
+bool is_paged(const at::Tensor& tensor);
+/// Pages out now what the tensor has in memory. Nothing for one that is not paged.
+void evict(const at::Tensor& tensor);
+
+/// An ordinary tensor with the same content, layout and history-free, for code that must have raw memory of its own.
+at::Tensor plain_copy(const at::Tensor& tensor);
+
+/// Holds a tensor's data in memory, where data_ptr() may be read and written, while it lives. Throws AccessError or
+/// BudgetError. An ordinary tensor is always there.
+TensorPin pin(const at::Tensor& tensor);
+
+}  // namespace zeropage

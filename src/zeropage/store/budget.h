@@ -1,0 +1,67 @@
+// A tier's budget and the charges against it. A budget is a promise: what is reserved never exceeds the limit.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <utility>
+
+namespace zeropage {
+
+class Budget;
+
+/// A charge of some bytes; returns them when it dies.
+class Reservation {
+ public:
+  Reservation() = default;
+  Reservation(Reservation&& other) noexcept { *this = std::move(other); }
+  Reservation& operator=(Reservation&& other) noexcept {
+    std::swap(budget_, other.budget_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  inline ~Reservation();
+  std::size_t bytes() const { return bytes_; }
+  explicit operator bool() const { return budget_ != nullptr; }
+
+ private:
+  friend class Budget;
+  Reservation(Budget* budget, std::size_t bytes) : budget_(budget), bytes_(bytes) {}
+  Budget* budget_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+class Budget {
+ public:
+  /// `name` is the setting that errors tell the user to raise.
+  Budget(std::string name, std::size_t limit) : name_(std::move(name)), limit_(limit) {}
+
+  /// An empty reservation if the limit would be passed.
+  [[nodiscard]] Reservation try_reserve(std::size_t bytes) {
+    std::size_t used = used_.load();
+    do {
+      if (bytes > limit_ || used > limit_ - bytes) return {};
+    } while (!used_.compare_exchange_weak(used, used + bytes));
+    std::size_t peak = peak_.load();
+    while (peak < used + bytes && !peak_.compare_exchange_weak(peak, used + bytes)) {
+    }
+    return Reservation(this, bytes);
+  }
+
+  const std::string& name() const { return name_; }
+  std::size_t limit() const { return limit_; }
+  std::size_t used() const { return used_.load(); }
+  std::size_t peak() const { return peak_.load(); }
+
+ private:
+  friend class Reservation;
+  std::string name_;
+  std::size_t limit_;
+  std::atomic<std::size_t> used_{0}, peak_{0};
+};
+
+Reservation::~Reservation() {
+  if (budget_) budget_->used_.fetch_sub(bytes_);
+}
+
+}  // namespace zeropage

@@ -1,0 +1,6 @@
+// zeropage: virtual memory for training state. This header is the table of contents for C++ programs.
+#pragma once
+
+#include "zeropage/base/errors.h"   // SettingError, BudgetError, DiskError, AccessError
+#include "zeropage/space/config.h"  // Config: tiers of each role, budgets
+#include "zeropage/space/space.h"   // Space: make, enter, page, report; is_paged, evict, pin
