@@ -4,6 +4,13 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#include <atomic>
+
+#include "zeropage/base/units.h"
 #include "zeropage/rules/windows.h"
 #include "zeropage/tensor/paged_tensor.h"
 
@@ -11,6 +18,20 @@ namespace zeropage {
 namespace {
 
 using torch::autograd::variable_list;
+
+/// [Note: what malloc keeps] During backward, freed activations and gradients of other sizes take turns in malloc's heap.
+/// It keeps the holes, and the process grows by half of its activations although nothing is alive. Paging gradients out is
+/// meant to make the process smaller, so the holes are given back to the system now and then: about 3 % of a step.
+void give_back_holes(std::size_t gradient_bytes) {
+#ifdef __GLIBC__
+  constexpr std::size_t kBetween = 32 * kMiB;
+  static std::atomic<std::size_t> paged{0};
+  const std::size_t before = paged.fetch_add(gradient_bytes);
+  if (before / kBetween != (before + gradient_bytes) / kBetween) ::malloc_trim(0);
+#else
+  (void)gradient_bytes;
+#endif
+}
 
 class PageGradient final : public torch::autograd::FunctionPreHook {
  public:
@@ -27,7 +48,9 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     }
     if (gradient.sizes() != leaf.sizes() || !leaf.is_non_overlapping_and_dense()) return gradients;
     if (gradient.key_set().has(c10::DispatchKey::Python) || !segment->domain()->pages(gradient.nbytes())) return gradients;
-    return {paged_copy(*segment, leaf, gradient)};
+    at::Tensor paged = paged_copy(*segment, leaf, gradient);
+    if (segment_of(paged)->tier() == Tier::disk) give_back_holes(gradient.nbytes());
+    return {std::move(paged)};
   }
 
  private:
