@@ -39,7 +39,7 @@ void Pager::drop_frame(Frame& frame) {
 }
 
 Reservation Pager::reserve(Pool pool, std::size_t bytes) {
-  Budget& from = budget(pool);
+  Budget& from = paying(pool);
   while (true) {
     if (auto charge = from.try_reserve(bytes)) return charge;
     if (bytes > from.limit() || !make_room(pool)) {
@@ -141,10 +141,12 @@ void Pager::evict_frame(Frame& frame) {
       Ticket ended = std::exchange(run.pages[i].transfer, {});
       run.pages[i].state = Residency::clean;
     }
-    if (run.pages[i].state == Residency::rewritten) settle(run, i);
+  }
+  settle_all(run, frame.first_page, end);  // older writes first: two of one page must not race
+  for (std::size_t i = frame.first_page; i < end; ++i) {
     if (run.pages[i].state == Residency::dirty) start_write(run, i);
   }
-  for (std::size_t i = frame.first_page; i < end; ++i) settle(run, i);
+  settle_all(run, frame.first_page, end);
   for (std::size_t i = frame.first_page; i < end; ++i) run.pages[i].state = Residency::home;
   drop_frame(frame);
   ++stats_.evictions;

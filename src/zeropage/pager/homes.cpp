@@ -53,9 +53,12 @@ Run& Pager::run_for(const SegmentSpec& spec, std::size_t& offset) {
 }
 
 Run& Pager::new_run(const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes) {
-  auto owned = std::make_unique<Run>(Run{.role = spec.role, .tier = spec.tier, .bytes = std::max<std::size_t>(bytes, 1),
-                                         .page_bytes = page_bytes});
+  auto owned = std::make_unique<Run>();
   Run& run = *owned;
+  run.role = spec.role;
+  run.tier = spec.tier;
+  run.bytes = std::max<std::size_t>(bytes, 1);
+  run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
   if (spec.tier == Tier::disk) {
     if (!swap_) throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");

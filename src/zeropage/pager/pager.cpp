@@ -217,7 +217,7 @@ void Pager::gather(std::span<const PinRequest> requests, bool from_empty) {
   }
   for (Gathering& g : missing) {
     for (Ticket& read : g.reads) wait_for(read);
-    for (std::size_t i = 0; i < g.run->pages.size(); ++i) settle(*g.run, i);
+    settle_all(*g.run, 0, g.run->pages.size());
   }
   for (Gathering& g : missing) {
     for (std::size_t i = 0; i < g.run->pages.size(); ++i) {
@@ -373,9 +373,15 @@ bool Pager::resident(const Segment& segment) const {
 void Pager::wait() {
   check_usable();
   std::lock_guard lock(mutex_);
+  std::exception_ptr error;
   for (auto& [_, run] : runs_) {
-    for (std::size_t i = 0; i < run->pages.size(); ++i) settle(*run, i);
+    try {
+      settle_all(*run, 0, run->pages.size());
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
   }
+  if (error) std::rethrow_exception(error);
 }
 
 PagerStats Pager::stats() const {

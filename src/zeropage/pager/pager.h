@@ -123,7 +123,7 @@ class Pager : public std::enable_shared_from_this<Pager> {
   explicit Pager(const PagerOptions& options, std::unique_ptr<Io> io);
 
   void check_usable() const;
-  Budget& budget(Pool pool) { return pool == Pool::device ? device_ : host_; }
+  Budget& paying(Pool pool) { return pool == Pool::device ? device_ : host_; }
 
   // homes.cpp: birth and death
   Run& run_for(const SegmentSpec& spec, std::size_t& offset);
@@ -146,6 +146,7 @@ class Pager : public std::enable_shared_from_this<Pager> {
   Ticket start_read(Run& run, std::size_t page, std::byte* into);
   void start_write(Run& run, std::size_t page);
   void settle(Run& run, std::size_t page);
+  void settle_all(Run& run, std::size_t first, std::size_t end);
   void settle_for_death(Run& run) noexcept;
   void wait_for(Ticket& ticket);
 

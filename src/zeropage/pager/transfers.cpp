@@ -60,6 +60,20 @@ void Pager::settle(Run& run, std::size_t index) {
   page.state = state == Residency::rewritten ? Residency::dirty : Residency::clean;
 }
 
+/// Settles all pages in [first, end), then throws the first error among them: a disk that fails is told of once, not once
+/// a page.
+void Pager::settle_all(Run& run, std::size_t first, std::size_t end) {
+  std::exception_ptr error;
+  for (std::size_t i = first; i < end; ++i) {
+    try {
+      settle(run, i);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
 void Pager::settle_for_death(Run& run) noexcept {
   for (Page& page : run.pages) {
     Ticket transfer = std::exchange(page.transfer, {});

@@ -1,0 +1,31 @@
+#include "zeropage/io/file.h"
+
+#include <doctest/doctest.h>
+#include <sys/stat.h>
+
+#include <fstream>
+
+#include "temporary_directory.h"
+#include "zeropage/base/errors.h"
+
+using namespace zeropage;
+
+TEST_CASE("a swap file has no name and is for its owner only") {
+  TemporaryDirectory directory;
+  File file = File::make_unnamed(directory.path());
+  CHECK(directory.empty());
+  struct stat info {};
+  REQUIRE(::fstat(file.descriptor(), &info) == 0);
+  CHECK((info.st_mode & 0777) == 0600);
+  CHECK(info.st_nlink == 0);
+}
+
+TEST_CASE("an unusable directory is an error that says what is wrong with it") {
+  TemporaryDirectory directory;
+  CHECK_THROWS_WITH_AS(File::make_unnamed(directory.path() + "/missing"),
+                       doctest::Contains("make the directory or set disk_path"), DiskError);
+  const std::string file = directory.path() + "/file";
+  std::ofstream(file) << "x";
+  CHECK_THROWS_WITH_AS(File::make_unnamed(file), doctest::Contains("is not a directory"), DiskError);
+  CHECK_THROWS_WITH_AS(File::make_unnamed("/proc"), doctest::Contains("/proc"), DiskError);
+}

@@ -1,0 +1,146 @@
+#include "zeropage/io/io.h"
+
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "temporary_directory.h"
+#include "zeropage/base/errors.h"
+#include "zeropage/base/units.h"
+#include "zeropage/io/arena.h"
+
+using namespace zeropage;
+
+namespace {
+
+std::vector<std::unique_ptr<Io>> engines() {
+  std::vector<std::unique_ptr<Io>> engines;
+  engines.push_back(make_io(IoEngine::threads));
+  engines.push_back(make_io(IoEngine::automatic));
+  return engines;
+}
+
+void fill_random(Block& block, unsigned seed) {
+  std::mt19937_64 random(seed);
+  for (std::size_t i = 0; i + 8 <= block.bytes(); i += 8) {
+    const std::uint64_t word = random();
+    std::memcpy(block.data() + i, &word, 8);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("what was written is read, for sizes of one block to many requests") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(64 * kMiB, [&](std::span<std::byte> slab) { io->register_memory(slab); });
+    for (std::size_t bytes : {kBlockBytes, kMiB, kMiB + kBlockBytes, 9 * kMiB}) {
+      auto out = arena.try_allocate(bytes), in = arena.try_allocate(bytes);
+      fill_random(*out, static_cast<unsigned>(bytes));
+      io->submit({Direction::write, &file, 3 * kBlockBytes, out->data(), bytes}).wait();
+      Ticket read = io->submit({Direction::read, &file, 3 * kBlockBytes, in->data(), bytes});
+      read.wait();
+      CHECK(read.done());
+      CHECK(std::memcmp(in->data(), out->data(), bytes) == 0);
+    }
+    io->sync(file);
+  }
+}
+
+TEST_CASE("more transfers than the queue holds all complete, in any order of waiting") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(32 * kMiB);
+    constexpr std::size_t kCount = 500, kBytes = 4 * kBlockBytes;
+    auto out = arena.try_allocate(kCount * kBytes), in = arena.try_allocate(kCount * kBytes);
+    fill_random(*out, 1);
+    std::vector<Ticket> tickets;
+    for (std::size_t i = 0; i < kCount; ++i) {
+      tickets.push_back(io->submit({Direction::write, &file, i * kBytes, out->data() + i * kBytes, kBytes}));
+    }
+    for (std::size_t i = kCount; i-- > 0;) tickets[i].wait();
+    tickets.clear();
+    for (std::size_t i = 0; i < kCount; ++i) {
+      tickets.push_back(io->submit({Direction::read, &file, i * kBytes, in->data() + i * kBytes, kBytes}));
+    }
+    io->wait_all();
+    for (Ticket& ticket : tickets) {
+      CHECK(ticket.done());
+      ticket.wait();
+    }
+    CHECK(std::memcmp(in->data(), out->data(), kCount * kBytes) == 0);
+  }
+}
+
+TEST_CASE("reading past the end is an error that names the file and the sizes, never data") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(2 * kMiB);
+    io->submit({Direction::write, &file, 0, block->data(), kMiB}).wait();
+    Ticket ticket = io->submit({Direction::read, &file, 0, block->data(), 2 * kMiB});
+    CHECK_THROWS_WITH_AS(ticket.wait(), doctest::Contains("only 1.0 MB were transferred"), DiskError);
+  }
+}
+
+TEST_CASE("a write that the system refuses is an error with its reason, and later transfers are unharmed") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    const std::string name = directory.path() + "/read-only";
+    File made(::open(name.c_str(), O_RDWR | O_CREAT, 0600), name);
+    File file(::open(name.c_str(), O_RDONLY), name);
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(kMiB);
+    Ticket refused = io->submit({Direction::write, &file, 0, block->data(), kMiB});
+    CHECK_THROWS_WITH_AS(refused.wait(), doctest::Contains("Bad file descriptor"), DiskError);
+    io->submit({Direction::write, &made, 0, block->data(), kMiB}).wait();
+  }
+}
+
+TEST_CASE("a ticket that is dropped is waited for, so that its buffer is free") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    File file = File::make_unnamed(directory.path());
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(4 * kMiB);
+    { Ticket dropped = io->submit({Direction::write, &file, 0, block->data(), 4 * kMiB}); }
+    auto back = arena.try_allocate(4 * kMiB);
+    io->submit({Direction::read, &file, 0, back->data(), 4 * kMiB}).wait();
+    CHECK(std::memcmp(back->data(), block->data(), 4 * kMiB) == 0);
+  }
+}
+
+TEST_CASE("threads may submit and wait at once") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(32 * kMiB);
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    for (std::size_t t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t] {
+        auto out = arena.try_allocate(2 * kMiB), in = arena.try_allocate(2 * kMiB);
+        for (unsigned round = 0; round < 10; ++round) {
+          fill_random(*out, round * 4 + static_cast<unsigned>(t));
+          io->submit({Direction::write, &file, t * 2 * kMiB, out->data(), 2 * kMiB}).wait();
+          io->submit({Direction::read, &file, t * 2 * kMiB, in->data(), 2 * kMiB}).wait();
+          wrong += std::memcmp(in->data(), out->data(), 2 * kMiB) != 0;
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    CHECK(wrong == 0);
+  }
+}

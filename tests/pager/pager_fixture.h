@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "failing_io.h"
+#include "temporary_directory.h"
+#include "zeropage/pager/pager.h"
+
+namespace zeropage {
+
+/// A segment as a test sees it.
+class TestSegment final : public Segment {
+ public:
+  std::byte* data = nullptr;  // null outside pins
+  ~TestSegment() override {
+    if (pager()) pager()->release(*this);
+  }
+
+ protected:
+  void expose(std::byte* at) override { data = at; }
+  void hide() override { data = nullptr; }
+};
+
+/// A pager on a small budget, with segments that hold a known pattern.
+struct PagerFixture {
+  TemporaryDirectory directory;
+  FailingIo* io = nullptr;  // owned by the pager
+  std::shared_ptr<Pager> pager;
+
+  void make(std::size_t device_bytes, std::size_t host_bytes, std::size_t page_bytes = 4 * kBlockBytes,
+            bool failing = false) {
+    std::unique_ptr<Io> engine;
+    if (failing) {
+      auto made = std::make_unique<FailingIo>();
+      io = made.get();
+      engine = std::move(made);
+    }
+    pager = Pager::make({.device_bytes = device_bytes,
+                         .host_bytes = host_bytes,
+                         .disk_path = directory.path(),
+                         .page_bytes = page_bytes,
+                         .io = IoEngine::automatic},
+                        std::move(engine));
+  }
+
+  std::unique_ptr<TestSegment> segment(std::size_t bytes, Role role = Role::parameter, Tier tier = Tier::disk) {
+    auto made = std::make_unique<TestSegment>();
+    pager->bind(*made, {bytes, 0, role, tier});
+    return made;
+  }
+
+  void write(TestSegment& segment, unsigned seed) {
+    const PinRequest request{&segment, Access::overwrite};
+    pager->pin({&request, 1});
+    for (std::size_t i = 0; i < segment.bytes(); ++i) segment.data[i] = pattern(seed, i);
+    pager->unpin({&request, 1});
+  }
+
+  bool holds(TestSegment& segment, unsigned seed) {
+    const PinRequest request{&segment, Access::read};
+    pager->pin({&request, 1});
+    bool same = true;
+    for (std::size_t i = 0; i < segment.bytes(); ++i) same = same && segment.data[i] == pattern(seed, i);
+    pager->unpin({&request, 1});
+    return same;
+  }
+
+  static std::byte pattern(unsigned seed, std::size_t i) {
+    return static_cast<std::byte>((i * 2654435761u + seed * 40503u) >> 7);
+  }
+};
+
+}  // namespace zeropage

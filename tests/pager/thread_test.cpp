@@ -1,0 +1,53 @@
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <random>
+#include <thread>
+
+#include "pager/pager_fixture.h"
+
+using namespace zeropage;
+
+constexpr std::size_t K = kKiB;
+
+TEST_CASE_FIXTURE(PagerFixture, "threads that pin, page and evict at once see their own bytes") {
+  make(512 * K, 256 * K, 2 * kBlockBytes);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      std::vector<std::unique_ptr<TestSegment>> mine;
+      for (unsigned i = 0; i < 6; ++i) {
+        mine.push_back(segment(10 * K + random() % (80 * K)));
+        write(*mine[i], t * 100 + i);
+      }
+      for (unsigned round = 0; round < 100; ++round) {
+        const unsigned i = random() % 6;
+        if (round % 3 == 0) pager->evict(*mine[i]);
+        if (round % 5 == 0) pager->prefetch_page(*mine[i], 0);
+        wrong += !holds(*mine[i], t * 100 + i);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(PagerFixture, "an operator waits for another thread's rule to let go of its pages") {
+  make(256 * K, 256 * K);
+  auto a = segment(100 * K);
+  write(*a, 1);
+  pager->evict(*a);
+  std::atomic<bool> let_go{false};
+  PagePin page = pager->pin_page(*a, 1, Access::read);
+  page.wait();
+  std::thread other([&] {
+    CHECK(holds(*a, 1));
+    CHECK(let_go);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  let_go = true;
+  page = {};
+  other.join();
+}
