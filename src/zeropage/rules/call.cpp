@@ -66,7 +66,8 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
   info.fills = random && in_place && name.back() == '_';
   info.fused = starts_with(name, "_fused_adam") || starts_with(name, "_fused_sgd") || starts_with(name, "_fused_adagrad");
   info.list = info.fused || starts_with(name, "_foreach_");
-  info.pointwise = op.hasTag(at::Tag::pointwise) && !random && !info.list && !cut_otherwise(name);
+  const bool returns_tensor = schema.returns().size() == 1 && is_tensor_type(schema.returns()[0].type());  // not equal()
+  info.pointwise = op.hasTag(at::Tag::pointwise) && returns_tensor && !random && !info.list && !cut_otherwise(name);
   info.rule = find_rule(std::string(name), schema.overload_name(), info);
   return info;
 }

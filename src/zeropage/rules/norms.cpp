@@ -1,8 +1,8 @@
 // Norms of a whole tensor. Where the tensor fits the device's budget it is brought in, and the bits are PyTorch's; where it
 // does not, each page's norm is taken and the norms are combined in double precision.
 #include <ATen/ops/linalg_vector_norm.h>
-
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cmath>
 #include <mutex>
@@ -32,6 +32,7 @@ bool run_norm(Call& call) {
     else total += std::pow(part, ord);
   });
   if (std::isfinite(ord) && ord != 0) total = std::pow(total, 1 / ord);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   call.return_value(at::scalar_tensor(total, self.options().dtype(dtype.value_or(self.scalar_type()))));
   return true;
 }

@@ -1,10 +1,28 @@
 // Pointwise operators on whole paged tensors: page by page, in place, or into a newborn paged tensor of the same role.
 #include <ATen/ops/ones.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "zeropage/rules/pointwise.h"
 #include "zeropage/rules/rules.h"
 
 namespace zeropage {
+namespace {
+
+at::Tensor first_result(const torch::jit::Stack& stack) {
+  return stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0];
+}
+
+/// What dtype follows from promotion: ask the operator itself, on one element.
+caffe2::TypeMeta result_dtype(const c10::OperatorHandle& op, const Substitution& call) {
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  std::vector<at::Tensor> probes;
+  for (const Operand& operand : call.operands) probes.push_back(at::ones({1}, operand.tensor.options()));
+  auto stack = call.stack(probes);
+  call_below(op, stack);
+  return first_result(stack).dtype();
+}
+
+}  // namespace
 
 at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
                                  Chunking chunking) {
@@ -16,22 +34,16 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
     });
     return call.operands[written].tensor;
   }
-  // The result's dtype follows from promotion: ask the operator itself, on one element.
-  std::vector<at::Tensor> probes;
-  for (const Operand& operand : call.operands) probes.push_back(at::ones({1}, operand.tensor.options()));
-  auto probe = call.stack(probes);
-  call_below(op, probe);
-  const at::Tensor sample = probe[0].isTensor() ? probe[0].toTensor() : probe[0].toTensorVector()[0];
-
+  const caffe2::TypeMeta dtype = result_dtype(op, call);
   const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
-  at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), sample.dtype(),
+  at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype,
                                  like->segment->role());
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({result, segment_of(result), Access::overwrite});
   for_each_window(operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
     auto stack = call.stack(slices.slice(0, slices.size() - 1));
     call_below(op, stack);
-    slices.back().copy_(stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0]);
+    slices.back().copy_(first_result(stack));
   });
   return result;
 }
