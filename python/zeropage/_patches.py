@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from zeropage import _core
+from zeropage import _core, _hugging_face
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,7 +22,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return _core.plain_copy(plain) if _core.is_paged(plain) else plain
 
 
-def _on_paged(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def on_paged(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (replacement if _core.is_paged(self) else original)(self, *args, **kwargs)
@@ -54,39 +53,15 @@ def _plain_leaf(tensor: torch.Tensor) -> torch.Tensor:
 def _patch_tensor() -> None:
     tensor: Any = torch.Tensor
     new_tensor, new = tensor.new_tensor, tensor.new
-    tensor.new_tensor = _on_paged(new_tensor, lambda self, *a, **k: new_tensor(_stand_in(self), *a, **k))
-    tensor.new = _on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
-    tensor.__deepcopy__ = _on_paged(tensor.__deepcopy__, _deepcopy)
+    tensor.new_tensor = on_paged(new_tensor, lambda self, *a, **k: new_tensor(_stand_in(self), *a, **k))
+    tensor.new = on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
+    tensor.__deepcopy__ = on_paged(tensor.__deepcopy__, _deepcopy)
     reduce_ex, tolist = tensor.__reduce_ex__, tensor.tolist
     # Pickling and printing read memory: they get a copy.
-    tensor.__reduce_ex__ = _on_paged(reduce_ex, lambda self, protocol: reduce_ex(_plain_leaf(self), protocol))
-    tensor.tolist = _on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
-
-
-def _patch_safetensors() -> None:
-    """Saving reads memory (a copy will do) and tells shared tensors by their storage's address (a segment's will do)."""
-    try:
-        import safetensors.torch as safetensors
-    except ImportError:
-        return
-    replacements: dict[str, Callable[..., Any]] = {
-        "storage_ptr": _core.segment_id,
-        "storage_size": lambda tensor: tensor.untyped_storage().nbytes(),
-    }
-    for reader in ("_to_ndarray", "_tobytes"):  # by release of safetensors
-        if original := getattr(safetensors, reader, None):
-            replacements[reader] = functools.partial(_read_copy, original)
-    # transformers imports these by name, perhaps before us.
-    for module in (safetensors, sys.modules.get("transformers.pytorch_utils")):
-        for name, replacement in replacements.items():
-            if original := getattr(module, name, None):
-                setattr(module, name, _on_paged(original, replacement))
-
-
-def _read_copy(original: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Any:
-    return original(_core.plain_copy(tensor.detach()), *args)
+    tensor.__reduce_ex__ = on_paged(reduce_ex, lambda self, protocol: reduce_ex(_plain_leaf(self), protocol))
+    tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
 
 
 def install() -> None:
     _patch_tensor()
-    _patch_safetensors()
+    _hugging_face.install(on_paged)

@@ -124,5 +124,5 @@ PYBIND11_MODULE(_core, module) {
   module.def("is_paged", &is_paged);
   module.def("evict", &evict, py::call_guard<py::gil_scoped_release>());
   module.def("plain_copy", &plain_copy, py::call_guard<py::gil_scoped_release>());
-  module.def("segment_id", [](const at::Tensor& tensor) { return reinterpret_cast<std::uintptr_t>(segment_of(tensor)); });
+  module.def("virtual_address", &virtual_address);
 }

@@ -55,12 +55,11 @@ c10::SmallVector<LeafHold, 4> hook_leaves(const Call& call) {
   return holds;
 }
 
-/// Inside an init scope, what was made from no tensor (and so is new) becomes paged.
-void adopt_results(Call& call) {
+/// Inside an init scope, what was made from no tensor, or from paged ones without autograd, becomes paged.
+void adopt_results(Call& call, bool from_paged) {
   const auto& domain = scope_domain();
   if (!domain || !Call::plain_modes()) return;
-  const bool fresh = !call.info.takes_tensors || call.name() == "aten::lift_fresh";
-  if (!fresh) return;
+  if (!from_paged && call.info.takes_tensors && call.name() != "aten::lift_fresh") return;
   for (std::size_t i = call.first; i < call.stack.size(); ++i) {
     if (call.stack[i].isTensor()) adopt(domain, call.stack[i].toTensor(), Role::parameter);
   }
@@ -74,7 +73,7 @@ void run(Call& call) {
       c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
       call.op.redispatchBoxed(call.below, &call.stack);
     }
-    return adopt_results(call);
+    return adopt_results(call, false);
   }
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {
@@ -91,7 +90,9 @@ void run(Call& call) {
     call.op.redispatchBoxed(call.below, &call.stack);
     return;
   }
+  const bool needs_autograd = scope_domain() && call.needs_autograd();
   call.run_whole();
+  if (!needs_autograd) adopt_results(call, true);
 }
 
 void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

@@ -173,6 +173,11 @@ void evict(const at::Tensor& tensor) {
   if (auto* segment = segment_of(tensor)) segment->pager()->evict(*segment);
 }
 
+std::uint64_t virtual_address(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment ? segment->virtual_address() + tensor.storage_offset() * tensor.itemsize() : 0;
+}
+
 at::Tensor plain_copy(const at::Tensor& tensor) {
   c10::NoGradGuard no_grad;
   at::Tensor copy;

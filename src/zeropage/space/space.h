@@ -68,6 +68,10 @@ bool is_paged(const at::Tensor& tensor);
 /// Pages out now what the tensor has in memory. Nothing for one that is not paged.
 void evict(const at::Tensor& tensor);
 
+/// The first element's address in the one address space of all paged tensors (see StorageSegment): says which tensors
+/// share elements, and is never to be read. 0 for one that is not paged.
+std::uint64_t virtual_address(const at::Tensor& tensor);
+
 /// An ordinary tensor with the same content, layout and history-free, for code that must have raw memory of its own.
 at::Tensor plain_copy(const at::Tensor& tensor);
 

@@ -4,10 +4,12 @@
 #include <ATen/core/VariableHooksInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/torch_compat.h"
+#include "zeropage/base/units.h"
 
 namespace zeropage {
 namespace {
@@ -57,6 +59,12 @@ void copy_in(StorageSegment& segment, const std::byte* data) {
 }
 
 }  // namespace
+
+StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage)
+    : domain_(std::move(domain)), storage_(storage) {
+  static std::atomic<std::uint64_t> next{std::uint64_t{1} << 56};  // above what processes are given
+  virtual_address_ = next.fetch_add(round_up(storage->nbytes() + 1, 64));
+}
 
 void StorageSegment::point_to(void* data) {
   auto& held = storage_->_mutable_data_ptr_no_checks();

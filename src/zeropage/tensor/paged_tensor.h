@@ -31,10 +31,12 @@ struct Domain {
 
 class StorageSegment final : public Segment {
  public:
-  StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage)
-      : domain_(std::move(domain)), storage_(storage) {}
+  StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage);
 
   const std::shared_ptr<Domain>& domain() const { return domain_; }
+  /// Where the segment would lie if all paged tensors of the process lay in one address space: its own range, for code that
+  /// tells shared tensors by their addresses. No memory is there.
+  std::uint64_t virtual_address() const { return virtual_address_; }
   static void destroy(void* segment);  // the DataPtr's deleter
 
  protected:
@@ -45,6 +47,7 @@ class StorageSegment final : public Segment {
   void point_to(void* data);
   std::shared_ptr<Domain> domain_;
   c10::StorageImpl* storage_;
+  std::uint64_t virtual_address_;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.
