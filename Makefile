@@ -1,0 +1,71 @@
+# The commands of README.md. Each does everything it needs, on a fresh machine too.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+
+VENV   := .venv
+PYTHON := $(VENV)/bin/python
+TORCH  ?= 2.13.0
+BUILD  := build
+
+.PHONY: build test lint bench demo check sanitize format clean system cpp-tests
+
+demo: build ## train a GPT whose states are on disk
+	$(PYTHON) examples/train_gpt.py $(ARGS)
+
+# System packages: through apt when root, else said.
+system:
+	@tools/system_packages.sh
+
+$(PYTHON):
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install -q --upgrade pip
+
+# torch is named exactly: a range could pull another release, and gigabytes with it.
+build: system $(PYTHON) ## torch, the package (editable) and its tools into .venv
+	$(PYTHON) -c 'import torch; assert torch.__version__.startswith("$(TORCH)")' 2>/dev/null || $(PYTHON) -m pip install -q torch==$(TORCH)
+	mkdir -p $(BUILD)
+	stamp=$(BUILD)/.tools-$$(sha1sum pyproject.toml | cut -c1-12)
+	if [ ! -e $$stamp ] || ! $(PYTHON) -c 'import scikit_build_core, pytest, tqdm' 2>/dev/null; then
+	  $(PYTHON) -m pip install -q $$($(PYTHON) tools/requirements.py)
+	  touch $$stamp
+	fi
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+
+cpp-tests: build
+	cmake -S . -B $(BUILD)/cpp -G Ninja -DZEROPAGE_TESTS=ON -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	ninja -C $(BUILD)/cpp --quiet
+	cd $(BUILD)/cpp && ctest --output-on-failure
+
+test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
+	$(PYTHON) -m pytest -q $(ARGS)
+
+# ASan+UBSan and TSan over the rooms without torch; ASan over the rest of the C++ tests too.
+sanitize: build
+	for kind in address thread; do
+	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo ON || echo OFF) \
+	    -DZEROPAGE_SANITIZE=$$kind -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	  ninja -C $(BUILD)/$$kind --quiet
+	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
+	done
+
+lint: build ## formatting, types, and which room uses which
+	$(PYTHON) -m ruff check python tests examples bench tools
+	$(PYTHON) -m ruff format --check python tests examples bench tools
+	$(PYTHON) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+	$(PYTHON) tools/check_rooms.py
+
+format: build ## what lint asks for
+	$(PYTHON) -m ruff check --fix -q python tests examples bench tools || true
+	$(PYTHON) -m ruff format -q python tests examples bench tools
+	$(VENV)/bin/clang-format -i $$(git ls-files '*.cpp' '*.h')
+
+BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/_%,$(wildcard bench/*.py)))
+bench: $(addprefix bench-,$(BENCHES)) ## every benchmark
+bench-%: build
+	$(PYTHON) bench/$*.py $(ARGS)
+
+clean:
+	rm -rf $(BUILD) $(VENV) out

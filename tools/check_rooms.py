@@ -1,0 +1,35 @@
+"""Checks that each room of src/zeropage includes only what it may: the table in docs/architecture.md, in code."""
+
+import pathlib
+import re
+import sys
+
+MAY_USE = {
+    "base": [],
+    "io": ["base"],
+    "store": ["base", "io"],
+    "page": ["base", "io", "store"],
+    "pager": ["base", "io", "store", "page"],
+    "tensor": ["base", "page", "pager"],
+    "rules": ["base", "page", "pager", "tensor"],
+    "train": ["base", "page", "pager", "tensor", "rules"],
+    "fault": ["base", "page", "pager", "tensor", "rules", "train"],
+    "space": ["base", "io", "store", "page", "pager", "tensor", "rules", "train", "fault"],
+}
+WITHOUT_TORCH = ["io", "store", "page", "pager"]
+
+root = pathlib.Path("src/zeropage")
+wrong = []
+for source in sorted(root.glob("*/*")):
+    room = source.parent.name
+    if room not in MAY_USE:
+        wrong.append(f"{source}: no such room; add it to tools/check_rooms.py and docs/architecture.md")
+        continue
+    for line, text in enumerate(source.read_text().splitlines(), 1):
+        if match := re.match(r'#include "zeropage/(\w+)/', text):
+            if match[1] != room and match[1] not in MAY_USE[room]:
+                wrong.append(f"{source}:{line}: {room} may not use {match[1]}")
+        elif room in WITHOUT_TORCH and re.match(r"#include <(ATen|c10|torch)/", text):
+            wrong.append(f"{source}:{line}: {room} knows nothing of torch")
+print("\n".join(wrong) or "rooms: as the table says")
+sys.exit(bool(wrong))
