@@ -1,0 +1,82 @@
+#include <doctest/doctest.h>
+#include <torch/torch.h>
+
+#include "temporary_directory.h"
+#include "zeropage/zeropage.h"
+
+using namespace zeropage;
+
+namespace {
+
+Config on_disk(const std::string& path, const char* memory = "2MB") {
+  Config config;
+  config.device = "cpu";
+  config.parameters = config.gradients = config.optimizer = "disk";
+  config.disk_path = path;
+  config.device_memory = config.host_memory = memory;
+  config.resident_below = "1";
+  config.page_size = "16KiB";
+  return config;
+}
+
+struct NetImpl : torch::nn::Module {
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  NetImpl() {
+    first = register_module("first", torch::nn::Linear(300, 257));
+    second = register_module("second", torch::nn::Linear(257, 7));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return second(torch::tanh(first(x))); }
+};
+TORCH_MODULE(Net);
+
+std::vector<float> train(Net& net) {
+  torch::optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-3));
+  std::vector<float> losses;
+  for (int step = 0; step < 3; ++step) {
+    torch::manual_seed(step);
+    auto loss = net(torch::randn({5, 300})).pow(2).sum();
+    losses.push_back(loss.item<float>());
+    loss.backward();
+    torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0);
+    optimizer.step();
+    optimizer.zero_grad();
+    for (auto& p : net->parameters()) evict(p);
+  }
+  return losses;
+}
+
+}  // namespace
+
+TEST_CASE("a libtorch module trains paged as it trains plain, to the bit") {
+  TemporaryDirectory directory;
+  torch::manual_seed(1);
+  Net plain;
+  auto space = Space::make(on_disk(directory.path()));
+  torch::manual_seed(1);
+  Net paged{nullptr};
+  {
+    auto scope = space->enter();
+    paged = Net();
+  }
+  for (auto& p : paged->parameters()) CHECK(is_paged(p));
+  CHECK(train(plain) == train(paged));
+  for (std::size_t i = 0; i < plain->parameters().size(); ++i) {
+    CHECK(torch::equal(plain->parameters()[i], paged->parameters()[i]));
+  }
+  const Report report = space->report();
+  for (const auto& budget : report.budgets) CHECK(budget.peak <= budget.limit);
+  CHECK(report.written_bytes > 0);
+}
+
+TEST_CASE("errors of operators are typed and name the operator") {
+  TemporaryDirectory directory;
+  auto space = Space::make(on_disk(directory.path(), "200kB"));
+  torch::Tensor weight;
+  {
+    auto scope = space->enter();
+    weight = torch::zeros({300, 300});
+  }
+  CHECK_THROWS_WITH_AS(torch::mm(weight, weight), doctest::Contains("aten::mm on paged Float [300, 300]"), BudgetError);
+  space->close();
+  CHECK_THROWS_AS(weight.zero_(), AccessError);
+}

@@ -1,0 +1,52 @@
+#include <doctest/doctest.h>
+#include <torch/torch.h>
+
+#include "temporary_directory.h"
+#include "zeropage/zeropage.h"
+
+using namespace zeropage;
+
+TEST_CASE("raw data may be read inside a pin and only there") {
+  TemporaryDirectory directory;
+  Config config;
+  config.device = "cpu";
+  config.disk_path = directory.path();
+  config.device_memory = config.host_memory = "4MB";
+  auto space = Space::make(config);
+  torch::Tensor tensor = torch::full({200, 200}, 3.0f);
+  const torch::Tensor outside = tensor.view({-1});
+  REQUIRE(space->page(tensor));
+  CHECK(is_paged(tensor));
+  CHECK(outside[0].item<float>() == 3.0f);  // like Module::to: what shared its memory keeps its own
+  {
+    TensorPin held = pin(tensor);
+    CHECK(tensor.data_ptr<float>()[77] == 3.0f);
+    tensor.data_ptr<float>()[77] = 5.0f;
+  }
+  CHECK_THROWS_WITH(tensor.data_ptr<float>(), doctest::Contains("zeropage.pinned"));
+  evict(tensor);
+  CHECK(tensor.view({-1})[77].item<float>() == 5.0f);
+  CHECK_FALSE(is_paged(plain_copy(tensor)));
+}
+
+TEST_CASE("settings are checked by name and by value") {
+  Config config;
+  CHECK_THROWS_WITH_AS(config.set("colour", "blue"), doctest::Contains("the settings are"), SettingError);
+  config.set("parameters", "cloud");
+  CHECK_THROWS_WITH_AS(Space::make(config), doctest::Contains("parameters = \"cloud\""), SettingError);
+}
+
+TEST_CASE("a space outlives its owner as long as a tensor of it lives") {
+  TemporaryDirectory directory;
+  Config config;
+  config.device = "cpu";
+  config.device_memory = config.host_memory = "4MB";
+  config.disk_path = directory.path();
+  torch::Tensor tensor;
+  {
+    auto space = Space::make(config);
+    auto scope = space->enter();
+    tensor = torch::ones({300, 300});
+  }
+  CHECK(tensor.sum().item<float>() == 90000.0f);
+}
