@@ -200,8 +200,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
     peak, state = resident("VmHWM") - BASELINE, state_bytes(model)
     watch.bar.close()
     if args.json:
-        # What is resident beside the states right after forward. Of those, parameters are alive then and, from the second
-        # step on, the two moments; gradients are not.
+        # What is resident beside the states right after forward. Of those, parameters are alive then and, from the
+        # second step on, the two moments; gradients are not.
         first, second = watch.after_forward[:2]
         activations = max(first - state // 4, second - state * 3 // 4)
         print(json.dumps({"peak": peak, "state": state, "activations": activations, "losses": losses}))

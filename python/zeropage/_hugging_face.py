@@ -1,7 +1,7 @@
 """Saving with Hugging Face's libraries, which read memory and tell shared tensors by their addresses.
 
-Where they read, paged tensors give a copy; where they ask for an address only to see which tensors share elements, paged
-tensors give their virtual one. Each library is met when it is imported, by us or by anyone, before or after.
+Where they read, paged tensors give a copy; where they ask for an address only to see which tensors share elements,
+paged tensors give their virtual one. Each library is met when it is imported, by us or by anyone, before or after.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _asking_identity = threading.local()
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    return _core.virtual_address(tensor) - tensor.storage_offset() * tensor.element_size()
+    return _core.virtual_address(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _asks_identity(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """Narrow replacements for the few Python methods that look past the dispatcher.
 
-Everything PyTorch does with a tensor goes through an operator, and operators fault. These do not: they choose a backend by
-dispatch key, or read a storage's memory. Each acts on paged tensors alone and leaves all others to the original.
+Everything PyTorch does with a tensor goes through an operator, and operators fault. These do not: they choose a
+backend by dispatch key, or read a storage's memory. Each acts on paged tensors alone and leaves all others to the
+original.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Report:
         ]
         parts = [
             tabulate(homes, headers=["role", "home", "now", "peak"], colalign=("left", "left", "right", "right")),
-            tabulate(budgets, headers=["budget", "now", "peak", "limit"], colalign=("left", "right", "right", "right")),
+            tabulate(budgets, headers=["budget", "now", "peak", "limit"], colalign=("left", *["right"] * 3)),
             tabulate(moved, headers=["moved", ""], colalign=("left", "right")),
         ]
         if core.general_path:

@@ -6,8 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -16,7 +15,7 @@ from zeropage import _core
 from zeropage._report import Report
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
-ConfigLike = "Config | Mapping[str, Any] | str | os.PathLike[str] | None"
+ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | None"
 
 _latest: Space | None = None
 
@@ -44,7 +43,7 @@ class Config:
         return f"Config({', '.join(f'{k}={v!r}' for k, v in self._settings.items())})"
 
     @staticmethod
-    def of(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+    def of(config: ConfigLike) -> Config:
         """A Config, a mapping, the path of a JSON file, or None for the defaults."""
         if config is None:
             return Config()
@@ -78,7 +77,7 @@ class Space:
         self._scopes.append(_Entered(self._core))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self._scopes.pop().leave()
 
     @property
@@ -111,7 +110,7 @@ class _Entered:
 
         def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
             # Loaders make parameters from tensors that no factory made: slices of a file.
-            if tensor is not None and not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
                 space.page(tensor) if tensor.device.type != "meta" else None
 
         self._hooks = [

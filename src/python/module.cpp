@@ -43,7 +43,9 @@ void bind_exceptions(py::module_& module) {
   const auto runtime_error = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
   exceptions.error = make_exception(module, "Error", py::make_tuple(runtime_error));
   const auto base = py::reinterpret_borrow<py::object>(exceptions.error);
-  const auto with = [&](PyObject* builtin) { return py::make_tuple(base, py::reinterpret_borrow<py::object>(builtin)); };
+  const auto with = [&](PyObject* builtin) {
+    return py::make_tuple(base, py::reinterpret_borrow<py::object>(builtin));
+  };
   exceptions.setting = make_exception(module, "SettingError", with(PyExc_ValueError));
   exceptions.budget = make_exception(module, "BudgetError", with(PyExc_MemoryError));
   exceptions.disk = make_exception(module, "DiskError", with(PyExc_OSError));
@@ -110,17 +112,23 @@ PYBIND11_MODULE(_core, module) {
   py::class_<Space, std::shared_ptr<Space>>(module, "Space")
       .def(py::init(&Space::make), py::call_guard<py::gil_scoped_release>())
       .def("scope", [](const std::shared_ptr<Space>& space) { return PythonScope(space); })
-      .def("page", [](Space& space, at::Tensor tensor, bool gradient) {
-             return space.page(tensor, gradient ? Role::gradient : Role::parameter);
-           }, py::arg("tensor"), py::arg("gradient") = false, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "page",
+          [](Space& space, at::Tensor tensor, bool gradient) {
+            return space.page(tensor, gradient ? Role::gradient : Role::parameter);
+          },
+          py::arg("tensor"), py::arg("gradient") = false, py::call_guard<py::gil_scoped_release>())
       .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
       .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())
       .def("report", &Space::report)
       .def_property_readonly("config", &Space::config);
 
-  py::class_<TensorPin>(module, "TensorPin").def("release", [](TensorPin& pin) { TensorPin dropped = std::move(pin); });
-  module.def("pin", [](const at::Tensor& tensor) { return std::make_unique<TensorPin>(pin(tensor)); },
-             py::call_guard<py::gil_scoped_release>());
+  py::class_<TensorPin>(module, "TensorPin").def("release", [](TensorPin& pin) {
+    TensorPin dropped = std::move(pin);
+  });
+  module.def(
+      "pin", [](const at::Tensor& tensor) { return std::make_unique<TensorPin>(pin(tensor)); },
+      py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
   module.def("evict", &evict, py::call_guard<py::gil_scoped_release>());
   module.def("plain_copy", &plain_copy, py::call_guard<py::gil_scoped_release>());

@@ -76,7 +76,8 @@ TEST_CASE("errors of operators are typed and name the operator") {
     auto scope = space->enter();
     weight = torch::zeros({300, 300});
   }
-  CHECK_THROWS_WITH_AS(torch::mm(weight, weight), doctest::Contains("aten::mm on paged Float [300, 300]"), BudgetError);
+  CHECK_THROWS_WITH_AS(torch::mm(weight, weight), doctest::Contains("aten::mm on paged Float [300, 300]"),
+                       BudgetError);
   space->close();
   CHECK_THROWS_AS(weight.zero_(), AccessError);
 }

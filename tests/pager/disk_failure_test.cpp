@@ -9,7 +9,8 @@ using namespace zeropage;
 
 constexpr std::size_t K = kKiB;
 
-TEST_CASE_FIXTURE(PagerFixture, "a short read leaves the page at home, is an error that names the file, and can be tried again") {
+TEST_CASE_FIXTURE(PagerFixture,
+                  "a short read leaves the page at home, is an error that names the file, and can be tried again") {
   make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);
   auto a = segment(100 * K);
   write(*a, 1);
@@ -43,7 +44,8 @@ TEST_CASE_FIXTURE(PagerFixture, "a write that fails leaves the page dirty in mem
   CHECK(holds(*b, 2));
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "a failure of a write behind surfaces once at wait(), typed, and the page is written again") {
+TEST_CASE_FIXTURE(PagerFixture,
+                  "a failure of a write behind surfaces once at wait(), typed, and the page is written again") {
   make(64 * K, 256 * K, 4 * kBlockBytes, /*failing=*/true);
   std::vector<std::unique_ptr<TestSegment>> segments;
   bool fail = true;

@@ -53,7 +53,11 @@ TEST_CASE_FIXTURE(PagerFixture, "only dirty pages are written") {
   }
   CHECK(pager->stats().written_bytes == written);
   // One page of a written: one page goes to the disk.
-  { PagePin page = pager->pin_page(*a, 2, Access::write); page.wait(); page.data()[0] = std::byte{9}; }
+  {
+    PagePin page = pager->pin_page(*a, 2, Access::write);
+    page.wait();
+    page.data()[0] = std::byte{9};
+  }
   pager->evict(*a);
   CHECK(pager->stats().written_bytes == written + 16 * K);
 }
@@ -102,7 +106,8 @@ TEST_CASE_FIXTURE(PagerFixture, "zeroing needs no transfer and holds after evict
   CHECK(pager->stats().read_bytes == before.read_bytes);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "an operator that needs more than the budget is refused with sizes, and nothing changes") {
+TEST_CASE_FIXTURE(PagerFixture,
+                  "an operator that needs more than the budget is refused with sizes, and nothing changes") {
   make(128 * K, 64 * K);
   auto a = segment(100 * K), b = segment(100 * K);
   write(*a, 1);
@@ -162,7 +167,8 @@ TEST_CASE_FIXTURE(PagerFixture, "host and device homes stay in memory and are pa
   CHECK(holds(*device, 1));
   CHECK(holds(*host, 2));
   CHECK(pager->stats().written_bytes == 0);
-  CHECK_THROWS_WITH_AS(segment(200 * K, Role::parameter, Tier::host), doctest::Contains("raise host_memory"), BudgetError);
+  CHECK_THROWS_WITH_AS(segment(200 * K, Role::parameter, Tier::host), doctest::Contains("raise host_memory"),
+                       BudgetError);
   host.reset();
   CHECK(pager->budget(Pool::host).used() == 0);
 }

@@ -126,8 +126,9 @@ def test_a_budget_too_small_for_an_operator_names_it_with_sizes(config):
     with pytest.raises(zeropage.BudgetError, match=says) as caught:
         layer(torch.ones(1, 300))
     assert isinstance(caught.value, MemoryError) and isinstance(caught.value, RuntimeError)
-    with pytest.raises(zeropage.BudgetError, match="host_memory"), zeropage.init(
-        config.replace(parameters="host", host_memory="1MB")
+    with (
+        pytest.raises(zeropage.BudgetError, match="host_memory"),
+        zeropage.init(config.replace(parameters="host", host_memory="1MB")),
     ):
         nn.Linear(1000, 1000)
 

@@ -55,8 +55,9 @@ def test_gradients_accumulate_over_micro_batches(config):
 
 
 def forms(optimizer, *kinds, **options):
+    flags_of = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "only": {}}
     for kind in kinds:
-        flags = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "only": {}}[kind]
+        flags = flags_of[kind]
         label = "-".join([optimizer, kind, *(k for k, v in options.items() if isinstance(v, bool) and v)])
         yield pytest.param(lambda p, o=optimizer, f=flags: getattr(torch.optim, o)(p, **options, **f), id=label)
 

@@ -10,7 +10,8 @@
 using namespace zeropage;
 
 TEST_CASE("chunks are at::parallel_for's own") {
-  for (const std::size_t elements : {std::size_t{100}, std::size_t{32768}, std::size_t{77100}, std::size_t{1} << 20}) {
+  for (const std::size_t elements :
+       {std::size_t{100}, std::size_t{32768}, std::size_t{77100}, std::size_t{1} << 20}) {
     std::mutex mutex;
     std::vector<Cut> expected;
     if (elements < at::internal::GRAIN_SIZE || at::get_num_threads() == 1) {

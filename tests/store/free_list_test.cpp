@@ -39,7 +39,8 @@ TEST_CASE("after any sequence of births and deaths nothing overlaps, and all of 
       auto victim = std::next(alive.begin(), random() % alive.size());
       list.release(victim->first, victim->second);
       alive.erase(victim);
-    } else if (auto at = list.take(1 + random() % 20000, random() % 4 ? FreeList::Side::bottom : FreeList::Side::top)) {
+    } else if (auto at =
+                   list.take(1 + random() % 20000, random() % 4 ? FreeList::Side::bottom : FreeList::Side::top)) {
       const auto bytes = [&] {  // the size is known to whoever asked; read it back from what is free
         std::size_t used = 0;
         for (auto& [_, size] : alive) used += size;

@@ -44,8 +44,8 @@ std::size_t parse_bytes(std::string_view text, std::string_view setting) {
       if (unit.name == suffix && value * unit.bytes < 9e18) return static_cast<std::size_t>(value * unit.bytes);
     }
   }
-  throw SettingError(fmt::format("{} = \"{}\" is not a size; write it as bytes or like \"256MB\" or \"4GiB\"", setting,
-                                 text));
+  throw SettingError(
+      fmt::format("{} = \"{}\" is not a size; write it as bytes or like \"256MB\" or \"4GiB\"", setting, text));
 }
 
 std::string format_bytes(std::size_t bytes) {

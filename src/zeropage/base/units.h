@@ -12,7 +12,8 @@ inline constexpr std::size_t kKiB = 1024;
 inline constexpr std::size_t kMiB = 1024 * kKiB;
 inline constexpr std::size_t kGiB = 1024 * kMiB;
 
-/// O_DIRECT wants file offsets, sizes and addresses in multiples of the logical block; 4 KiB serves every disk we know.
+/// O_DIRECT wants file offsets, sizes and addresses in multiples of the logical block; 4 KiB serves every disk we
+/// know.
 inline constexpr std::size_t kBlockBytes = 4 * kKiB;
 inline constexpr std::size_t kHugePageBytes = 2 * kMiB;
 

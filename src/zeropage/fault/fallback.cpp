@@ -21,8 +21,9 @@ std::atomic<ErrorTranslator> translator{nullptr};
 std::string describe(const Call& call) {
   std::string text = call.name();
   for (const PagedArgument& argument : call.paged) {
-    text += fmt::format("{}{} [{}] ({})", &argument == &call.paged[0] ? " on paged " : ", ", c10::toString(argument.tensor.scalar_type()),
-                        fmt::join(argument.tensor.sizes(), ", "), format_bytes(argument.segment->bytes()));
+    text += fmt::format("{}{} [{}] ({})", &argument == &call.paged[0] ? " on paged " : ", ",
+                        c10::toString(argument.tensor.scalar_type()), fmt::join(argument.tensor.sizes(), ", "),
+                        format_bytes(argument.segment->bytes()));
     if (&argument - &call.paged[0] == 3) {
       text += ", …";
       break;
@@ -97,8 +98,12 @@ void run(Call& call) {
 
 void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const std::size_t arguments = op.schema().arguments().size();
-  Call call{op, info_of(op), keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), *stack,
-            stack->size() - arguments, arguments};
+  Call call{op,
+            info_of(op),
+            keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey),
+            *stack,
+            stack->size() - arguments,
+            arguments};
   call.find_paged();
   try {
     run(call);

@@ -1,5 +1,5 @@
-// The page fault: a boxed fallback on kPagedKey, which runs before autograd and autocast for every operator that touches a
-// paged tensor, in forward, backward, recomputation, optimizers and anywhere else.
+// The page fault: a boxed fallback on kPagedKey, which runs before autograd and autocast for every operator that
+// touches a paged tensor, in forward, backward, recomputation, optimizers and anywhere else.
 #pragma once
 
 #include "zeropage/base/errors.h"

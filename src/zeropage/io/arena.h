@@ -1,5 +1,6 @@
-// One region of memory on huge pages, from which every buffer that a disk reads into or writes from is cut. Physically
-// contiguous buffers are worth a factor of two with O_DIRECT: the kernel pins one huge page instead of 512 small ones.
+// One region of memory on huge pages, from which every buffer that a disk reads into or writes from is cut.
+// Physically contiguous buffers are worth a factor of two with O_DIRECT: the kernel pins one huge page instead of 512
+// small ones.
 //
 // The region is mapped whole and touched as it is used, slab by slab; each slab is announced to a hook when it is
 // first used, for registration with a ring or a device. A forked child does not see the region.

@@ -44,17 +44,20 @@ bool writes_direct(int descriptor) {
 [[noreturn]] void throw_cannot_page_to(const std::string& directory, int error) {
   struct stat info {};
   if (::stat(directory.c_str(), &info) != 0) {
-    throw DiskError(fmt::format("disk_path \"{}\" cannot be used: {}; make the directory or set disk_path to one that "
-                                "exists",
-                                directory, std::strerror(errno)));
+    throw DiskError(
+        fmt::format("disk_path \"{}\" cannot be used: {}; make the directory or set disk_path to one that "
+                    "exists",
+                    directory, std::strerror(errno)));
   }
   if (!S_ISDIR(info.st_mode)) {
-    throw DiskError(fmt::format("disk_path \"{}\" is not a directory; set disk_path to one on a local disk", directory));
+    throw DiskError(
+        fmt::format("disk_path \"{}\" is not a directory; set disk_path to one on a local disk", directory));
   }
   if (error == EINVAL) {
-    throw DiskError(fmt::format("disk_path \"{}\" is on a file system without O_DIRECT; set disk_path to a directory on "
-                                "a local disk (ext4, xfs, btrfs)",
-                                directory));
+    throw DiskError(
+        fmt::format("disk_path \"{}\" is on a file system without O_DIRECT; set disk_path to a directory on "
+                    "a local disk (ext4, xfs, btrfs)",
+                    directory));
   }
   throw DiskError(fmt::format("disk_path \"{}\" cannot be written: {}; set disk_path to a directory you may write to",
                               directory, std::strerror(error)));

@@ -18,8 +18,8 @@ class File {
   }
   ~File();
 
-  /// A file without a name in `directory`, mode 0600, for O_DIRECT: it is gone when the process is, however it ends, and
-  /// nobody else can open it. Throws DiskError, saying which of the directory, the rights or O_DIRECT is missing.
+  /// A file without a name in `directory`, mode 0600, for O_DIRECT: it is gone when the process is, however it ends,
+  /// and nobody else can open it. Throws DiskError, saying which of the directory, the rights or O_DIRECT is missing.
   static File make_unnamed(const std::string& directory);
 
   int descriptor() const { return descriptor_; }

@@ -29,8 +29,8 @@ class FreeList {
   void insert(std::size_t offset, std::size_t bytes);
   void erase(std::map<std::size_t, std::size_t>::iterator range);
 
-  std::map<std::size_t, std::size_t> by_offset_;               // offset -> bytes
-  std::set<std::pair<std::size_t, std::size_t>> by_size_;      // (bytes, offset)
+  std::map<std::size_t, std::size_t> by_offset_;           // offset -> bytes
+  std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset)
   std::size_t free_bytes_ = 0;
 };
 

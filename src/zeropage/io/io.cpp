@@ -19,10 +19,10 @@ void throw_if_failed(const Ticket::State& state) {
   const int error = state.error.load();
   const std::size_t done = state.bytes_done.load();
   if (error == 0 && done == t.bytes) return;
-  throw DiskError(fmt::format("{} {} at offset {} of {} failed: {}; check the disk",
-                              t.direction == Direction::read ? "reading" : "writing", format_bytes(t.bytes),
-                              t.offset, t.file->name(),
-                              error ? std::strerror(error) : fmt::format("only {} were transferred", format_bytes(done))));
+  throw DiskError(fmt::format(
+      "{} {} at offset {} of {} failed: {}; check the disk", t.direction == Direction::read ? "reading" : "writing",
+      format_bytes(t.bytes), t.offset, t.file->name(),
+      error ? std::strerror(error) : fmt::format("only {} were transferred", format_bytes(done))));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Asynchronous transfers between files and memory: submit reads and writes, each with a ticket of its own; wait for one,
-// or for all. This is the seam under the pager: io_uring, a thread pool, and in tests a disk that is short, late or full.
-// It knows nothing of tensors and can be used alone.
+// Asynchronous transfers between files and memory: submit reads and writes, each with a ticket of its own; wait for
+// one, or for all. This is the seam under the pager: io_uring, a thread pool, and in tests a disk that is short, late
+// or full. It knows nothing of tensors and can be used alone.
 //
 // Offsets, sizes and addresses are multiples of 4 KiB when the file was opened with O_DIRECT.
 // All functions may be called from any thread.
@@ -29,8 +29,8 @@ struct Transfer {
 
 class Io;
 
-/// A transfer under way. Move-only. Whoever drops one without waiting still waits here, so that no buffer is reused under
-/// a disk; the result is then lost, which only an unwinding stack may do.
+/// A transfer under way. Move-only. Whoever drops one without waiting still waits here, so that no buffer is reused
+/// under a disk; the result is then lost, which only an unwinding stack may do.
 class Ticket {
  public:
   struct State;  // an implementation's own
@@ -45,8 +45,8 @@ class Ticket {
   }
   ~Ticket();
 
-  /// Returns when the transfer is complete. Throws DiskError, naming the file, the offset and the sizes, if it failed or
-  /// was short. Waiting again, or for an empty ticket, returns at once.
+  /// Returns when the transfer is complete. Throws DiskError, naming the file, the offset and the sizes, if it failed
+  /// or was short. Waiting again, or for an empty ticket, returns at once.
   void wait();
   bool done() const;
   explicit operator bool() const { return state_ != nullptr; }
@@ -81,8 +81,8 @@ class Io {
 
 enum class IoEngine : std::uint8_t { automatic, uring, threads };
 
-/// automatic: io_uring where it is built and allowed, else threads; which one is said once, on standard error, if it is
-/// not io_uring. Throws SettingError for IoEngine::uring where that cannot be had.
+/// automatic: io_uring where it is built and allowed, else threads; which one is said once, on standard error, if it
+/// is not io_uring. Throws SettingError for IoEngine::uring where that cannot be had.
 std::unique_ptr<Io> make_io(IoEngine engine = IoEngine::automatic);
 
 }  // namespace zeropage

@@ -1,5 +1,5 @@
-// Io over io_uring: one ring, a deep queue, registered buffers; requests that complete in parts are submitted again for
-// their rest. What does not fit the queue waits in a list and follows as requests complete.
+// Io over io_uring: one ring, a deep queue, registered buffers; requests that complete in parts are submitted again
+// for their rest. What does not fit the queue waits in a list and follows as requests complete.
 #include "zeropage/io/transfer_state.h"
 
 #ifdef ZEROPAGE_HAS_LIBURING

@@ -1,5 +1,5 @@
-// What both implementations of Io share: a transfer is cut into requests of at most 1 MiB, each of which may complete in
-// parts; the ticket is done when all are. Private to io/.
+// What both implementations of Io share: a transfer is cut into requests of at most 1 MiB, each of which may complete
+// in parts; the ticket is done when all are. Private to io/.
 #pragma once
 
 #include <atomic>
@@ -37,8 +37,8 @@ void cut_into_requests(const std::shared_ptr<Ticket::State>& state, Add&& add) {
   }
 }
 
-/// Books the outcome of one system call: `result` bytes, or -errno. True if the request must be submitted again for its
-/// rest (or was interrupted); false if it is over, in which case the state's count has gone down.
+/// Books the outcome of one system call: `result` bytes, or -errno. True if the request must be submitted again for
+/// its rest (or was interrupted); false if it is over, in which case the state's count has gone down.
 bool advance(Request& request, long result);
 
 /// Null where io_uring is not built or not allowed; `why` then says which.

@@ -5,7 +5,8 @@
 namespace zeropage {
 
 std::string_view name_of(Role role) {
-  return std::array<std::string_view, kRoles>{"parameter", "gradient", "optimizer", "activation"}[static_cast<int>(role)];
+  return std::array<std::string_view, kRoles>{"parameter", "gradient", "optimizer",
+                                              "activation"}[static_cast<int>(role)];
 }
 
 std::string_view name_of(Tier tier) {

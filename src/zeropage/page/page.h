@@ -4,8 +4,8 @@
 //   segment ──▶ run ──▶ page, page, page ──▶ frame (memory, if any)
 //                └──▶ extent (disk, if that is its home)
 //
-// A run is what lies together: in its home and, while an operator uses it, in one frame. A large tensor has a run of its
-// own with many pages; small tensors share a run of one page.
+// A run is what lies together: in its home and, while an operator uses it, in one frame. A large tensor has a run of
+// its own with many pages; small tensors share a run of one page.
 #pragma once
 
 #include <algorithm>
@@ -50,8 +50,8 @@ enum class Pool : std::uint8_t { device, host };
 
 struct Run;
 
-/// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a rule
-/// works page by page. `permanent` frames are the home of their run and never leave.
+/// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
+/// rule works page by page. `permanent` frames are the home of their run and never leave.
 struct Frame {
   Run* run = nullptr;
   std::size_t first_page = 0;
@@ -77,9 +77,9 @@ struct Run {
   std::size_t bytes;
   std::size_t page_bytes;
   std::vector<Page> pages;
-  Extent extent;                    // of disk runs
-  std::optional<FreeList> slots;    // of shared runs: what of the page is free
-  std::size_t tensors = 0;          // segments alive in it
+  Extent extent;                  // of disk runs
+  std::optional<FreeList> slots;  // of shared runs: what of the page is free
+  std::size_t tensors = 0;        // segments alive in it
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
   Frame* whole_frame() const {
@@ -97,7 +97,8 @@ struct SegmentSpec {
   Tier tier;
 };
 
-/// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they are.
+/// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they
+/// are.
 class Segment {
  public:
   virtual ~Segment() = default;

@@ -1,7 +1,8 @@
 // Memory: who pays for it, and what leaves when it is short.
 //
-// A frame is had in three steps: a reservation against the budget, which moves colder frames out until it fits; a block
-// of the arena, for which the coldest window of neighbours leaves if no hole is large enough; and a place in the lists.
+// A frame is had in three steps: a reservation against the budget, which moves colder frames out until it fits; a
+// block of the arena, for which the coldest window of neighbours leaves if no hole is large enough; and a place in
+// the lists.
 #include <fmt/format.h>
 
 #include "zeropage/base/errors.h"
@@ -50,8 +51,8 @@ Reservation Pager::reserve(Pool pool, std::size_t bytes) {
   }
 }
 
-/// Takes one frame out of `pool`'s budget: a device frame becomes the host's to pay for if the host has room, colder host
-/// frames making it. False if nothing can leave.
+/// Takes one frame out of `pool`'s budget: a device frame becomes the host's to pay for if the host has room, colder
+/// host frames making it. False if nothing can leave.
 bool Pager::make_room(Pool pool) {
   Frame* victim = policy_->victim(pool);
   if (!victim) return false;

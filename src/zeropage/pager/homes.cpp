@@ -61,7 +61,8 @@ Run& Pager::new_run(const SegmentSpec& spec, std::size_t bytes, std::size_t page
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
   if (spec.tier == Tier::disk) {
-    if (!swap_) throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
+    if (!swap_)
+      throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
     run.extent = swap_->allocate(run.bytes);
   } else {
     const Pool pool = spec.tier == Tier::device ? Pool::device : Pool::host;

@@ -61,10 +61,12 @@ void Pager::close() {
 
 void Pager::check_usable() const {
   if (generation_ != process_generation()) {
-    throw AccessError("this tensor is paged by the parent process and cannot be used in a forked child; use the spawn "
-                      "start method, or pass the child a copy made with zeropage.pinned(tensor)");
+    throw AccessError(
+        "this tensor is paged by the parent process and cannot be used in a forked child; use the spawn "
+        "start method, or pass the child a copy made with zeropage.pinned(tensor)");
   }
-  if (closed_) throw AccessError("this tensor's space was closed and its data is gone; close a space after its last use");
+  if (closed_)
+    throw AccessError("this tensor's space was closed and its data is gone; close a space after its last use");
 }
 
 void Pager::mark(Run& run, std::size_t page, Access access) {

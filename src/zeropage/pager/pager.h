@@ -1,13 +1,13 @@
-// The pager: the only one who moves bytes between tiers. It gives segments a home, brings pages into frames, writes dirty
-// ones back, and chooses what leaves. It knows nothing of tensors or operators.
+// The pager: the only one who moves bytes between tiers. It gives segments a home, brings pages into frames, writes
+// dirty ones back, and chooses what leaves. It knows nothing of tensors or operators.
 //
-// Contract: a budget is never exceeded; every transfer's result is checked; what throws leaves each page as it was. One
-// lock guards all; it is held while waiting for the disk. After close(), and in a forked child, every call that would
-// need the bytes throws AccessError.
+// Contract: a budget is never exceeded; every transfer's result is checked; what throws leaves each page as it was.
+// One lock guards all; it is held while waiting for the disk. After close(), and in a forked child, every call that
+// would need the bytes throws AccessError.
 //
 // [Note: one memory] The device here is the CPU: frames and the host's cache of disk pages lie in one arena of
-// device_memory + host_memory bytes. A frame that must leave the device's budget moves to the host's by changing who pays
-// for it, while it is written behind; no byte is copied. Host and device homes are frames that never leave.
+// device_memory + host_memory bytes. A frame that must leave the device's budget moves to the host's by changing who
+// pays for it, while it is written behind; no byte is copied. Host and device homes are frames that never leave.
 #pragma once
 
 #include <condition_variable>
@@ -18,17 +18,17 @@
 #include <string>
 #include <vector>
 
-#include "zeropage/base/units.h"
 #include "zeropage/base/process.h"
-#include "zeropage/pager/eviction.h"
+#include "zeropage/base/units.h"
 #include "zeropage/page/page.h"
+#include "zeropage/pager/eviction.h"
 
 namespace zeropage {
 
 struct PagerOptions {
   std::size_t device_bytes = 0;
   std::size_t host_bytes = 0;
-  std::string disk_path;        // empty: no disk tier
+  std::string disk_path;  // empty: no disk tier
   std::size_t page_bytes = 4 * kMiB;
   IoEngine io = IoEngine::automatic;
 };

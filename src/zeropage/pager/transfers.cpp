@@ -19,8 +19,8 @@ Ticket Pager::start_read(Run& run, std::size_t page, std::byte* into) {
 void Pager::start_write(Run& run, std::size_t page) {
   const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
   Page& p = run.pages[page];
-  p.transfer = io_->submit({Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes,
-                            address(run, page), bytes});
+  p.transfer = io_->submit(
+      {Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes, address(run, page), bytes});
   p.state = Residency::writing;
   stats_.written_bytes += bytes;
 }
@@ -32,14 +32,16 @@ void Pager::wait_for(Ticket& ticket) {
   struct Clock {
     PagerStats& stats;
     std::chrono::steady_clock::time_point start;
-    ~Clock() { stats.waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); }
+    ~Clock() {
+      stats.waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
   } clock{stats_, start};
   ticket.wait();
 }
 
 /// Waits for a page's transfer, if it has one, and moves its state on. On failure the page is as before the transfer
-/// began and the error passes on: a page that could not be written stays dirty in its frame; one that could not be read
-/// is at home, without a frame.
+/// began and the error passes on: a page that could not be written stays dirty in its frame; one that could not be
+/// read is at home, without a frame.
 void Pager::settle(Run& run, std::size_t index) {
   Page& page = run.pages[index];
   const Residency state = page.state;
@@ -60,8 +62,8 @@ void Pager::settle(Run& run, std::size_t index) {
   page.state = state == Residency::rewritten ? Residency::dirty : Residency::clean;
 }
 
-/// Settles all pages in [first, end), then throws the first error among them: a disk that fails is told of once, not once
-/// a page.
+/// Settles all pages in [first, end), then throws the first error among them: a disk that fails is told of once, not
+/// once a page.
 void Pager::settle_all(Run& run, std::size_t first, std::size_t end) {
   std::exception_ptr error;
   for (std::size_t i = first; i < end; ++i) {

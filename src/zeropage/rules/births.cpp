@@ -1,14 +1,12 @@
-// Operators that make tensors. What is made like a paged tensor is paged: optimizer states, copies of a model, and inside
-// an init scope everything a factory makes.
-#include <c10/core/MemoryFormat.h>
-
+// Operators that make tensors. What is made like a paged tensor is paged: optimizer states, copies of a model, and
+// inside an init scope everything a factory makes.
 #include <ATen/ops/from_blob.h>
+#include <c10/core/MemoryFormat.h>
+#include <fmt/format.h>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/windows.h"
-
-#include <fmt/format.h>
 
 namespace zeropage {
 namespace {
@@ -71,8 +69,10 @@ void fill_newborn(Call& call, at::Tensor& newborn) {
   const auto draws = generator ? generator->toOptional<at::Generator>() : std::nullopt;
   if (name.find("ones") != std::string::npos) newborn.fill_(1);
   if (name.find("full") != std::string::npos) newborn.fill_(named("fill_value")->toScalar());
-  if (name.find("randn") != std::string::npos) newborn.normal_(0, 1, draws);
-  else if (name.find("rand") != std::string::npos) newborn.uniform_(0, 1, draws);
+  if (name.find("randn") != std::string::npos)
+    newborn.normal_(0, 1, draws);
+  else if (name.find("rand") != std::string::npos)
+    newborn.uniform_(0, 1, draws);
 }
 
 bool random_needs_floating(const std::string& name, c10::ScalarType dtype) {
@@ -120,11 +120,10 @@ bool copy_into_newborn(Call& call, c10::ScalarType dtype) {
   if (self.dim() == 0 || !is_operand(self, self) || !keeps_layout(call, self) || !segment->domain()->pages(bytes)) {
     return false;
   }
-  auto copy = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype),
-                         segment->role());
+  auto copy =
+      make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype), segment->role());
   const Operand operands[] = {{copy, segment_of(copy), Access::overwrite}, {self, segment, Access::read}};
-  for_each_window(operands, Chunking::iterator,
-                  [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
   call.return_value(std::move(copy));
   return true;
 }
@@ -142,9 +141,10 @@ bool make_converted(Call& call) {
   const c10::Device home = call.paged[0].segment->domain()->device;
   const Request request(call, self.scalar_type(), self.device());
   if (request.device != home && !request.device.is_cpu() && !request.device.is_meta()) {
-    throw AccessError(fmt::format("a tensor paged for device {} cannot move to {}: make its space with "
-                                  "zeropage.init(device=\"{}\") instead of moving the model",
-                                  home.str(), request.device.str(), request.device.str()));
+    throw AccessError(
+        fmt::format("a tensor paged for device {} cannot move to {}: make its space with "
+                    "zeropage.init(device=\"{}\") instead of moving the model",
+                    home.str(), request.device.str(), request.device.str()));
   }
   if (call.needs_autograd() || request.device != home || !request.plain) return false;
   return copy_into_newborn(call, request.dtype);
@@ -164,8 +164,8 @@ bool make_in_scope(Call& call) {
   if (!request.plain || request.device != domain->device || !domain->pages(bytes) || sizes.empty()) return false;
   if (memory_format_of(call).value_or(c10::MemoryFormat::Contiguous) != c10::MemoryFormat::Contiguous) return false;
   if (random_needs_floating(call.name(), request.dtype)) return false;
-  auto newborn = make_paged(domain, sizes, contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype),
-                            Role::parameter);
+  auto newborn =
+      make_paged(domain, sizes, contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype), Role::parameter);
   fill_newborn(call, newborn);
   call.return_value(std::move(newborn));
   return true;

@@ -32,11 +32,33 @@ bool is_view(const c10::FunctionSchema& schema) {
 bool starts_with(std::string_view text, std::string_view prefix) { return text.substr(0, prefix.size()) == prefix; }
 
 bool asks_metadata(std::string_view name) {
-  static const std::unordered_set<std::string_view> names{
-      "result_type", "is_same_size", "_has_compatible_shallow_copy_type", "size", "stride", "numel", "dim", "sym_size",
-      "sym_stride", "sym_numel", "sym_storage_offset", "is_floating_point", "is_complex", "is_signed", "is_pinned",
-      "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones",
-      "new_full", "new_empty_strided", "can_cast"};
+  static const std::unordered_set<std::string_view> names{"result_type",
+                                                          "is_same_size",
+                                                          "_has_compatible_shallow_copy_type",
+                                                          "size",
+                                                          "stride",
+                                                          "numel",
+                                                          "dim",
+                                                          "sym_size",
+                                                          "sym_stride",
+                                                          "sym_numel",
+                                                          "sym_storage_offset",
+                                                          "is_floating_point",
+                                                          "is_complex",
+                                                          "is_signed",
+                                                          "is_pinned",
+                                                          "empty_like",
+                                                          "zeros_like",
+                                                          "ones_like",
+                                                          "full_like",
+                                                          "rand_like",
+                                                          "randn_like",
+                                                          "new_empty",
+                                                          "new_zeros",
+                                                          "new_ones",
+                                                          "new_full",
+                                                          "new_empty_strided",
+                                                          "can_cast"};
   return names.count(name) > 0;
 }
 
@@ -64,9 +86,11 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
   const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
   const bool in_place = !info.writes.empty() && info.writes[0] && schema.returns().size() == 1;
   info.fills = random && in_place && name.back() == '_';
-  info.fused = starts_with(name, "_fused_adam") || starts_with(name, "_fused_sgd") || starts_with(name, "_fused_adagrad");
+  info.fused =
+      starts_with(name, "_fused_adam") || starts_with(name, "_fused_sgd") || starts_with(name, "_fused_adagrad");
   info.list = info.fused || starts_with(name, "_foreach_");
-  const bool returns_tensor = schema.returns().size() == 1 && is_tensor_type(schema.returns()[0].type());  // not equal()
+  const bool returns_tensor =
+      schema.returns().size() == 1 && is_tensor_type(schema.returns()[0].type());  // not equal()
   info.pointwise = op.hasTag(at::Tag::pointwise) && returns_tensor && !random && !info.list && !cut_otherwise(name);
   info.rule = find_rule(std::string(name), schema.overload_name(), info);
   return info;

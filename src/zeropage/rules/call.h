@@ -1,5 +1,5 @@
-// One call of an operator that met a paged tensor, and what is known of the operator. A rule is a function that runs such
-// a call where the bytes live, without bringing whole tensors in; it says whether it did.
+// One call of an operator that met a paged tensor, and what is known of the operator. A rule is a function that runs
+// such a call where the bytes live, without bringing whole tensors in; it says whether it did.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,11 +23,11 @@ enum class OperatorKind : std::uint8_t {
 /// What a schema says, worked out once an operator.
 struct OperatorInfo {
   OperatorKind kind = OperatorKind::data;
-  bool pointwise = false;        // element i of the result depends on element i of the arguments alone
-  bool list = false;             // a _foreach_ or _fused_ operator: element i of the lists is a call of its own
+  bool pointwise = false;  // element i of the result depends on element i of the arguments alone
+  bool list = false;       // a _foreach_ or _fused_ operator: element i of the lists is a call of its own
   bool fused = false;
   bool takes_tensors = false;
-  bool fills = false;            // overwrites its first argument at random
+  bool fills = false;  // overwrites its first argument at random
   Rule rule = nullptr;
   c10::SmallVector<bool, 16> writes;  // by argument
 };
@@ -46,7 +46,7 @@ struct Call {
   const OperatorInfo& info;
   c10::DispatchKeySet below;  // the keys under ours, for redispatch
   torch::jit::Stack& stack;
-  std::size_t first;          // of the arguments on the stack
+  std::size_t first;  // of the arguments on the stack
   std::size_t arguments;
   c10::SmallVector<PagedArgument, 4> paged = {};  // every paged tensor among them, in order
 
@@ -65,8 +65,8 @@ struct Call {
     torch::jit::drop(stack, arguments);
     stack.push_back(std::move(value));
   }
-  /// The general path: all paged arguments whole in memory while the operator runs. `access` of the first one is replaced
-  /// if given.
+  /// The general path: all paged arguments whole in memory while the operator runs. `access` of the first one is
+  /// replaced if given.
   void run_whole();
 };
 
@@ -76,7 +76,8 @@ void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 /// An in-place write that autograd did not see must still bump the version that saved tensors check.
 void bump_version(const at::Tensor& tensor);
 
-/// Operators that took the general path although a rule is there for their kind, by name, with counts: for the report.
+/// Operators that took the general path although a rule is there for their kind, by name, with counts: for the
+/// report.
 void count_general(const std::string& name);
 std::vector<std::pair<std::string, std::size_t>> general_path_counts();
 

@@ -1,5 +1,6 @@
-// _foreach_ and _fused_ operators: element i of the lists is a call of its own, so tensors are taken one after another.
-// A tensor that fits the windows is run page by page; another is brought in whole; those that are not paged go together.
+// _foreach_ and _fused_ operators: element i of the lists is a call of its own, so tensors are taken one after
+// another. A tensor that fits the windows is run page by page; another is brought in whole; those that are not paged
+// go together.
 #include "zeropage/rules/pointwise.h"
 #include "zeropage/rules/rules.h"
 
@@ -100,7 +101,8 @@ at::Tensor run_element(Call& call, Element element, bool returns) {
     cut = substitution.add(element.tensor_or_value(i), element.is_list(i), shape, access);
   }
   if (cut && substitution.has_paged_operand() && (written >= 0) != returns) {
-    return run_pointwise_windows(call.op, substitution, written, call.info.fused ? Chunking::vectors : Chunking::iterator);
+    return run_pointwise_windows(call.op, substitution, written,
+                                 call.info.fused ? Chunking::vectors : Chunking::iterator);
   }
   c10::IValue result = run_element_whole(call, element);
   return returns ? result.toTensorVector()[0] : at::Tensor();

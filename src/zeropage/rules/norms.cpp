@@ -1,5 +1,5 @@
-// Norms of a whole tensor. Where the tensor fits the device's budget it is brought in, and the bits are PyTorch's; where it
-// does not, each page's norm is taken and the norms are combined in double precision.
+// Norms of a whole tensor. Where the tensor fits the device's budget it is brought in, and the bits are PyTorch's;
+// where it does not, each page's norm is taken and the norms are combined in double precision.
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -23,14 +23,19 @@ bool run_norm(Call& call) {
 
   double total = ord == -INFINITY ? INFINITY : 0;
   std::mutex mutex;
-  for_each_window({Operand{self, segment_of(self), Access::read}}, Chunking::iterator, [&](c10::ArrayRef<at::Tensor> s) {
-    const double part = at::linalg_vector_norm(s[0], ord, std::nullopt, false, c10::kDouble).item<double>();
-    std::lock_guard lock(mutex);
-    if (ord == INFINITY) total = std::isnan(part) ? part : std::max(total, part);
-    else if (ord == -INFINITY) total = std::isnan(part) ? part : std::min(total, part);
-    else if (ord == 0) total += part;
-    else total += std::pow(part, ord);
-  });
+  for_each_window(
+      {Operand{self, segment_of(self), Access::read}}, Chunking::iterator, [&](c10::ArrayRef<at::Tensor> s) {
+        const double part = at::linalg_vector_norm(s[0], ord, std::nullopt, false, c10::kDouble).item<double>();
+        std::lock_guard lock(mutex);
+        if (ord == INFINITY)
+          total = std::isnan(part) ? part : std::max(total, part);
+        else if (ord == -INFINITY)
+          total = std::isnan(part) ? part : std::min(total, part);
+        else if (ord == 0)
+          total += part;
+        else
+          total += std::pow(part, ord);
+      });
   if (std::isfinite(ord) && ord != 0) total = std::pow(total, 1 / ord);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   call.return_value(at::scalar_tensor(total, self.options().dtype(dtype.value_or(self.scalar_type()))));

@@ -1,8 +1,10 @@
-// Pointwise operators on whole paged tensors: page by page, in place, or into a newborn paged tensor of the same role.
+// Pointwise operators on whole paged tensors: page by page, in place, or into a newborn paged tensor of the same
+// role.
+#include "zeropage/rules/pointwise.h"
+
 #include <ATen/ops/ones.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "zeropage/rules/pointwise.h"
 #include "zeropage/rules/rules.h"
 
 namespace zeropage {
@@ -36,8 +38,8 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
   }
   const caffe2::TypeMeta dtype = result_dtype(op, call);
   const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
-  at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype,
-                                 like->segment->role());
+  at::Tensor result =
+      make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype, like->segment->role());
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({result, segment_of(result), Access::overwrite});
   for_each_window(operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
@@ -57,7 +59,8 @@ bool run_pointwise(Call& call) {
   for (std::size_t i = 0; i < call.arguments; ++i) {
     if (call.argument(i).isTensorList()) return false;
     if (call.info.writes[i]) written = static_cast<int>(substitution.operands.size());
-    if (!substitution.add(call.argument(i), false, shape, call.info.writes[i] ? Access::write : Access::read)) return false;
+    if (!substitution.add(call.argument(i), false, shape, call.info.writes[i] ? Access::write : Access::read))
+      return false;
     if (call.info.writes[i] && substitution.operand_of.back() < 0) return false;
   }
   if (!substitution.has_paged_operand()) return false;

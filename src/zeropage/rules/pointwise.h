@@ -5,8 +5,9 @@
 
 namespace zeropage {
 
-/// Runs a call whose tensors are all operands or scalars, window by window. `written` is the operand that it writes and
-/// that is returned, or -1 for an operator that returns a new tensor.
-at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written, Chunking chunking);
+/// Runs a call whose tensors are all operands or scalars, window by window. `written` is the operand that it writes
+/// and that is returned, or -1 for an operator that returns a new tensor.
+at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
+                                 Chunking chunking);
 
 }  // namespace zeropage

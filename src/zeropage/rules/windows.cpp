@@ -3,15 +3,16 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
 
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kLargestWindow = std::size_t{1} << 22;  // elements, where no page cuts: bounds what `run` allocates
+constexpr std::size_t kLargestWindow = std::size_t{1}
+                                       << 22;  // elements, where no page cuts: bounds what `run` allocates
 
 /// One operand's bytes, reached window by window.
 class Cursor {
@@ -52,8 +53,9 @@ class Cursor {
 
   /// The part [begin, end) of the current window, which does not straddle.
   at::Tensor slice(Cut part) const {
-    std::byte* data = operand_.segment ? held_[0].pin.data() + (part.begin - held_[0].page * page_elements_) * item_bytes_
-                                       : plain_ + part.begin * item_bytes_;
+    std::byte* data = operand_.segment
+                          ? held_[0].pin.data() + (part.begin - held_[0].page * page_elements_) * item_bytes_
+                          : plain_ + part.begin * item_bytes_;
     return at::from_blob(data, {static_cast<std::int64_t>(part.end - part.begin)}, options_);
   }
 
@@ -112,7 +114,8 @@ void run_part(Cursors& cursors, Cut part, RunSlices run) {
 
 void run_straddling(Cursors& cursors, Cut window, RunSlices run) {
   c10::SmallVector<at::Tensor, 8> slices;
-  for (auto& cursor : cursors) slices.push_back(cursor->straddles(window) ? cursor->gather(window) : cursor->slice(window));
+  for (auto& cursor : cursors)
+    slices.push_back(cursor->straddles(window) ? cursor->gather(window) : cursor->slice(window));
   run(slices);
   for (auto& cursor : cursors) {
     if (cursor->straddles(window)) cursor->scatter(window);
@@ -125,13 +128,14 @@ void run_window(Cursors& cursors, Cut window, RunSlices run) {
   if (elements < at::internal::GRAIN_SIZE || at::get_num_threads() == 1) return run_part(cursors, window, run);
   const std::size_t part = round_up(ceil_div(elements, at::get_num_threads()), kVector);
   const bool inference = c10::InferenceMode::is_enabled();
-  at::parallel_for(0, static_cast<std::int64_t>(ceil_div(elements, part)), 1, [&](std::int64_t first, std::int64_t last) {
-    c10::InferenceMode same_mode(inference);
-    c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
-    for (std::int64_t i = first; i < last; ++i) {
-      run_part(cursors, {window.begin + i * part, std::min(window.end, window.begin + (i + 1) * part)}, run);
-    }
-  });
+  at::parallel_for(
+      0, static_cast<std::int64_t>(ceil_div(elements, part)), 1, [&](std::int64_t first, std::int64_t last) {
+        c10::InferenceMode same_mode(inference);
+        c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
+        for (std::int64_t i = first; i < last; ++i) {
+          run_part(cursors, {window.begin + i * part, std::min(window.end, window.begin + (i + 1) * part)}, run);
+        }
+      });
 }
 
 }  // namespace
@@ -164,7 +168,8 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
     const Cut window = window_at(at, edge, chunk);
     for (auto& cursor : cursors) cursor->move_to(window);
     for (auto& cursor : cursors) cursor->wait();
-    const bool straddling = std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
+    const bool straddling =
+        std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
     straddling ? run_straddling(cursors, window, run) : run_window(cursors, window, run);
     at = window.end;
   }

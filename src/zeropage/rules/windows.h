@@ -1,11 +1,12 @@
-// Windows: how an operator runs over tensors that are not whole in memory. All tensors have one shape and one dense layout,
-// so in memory order element i of one belongs to element i of the others; a window is a range of elements that lies in
-// one page of each. Pages are held one at a time, read ahead and written behind.
+// Windows: how an operator runs over tensors that are not whole in memory. All tensors have one shape and one dense
+// layout, so in memory order element i of one belongs to element i of the others; a window is a range of elements
+// that lies in one page of each. Pages are held one at a time, read ahead and written behind.
 //
-// [Note: bits at the edges] A vectorised kernel computes the last elements of a range with scalar code, whose rounding may
-// differ (fused multiply-add). So a window may only be cut where PyTorch, running the whole tensor, would still be inside
-// its vector loop: at a multiple of kVector elements from where PyTorch's own thread chunk begins. Where a page ends in
-// between, the elements around its edge are gathered into a scratch vector, computed there, and put back.
+// [Note: bits at the edges] A vectorised kernel computes the last elements of a range with scalar code, whose
+// rounding may differ (fused multiply-add). So a window may only be cut where PyTorch, running the whole tensor,
+// would still be inside its vector loop: at a multiple of kVector elements from where PyTorch's own thread chunk
+// begins. Where a page ends in between, the elements around its edge are gathered into a scratch vector, computed
+// there, and put back.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,15 +32,16 @@ enum class Chunking : std::uint8_t {
 struct Cut {
   std::size_t begin, end;
 };
-constexpr std::size_t kVector = 64;  // elements; a multiple of two vectors of every dtype down to two bytes on AVX-512
+constexpr std::size_t kVector =
+    64;  // elements; a multiple of two vectors of every dtype down to two bytes on AVX-512
 /// The thread chunk of [0, elements) that holds `at`.
 Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_t threads);
 /// The window that starts at `at` when the next page edge of any operand is `edge`.
 Cut window_at(std::size_t at, std::size_t edge, Cut chunk);
 
-/// Calls `run` with one flat tensor an operand for consecutive windows that cover everything. Several threads call it at
-/// once, on disjoint parts of a window; inside, ATen runs on one thread. Throws BudgetError if the host's budget cannot
-/// hold one page of each operand.
+/// Calls `run` with one flat tensor an operand for consecutive windows that cover everything. Several threads call it
+/// at once, on disjoint parts of a window; inside, ATen runs on one thread. Throws BudgetError if the host's budget
+/// cannot hold one page of each operand.
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);
 

@@ -11,11 +11,12 @@ namespace zeropage {
 
 /// All settings are text as a user writes it; sizes as "256MB" or bytes. Space checks them.
 struct Config {
-  std::string device = "auto";      // "cpu", "cuda", "cuda:1"; auto: cuda if there is one
-  std::string parameters = "auto";  // tier of a role: "device", "host", "disk"; auto: host while it has room, else disk
+  std::string device = "auto";  // "cpu", "cuda", "cuda:1"; auto: cuda if there is one
+  std::string parameters =
+      "auto";  // tier of a role: "device", "host", "disk"; auto: host while it has room, else disk
   std::string gradients = "auto";
   std::string optimizer = "auto";
-  std::string disk_path = "";       // directory of the swap file; empty: /var/tmp if a role may go to disk
+  std::string disk_path = "";           // directory of the swap file; empty: /var/tmp if a role may go to disk
   std::string device_memory = "auto";   // for frames; auto: a quarter of what is free on the CPU, 80 % on a GPU
   std::string host_memory = "auto";     // for homes, staging and cache; auto: half of what is free
   std::string resident_below = "64KB";  // smaller tensors stay ordinary tensors in memory

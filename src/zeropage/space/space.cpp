@@ -31,7 +31,8 @@ c10::Device device_of(const Config& config) {
   try {
     return c10::Device(config.device);
   } catch (const c10::Error&) {
-    throw SettingError(fmt::format("device = \"{}\" is not a device; write \"cpu\", \"cuda\" or \"cuda:1\"", config.device));
+    throw SettingError(
+        fmt::format("device = \"{}\" is not a device; write \"cpu\", \"cuda\" or \"cuda:1\"", config.device));
   }
 }
 
@@ -40,8 +41,8 @@ Placement placement_of(std::string_view setting, const std::string& tier) {
   if (tier == "device") return Placement::device;
   if (tier == "host") return Placement::host;
   if (tier == "disk") return Placement::disk;
-  throw SettingError(fmt::format("{} = \"{}\" is not a tier; write \"device\", \"host\", \"disk\" or \"auto\"", setting,
-                                 tier));
+  throw SettingError(
+      fmt::format("{} = \"{}\" is not a tier; write \"device\", \"host\", \"disk\" or \"auto\"", setting, tier));
 }
 
 IoEngine engine_of(const std::string& io) {
@@ -70,9 +71,8 @@ std::shared_ptr<Space> Space::make(const Config& requested) {
   if (!domain->device.is_cpu()) {
     throw SettingError(fmt::format("device = \"{}\" is not served yet; set device=\"cpu\"", domain->device.str()));
   }
-  const std::pair<Role, std::string> roles[] = {{Role::parameter, config.parameters},
-                                                {Role::gradient, config.gradients},
-                                                {Role::optimizer, config.optimizer}};
+  const std::pair<Role, std::string> roles[] = {
+      {Role::parameter, config.parameters}, {Role::gradient, config.gradients}, {Role::optimizer, config.optimizer}};
   const char* const names[] = {"parameters", "gradients", "optimizer"};
   bool to_disk = false, may_go_to_disk = false;
   for (int i = 0; i < 3; ++i) {
@@ -83,9 +83,10 @@ std::shared_ptr<Space> Space::make(const Config& requested) {
   }
   domain->placement[static_cast<int>(Role::activation)] = Placement::automatic;
   if (!config.disk_path.empty() && !may_go_to_disk) {
-    throw SettingError(fmt::format("disk_path = \"{}\" is set but no role is on disk; set a role to \"disk\" or \"auto\", or "
-                                   "leave disk_path out",
-                                   config.disk_path));
+    throw SettingError(
+        fmt::format("disk_path = \"{}\" is set but no role is on disk; set a role to \"disk\" or \"auto\", or "
+                    "leave disk_path out",
+                    config.disk_path));
   }
 
   const std::size_t free = free_memory();
@@ -93,20 +94,22 @@ std::shared_ptr<Space> Space::make(const Config& requested) {
   options.device_bytes = size_of("device_memory", config.device_memory, free / 4);
   options.host_bytes = size_of("host_memory", config.host_memory, free / 2);
   if (options.device_bytes < 16 * kBlockBytes) {
-    throw SettingError(fmt::format("device_memory = {} cannot hold a frame; raise it, at least to the largest operator's "
-                                   "tensors",
-                                   format_bytes(options.device_bytes)));
+    throw SettingError(
+        fmt::format("device_memory = {} cannot hold a frame; raise it, at least to the largest operator's "
+                    "tensors",
+                    format_bytes(options.device_bytes)));
   }
   if (options.device_bytes + options.host_bytes > free) {
-    throw SettingError(fmt::format("device_memory = {} and host_memory = {} are more than the {} that are free on this "
-                                   "machine; lower them",
-                                   format_bytes(options.device_bytes), format_bytes(options.host_bytes),
-                                   format_bytes(free)));
+    throw SettingError(
+        fmt::format("device_memory = {} and host_memory = {} are more than the {} that are free on this "
+                    "machine; lower them",
+                    format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free)));
   }
-  options.page_bytes = size_of("page_size", config.page_size,
-                               automatic_page_size(options.device_bytes, options.host_bytes));
+  options.page_bytes =
+      size_of("page_size", config.page_size, automatic_page_size(options.device_bytes, options.host_bytes));
   if (options.page_bytes < kBlockBytes || options.page_bytes % kBlockBytes != 0 || options.page_bytes > 64 * kMiB) {
-    throw SettingError(fmt::format("page_size = {} bytes must be a multiple of 4KiB, up to 64MiB", options.page_bytes));
+    throw SettingError(
+        fmt::format("page_size = {} bytes must be a multiple of 4KiB, up to 64MiB", options.page_bytes));
   }
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   options.io = engine_of(config.io);
@@ -126,8 +129,9 @@ std::shared_ptr<Space> Space::make(const Config& requested) {
 bool Space::page(at::Tensor& tensor, Role role) {
   c10::NoGradGuard no_grad;
   if (tensor.defined() && tensor.device() != domain_->device && !tensor.is_meta()) {
-    throw AccessError(fmt::format("a tensor on {} cannot be paged by a space for {}; move it there first, or set device",
-                                  tensor.device().str(), domain_->device.str()));
+    throw AccessError(
+        fmt::format("a tensor on {} cannot be paged by a space for {}; move it there first, or set device",
+                    tensor.device().str(), domain_->device.str()));
   }
   bool paged = adopt(domain_, tensor, role);
   if (!paged && tensor.defined() && domain_->pages(tensor.nbytes()) && tensor.layout() == c10::kStrided &&
@@ -156,8 +160,9 @@ Report Space::report() const {
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
       if (stats.home_peak[role][tier] == 0) continue;
-      report.homes.push_back({std::string(name_of(static_cast<Role>(role))), std::string(name_of(static_cast<Tier>(tier))),
-                              stats.home_bytes[role][tier], stats.home_peak[role][tier]});
+      report.homes.push_back({std::string(name_of(static_cast<Role>(role))),
+                              std::string(name_of(static_cast<Tier>(tier))), stats.home_bytes[role][tier],
+                              stats.home_peak[role][tier]});
     }
   }
   for (const Pool pool : {Pool::device, Pool::host}) {

@@ -40,14 +40,15 @@ struct Report {
 
 class Space : public std::enable_shared_from_this<Space> {
  public:
-  /// Throws SettingError for settings that are malformed or contradict each other, DiskError for an unusable disk_path.
+  /// Throws SettingError for settings that are malformed or contradict each other, DiskError for an unusable
+  /// disk_path.
   static std::shared_ptr<Space> make(const Config& config);
 
   /// While the scope lives, factories on this thread make paged parameters.
   [[nodiscard]] InitScope enter() { return InitScope(domain_); }
 
-  /// Makes an existing tensor paged: in place if nothing else shares its storage, else, like Module::to, by giving it a
-  /// storage of its own. Gradients it has follow. False if it is too small or not one that can be paged.
+  /// Makes an existing tensor paged: in place if nothing else shares its storage, else, like Module::to, by giving it
+  /// a storage of its own. Gradients it has follow. False if it is too small or not one that can be paged.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
 
   /// Waits until nothing is under way to the disk. Throws DiskError for a write that failed.

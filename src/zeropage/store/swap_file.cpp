@@ -52,7 +52,8 @@ void SwapFile::grow(std::size_t bytes) {
   struct statvfs disk {};
   const std::size_t available = ::statvfs(directory_.c_str(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
   throw DiskError(fmt::format(
-      "disk_path \"{}\" cannot hold {} more ({}): the swap file has {}, the disk {} free; free some space, set disk_path "
+      "disk_path \"{}\" cannot hold {} more ({}): the swap file has {}, the disk {} free; free some space, set "
+      "disk_path "
       "to a larger disk, or move a role to another tier",
       directory_, format_bytes(bytes), std::strerror(error), format_bytes(size_), format_bytes(available)));
 }

@@ -15,7 +15,8 @@ namespace zeropage {
 namespace {
 
 constexpr const char* kRawAccess =
-    "this tensor is paged by zeropage: its data may be on disk and has no address. Use it through PyTorch operators, or "
+    "this tensor is paged by zeropage: its data may be on disk and has no address. Use it through PyTorch operators, "
+    "or "
     "read and write it raw inside `with zeropage.pinned(tensor) as t:`";
 
 std::size_t row_bytes(c10::IntArrayRef sizes, std::size_t item_bytes) {
@@ -26,10 +27,14 @@ std::size_t row_bytes(c10::IntArrayRef sizes, std::size_t item_bytes) {
 
 Tier tier_for(const Domain& domain, Role role, std::size_t bytes) {
   switch (domain.placement[static_cast<int>(role)]) {
-    case Placement::device: return Tier::device;
-    case Placement::host: return Tier::host;
-    case Placement::disk: return Tier::disk;
-    case Placement::automatic: break;
+    case Placement::device:
+      return Tier::device;
+    case Placement::host:
+      return Tier::host;
+    case Placement::disk:
+      return Tier::disk;
+    case Placement::automatic:
+      break;
   }
   const bool to_disk = !domain.pager->has_room(Tier::host, bytes) && domain.pager->has_room(Tier::disk, bytes);
   return to_disk ? Tier::disk : Tier::host;
@@ -102,8 +107,8 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
                                                        /*resizable=*/false);
   attach(new_segment(domain, *storage, sizes, dtype.itemsize(), role), *storage);
   const auto backend = domain->device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
-                                                         c10::DispatchKeySet(backend), dtype);
+  auto tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(backend), dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
   return tensor;

@@ -1,9 +1,9 @@
-// Paged tensors: ordinary tensors whose storage holds a segment instead of data, and whose key set carries one more key,
-// so that every operator that touches them comes to the fallback first.
+// Paged tensors: ordinary tensors whose storage holds a segment instead of data, and whose key set carries one more
+// key, so that every operator that touches them comes to the fallback first.
 //
-// [Note: where a segment hangs] The segment is the context of the storage's DataPtr. It lives as long as the storage: when
-// the last tensor dies, its pages are given back, with no table to clean. Views, detach() and saved tensors share the
-// storage and inherit the key. Outside a pin the storage's pointer is null and guarded: raw access throws.
+// [Note: where a segment hangs] The segment is the context of the storage's DataPtr. It lives as long as the storage:
+// when the last tensor dies, its pages are given back, with no table to clean. Views, detach() and saved tensors
+// share the storage and inherit the key. Outside a pin the storage's pointer is null and guarded: raw access throws.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,8 @@ class StorageSegment final : public Segment {
   StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage);
 
   const std::shared_ptr<Domain>& domain() const { return domain_; }
-  /// Where the segment would lie if all paged tensors of the process lay in one address space: its own range, for code that
-  /// tells shared tensors by their addresses. No memory is there.
+  /// Where the segment would lie if all paged tensors of the process lay in one address space: its own range, for
+  /// code that tells shared tensors by their addresses. No memory is there.
   std::uint64_t virtual_address() const { return virtual_address_; }
   static void destroy(void* segment);  // the DataPtr's deleter
 
@@ -53,7 +53,8 @@ class StorageSegment final : public Segment {
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.
 inline StorageSegment* segment_of(const at::TensorBase& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kPagedKey) || !tensor.has_storage()) return nullptr;
-  const auto& data = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  const auto& data =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   return data.get_deleter() == &StorageSegment::destroy ? static_cast<StorageSegment*>(data.get_context()) : nullptr;
 }
 
@@ -64,8 +65,9 @@ bool is_whole(const at::TensorBase& tensor);
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                       caffe2::TypeMeta dtype, Role role);
 
-/// Makes an existing tensor paged, in place, moving its content home. True if it is paged now; false if it stays as it
-/// is: too small, another device, not strided, a subclass, or its storage is shared with tensors we do not know of.
+/// Makes an existing tensor paged, in place, moving its content home. True if it is paged now; false if it stays as
+/// it is: too small, another device, not strided, a subclass, or its storage is shared with tensors we do not know
+/// of.
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role);
 
 /// Segments of a set of tensors held in memory, exposed, while the guard lives.

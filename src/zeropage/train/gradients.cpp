@@ -19,9 +19,10 @@ namespace {
 
 using torch::autograd::variable_list;
 
-/// [Note: what malloc keeps] During backward, freed activations and gradients of other sizes take turns in malloc's heap.
-/// It keeps the holes, and the process grows by half of its activations although nothing is alive. Paging gradients out is
-/// meant to make the process smaller, so the holes are given back to the system now and then: about 3 % of a step.
+/// [Note: what malloc keeps] During backward, freed activations and gradients of other sizes take turns in malloc's
+/// heap. It keeps the holes, and the process grows by half of its activations although nothing is alive. Paging
+/// gradients out is meant to make the process smaller, so the holes are given back to the system now and then: about
+/// 3 % of a step.
 void give_back_holes(std::size_t gradient_bytes) {
 #ifdef __GLIBC__
   constexpr std::size_t kBetween = 32 * kMiB;
@@ -47,7 +48,8 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       return gradients;
     }
     if (gradient.sizes() != leaf.sizes() || !leaf.is_non_overlapping_and_dense()) return gradients;
-    if (gradient.key_set().has(c10::DispatchKey::Python) || !segment->domain()->pages(gradient.nbytes())) return gradients;
+    if (gradient.key_set().has(c10::DispatchKey::Python) || !segment->domain()->pages(gradient.nbytes()))
+      return gradients;
     at::Tensor paged = paged_copy(*segment, leaf, gradient);
     if (segment_of(paged)->tier() == Tier::disk) give_back_holes(gradient.nbytes());
     return {std::move(paged)};

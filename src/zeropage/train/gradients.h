@@ -1,15 +1,15 @@
-// Gradients become paged tensors where autograd accumulates them. A hook before a leaf's AccumulateGrad node turns the
-// gradient that arrives into a paged tensor of the parameter's layout, if p.grad is still undefined; PyTorch then takes it
-// as it would any other. If p.grad is paged already, PyTorch's own `grad += new` meets the rule for add_. User hooks,
-// retain_grad, autograd.grad and create_graph keep their meaning, for nothing of them is replaced.
+// Gradients become paged tensors where autograd accumulates them. A hook before a leaf's AccumulateGrad node turns
+// the gradient that arrives into a paged tensor of the parameter's layout, if p.grad is still undefined; PyTorch then
+// takes it as it would any other. If p.grad is paged already, PyTorch's own `grad += new` meets the rule for add_.
+// User hooks, retain_grad, autograd.grad and create_graph keep their meaning, for nothing of them is replaced.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
 
 namespace zeropage {
 
-/// What keeps a leaf's hook alive until the operator that met the leaf has made its own edge to the node: without it the
-/// node, held weakly by the leaf, would die at once; held longer, it would keep the parameter alive.
+/// What keeps a leaf's hook alive until the operator that met the leaf has made its own edge to the node: without it
+/// the node, held weakly by the leaf, would die at once; held longer, it would keep the parameter alive.
 using LeafHold = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 /// Puts the hook before the leaf's AccumulateGrad node unless it is there. `leaf` is a paged leaf that requires grad.
