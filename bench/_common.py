@@ -1,0 +1,30 @@
+"""What the benchmarks share: alternating timings, and the table and JSON line they end with."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+
+def alternate(rounds: int, **programs: Callable[[], object]) -> dict[str, list[float]]:
+    """Seconds of each program in each round. They take turns, for timings drift; every other round runs backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in tqdm(range(rounds), unit="round", leave=False, disable=None):
+        for name, program in list(programs.items())[:: 1 if turn % 2 else -1]:
+            start = time.perf_counter()
+            program()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
+    """Median of the ratios of neighbours, which share what else the machine was doing."""
+    return statistics.median(a / b for a, b in zip(times, reference, strict=True))
+
+
+def finish(rows: Sequence[Sequence[object]], headers: Sequence[str], **figures: object) -> None:
+    print(tabulate(rows, headers=headers, floatfmt=".3f"))
+    print(json.dumps(figures))

@@ -1,0 +1,111 @@
+"""What our I/O moves against fio: in order, 1 MiB at a time, random bytes, O_DIRECT, huge pages on both sides.
+
+ratio: the worse of read and write, of both engines, against the best of fio's configurations, alternating in one run.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from _common import finish
+from tqdm import tqdm
+
+BUILD = pathlib.Path("build/bench")
+HUGE_PAGES = pathlib.Path("/proc/sys/vm/nr_hugepages")
+FIO = {
+    "fio io_uring": ["--ioengine=io_uring", "--iodepth=32"],
+    "fio io_uring, registered": [
+        "--ioengine=io_uring",
+        "--iodepth=32",
+        "--fixedbufs=1",
+        "--registerfiles=1",
+    ],
+    "fio libaio": ["--ioengine=libaio", "--iodepth=32"],
+}
+
+
+def build() -> pathlib.Path:
+    configure = ["cmake", "-S.", f"-B{BUILD}", "-GNinja", "-DZEROPAGE_BENCH=ON", "-DZEROPAGE_TORCH=OFF"]
+    for command in ([*configure, f"-DPython3_EXECUTABLE={sys.executable}"], ["ninja", "-C", str(BUILD), "transfers"]):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return BUILD / "bench" / "transfers"
+
+
+@contextlib.contextmanager
+def huge_pages(count: int):
+    """fio can have huge pages only from the reserved pool. Yields whether it may."""
+    before = HUGE_PAGES.read_text().strip()
+    try:
+        HUGE_PAGES.write_text(str(max(count, int(before))))
+        yield int(HUGE_PAGES.read_text()) >= count
+    except PermissionError:
+        yield int(before) >= count
+    finally:
+        with contextlib.suppress(PermissionError):
+            HUGE_PAGES.write_text(before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", default="build", help="on the disk to measure")
+    parser.add_argument("--bytes", type=int, default=2 << 30)
+    parser.add_argument("--seconds", type=float, default=1, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=11)
+    args = parser.parse_args()
+    transfers = build()
+
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
+        if not may:
+            print("no huge pages for fio (vm.nr_hugepages, needs root): it uses small ones", file=sys.stderr)
+
+        def fio(options: list[str], direction: str) -> float:
+            command = [
+                *[
+                    "fio",
+                    "--name=fio",
+                    f"--filename={directory}/fio",
+                    f"--size={args.bytes}",
+                    "--bs=1M",
+                    "--direct=1",
+                ],
+                *[f"--rw={direction}", "--time_based", f"--runtime={args.seconds}", "--output-format=json"],
+                *[f"--mem={'mmaphuge' if may else 'mmap'}", "--iomem_align=2M", *options],
+            ]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            return float(json.loads(output[output.index("{") :])["jobs"][0][direction]["bw_bytes"])
+
+        def ours(engine: str, direction: str) -> float:
+            command = [transfers, engine, direction, directory, str(args.bytes), str(args.seconds)]
+            return float(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+        programs = {name: lambda d, o=options: fio(o, d) for name, options in FIO.items()}
+        programs |= {f"zeropage {engine}": lambda d, e=engine: ours(e, d) for engine in ("uring", "threads")}
+        fio(FIO["fio io_uring"], "write")  # lays the file out
+        speeds: dict[tuple[str, str], list[float]] = {}
+        for turn in tqdm(range(args.rounds), unit="round", leave=False, disable=None):
+            for name, program in list(programs.items())[:: 1 if turn % 2 else -1]:
+                for direction in ("write", "read"):
+                    speeds.setdefault((name, direction), []).append(program(direction))
+
+    middle = {key: statistics.median(values) for key, values in speeds.items()}
+    best = {d: max(middle[name, d] for name in FIO) for d in ("write", "read")}
+    share = {(name, d): middle[name, d] / best[d] for name in programs for d in best}
+    finish(
+        [
+            [n, middle[n, "write"] / 1e9, share[n, "write"], middle[n, "read"] / 1e9, share[n, "read"]]
+            for n in programs
+        ],
+        ["", "write, GB/s", "of fio's best", "read, GB/s", "of fio's best"],
+        ratio=round(min(value for (name, _), value in share.items() if name.startswith("zeropage")), 4),
+        **{f"{name.split()[-1]}_{d}": round(v, 4) for (name, d), v in share.items() if name.startswith("zeropage")},
+        huge_pages=may,
+    )
+
+
+if __name__ == "__main__":
+    main()
