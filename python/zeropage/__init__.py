@@ -9,6 +9,8 @@ A PyTorch program trains a model whose parameters, gradients and optimizer state
     # an ordinary loop
 """
 
+import pathlib
+
 import torch
 
 from zeropage import _core
@@ -26,6 +28,9 @@ from zeropage._space import Config, Space, evict, init, page, pinned, report
 
 _install_patches()
 
+#: For CMAKE_PREFIX_PATH, so that `find_package(zeropage)` finds the C++ library this package carries.
+cmake_prefix_path = str(pathlib.Path(_core.__file__ or "").parent / "share" / "cmake")
+
 __all__ = [
     "AccessError",
     "BudgetError",
@@ -35,6 +40,7 @@ __all__ = [
     "Report",
     "SettingError",
     "Space",
+    "cmake_prefix_path",
     "evict",
     "init",
     "is_paged",

@@ -1,0 +1,41 @@
+"""examples/train_gpt.cpp, built as a program outside this repository would be, against the installed package."""
+
+import pathlib
+import subprocess
+import sysconfig
+
+import pytest
+import torch
+
+import zeropage
+
+EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def train_gpt(tmp_path_factory):
+    build = EXAMPLES.parent / "build" / "examples"  # kept between runs: libtorch's headers take their time
+    prefixes = f"{torch.utils.cmake_prefix_path};{zeropage.cmake_prefix_path}"
+    for command in (
+        ["cmake", "-S", EXAMPLES, "-B", build, "-GNinja", f"-DCMAKE_PREFIX_PATH={prefixes}"],
+        ["ninja", "-C", build],
+    ):
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    return build / "train_gpt"
+
+
+def run(program, *arguments):
+    text = pathlib.Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
+    return subprocess.run([program, *map(str, arguments), str(text)], capture_output=True, text=True)
+
+
+def test_a_libtorch_program_with_its_states_on_disk_equals_plain_libtorch(train_gpt, disk):
+    ran = run(train_gpt, "--check", "--steps", 4, "--disk", disk)
+    assert ran.returncode == 0 and "equal to the bit" in ran.stdout, ran.stdout + ran.stderr
+    assert "read 0 MB" not in ran.stdout, "the model fits its budgets, so nothing was tested"
+
+
+def test_its_errors_say_what_to_do(train_gpt, disk):
+    ran = run(train_gpt, "--steps", 1, "--disk", disk, "--memory", "256KB")
+    assert ran.returncode == 1 and "raise device_memory" in ran.stderr
