@@ -44,14 +44,21 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
   free_.release(0, capacity_);
 }
 
-Arena::~Arena() { ::munmap(base_, capacity_); }
+Arena::Arena(std::span<std::byte> region)
+    : base_(region.data()), capacity_(round_down(region.size(), kBlockBytes)), mapped_(false) {
+  free_.release(0, capacity_);
+}
+
+Arena::~Arena() {
+  if (mapped_) ::munmap(base_, capacity_);
+}
 
 std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side) {
   bytes = round_up(bytes, kBlockBytes);
   std::lock_guard lock(mutex_);
   const auto offset = free_.take(bytes, side);
   if (!offset) return std::nullopt;
-  announce(*offset, bytes);
+  if (mapped_) announce(*offset, bytes);
   return Block(this, base_ + *offset, bytes);
 }
 

@@ -49,6 +49,8 @@ class Arena {
 
   /// Throws BudgetError if the address space cannot be had. `capacity` is rounded up to a huge page.
   explicit Arena(std::size_t capacity, SlabHook on_first_use = {});
+  /// Cuts blocks from memory that someone else holds: a device's.
+  explicit Arena(std::span<std::byte> region);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -67,6 +69,7 @@ class Arena {
   std::mutex mutex_;
   std::byte* base_ = nullptr;
   std::size_t capacity_;
+  bool mapped_ = true;  // by us
   FreeList free_;
   SlabHook on_first_use_;
   std::vector<bool> announced_;

@@ -28,9 +28,9 @@ void throw_if_failed(const Ticket::State& state) {
 }  // namespace
 
 Ticket::~Ticket() {
-  if (state_ && io_) {
+  if (state_ && issuer_) {
     try {
-      io_->wait(*state_);
+      issuer_->wait(*state_);
     } catch (...) {  // a seam that throws here has no one left to tell
     }
   }
@@ -39,11 +39,11 @@ Ticket::~Ticket() {
 void Ticket::wait() {
   if (!state_) return;
   const auto state = std::exchange(state_, nullptr);
-  io_->wait(*state);
+  issuer_->wait(*state);
   throw_if_failed(*state);
 }
 
-bool Ticket::done() const { return !state_ || io_->done(*state_); }
+bool Ticket::done() const { return !state_ || issuer_->done(*state_); }
 
 void Ticket::abandon() noexcept {
   // Leaked on purpose: the state's owner is the parent's ring, of which this process has only a copy.

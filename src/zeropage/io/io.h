@@ -27,7 +27,8 @@ struct Transfer {
   std::size_t bytes;
 };
 
-class Io;
+/// Who a ticket waits with: an Io, or what moves bytes between a device and the host.
+class TicketIssuer;
 
 /// A transfer under way. Move-only. Whoever drops one without waiting still waits here, so that no buffer is reused
 /// under a disk; the result is then lost, which only an unwinding stack may do.
@@ -36,10 +37,10 @@ class Ticket {
   struct State;  // an implementation's own
 
   Ticket() = default;
-  Ticket(Io* io, std::shared_ptr<State> state) : io_(io), state_(std::move(state)) {}
+  Ticket(TicketIssuer* issuer, std::shared_ptr<State> state) : issuer_(issuer), state_(std::move(state)) {}
   Ticket(Ticket&& other) noexcept { *this = std::move(other); }
   Ticket& operator=(Ticket&& other) noexcept {
-    std::swap(io_, other.io_);
+    std::swap(issuer_, other.issuer_);
     std::swap(state_, other.state_);
     return *this;
   }
@@ -55,13 +56,23 @@ class Ticket {
   void abandon() noexcept;
 
  private:
-  Io* io_ = nullptr;
+  TicketIssuer* issuer_ = nullptr;
   std::shared_ptr<State> state_;
 };
 
-class Io {
+class TicketIssuer {
  public:
-  virtual ~Io() = default;
+  virtual ~TicketIssuer() = default;
+
+ protected:
+  friend class Ticket;
+  /// Returns when the transfer is over; the ticket then looks at its outcome.
+  virtual void wait(Ticket::State& state) = 0;
+  virtual bool done(const Ticket::State& state) = 0;
+};
+
+class Io : public TicketIssuer {
+ public:
 
   /// Starts a transfer. Waits for nothing but room in the queue.
   [[nodiscard]] virtual Ticket submit(const Transfer& transfer) = 0;
@@ -72,11 +83,6 @@ class Io {
   /// Memory that transfers will use, to be registered with the kernel if that makes them faster.
   virtual void register_memory(std::span<std::byte> memory) { (void)memory; }
   virtual std::string_view name() const = 0;
-
- protected:
-  friend class Ticket;
-  virtual void wait(Ticket::State& state) = 0;
-  virtual bool done(const Ticket::State& state) = 0;
 };
 
 enum class IoEngine : std::uint8_t { automatic, uring, threads };

@@ -4,6 +4,8 @@
 
 namespace zeropage {
 
+Run::~Run() = default;
+
 std::string_view name_of(Role role) {
   return std::array<std::string_view, kRoles>{"parameter", "gradient", "optimizer",
                                               "activation"}[static_cast<int>(role)];

@@ -2,7 +2,8 @@
 // pager changes them, under its lock.
 //
 //   segment ──▶ run ──▶ page, page, page ──▶ frame (memory, if any)
-//                └──▶ extent (disk, if that is its home)
+//                ├──▶ extent (disk, if that is its home)
+//                └──▶ below (a segment of the host's pager, if the device has memory of its own)
 //
 // A run is what lies together: in its home and, while an operator uses it, in one frame. A large tensor has a run of
 // its own with many pages; small tensors share a run of one page.
@@ -21,6 +22,7 @@
 #include "zeropage/io/free_list.h"
 #include "zeropage/io/io.h"
 #include "zeropage/store/budget.h"
+#include "zeropage/store/device_memory.h"
 #include "zeropage/store/swap_file.h"
 
 namespace zeropage {
@@ -49,6 +51,7 @@ enum class Access : std::uint8_t { read, write, overwrite };
 enum class Pool : std::uint8_t { device, host };
 
 struct Run;
+class Segment;
 
 /// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
 /// rule works page by page. `permanent` frames are the home of their run and never leave.
@@ -62,6 +65,8 @@ struct Frame {
   bool permanent = false;
   int pins = 0;
   std::uint64_t last_use = 0;
+  DeviceMemory::Mark ready;     // of what filled it; null for CPU memory and once past
+  DeviceMemory::Mark last_mark;  // of what used it last
   std::list<Frame*>::iterator position;  // in the eviction policy's list of its pool
 };
 
@@ -72,12 +77,15 @@ struct Page {
 };
 
 struct Run {
+  Run() = default;
+  ~Run();
   Role role;
   Tier tier;
   std::size_t bytes;
   std::size_t page_bytes;
   std::vector<Page> pages;
   Extent extent;                  // of disk runs
+  std::unique_ptr<Segment> below;  // of device memory's pages whose home is in the host's pager
   std::optional<FreeList> slots;  // of shared runs: what of the page is free
   std::size_t tensors = 0;        // segments alive in it
 

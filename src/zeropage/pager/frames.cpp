@@ -5,6 +5,8 @@
 // the lists.
 #include <fmt/format.h>
 
+#include <cstring>
+
 #include "zeropage/base/errors.h"
 #include "zeropage/pager/pager.h"
 
@@ -17,6 +19,7 @@ Frame* Pager::make_frame(Run& run, std::size_t first_page, std::size_t pages, Po
   auto frame = std::make_unique<Frame>();
   frame->charge = reserve(pool, bytes);
   frame->memory = allocate(bytes, permanent ? FreeList::Side::top : FreeList::Side::bottom);
+  if (memory_) memory_->reuse();
   frame->run = &run;
   frame->first_page = first_page;
   frame->pages = pages;
@@ -36,7 +39,33 @@ void Pager::drop_frame(Frame& frame) {
     if (page.frame == &frame) page.frame = nullptr;
   }
   policy_->remove(frame);
+  if (memory_) memory_->retire(frame.last_mark ? frame.last_mark : frame.ready);
   frames_.erase(frame.memory.data());
+}
+
+void Pager::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  memory_ ? memory_->copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
+}
+
+void Pager::clear(std::byte* at, std::size_t bytes) {
+  memory_ ? memory_->clear(at, bytes) : void(std::memset(at, 0, bytes));
+}
+
+// [Note: streams and frames] in store/device_memory.h.
+
+void Pager::mark_ready(Frame& frame) {
+  if (memory_) frame.ready = memory_->now();
+}
+
+void Pager::order_after(Frame& frame) {
+  if (!memory_ || !frame.ready) return;
+  memory_->done(frame.ready) ? frame.ready.reset() : memory_->order(frame.ready);
+}
+
+void Pager::mark_used(Frame& frame) {
+  if (!memory_) return;
+  memory_->order(frame.last_mark);  // of another thread's stream, perhaps
+  frame.last_mark = memory_->now();
 }
 
 Reservation Pager::reserve(Pool pool, std::size_t bytes) {

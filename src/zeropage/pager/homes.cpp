@@ -18,6 +18,18 @@ std::size_t cut_on_rows(std::size_t page_bytes, std::size_t row_bytes) {
   return unit > page_bytes ? page_bytes : round_down(page_bytes, unit);
 }
 
+/// A home in the host's pager, as the pager above it holds it.
+class HomeBelow final : public Segment {
+ public:
+  ~HomeBelow() override {
+    if (pager()) pager()->release(*this);
+  }
+
+ protected:
+  void expose(std::byte*) override {}
+  void hide() override {}
+};
+
 }  // namespace
 
 void Pager::bind(Segment& segment, const SegmentSpec& spec) {
@@ -60,14 +72,18 @@ Run& Pager::new_run(const SegmentSpec& spec, std::size_t bytes, std::size_t page
   run.bytes = std::max<std::size_t>(bytes, 1);
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
-  if (spec.tier == Tier::disk) {
+  if (below_ && spec.tier != Tier::device) {
+    run.below = std::make_unique<HomeBelow>();
+    below_->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier});
+  } else if (spec.tier == Tier::disk) {
     if (!swap_)
       throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
     run.extent = swap_->allocate(run.bytes);
   } else {
     const Pool pool = spec.tier == Tier::device ? Pool::device : Pool::host;
     Frame* frame = make_frame(run, 0, run.pages.size(), pool, /*permanent=*/true);
-    std::fill_n(frame->memory.data(), frame->memory.bytes(), std::byte{0});
+    clear(frame->memory.data(), frame->memory.bytes());
+    mark_ready(*frame);
     for (Page& page : run.pages) page.frame = frame, page.state = Residency::dirty;
     drop_pin(*frame);
   }
@@ -77,6 +93,7 @@ Run& Pager::new_run(const SegmentSpec& spec, std::size_t bytes, std::size_t page
 }
 
 void Pager::count_home(const Run& run, bool born) {
+  if (run.below) return;  // it is counted there
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
   std::size_t& bytes = stats_.home_bytes[role][tier];
   bytes += born ? run.bytes : -run.bytes;
@@ -84,6 +101,7 @@ void Pager::count_home(const Run& run, bool born) {
 }
 
 bool Pager::has_room(Tier tier, std::size_t bytes) const {
+  if (below_ && tier != Tier::device) return below_->has_room(tier, bytes);
   if (tier == Tier::disk) return swap_ != nullptr;
   const Budget& tier_budget = budget(tier == Tier::device ? Pool::device : Pool::host);
   std::lock_guard lock(mutex_);
@@ -108,6 +126,7 @@ void Pager::delete_run(Run& run) {
   for (Page& page : run.pages) {
     if (Frame* frame = page.frame) drop_frame(*frame);
   }
+  if (run.below) uploads_->finish(*run.below);
   count_home(run, false);
   runs_.erase(&run);
 }

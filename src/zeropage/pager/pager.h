@@ -8,9 +8,14 @@
 // [Note: one memory] The device here is the CPU: frames and the host's cache of disk pages lie in one arena of
 // device_memory + host_memory bytes. A frame that must leave the device's budget moves to the host's by changing who
 // pays for it, while it is written behind; no byte is copied. Host and device homes are frames that never leave.
+//
+// [Note: two memories] A device with memory of its own has two pagers, one above the other. The upper one's frames lie
+// in device memory; to it, host and disk homes alike are segments of the lower one, read and written through tickets
+// as a disk is. The lower one is the pager of a machine whose operators need no frames.
 #pragma once
 
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -22,6 +27,7 @@
 #include "zeropage/base/units.h"
 #include "zeropage/page/page.h"
 #include "zeropage/pager/eviction.h"
+#include "zeropage/pager/uploads.h"
 
 namespace zeropage {
 
@@ -31,6 +37,9 @@ struct PagerOptions {
   std::string disk_path;  // empty: no disk tier
   std::size_t page_bytes = 4 * kMiB;
   IoEngine io = IoEngine::automatic;
+  std::shared_ptr<DeviceMemory> device = nullptr;  // null: operators run on the CPU
+  /// Called for each slab of host memory when it is first used; the handle is kept as long as the slab.
+  std::function<std::shared_ptr<void>(std::span<std::byte>)> register_memory = nullptr;
 };
 
 struct PagerStats {
@@ -38,6 +47,7 @@ struct PagerStats {
   std::size_t evictions = 0;      // frames that left memory
   std::size_t read_bytes = 0;     // from disk
   std::size_t written_bytes = 0;  // to disk
+  std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own
   double waited_seconds = 0;      // for the disk
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
@@ -65,8 +75,10 @@ class PagePin {
 
   /// Returns when the bytes are there. Throws DiskError if they could not be read.
   void wait();
-  /// The segment's bytes of this page.
+  /// The segment's bytes of this page: on the device, if it has memory of its own.
   std::byte* data() const { return data_; }
+  /// Copies into the page from memory of the same kind.
+  void fill(const std::byte* from, std::size_t bytes);
   explicit operator bool() const { return frame_ != nullptr; }
 
  private:
@@ -112,15 +124,18 @@ class Pager : public std::enable_shared_from_this<Pager> {
   void close();  // gives everything back; segments become husks
 
   PagerStats stats() const;
-  const Budget& budget(Pool pool) const { return pool == Pool::device ? device_ : host_; }
+  const Budget& budget(Pool pool) const {
+    return pool == Pool::device ? device_ : below_ ? below_->host_ : host_;
+  }
   std::size_t page_bytes() const { return page_bytes_; }
-  std::string_view io_name() const { return io_ ? io_->name() : "none"; }
-  std::size_t swap_bytes() const { return swap_ ? swap_->size() : 0; }
+  std::string_view io_name() const { return below_ ? below_->io_name() : io_ ? io_->name() : "none"; }
+  std::size_t swap_bytes() const { return below_ ? below_->swap_bytes() : swap_ ? swap_->size() : 0; }
 
  private:
   friend class PagePin;
   struct Gathering;
   explicit Pager(const PagerOptions& options, std::unique_ptr<Io> io);
+  void open_below(const PagerOptions& options, std::unique_ptr<Io> io);
 
   void check_usable() const;
   Budget& paying(Pool pool) { return pool == Pool::device ? device_ : host_; }
@@ -134,6 +149,11 @@ class Pager : public std::enable_shared_from_this<Pager> {
   // frames.cpp: memory
   Frame* make_frame(Run& run, std::size_t first_page, std::size_t pages, Pool pool, bool permanent = false);
   void drop_frame(Frame& frame);
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes);
+  void clear(std::byte* at, std::size_t bytes);
+  void mark_ready(Frame& frame);
+  void order_after(Frame& frame);
+  void mark_used(Frame& frame);
   Reservation reserve(Pool pool, std::size_t bytes);
   bool make_room(Pool pool);
   Block allocate(std::size_t bytes, FreeList::Side side);
@@ -165,6 +185,10 @@ class Pager : public std::enable_shared_from_this<Pager> {
   Budget device_, host_;
   std::unique_ptr<Io> io_;
   std::unique_ptr<SwapFile> swap_;
+  std::shared_ptr<DeviceMemory> memory_;  // null: the CPU's
+  std::shared_ptr<Pager> below_;          // of the host, if memory_ is the device's
+  std::unique_ptr<Uploads> uploads_;
+  std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<EvictionPolicy> policy_;
   std::map<Run*, std::unique_ptr<Run>> runs_;

@@ -13,14 +13,16 @@ std::byte* Pager::address(const Run& run, std::size_t page) const {
 Ticket Pager::start_read(Run& run, std::size_t page, std::byte* into) {
   const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
   stats_.read_bytes += bytes;
+  if (run.below) return uploads_->read(*run.below, page, into, run.bytes_of(page));
   return io_->submit({Direction::read, &swap_->file(), run.extent.offset() + page * run.page_bytes, into, bytes});
 }
 
 void Pager::start_write(Run& run, std::size_t page) {
   const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
   Page& p = run.pages[page];
-  p.transfer = io_->submit(
-      {Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes, address(run, page), bytes});
+  p.transfer = run.below ? uploads_->write(*run.below, page, address(run, page), run.bytes_of(page), p.frame->last_mark ? p.frame->last_mark : p.frame->ready)
+                         : io_->submit({Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes,
+                                        address(run, page), bytes});
   p.state = Residency::writing;
   stats_.written_bytes += bytes;
 }

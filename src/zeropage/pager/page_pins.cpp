@@ -1,0 +1,103 @@
+// Pins of single pages: how rules stream a tensor.
+#include "zeropage/base/errors.h"
+#include "zeropage/pager/pager.h"
+
+namespace zeropage {
+
+PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
+  check_usable();
+  std::lock_guard lock(mutex_);
+  check_usable();
+  Run& run = *segment.run_;
+  Page& page = run.pages[index];
+  if (access == Access::overwrite && run.slots) access = Access::write;  // neighbours share the page
+  if (!page.frame) {
+    ++stats_.faults;
+    // The host pays for single pages; where it has nothing, the device does.
+    const Pool pool = host_.limit() >= 4 * page_bytes_ ? Pool::host : Pool::device;
+    Frame* frame = make_frame(run, index, 1, pool);
+    if (page.state == Residency::home && access != Access::overwrite) {
+      try {
+        page.transfer = start_read(run, index, frame->memory.data());
+      } catch (...) {
+        drop_frame(*frame);
+        throw;
+      }
+      page.state = Residency::reading;
+    } else if (page.state == Residency::zero && access != Access::overwrite) {
+      clear(frame->memory.data(), frame->memory.bytes());
+      mark_ready(*frame);
+      page.state = Residency::dirty;
+    } else {
+      page.state = Residency::dirty;
+    }
+    page.frame = frame;
+  } else {
+    if (page.state == Residency::reading && access != Access::read) settle(run, index);
+    order_after(*page.frame);
+    ++page.frame->pins;
+  }
+  PagePin pin;
+  pin.pager_ = this;
+  pin.page_ = &page;
+  pin.frame_ = page.frame;
+  pin.data_ = address(run, index) + segment.offset_;
+  pin.write_ = access != Access::read;
+  if (page.state != Residency::reading && !page.frame->permanent) mark(run, index, access);
+  return pin;
+}
+
+void Pager::prefetch_page(Segment& segment, std::size_t index) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return;
+  Run& run = *segment.run_;
+  Page& page = run.pages[index];
+  if (run.below && !page.frame && page.state == Residency::home) return below_->prefetch_page(*run.below, index);
+  if (host_.limit() < 4 * page_bytes_ || page.frame || page.state != Residency::home) return;
+  const std::size_t bytes = round_up(run.bytes_of(index), kBlockBytes);
+  while (host_.used() + bytes > host_.limit()) {
+    Frame* victim = policy_->victim(Pool::host);
+    if (!victim) return;
+    for (std::size_t i = victim->first_page; i < victim->first_page + victim->pages; ++i) {
+      const Page& cold = victim->run->pages[i];
+      if (cold.state != Residency::clean && !(cold.state == Residency::writing && cold.transfer.done())) return;
+    }
+    evict_frame(*victim);
+  }
+  try {
+    Frame* frame = make_frame(run, index, 1, Pool::host);
+    page.frame = frame;
+    try {
+      page.transfer = start_read(run, index, frame->memory.data());
+    } catch (...) {
+      drop_frame(*frame);
+      throw;
+    }
+    page.state = Residency::reading;
+    drop_pin(*frame);
+  } catch (const BudgetError&) {  // only a hint: whoever needs the page will say what is wrong
+  }
+}
+
+PagePin::~PagePin() {
+  if (!frame_) return;
+  std::lock_guard lock(pager_->mutex_);
+  if (pager_->closed_) return;
+  pager_->mark_used(*frame_);
+  pager_->drop_pin(*frame_);
+  pager_->clean_coldest();
+}
+
+void PagePin::wait() {
+  std::lock_guard lock(pager_->mutex_);
+  if (page_->state != Residency::reading) return;
+  Run& run = *frame_->run;
+  const std::size_t index = page_ - run.pages.data();
+  pager_->settle(run, index);
+  pager_->mark_ready(*frame_);
+  if (write_) pager_->mark(run, index, Access::write);
+}
+
+void PagePin::fill(const std::byte* from, std::size_t bytes) { pager_->copy(data_, from, bytes); }
+
+}  // namespace zeropage

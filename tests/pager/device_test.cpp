@@ -1,0 +1,205 @@
+// A device with memory of its own: two pagers, and work that runs as late as it may.
+#include <doctest/doctest.h>
+
+#include <random>
+
+#include "pager_fixture.h"
+#include "queued_device.h"
+#include "zeropage/base/errors.h"
+
+using namespace zeropage;
+
+namespace {
+
+struct DeviceFixture : PagerFixture {
+  std::shared_ptr<QueuedDevice> device;
+
+  void make_apart(std::size_t device_bytes, std::size_t host_bytes, bool failing = false) {
+    device = std::make_shared<QueuedDevice>(device_bytes);
+    std::unique_ptr<Io> engine;
+    if (failing) {
+      auto made = std::make_unique<FailingIo>();
+      io = made.get();
+      engine = std::move(made);
+    }
+    pager = Pager::make({.device_bytes = device_bytes,
+                         .host_bytes = host_bytes,
+                         .disk_path = directory.path(),
+                         .page_bytes = kPage,
+                         .device = device},
+                        std::move(engine));
+  }
+
+  /// An operator that writes the pattern, and one that checks it: both run later than they are asked for.
+  void write_later(TestSegment& segment, unsigned seed) {
+    const PinRequest request{&segment, Access::overwrite};
+    pager->pin({&request, 1});
+    device->run([at = segment.data, bytes = segment.bytes(), seed] {
+      for (std::size_t i = 0; i < bytes; ++i) at[i] = pattern(seed, i);
+    });
+    pager->unpin({&request, 1});
+  }
+  void check_later(TestSegment& segment, unsigned seed, Access access = Access::read) {
+    const PinRequest request{&segment, access};
+    pager->pin({&request, 1});
+    device->run([at = segment.data, bytes = segment.bytes(), seed, this] {
+      for (std::size_t i = 0; i < bytes; ++i) wrong += at[i] != pattern(seed, i);
+    });
+    pager->unpin({&request, 1});
+  }
+  std::size_t wrong = 0;
+
+  static constexpr std::size_t kPage = 4 * kBlockBytes;
+};
+
+}  // namespace
+
+TEST_CASE_FIXTURE(DeviceFixture, "what operators wrote late is what later operators read, through every tier") {
+  make_apart(8 * kPage, 6 * kPage);
+  std::vector<std::unique_ptr<TestSegment>> segments;
+  for (int i = 0; i < 8; ++i) segments.push_back(segment(3 * kPage + 100 * i));
+  for (unsigned i = 0; i < 8; ++i) write_later(*segments[i], i);
+  std::mt19937 random(1);
+  std::vector<unsigned> seeds{0, 1, 2, 3, 4, 5, 6, 7};
+  for (unsigned step = 0; step < 200; ++step) {
+    const unsigned i = random() % 8;
+    check_later(*segments[i], seeds[i]);
+    if (step % 3 == 0) write_later(*segments[i], seeds[i] = 100 + step);
+    if (step % 17 == 0) pager->evict(*segments[random() % 8]);
+  }
+  device->finish();
+  CHECK(wrong == 0);
+  const PagerStats stats = pager->stats();
+  CHECK(stats.uploaded_bytes > 0);
+  CHECK(stats.downloaded_bytes > 0);
+  CHECK(stats.read_bytes > 0);
+  CHECK(stats.written_bytes > 0);
+  for (const Pool pool : {Pool::device, Pool::host}) {
+    CHECK(pager->budget(pool).peak() <= pager->budget(pool).limit());
+  }
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "pages pinned one by one on the device become part of the whole") {
+  make_apart(12 * kPage, 6 * kPage);
+  auto tensor = segment(4 * kPage);
+  write_later(*tensor, 1);
+  pager->evict(*tensor);
+  for (std::size_t page = 0; page < tensor->pages(); page += 2) {
+    PagePin pin = pager->pin_page(*tensor, page, Access::write);
+    pin.wait();
+    device->run([at = pin.data(), page] {
+      for (std::size_t i = 0; i < kPage; ++i) at[i] = pattern(2, page * kPage + i);
+    });
+  }
+  const PinRequest request{tensor.get(), Access::read};
+  pager->pin({&request, 1});
+  device->run([&, at = tensor->data] {
+    for (std::size_t i = 0; i < tensor->bytes(); ++i) wrong += at[i] != pattern(i / kPage % 2 == 0 ? 2 : 1, i);
+  });
+  pager->unpin({&request, 1});
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a tensor larger than the host's budget passes through it in parts") {
+  make_apart(16 * kPage, 5 * kPage);
+  auto tensor = segment(12 * kPage), other = segment(12 * kPage);
+  write_later(*tensor, 1);
+  write_later(*other, 2);
+  check_later(*tensor, 1);
+  check_later(*other, 2);
+  device->finish();
+  CHECK(wrong == 0);
+  CHECK(pager->budget(Pool::host).peak() <= 5 * kPage);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "homes on the device and in the host need no disk") {
+  make_apart(16 * kPage, 16 * kPage);
+  auto on_device = segment(3 * kPage, Role::parameter, Tier::device);
+  auto in_host = segment(3 * kPage, Role::optimizer, Tier::host);
+  write_later(*on_device, 1);
+  write_later(*in_host, 2);
+  pager->evict(*in_host);
+  check_later(*on_device, 1);
+  check_later(*in_host, 2);
+  device->finish();
+  CHECK(wrong == 0);
+  const PagerStats stats = pager->stats();
+  CHECK(stats.read_bytes + stats.written_bytes == 0);
+  CHECK(stats.home_bytes[static_cast<int>(Role::parameter)][static_cast<int>(Tier::device)] == 3 * kPage);
+  CHECK(stats.home_bytes[static_cast<int>(Role::optimizer)][static_cast<int>(Tier::host)] == 3 * kPage);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "zeroed pages reach neither the link nor the disk") {
+  make_apart(8 * kPage, 6 * kPage);
+  auto tensor = segment(3 * kPage);
+  write_later(*tensor, 1);
+  pager->evict(*tensor);
+  const PagerStats before = pager->stats();
+  pager->zero(*tensor);
+  const PinRequest request{tensor.get(), Access::read};
+  pager->pin({&request, 1});
+  device->run([&, at = tensor->data] {
+    for (std::size_t i = 0; i < tensor->bytes(); ++i) wrong += at[i] != std::byte{0};
+  });
+  pager->unpin({&request, 1});
+  device->finish();
+  CHECK(wrong == 0);
+  CHECK(pager->stats().uploaded_bytes == before.uploaded_bytes);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "small tensors share a page on the device as in the host") {
+  make_apart(8 * kPage, 6 * kPage);
+  std::vector<std::unique_ptr<TestSegment>> small;
+  for (unsigned i = 0; i < 40; ++i) small.push_back(segment(200 + i));
+  for (unsigned i = 0; i < 40; ++i) write_later(*small[i], i);
+  pager->evict(*small[0]);
+  small[5].reset();
+  for (unsigned i = 0; i < 40; ++i) {
+    if (i != 5) check_later(*small[i], i);
+  }
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a disk that fails under an upload is an error, and the bytes are still there") {
+  make_apart(8 * kPage, 5 * kPage, /*failing=*/true);
+  auto tensor = segment(3 * kPage), other = segment(7 * kPage);
+  write_later(*tensor, 1);
+  write_later(*other, 2);
+  pager->evict(*tensor);
+  io->outcome = [](const Transfer& t) { return t.direction == Direction::read ? -EIO : 1L; };
+  const PinRequest request{tensor.get(), Access::read};
+  CHECK_THROWS_AS(pager->pin({&request, 1}), DiskError);
+  io->outcome = [](const Transfer&) { return 1L; };
+  check_later(*tensor, 1);
+  check_later(*other, 2);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a disk that cannot be written leaves dirty pages on the device") {
+  make_apart(8 * kPage, 5 * kPage, /*failing=*/true);
+  auto tensor = segment(7 * kPage), other = segment(7 * kPage);
+  write_later(*tensor, 1);
+  io->outcome = [](const Transfer& t) { return t.direction == Direction::write ? -EIO : 1L; };
+  const PinRequest request{other.get(), Access::overwrite};
+  CHECK_THROWS_AS(pager->pin({&request, 1}), DiskError);
+  check_later(*tensor, 1);
+  io->outcome = [](const Transfer&) { return 1L; };
+  write_later(*other, 2);
+  check_later(*tensor, 1);
+  check_later(*other, 2);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "host memory is registered as it is used and given back at the end") {
+  make_apart(8 * kPage, 6 * kPage);
+  auto tensor = segment(3 * kPage);
+  write_later(*tensor, 1);
+  pager->evict(*tensor);
+  CHECK(device->registered >= 6 * kPage);
+  pager->close();
+  CHECK(device->registered == 0);
+}

@@ -1,0 +1,100 @@
+// A device whose memory is apart and whose work runs as late as it may: three queues (operators, uploads, downloads)
+// that nothing moves but waiting. Whoever forgets to order or to wait meets stale bytes.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <vector>
+
+#include "zeropage/store/device_memory.h"
+
+namespace zeropage {
+
+class QueuedDevice final : public DeviceMemory {
+ public:
+  explicit QueuedDevice(std::size_t bytes) : memory_(bytes + 4096) {}
+
+  /// An operator of the test's, on the thread's queue.
+  void run(std::function<void()> work) { operators_.push(std::move(work)); }
+  /// Runs everything.
+  void finish() {
+    for (Queue* queue : {&operators_, &uploads_, &downloads_}) queue->run_until(queue->asked);
+  }
+  std::size_t registered = 0;  // bytes, now
+
+  std::span<std::byte> region() override {
+    auto* aligned = reinterpret_cast<std::byte*>((reinterpret_cast<std::size_t>(memory_.data()) + 4095) / 4096 * 4096);
+    return {aligned, memory_.size() - 4096};
+  }
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    operators_.push([=] { std::memmove(to, from, bytes); });
+  }
+  void clear(std::byte* at, std::size_t bytes) override {
+    operators_.push([=] { std::memset(at, 0, bytes); });
+  }
+  Mark now() override { return mark(operators_); }
+  void order(const Mark& mark) override { after(operators_, mark); }
+  Mark upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    uploads_.push([=] { std::memcpy(to, from, bytes); });
+    return mark(uploads_);
+  }
+  Mark download(std::byte* to, const std::byte* from, std::size_t bytes, const Mark& last_use) override {
+    after(downloads_, last_use);
+    downloads_.push([=] { std::memcpy(to, from, bytes); });
+    return mark(downloads_);
+  }
+  void retire(const Mark& mark) override {
+    after(uploads_, mark);
+    retired_.push_back(mark);
+  }
+  void reuse() override {
+    for (const Mark& mark : retired_) after(operators_, mark);
+    retired_.clear();
+  }
+  bool done(const Mark& mark) override {
+    if (!mark) return true;
+    const auto& point = *std::static_pointer_cast<Point>(mark);
+    return point.queue->ran >= point.position;
+  }
+  void wait(const Mark& mark) override {
+    if (!mark) return;
+    const auto& point = *std::static_pointer_cast<Point>(mark);
+    point.queue->run_until(point.position);
+  }
+  std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
+    registered += memory.size();
+    return {nullptr, [this, bytes = memory.size()](void*) { registered -= bytes; }};
+  }
+
+ private:
+  struct Queue {
+    std::deque<std::function<void()>> work;
+    std::size_t asked = 0, ran = 0;
+
+    void push(std::function<void()> item) { work.push_back(std::move(item)), ++asked; }
+    void run_until(std::size_t position) {
+      while (ran < position) {
+        auto item = std::move(work.front());
+        work.pop_front();
+        item();
+        ++ran;
+      }
+    }
+  };
+  struct Point {
+    Queue* queue;
+    std::size_t position;
+  };
+
+  static Mark mark(Queue& queue) { return std::make_shared<Point>(Point{&queue, queue.asked}); }
+  void after(Queue& queue, const Mark& mark) {
+    if (mark && std::static_pointer_cast<Point>(mark)->queue != &queue) queue.push([this, mark] { wait(mark); });
+  }
+
+  std::vector<std::byte> memory_;
+  Queue operators_, uploads_, downloads_;
+  std::vector<Mark> retired_;
+};
+
+}  // namespace zeropage
