@@ -113,6 +113,41 @@ TEST_CASE_FIXTURE(DeviceFixture, "a tensor larger than the host's budget passes 
   CHECK(pager->budget(Pool::host).peak() <= 5 * kPage);
 }
 
+TEST_CASE_FIXTURE(DeviceFixture, "a frame filled for one stream is filled before another stream's operators") {
+  make_apart(4 * kPage, 6 * kPage);
+  auto tensor = segment(3 * kPage), other = segment(3 * kPage);
+  write_later(*tensor, 1);
+  write_later(*other, 2);
+  check_later(*tensor, 1);  // where the other's bytes still are
+  device->use_stream(1);
+  check_later(*tensor, 1);
+  const PinRequest request{tensor.get(), Access::read};
+  pager->pin({&request, 1});  // the mark must come from stream 1 alone
+  const auto mark = device->now();
+  pager->unpin({&request, 1});
+  device->wait(mark);
+  CHECK(wrong == 0);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "memory that one stream still reads is not cleared by another") {
+  make_apart(4 * kPage, 6 * kPage);
+  auto tensor = segment(3 * kPage), zeros = segment(3 * kPage);
+  write_later(*tensor, 1);
+  pager->evict(*tensor);
+  check_later(*tensor, 1);
+  device->finish_transfers();
+  device->use_stream(1);
+  const PinRequest request{zeros.get(), Access::read};
+  pager->pin({&request, 1});  // takes the frame that stream 0 has yet to read
+  const auto mark = device->now();
+  pager->unpin({&request, 1});
+  device->wait(mark);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(DeviceFixture, "homes on the device and in the host need no disk") {
   make_apart(16 * kPage, 16 * kPage);
   auto on_device = segment(3 * kPage, Role::parameter, Tier::device);

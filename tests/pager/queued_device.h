@@ -1,5 +1,5 @@
-// A device whose memory is apart and whose work runs as late as it may: three queues (operators, uploads, downloads)
-// that nothing moves but waiting. Whoever forgets to order or to wait meets stale bytes.
+// A device whose memory is apart and whose work runs as late as it may: queues (two streams of operators, uploads,
+// downloads) that nothing moves but waiting. Whoever forgets to order or to wait meets stale bytes.
 #pragma once
 
 #include <cstring>
@@ -15,11 +15,17 @@ class QueuedDevice final : public DeviceMemory {
  public:
   explicit QueuedDevice(std::size_t bytes) : memory_(bytes + 4096) {}
 
-  /// An operator of the test's, on the thread's queue.
-  void run(std::function<void()> work) { operators_.push(std::move(work)); }
+  /// What follows is asked for on this stream: 0 or 1.
+  void use_stream(int stream) { current_ = &operators_[stream]; }
+  /// An operator of the test's, on the stream in use.
+  void run(std::function<void()> work) { current_->push(std::move(work)); }
+  void finish_transfers() {
+    uploads_.run_until(uploads_.asked);
+    downloads_.run_until(downloads_.asked);
+  }
   /// Runs everything.
   void finish() {
-    for (Queue* queue : {&operators_, &uploads_, &downloads_}) queue->run_until(queue->asked);
+    for (Queue* queue : {&operators_[0], &operators_[1], &uploads_, &downloads_}) queue->run_until(queue->asked);
   }
   std::size_t registered = 0;  // bytes, now
 
@@ -28,13 +34,13 @@ class QueuedDevice final : public DeviceMemory {
     return {aligned, memory_.size() - 4096};
   }
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
-    operators_.push([=] { std::memmove(to, from, bytes); });
+    current_->push([=] { std::memmove(to, from, bytes); });
   }
   void clear(std::byte* at, std::size_t bytes) override {
-    operators_.push([=] { std::memset(at, 0, bytes); });
+    current_->push([=] { std::memset(at, 0, bytes); });
   }
-  Mark now() override { return mark(operators_); }
-  void order(const Mark& mark) override { after(operators_, mark); }
+  Mark now() override { return mark(*current_); }
+  void order(const Mark& mark) override { after(*current_, mark); }
   Mark upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
     uploads_.push([=] { std::memcpy(to, from, bytes); });
     return mark(uploads_);
@@ -49,7 +55,7 @@ class QueuedDevice final : public DeviceMemory {
     retired_.push_back(mark);
   }
   void reuse() override {
-    for (const Mark& mark : retired_) after(operators_, mark);
+    for (const Mark& mark : retired_) after(*current_, mark);
     retired_.clear();
   }
   bool done(const Mark& mark) override {
@@ -93,7 +99,8 @@ class QueuedDevice final : public DeviceMemory {
   }
 
   std::vector<std::byte> memory_;
-  Queue operators_, uploads_, downloads_;
+  Queue operators_[2], uploads_, downloads_;
+  Queue* current_ = &operators_[0];
   std::vector<Mark> retired_;
 };
 
