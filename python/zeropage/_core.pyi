@@ -35,6 +35,8 @@ class Report:
     evictions: int
     read_bytes: int
     written_bytes: int
+    uploaded_bytes: int
+    downloaded_bytes: int
     swap_bytes: int
     waited_seconds: float
     io: str

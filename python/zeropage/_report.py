@@ -32,6 +32,8 @@ class Report:
             ["evictions", f"{core.evictions:,}"],
             ["read from disk", _megabytes(core.read_bytes)],
             ["written to disk", _megabytes(core.written_bytes)],
+            ["to the device", _megabytes(core.uploaded_bytes)],
+            ["from the device", _megabytes(core.downloaded_bytes)],
             ["swap file", _megabytes(core.swap_bytes)],
             ["waited for the disk", f"{core.waited_seconds:.2f} s"],
             ["I/O by", core.io],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -107,11 +107,15 @@ class _Entered:
     def __init__(self, space: _core.Space) -> None:
         self._scope = space.scope()
         self._scope.enter()
+        device = torch.device(dict(space.config.items())["device"])
+        # As under `with torch.device(...)`: what the program builds without naming a device is built on the space's.
+        self._device = device if device.type != "cpu" else contextlib.nullcontext()
+        self._device.__enter__()
 
         def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
             # Loaders make parameters from tensors that no factory made: slices of a file.
-            if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
-                space.page(tensor) if tensor.device.type != "meta" else None
+            if tensor is not None and not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
+                space.page(tensor)
 
         self._hooks = [
             torch_module.register_module_parameter_registration_hook(register),
@@ -121,6 +125,7 @@ class _Entered:
     def leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._device.__exit__(None, None, None)
         self._scope.leave()
 
 
@@ -136,7 +141,7 @@ def init(config: ConfigLike = None, **overrides: object) -> Space:
 
 
 def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object) -> ModuleT:
-    """Pages a model that exists: its parameters, buffers and gradients, in place. Returns the model.
+    """Pages a model that exists: its parameters, buffers and gradients, in place, on the space's device. Returns the model.
 
     Like `Module.to`, it gives a parameter that shares its memory with a tensor outside the model memory of its own.
     """
@@ -155,7 +160,7 @@ def evict(target: torch.nn.Module | torch.Tensor) -> None:
             _core.evict(tensor.grad)
 
 
-@contextmanager
+@contextlib.contextmanager
 def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Inside, the tensor's data is in memory and may be read and written raw (`numpy()`, `data_ptr()`).
 

@@ -92,6 +92,8 @@ void bind_report(py::module_& module) {
       .def_readonly("evictions", &Report::evictions)
       .def_readonly("read_bytes", &Report::read_bytes)
       .def_readonly("written_bytes", &Report::written_bytes)
+      .def_readonly("uploaded_bytes", &Report::uploaded_bytes)
+      .def_readonly("downloaded_bytes", &Report::downloaded_bytes)
       .def_readonly("swap_bytes", &Report::swap_bytes)
       .def_readonly("waited_seconds", &Report::waited_seconds)
       .def_readonly("io", &Report::io)

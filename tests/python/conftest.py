@@ -18,11 +18,17 @@ def disk(tmp_path_factory, request):
         yield path
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where models live: cpu or cuda")
+    parser.addoption("--memory", default="auto", help='"separate": treat the CPU\'s memory as a GPU\'s is')
+
+
 @pytest.fixture
-def config(disk):
+def config(disk, request):
     """Everything on disk, every tensor paged, little memory."""
     return zeropage.Config(
-        device="cpu",
+        device=request.config.getoption("--device"),
+        memory=request.config.getoption("--memory"),
         parameters="disk",
         gradients="disk",
         optimizer="disk",
@@ -35,7 +41,10 @@ def config(disk):
 
 
 @pytest.fixture(autouse=True)
-def deterministic():
+def deterministic(request):
     torch.manual_seed(0)
+    if (device := request.config.getoption("--device")) != "cpu":
+        torch.set_default_device(device)
+        torch.backends.cudnn.deterministic = True
     yield
     torch.set_default_dtype(torch.float32)

@@ -66,8 +66,18 @@ void adopt_results(Call& call, bool from_paged) {
   }
 }
 
+/// Inside an init scope, a factory that is told no device makes its tensors on the space's.
+void choose_device(Call& call) {
+  const auto& domain = scope_domain();
+  if (!domain || domain->device.is_cpu() || call.info.takes_tensors) return;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (call.argument(i).isNone() && call.argument_name(i) == "device") call.argument(i) = domain->device;
+  }
+}
+
 void run(Call& call) {
   if (call.paged.empty()) {
+    choose_device(call);
     if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;
     {
       // A view of an ordinary tensor may still copy inside, and what a composite makes is adopted as a whole.

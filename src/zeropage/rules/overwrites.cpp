@@ -49,7 +49,7 @@ bool run_fill(Call& call) {
 bool run_copy(Call& call) {
   if (call.needs_autograd() || !Call::plain_modes()) return false;
   const at::Tensor self = call.argument(0).toTensor(), source = call.argument(1).toTensor();
-  if (self.dim() == 0 || self.is_same(source) || !is_operand(self, self) || !is_operand(source, self)) return false;
+  if (self.dim() == 0 || self.is_same(source) || !is_operand(self, self) || !lies_like(source, self)) return false;
   if (!segment_of(self) && !segment_of(source)) return false;
   const Operand operands[] = {{self, segment_of(self), Access::overwrite},
                               {source, segment_of(source), Access::read}};
@@ -66,6 +66,7 @@ bool run_random(Call& call) {
     call.run_whole();
     return true;
   }
+  if (!target->tensor.is_cpu()) return false;  // a GPU's generator counts by the whole tensor's size
   // Too large to be whole: page by page, on this thread, so that the generator is drawn from in order.
   StorageSegment& segment = *target->segment;
   for (std::size_t i = 0; i < segment.pages(); ++i) {

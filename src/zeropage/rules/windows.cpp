@@ -56,7 +56,8 @@ class Cursor {
     std::byte* data = operand_.segment
                           ? held_[0].pin.data() + (part.begin - held_[0].page * page_elements_) * item_bytes_
                           : plain_ + part.begin * item_bytes_;
-    return at::from_blob(data, {static_cast<std::int64_t>(part.end - part.begin)}, options_);
+    return at::from_blob(data, {static_cast<std::int64_t>(part.end - part.begin)}, [](void*) {}, options_,
+                         operand_.tensor.device());
   }
 
   /// A window that straddles two pages, gathered into scratch memory.
@@ -148,11 +149,11 @@ Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_
   return {at / share * share, std::min(elements, (at / share + 1) * share)};
 }
 
-Cut window_at(std::size_t at, std::size_t edge, Cut chunk) {
+Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector) {
   if (edge >= chunk.end) return {at, chunk.end};
-  const std::size_t cut = chunk.begin + round_down(edge - chunk.begin, kVector);
+  const std::size_t cut = chunk.begin + round_down(edge - chunk.begin, vector);
   if (cut > at) return {at, cut};
-  return {at, std::min(at + kVector, chunk.end)};  // straddles the edge
+  return {at, std::min(at + vector, chunk.end)};  // straddles the edge
 }
 
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run) {
@@ -160,23 +161,33 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   Cursors cursors;
   for (const Operand& operand : operands) cursors.push_back(std::make_unique<Cursor>(operand));
   const std::size_t elements = operands[0].tensor.numel();
-  const std::size_t threads = at::get_num_threads();
+  const bool on_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
+  const std::size_t threads = on_cpu ? at::get_num_threads() : 1;
+  const std::size_t vector = on_cpu ? kVector : 1;
   for (std::size_t at = 0; at < elements;) {
     const Cut chunk = chunk_of(elements, at, chunking, threads);
-    std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, kVector);
+    std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, vector);
     for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
-    const Cut window = window_at(at, edge, chunk);
+    const Cut window = window_at(at, edge, chunk, vector);
     for (auto& cursor : cursors) cursor->move_to(window);
     for (auto& cursor : cursors) cursor->wait();
     const bool straddling =
         std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
-    straddling ? run_straddling(cursors, window, run) : run_window(cursors, window, run);
+    if (straddling) {
+      run_straddling(cursors, window, run);
+    } else {
+      on_cpu ? run_window(cursors, window, run) : run_part(cursors, window, run);
+    }
     at = window.end;
   }
 }
 
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape) {
-  if (!tensor.is_cpu() || tensor.layout() != c10::kStrided || tensor.is_conj() || tensor.is_neg() ||
+  return tensor.device() == shape.device() && lies_like(tensor, shape);
+}
+
+bool lies_like(const at::Tensor& tensor, const at::Tensor& shape) {
+  if (tensor.layout() != c10::kStrided || tensor.is_conj() || tensor.is_neg() ||
       tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_quantized() || !tensor.has_storage()) {
     return false;
   }

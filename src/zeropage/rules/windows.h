@@ -6,7 +6,7 @@
 // rounding may differ (fused multiply-add). So a window may only be cut where PyTorch, running the whole tensor,
 // would still be inside its vector loop: at a multiple of kVector elements from where PyTorch's own thread chunk
 // begins. Where a page ends in between, the elements around its edge are gathered into a scratch vector, computed
-// there, and put back.
+// there, and put back. GPUs compute each element alone: there a window may be cut anywhere.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +37,7 @@ constexpr std::size_t kVector =
 /// The thread chunk of [0, elements) that holds `at`.
 Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_t threads);
 /// The window that starts at `at` when the next page edge of any operand is `edge`.
-Cut window_at(std::size_t at, std::size_t edge, Cut chunk);
+Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = kVector);
 
 /// Calls `run` with one flat tensor an operand for consecutive windows that cover everything. Several threads call it
 /// at once, on disjoint parts of a window; inside, ATen runs on one thread. Throws BudgetError if the host's budget
@@ -45,7 +45,9 @@ Cut window_at(std::size_t at, std::size_t edge, Cut chunk);
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);
 
-/// True if `tensor` can be an operand beside `shape`: same sizes, same dense strides, whole if paged, in CPU memory.
+/// True if `tensor` can be an operand beside `shape`: same sizes, same device and dense strides, whole if paged.
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape);
+/// The same but for the device: enough for a copy.
+bool lies_like(const at::Tensor& tensor, const at::Tensor& shape);
 
 }  // namespace zeropage

@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 10> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 11> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -22,7 +22,8 @@ constexpr std::array<Setting, 10> kSettings{{{"device", &Config::device},
                                              {"host_memory", &Config::host_memory},
                                              {"resident_below", &Config::resident_below},
                                              {"page_size", &Config::page_size},
-                                             {"io", &Config::io}}};
+                                             {"io", &Config::io},
+                                             {"memory", &Config::memory}}};
 
 }  // namespace
 

@@ -22,6 +22,7 @@ struct Config {
   std::string resident_below = "64KB";  // smaller tensors stay ordinary tensors in memory
   std::string page_size = "auto";       // the unit that moves; auto: 4 MiB, less under small budgets
   std::string io = "auto";              // "uring", "threads"
+  std::string memory = "auto";          // "unified": operators on the CPU use host memory; "separate": as on a GPU
 
   /// Sets a setting by its name. Throws SettingError for an unknown name, with the known ones.
   void set(std::string_view name, std::string value);

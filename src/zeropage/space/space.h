@@ -32,7 +32,7 @@ struct Report {
   };
   std::vector<Home> homes;      // of every role and tier that ever held something
   std::vector<Memory> budgets;  // device_memory, host_memory
-  std::size_t faults, evictions, read_bytes, written_bytes, swap_bytes;
+  std::size_t faults, evictions, read_bytes, written_bytes, uploaded_bytes, downloaded_bytes, swap_bytes;
   double waited_seconds;
   std::string io;
   std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts
@@ -48,7 +48,7 @@ class Space : public std::enable_shared_from_this<Space> {
   [[nodiscard]] InitScope enter() { return InitScope(domain_); }
 
   /// Makes an existing tensor paged: in place if nothing else shares its storage, else, like Module::to, by giving it
-  /// a storage of its own. Gradients it has follow. False if it is too small or not one that can be paged.
+  /// a storage of its own. One on another device moves to the space's. Gradients it has follow. False if it is too small or not one that can be paged.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
 
   /// Waits until nothing is under way to the disk. Throws DiskError for a write that failed.

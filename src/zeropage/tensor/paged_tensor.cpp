@@ -5,7 +5,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <atomic>
-#include <cstring>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/torch_compat.h"
@@ -59,7 +58,7 @@ void copy_in(StorageSegment& segment, const std::byte* data) {
   for (std::size_t i = 0; i < segment.pages(); ++i) {
     PagePin page = segment.pager()->pin_page(segment, i, Access::overwrite);
     page.wait();
-    std::memcpy(page.data(), data + i * segment.page_bytes(), segment.bytes_of(i));
+    page.fill(data + i * segment.page_bytes(), segment.bytes_of(i));
   }
 }
 

@@ -51,7 +51,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (gradient.key_set().has(c10::DispatchKey::Python) || !segment->domain()->pages(gradient.nbytes()))
       return gradients;
     at::Tensor paged = paged_copy(*segment, leaf, gradient);
-    if (segment_of(paged)->tier() == Tier::disk) give_back_holes(gradient.nbytes());
+    if (leaf.is_cpu() && segment_of(paged)->tier() == Tier::disk) give_back_holes(gradient.nbytes());
     return {std::move(paged)};
   }
 

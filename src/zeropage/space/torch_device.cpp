@@ -1,0 +1,204 @@
+#include "zeropage/space/torch_device.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/base/units.h"
+#include "zeropage/tensor/paged_tensor.h"
+
+namespace zeropage {
+namespace {
+
+/// The operators we use ourselves are ordinary ones, whatever scope or grad mode the caller is in.
+struct Ordinary {
+  c10::impl::ExcludeDispatchKeyGuard below_us{kPagedKey};
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+};
+
+/// cudaHostRegister and its counterpart, from the runtime that torch has loaded, if it has.
+struct HostRegistration {
+  int (*add)(void*, std::size_t, unsigned) = nullptr;
+  int (*remove)(void*) = nullptr;
+  int (*last_error)() = nullptr;  // reading it also clears it, so that torch does not take ours for its own
+
+  HostRegistration()
+      : add(reinterpret_cast<decltype(add)>(::dlsym(RTLD_DEFAULT, "cudaHostRegister"))),
+        remove(reinterpret_cast<decltype(remove)>(::dlsym(RTLD_DEFAULT, "cudaHostUnregister"))),
+        last_error(reinterpret_cast<decltype(last_error)>(::dlsym(RTLD_DEFAULT, "cudaGetLastError"))) {}
+  explicit operator bool() const { return add && remove && last_error; }
+};
+
+class TorchDevice final : public DeviceMemory {
+ public:
+  TorchDevice(c10::Device device, std::size_t bytes)
+      : device_(device),
+        driver_(device.type()),
+        uploads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+        downloads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {
+    Ordinary ordinary;
+    // A block more, since torch aligns to less than ours.
+    memory_ = at::empty({static_cast<std::int64_t>(bytes + kBlockBytes)}, at::TensorOptions(device).dtype(c10::kByte));
+    auto* data = static_cast<std::byte*>(memory_.data_ptr());
+    region_ = {reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data), kBlockBytes)), bytes};
+    order(record(driver_.getStream(device_)), uploads_);  // the block's former user may still be at work
+  }
+
+  ~TorchDevice() override {
+    // torch may give the block to others, who know nothing of our streams.
+    uploads_.synchronize();
+    downloads_.synchronize();
+    driver_.getStream(device_).synchronize();
+  }
+
+  std::span<std::byte> region() override { return region_; }
+
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    Ordinary ordinary;
+    on_device(to, bytes).copy_(on_device(const_cast<std::byte*>(from), bytes));
+  }
+  void clear(std::byte* at, std::size_t bytes) override {
+    Ordinary ordinary;
+    on_device(at, bytes).zero_();
+  }
+
+  Mark now() override { return record(driver_.getStream(device_)); }
+  void order(const Mark& mark) override { order(mark, driver_.getStream(device_)); }
+
+  Mark upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
+    Ordinary ordinary;
+    c10::StreamGuard on(uploads_);
+    on_device(to, bytes).copy_(in_host(const_cast<std::byte*>(from_host), bytes), /*non_blocking=*/true);
+    return record(uploads_);
+  }
+  Mark download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Mark& after) override {
+    Ordinary ordinary;
+    order(after, downloads_);
+    c10::StreamGuard on(downloads_);
+    in_host(to_host, bytes).copy_(on_device(const_cast<std::byte*>(from), bytes), /*non_blocking=*/true);
+    return record(downloads_);
+  }
+
+  void retire(const Mark& mark) override {
+    if (!mark) return;
+    order(mark, uploads_);
+    std::lock_guard lock(mutex_);
+    std::erase_if(retired_, [&](const Mark& m) { return done(m); });
+    retired_.push_back(mark);
+  }
+  void reuse() override {
+    std::lock_guard lock(mutex_);
+    std::erase_if(retired_, [&](const Mark& m) { return done(m); });
+    for (const Mark& mark : retired_) order(mark);  // they stay for other threads, until past
+  }
+
+  bool done(const Mark& mark) override { return !mark || point(mark).event.query(); }
+  void wait(const Mark& mark) override {
+    if (mark) point(mark).event.synchronize();
+  }
+
+  std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
+    static const HostRegistration registration;
+    if (!registration) return nullptr;
+    c10::DeviceGuard here(device_);
+    if (registration.add(memory.data(), memory.size(), /*flags=*/0) != 0) {
+      registration.last_error();
+      return nullptr;
+    }
+    return {memory.data(), [](void* data) {
+              if (registration.remove(data) != 0) registration.last_error();
+            }};
+  }
+
+ private:
+  struct Point {
+    c10::Event event;
+    c10::Stream stream;
+  };
+  static Point& point(const Mark& mark) { return *std::static_pointer_cast<Point>(mark); }
+
+  static Mark record(const c10::Stream& stream) {
+    auto made = std::make_shared<Point>(Point{c10::Event(stream.device_type()), stream});
+    made->event.record(stream);
+    return made;
+  }
+  static void order(const Mark& mark, const c10::Stream& stream) {
+    if (mark && point(mark).stream != stream) point(mark).event.block(stream);
+  }
+
+  at::Tensor on_device(std::byte* at, std::size_t bytes) const {
+    return at::from_blob(at, {static_cast<std::int64_t>(bytes)}, [](void*) {},
+                         at::TensorOptions(device_).dtype(c10::kByte), device_);
+  }
+  static at::Tensor in_host(std::byte* at, std::size_t bytes) {
+    return at::from_blob(at, {static_cast<std::int64_t>(bytes)}, c10::kByte);
+  }
+
+  c10::Device device_;
+  c10::impl::VirtualGuardImpl driver_;
+  c10::Stream uploads_, downloads_;
+  at::Tensor memory_;
+  std::span<std::byte> region_;
+  std::mutex mutex_;
+  std::vector<Mark> retired_;
+};
+
+/// Operators on the CPU are over when they return, so nothing needs a mark.
+class CpuApart final : public DeviceMemory {
+ public:
+  explicit CpuApart(std::size_t bytes) : arena_(bytes), memory_(*arena_.try_allocate(bytes)) {}
+
+  std::span<std::byte> region() override { return {memory_.data(), memory_.bytes()}; }
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
+  void clear(std::byte* at, std::size_t bytes) override { std::memset(at, 0, bytes); }
+  Mark now() override { return nullptr; }
+  void order(const Mark&) override {}
+  Mark upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
+    std::memcpy(to, from_host, bytes);
+    return nullptr;
+  }
+  Mark download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Mark&) override {
+    std::memcpy(to_host, from, bytes);
+    return nullptr;
+  }
+  void retire(const Mark&) override {}
+  void reuse() override {}
+  bool done(const Mark&) override { return true; }
+  void wait(const Mark&) override {}
+  std::shared_ptr<void> register_host(std::span<std::byte>) override { return nullptr; }
+
+ private:
+  Arena arena_;
+  Block memory_;
+};
+
+}  // namespace
+
+std::shared_ptr<DeviceMemory> make_torch_device(c10::Device device, std::size_t bytes) {
+  try {
+    return std::make_shared<TorchDevice>(device, bytes);
+  } catch (const c10::OutOfMemoryError&) {
+    throw BudgetError(fmt::format("device_memory = {} is more than {} has free ({}); lower device_memory",
+                                  format_bytes(bytes), device.str(), format_bytes(free_device_memory(device))));
+  }
+}
+
+std::shared_ptr<DeviceMemory> make_cpu_apart(std::size_t bytes) { return std::make_shared<CpuApart>(bytes); }
+
+std::size_t free_device_memory(c10::Device device) {
+  auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+  return allocator ? allocator->getMemoryInfo(device.index()).first : 0;
+}
+
+}  // namespace zeropage
