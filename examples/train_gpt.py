@@ -89,11 +89,11 @@ def batches(text: torch.Tensor, batch: int, length: int, seed: int = 1):
 def scope(args: argparse.Namespace, plain: bool):
     """The only lines that know of zeropage."""
     if plain:
-        return contextlib.nullcontext()
+        return torch.device(args.device)
     import zeropage
 
     return zeropage.init(
-        device="cpu",
+        device=args.device,
         parameters=args.tier,
         gradients=args.tier,
         optimizer=args.tier,
@@ -113,6 +113,7 @@ def train(args: argparse.Namespace, plain: bool, steps: int, watch=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     losses = []
     for _, (text, target) in zip(range(steps), batches(standard_library(), args.batch, args.length), strict=False):
+        text, target = text.to(args.device), target.to(args.device)
         logits = model(text)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
         if watch:
@@ -256,6 +257,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--tier", choices=["disk", "host", "device"], default="disk", help="home of all states")
     parser.add_argument("--device-memory", default="256MB")
     parser.add_argument("--host-memory", default="256MB")

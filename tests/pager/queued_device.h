@@ -30,7 +30,8 @@ class QueuedDevice final : public DeviceMemory {
   std::size_t registered = 0;  // bytes, now
 
   std::span<std::byte> region() override {
-    auto* aligned = reinterpret_cast<std::byte*>((reinterpret_cast<std::size_t>(memory_.data()) + 4095) / 4096 * 4096);
+    auto* aligned =
+        reinterpret_cast<std::byte*>((reinterpret_cast<std::size_t>(memory_.data()) + 4095) / 4096 * 4096);
     return {aligned, memory_.size() - 4096};
   }
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {

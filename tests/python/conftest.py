@@ -20,7 +20,7 @@ def disk(tmp_path_factory, request):
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where models live: cpu or cuda")
-    parser.addoption("--memory", default="auto", help='"separate": treat the CPU\'s memory as a GPU\'s is')
+    parser.addoption("--memory", default="auto", help="\"separate\": treat the CPU's memory as a GPU's is")
 
 
 @pytest.fixture

@@ -73,7 +73,6 @@ class TicketIssuer {
 
 class Io : public TicketIssuer {
  public:
-
   /// Starts a transfer. Waits for nothing but room in the queue.
   [[nodiscard]] virtual Ticket submit(const Transfer& transfer) = 0;
   /// Returns when all that was submitted is complete; results stay with their tickets.

@@ -65,8 +65,8 @@ struct Frame {
   bool permanent = false;
   int pins = 0;
   std::uint64_t last_use = 0;
-  DeviceMemory::Mark ready;     // of what filled it; null for CPU memory and once past
-  DeviceMemory::Mark last_mark;  // of what used it last
+  DeviceMemory::Mark ready;              // of what filled it; null for CPU memory and once past
+  DeviceMemory::Mark last_mark;          // of what used it last
   std::list<Frame*>::iterator position;  // in the eviction policy's list of its pool
 };
 
@@ -84,10 +84,10 @@ struct Run {
   std::size_t bytes;
   std::size_t page_bytes;
   std::vector<Page> pages;
-  Extent extent;                  // of disk runs
+  Extent extent;                   // of disk runs
   std::unique_ptr<Segment> below;  // of device memory's pages whose home is in the host's pager
-  std::optional<FreeList> slots;  // of shared runs: what of the page is free
-  std::size_t tensors = 0;        // segments alive in it
+  std::optional<FreeList> slots;   // of shared runs: what of the page is free
+  std::size_t tensors = 0;         // segments alive in it
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
   Frame* whole_frame() const {

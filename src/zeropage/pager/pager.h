@@ -9,9 +9,9 @@
 // device_memory + host_memory bytes. A frame that must leave the device's budget moves to the host's by changing who
 // pays for it, while it is written behind; no byte is copied. Host and device homes are frames that never leave.
 //
-// [Note: two memories] A device with memory of its own has two pagers, one above the other. The upper one's frames lie
-// in device memory; to it, host and disk homes alike are segments of the lower one, read and written through tickets
-// as a disk is. The lower one is the pager of a machine whose operators need no frames.
+// [Note: two memories] A device with memory of its own has two pagers, one above the other. The upper one's frames
+// lie in device memory; to it, host and disk homes alike are segments of the lower one, read and written through
+// tickets as a disk is. The lower one is the pager of a machine whose operators need no frames.
 #pragma once
 
 #include <condition_variable>
@@ -43,12 +43,12 @@ struct PagerOptions {
 };
 
 struct PagerStats {
-  std::size_t faults = 0;         // operators or rules that met a page with no frame
-  std::size_t evictions = 0;      // frames that left memory
-  std::size_t read_bytes = 0;     // from disk
-  std::size_t written_bytes = 0;  // to disk
+  std::size_t faults = 0;                                // operators or rules that met a page with no frame
+  std::size_t evictions = 0;                             // frames that left memory
+  std::size_t read_bytes = 0;                            // from disk
+  std::size_t written_bytes = 0;                         // to disk
   std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own
-  double waited_seconds = 0;      // for the disk
+  double waited_seconds = 0;                             // for the disk
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
 };
@@ -124,9 +124,7 @@ class Pager : public std::enable_shared_from_this<Pager> {
   void close();  // gives everything back; segments become husks
 
   PagerStats stats() const;
-  const Budget& budget(Pool pool) const {
-    return pool == Pool::device ? device_ : below_ ? below_->host_ : host_;
-  }
+  const Budget& budget(Pool pool) const { return pool == Pool::device ? device_ : below_ ? below_->host_ : host_; }
   std::size_t page_bytes() const { return page_bytes_; }
   std::string_view io_name() const { return below_ ? below_->io_name() : io_ ? io_->name() : "none"; }
   std::size_t swap_bytes() const { return below_ ? below_->swap_bytes() : swap_ ? swap_->size() : 0; }

@@ -20,7 +20,8 @@ Ticket Pager::start_read(Run& run, std::size_t page, std::byte* into) {
 void Pager::start_write(Run& run, std::size_t page) {
   const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
   Page& p = run.pages[page];
-  p.transfer = run.below ? uploads_->write(*run.below, page, address(run, page), run.bytes_of(page), p.frame->last_mark ? p.frame->last_mark : p.frame->ready)
+  p.transfer = run.below ? uploads_->write(*run.below, page, address(run, page), run.bytes_of(page),
+                                           p.frame->last_mark ? p.frame->last_mark : p.frame->ready)
                          : io_->submit({Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes,
                                         address(run, page), bytes});
   p.state = Residency::writing;

@@ -158,7 +158,8 @@ bool make_in_scope(Call& call) {
     const auto value = call.argument(1).toScalar();
     return value.isFloatingPoint() ? c10::typeMetaToScalarType(c10::get_default_dtype()) : value.type();
   };
-  const Request request(call, full ? scalar_type() : c10::typeMetaToScalarType(c10::get_default_dtype()), domain->device);
+  const Request request(call, full ? scalar_type() : c10::typeMetaToScalarType(c10::get_default_dtype()),
+                        domain->device);
   const auto sizes = call.argument(0).toIntVector();
   const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(request.dtype);
   if (!request.plain || request.device != domain->device || !domain->pages(bytes) || sizes.empty()) return false;

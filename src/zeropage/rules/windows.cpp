@@ -56,8 +56,8 @@ class Cursor {
     std::byte* data = operand_.segment
                           ? held_[0].pin.data() + (part.begin - held_[0].page * page_elements_) * item_bytes_
                           : plain_ + part.begin * item_bytes_;
-    return at::from_blob(data, {static_cast<std::int64_t>(part.end - part.begin)}, [](void*) {}, options_,
-                         operand_.tensor.device());
+    return at::from_blob(
+        data, {static_cast<std::int64_t>(part.end - part.begin)}, [](void*) {}, options_, operand_.tensor.device());
   }
 
   /// A window that straddles two pages, gathered into scratch memory.

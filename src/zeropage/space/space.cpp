@@ -41,13 +41,15 @@ c10::Device device_of(const Config& config) {
   }
   if (device.is_cpu()) return c10::kCPU;
   if (!device.is_cuda()) {
-    throw SettingError(fmt::format("device = \"{}\" is not served; set device to \"cpu\" or \"cuda\"", config.device));
+    throw SettingError(
+        fmt::format("device = \"{}\" is not served; set device to \"cpu\" or \"cuda\"", config.device));
   }
   const auto count = at::hasCUDA() ? c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount() : 0;
   if (count <= std::max<int>(device.index(), 0)) {
     throw SettingError(fmt::format("device = \"{}\" is not there: torch sees {} CUDA devices; set device=\"cpu\"",
                                    config.device, static_cast<int>(count)));
   }
+  at::globalContext().lazyInitDevice(c10::kCUDA);
   return device.has_index() ? device : c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice();
 }
 
@@ -82,8 +84,7 @@ std::size_t size_of(std::string_view setting, const std::string& text, std::size
 /// Small enough that rules can stream five tensors, read ahead, through a budget; 4 MiB where there is room.
 std::size_t automatic_page_size(std::size_t device_bytes, std::size_t host_bytes, bool separate) {
   // With one memory pages pass through the larger budget; with two, through both.
-  const std::size_t share =
-      (separate ? std::min(host_bytes, device_bytes) : std::max(host_bytes, device_bytes)) / 64;
+  const std::size_t share = (separate ? std::min(host_bytes, device_bytes) : std::max(host_bytes, device_bytes)) / 64;
   return std::clamp(std::bit_floor(std::max<std::size_t>(share, 1)), 4 * kBlockBytes, 4 * kMiB);
 }
 

@@ -48,7 +48,8 @@ class Space : public std::enable_shared_from_this<Space> {
   [[nodiscard]] InitScope enter() { return InitScope(domain_); }
 
   /// Makes an existing tensor paged: in place if nothing else shares its storage, else, like Module::to, by giving it
-  /// a storage of its own. One on another device moves to the space's. Gradients it has follow. False if it is too small or not one that can be paged.
+  /// a storage of its own. One on another device moves to the space's. Gradients it has follow. False if it is too
+  /// small or not one that can be paged.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
 
   /// Waits until nothing is under way to the disk. Throws DiskError for a write that failed.

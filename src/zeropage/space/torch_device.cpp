@@ -49,7 +49,8 @@ class TorchDevice final : public DeviceMemory {
         downloads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {
     Ordinary ordinary;
     // A block more, since torch aligns to less than ours.
-    memory_ = at::empty({static_cast<std::int64_t>(bytes + kBlockBytes)}, at::TensorOptions(device).dtype(c10::kByte));
+    memory_ =
+        at::empty({static_cast<std::int64_t>(bytes + kBlockBytes)}, at::TensorOptions(device).dtype(c10::kByte));
     auto* data = static_cast<std::byte*>(memory_.data_ptr());
     region_ = {reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data), kBlockBytes)), bytes};
     order(record(driver_.getStream(device_)), uploads_);  // the block's former user may still be at work
@@ -138,8 +139,8 @@ class TorchDevice final : public DeviceMemory {
   }
 
   at::Tensor on_device(std::byte* at, std::size_t bytes) const {
-    return at::from_blob(at, {static_cast<std::int64_t>(bytes)}, [](void*) {},
-                         at::TensorOptions(device_).dtype(c10::kByte), device_);
+    return at::from_blob(
+        at, {static_cast<std::int64_t>(bytes)}, [](void*) {}, at::TensorOptions(device_).dtype(c10::kByte), device_);
   }
   static at::Tensor in_host(std::byte* at, std::size_t bytes) {
     return at::from_blob(at, {static_cast<std::int64_t>(bytes)}, c10::kByte);

@@ -43,8 +43,8 @@ class DeviceMemory {
   virtual bool done(const Mark& mark) = 0;
   virtual void wait(const Mark& mark) = 0;
 
-  /// Makes host memory fast to transfer from, exactly these bytes, while the handle lives. Null if that cannot be had:
-  /// transfers are then slower and nothing else changes.
+  /// Makes host memory fast to transfer from, exactly these bytes, while the handle lives. Null if that cannot be
+  /// had: transfers are then slower and nothing else changes.
   virtual std::shared_ptr<void> register_host(std::span<std::byte> memory) = 0;
 };
 
