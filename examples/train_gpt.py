@@ -111,6 +111,7 @@ def train(args: argparse.Namespace, plain: bool, steps: int, watch=None):
         model = GPT(args.width, args.layers, args.heads, args.length)
     torch.set_default_dtype(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     losses = []
     for _, (text, target) in zip(range(steps), batches(standard_library(), args.batch, args.length), strict=False):
         text, target = text.to(args.device), target.to(args.device)
@@ -121,6 +122,7 @@ def train(args: argparse.Namespace, plain: bool, steps: int, watch=None):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        warmup.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if watch:
@@ -168,7 +170,7 @@ def measure_plain(args: argparse.Namespace, argv: list[str]) -> dict[str, float]
     return json.loads(output.splitlines()[-1])
 
 
-def picture(path: pathlib.Path, args, losses, memory, state: int, plain: dict[str, float] | None) -> None:
+def picture(path: pathlib.Path, args, losses, memory, peak: int, state: int, plain: dict[str, float] | None) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -177,13 +179,14 @@ def picture(path: pathlib.Path, args, losses, memory, state: int, plain: dict[st
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     left.plot(range(1, len(losses) + 1), losses, color="tab:blue")
     left.set(title="loss", xlabel="step", ylabel="nats per byte")
-    right.plot(range(1, len(memory) + 1), [m / 1e6 for m in memory], color="tab:green", label="resident, paged")
+    right.plot(range(1, len(memory) + 1), [m / 1e6 for m in memory], color="tab:green", label="paged, after each step")
+    right.axhline(peak / 1e6, color="tab:green", linestyle=":", label="paged, peak")
     right.axhline(state / 1e6, color="tab:red", linestyle="--", label="states alone")
     if plain:
-        right.axhline(plain["peak"] / 1e6, color="tab:gray", linestyle=":", label="peak of the plain program")
+        right.axhline(plain["peak"] / 1e6, color="tab:gray", linestyle=":", label="plain, peak")
     right.set(title="memory above the baseline", xlabel="step", ylabel="MB")
     right.set_ylim(bottom=0)
-    right.legend(loc="center right")
+    right.legend(loc="lower right")
     figure.suptitle(
         f"GPT, {state // 16 / 1e6 if args.dtype == 'float32' else state // 8 / 1e6:.0f}M parameters: states on disk, "
         f"budgets {args.device_memory} + {args.host_memory}"
@@ -231,7 +234,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
     print(tabulate(rows, colalign=("left", "right")))
     if plain:
         path = pathlib.Path(args.picture)
-        picture(path, args, losses, watch.memory, state, plain)
+        picture(path, args, losses, watch.memory, peak, state, plain)
         print(f"picture: {path}")
 
 

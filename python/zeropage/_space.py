@@ -141,7 +141,7 @@ def init(config: ConfigLike = None, **overrides: object) -> Space:
 
 
 def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object) -> ModuleT:
-    """Pages a model that exists: its parameters, buffers and gradients, in place, on the space's device. Returns the model.
+    """Pages a model that exists: its parameters, buffers and gradients, in place, on the space's device. Returns it.
 
     Like `Module.to`, it gives a parameter that shares its memory with a tensor outside the model memory of its own.
     """
