@@ -115,11 +115,8 @@ PYBIND11_MODULE(_core, module) {
       .def(py::init(&Space::make), py::call_guard<py::gil_scoped_release>())
       .def("scope", [](const std::shared_ptr<Space>& space) { return PythonScope(space); })
       .def(
-          "page",
-          [](Space& space, at::Tensor tensor, bool gradient) {
-            return space.page(tensor, gradient ? Role::gradient : Role::parameter);
-          },
-          py::arg("tensor"), py::arg("gradient") = false, py::call_guard<py::gil_scoped_release>())
+          "page", [](Space& space, at::Tensor tensor) { return space.page(tensor); }, py::arg("tensor"),
+          py::call_guard<py::gil_scoped_release>())
       .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
       .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())
       .def("report", &Space::report)

@@ -16,18 +16,7 @@ struct DeviceFixture : PagerFixture {
 
   void make_apart(std::size_t device_bytes, std::size_t host_bytes, bool failing = false) {
     device = std::make_shared<QueuedDevice>(device_bytes);
-    std::unique_ptr<Io> engine;
-    if (failing) {
-      auto made = std::make_unique<FailingIo>();
-      io = made.get();
-      engine = std::move(made);
-    }
-    pager = Pager::make({.device_bytes = device_bytes,
-                         .host_bytes = host_bytes,
-                         .disk_path = directory.path(),
-                         .page_bytes = kPage,
-                         .device = device},
-                        std::move(engine));
+    make(device_bytes, host_bytes, kPage, failing, device);
   }
 
   /// An operator that writes the pattern, and one that checks it: both run later than they are asked for.

@@ -29,7 +29,7 @@ struct PagerFixture {
   std::shared_ptr<Pager> pager;
 
   void make(std::size_t device_bytes, std::size_t host_bytes, std::size_t page_bytes = 4 * kBlockBytes,
-            bool failing = false) {
+            bool failing = false, std::shared_ptr<DeviceMemory> device = nullptr) {
     std::unique_ptr<Io> engine;
     if (failing) {
       auto made = std::make_unique<FailingIo>();
@@ -40,7 +40,8 @@ struct PagerFixture {
                          .host_bytes = host_bytes,
                          .disk_path = directory.path(),
                          .page_bytes = page_bytes,
-                         .io = IoEngine::automatic},
+                         .io = IoEngine::automatic,
+                         .device = std::move(device)},
                         std::move(engine));
   }
 

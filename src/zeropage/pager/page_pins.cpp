@@ -4,6 +4,21 @@
 
 namespace zeropage {
 
+/// Starts a page on its way into a frame of its own, which is pinned.
+Frame& Pager::read_page(Run& run, std::size_t index, Pool pool) {
+  Page& page = run.pages[index];
+  Frame& frame = *make_frame(run, index, 1, pool);
+  try {
+    page.transfer = start_read(run, index, frame.memory.data());
+  } catch (...) {
+    drop_frame(frame);
+    throw;
+  }
+  page.frame = &frame;
+  page.state = Residency::reading;
+  return frame;
+}
+
 PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
   check_usable();
   std::lock_guard lock(mutex_);
@@ -15,23 +30,16 @@ PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
     ++stats_.faults;
     // The host pays for single pages; where it has nothing, the device does.
     const Pool pool = host_.limit() >= 4 * page_bytes_ ? Pool::host : Pool::device;
-    Frame* frame = make_frame(run, index, 1, pool);
     if (page.state == Residency::home && access != Access::overwrite) {
-      try {
-        page.transfer = start_read(run, index, frame->memory.data());
-      } catch (...) {
-        drop_frame(*frame);
-        throw;
-      }
-      page.state = Residency::reading;
-    } else if (page.state == Residency::zero && access != Access::overwrite) {
-      clear(frame->memory.data(), frame->memory.bytes());
-      mark_ready(*frame);
-      page.state = Residency::dirty;
+      read_page(run, index, pool);
     } else {
+      page.frame = make_frame(run, index, 1, pool);
+      if (page.state == Residency::zero && access != Access::overwrite) {
+        clear(page.frame->memory.data(), page.frame->memory.bytes());
+        mark_ready(*page.frame);
+      }
       page.state = Residency::dirty;
     }
-    page.frame = frame;
   } else {
     if (page.state == Residency::reading && access != Access::read) settle(run, index);
     order_after(*page.frame);
@@ -65,16 +73,7 @@ void Pager::prefetch_page(Segment& segment, std::size_t index) {
     evict_frame(*victim);
   }
   try {
-    Frame* frame = make_frame(run, index, 1, Pool::host);
-    page.frame = frame;
-    try {
-      page.transfer = start_read(run, index, frame->memory.data());
-    } catch (...) {
-      drop_frame(*frame);
-      throw;
-    }
-    page.state = Residency::reading;
-    drop_pin(*frame);
+    drop_pin(read_page(run, index, Pool::host));
   } catch (const BudgetError&) {  // only a hint: whoever needs the page will say what is wrong
   }
 }

@@ -160,6 +160,9 @@ class Pager : public std::enable_shared_from_this<Pager> {
   void move_to_pool(Frame& frame, Reservation charge, Pool pool);
   void clean_coldest();
 
+  // page_pins.cpp
+  Frame& read_page(Run& run, std::size_t index, Pool pool);
+
   // transfers.cpp: bytes
   Ticket start_read(Run& run, std::size_t page, std::byte* into);
   void start_write(Run& run, std::size_t page);
@@ -168,7 +171,7 @@ class Pager : public std::enable_shared_from_this<Pager> {
   void settle_for_death(Run& run) noexcept;
   void wait_for(Ticket& ticket);
 
-  // pager.cpp: pins
+  // gather.cpp: pins
   void gather(std::span<const PinRequest> requests, bool from_empty);
   static bool has_pinned_part(const PinRequest& request);
   void mark(Run& run, std::size_t page, Access access);

@@ -65,8 +65,7 @@ struct Call {
     torch::jit::drop(stack, arguments);
     stack.push_back(std::move(value));
   }
-  /// The general path: all paged arguments whole in memory while the operator runs. `access` of the first one is
-  /// replaced if given.
+  /// The general path: all paged arguments whole in memory while the operator runs.
   void run_whole();
 };
 
