@@ -179,7 +179,8 @@ def picture(path: pathlib.Path, args, losses, memory, peak: int, state: int, pla
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     left.plot(range(1, len(losses) + 1), losses, color="tab:blue")
     left.set(title="loss", xlabel="step", ylabel="nats per byte")
-    right.plot(range(1, len(memory) + 1), [m / 1e6 for m in memory], color="tab:green", label="paged, after each step")
+    after_steps = [m / 1e6 for m in memory]
+    right.plot(range(1, len(memory) + 1), after_steps, color="tab:green", label="paged, after each step")
     right.axhline(peak / 1e6, color="tab:green", linestyle=":", label="paged, peak")
     right.axhline(state / 1e6, color="tab:red", linestyle="--", label="states alone")
     if plain:

@@ -13,12 +13,17 @@ import pathlib
 
 import torch
 
-from zeropage import _core
-
+try:
+    from zeropage import _core
+except ImportError as error:
+    raise ImportError(
+        f"zeropage's core does not load beside torch {torch.__version__} ({error}); build it for that torch: "
+        "`pip install --no-build-isolation .` in zeropage's source"
+    ) from None
 if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
     raise ImportError(
-        f"zeropage was built for torch {_core.built_for_torch} and torch {torch.__version__} is installed: "
-        f"reinstall zeropage, or install torch {_core.built_for_torch}"
+        f"zeropage was built for torch {_core.built_for_torch} and torch {torch.__version__} is installed; build "
+        "it for that torch: `pip install --no-build-isolation .` in zeropage's source"
     )
 
 from zeropage._core import AccessError, BudgetError, DiskError, Error, SettingError, is_paged

@@ -31,6 +31,13 @@ import zeropage
         ({"device_memory": "900TB"}, r"more than the .* free on this machine; lower them"),
         ({"page_size": "5000"}, r"page_size = 5000 bytes must be a multiple of 4KiB"),
         ({"io": "carrier pigeon"}, r'io = "carrier pigeon" is not an I/O engine'),
+        ({"device": "mps"}, r'device = "mps" is not served; set device to "cpu" or "cuda"'),
+        ({"device": "cuda:99"}, r'device = "cuda:99" is not there: torch sees \d+ CUDA devices'),
+        ({"memory": "holographic"}, r'memory = "holographic" with device = "cpu"; write "separate" or "auto"'),
+        (
+            {"memory": "separate", "host_memory": "1MB", "page_size": "1MiB"},
+            r"host_memory = 1.0 MB cannot stage .* at least four pages of 1.0 MB; raise host_memory",
+        ),
         (
             {"parameters": "host", "gradients": "host", "optimizer": "host", "disk_path": "."},
             r'disk_path = "." is set but no role is on disk',
