@@ -14,8 +14,8 @@ def _megabytes(count: int) -> str:
 
 
 class Report:
-    """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, swap_bytes,
-    waited_seconds, io, general_path."""
+    """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
+    downloaded_bytes, swap_bytes, waited_seconds, io, general_path."""
 
     def __init__(self, core: _core.Report) -> None:
         self._core = core

@@ -269,3 +269,14 @@ def test_the_report_is_a_table_and_data(layer):
         layer.weight.t().contiguous()
         layer.weight[1:].mul_(2)  # a part of a tensor: no rule takes it
     assert dict(zeropage.report().general_path)["aten::mul_"] >= 1
+
+
+def test_automatic_tiers_fill_the_device_then_the_host_then_the_disk(disk):
+    space = zeropage.init(
+        device="cpu", memory="separate", device_memory="4MiB", host_memory="4MiB", disk_path=disk, page_size="64KiB"
+    )
+    with space:
+        tensors = [torch.ones(256, 1024) for _ in range(8)]  # 1 MiB each
+    homes = {home.tier: home.now for home in space.report().homes}
+    assert homes == {"device": 2 << 20, "host": 2 << 20, "disk": 4 << 20}
+    assert all(torch.equal(t, torch.ones(256, 1024)) for t in tensors)

@@ -125,6 +125,7 @@ class Pager : public std::enable_shared_from_this<Pager> {
 
   PagerStats stats() const;
   const Budget& budget(Pool pool) const { return pool == Pool::device ? device_ : below_ ? below_->host_ : host_; }
+  bool has_separate_memory() const { return memory_ != nullptr; }
   std::size_t page_bytes() const { return page_bytes_; }
   std::string_view io_name() const { return below_ ? below_->io_name() : io_ ? io_->name() : "none"; }
   std::size_t swap_bytes() const { return below_ ? below_->swap_bytes() : swap_ ? swap_->size() : 0; }

@@ -12,8 +12,8 @@ namespace zeropage {
 /// All settings are text as a user writes it; sizes as "256MB" or bytes. Space checks them.
 struct Config {
   std::string device = "auto";  // "cpu", "cuda", "cuda:1"; auto: cuda if there is one
-  std::string parameters =
-      "auto";  // tier of a role: "device", "host", "disk"; auto: host while it has room, else disk
+  // Tier of a role: "device", "host", "disk"; auto: a GPU, then the host, while half its budget has room, else disk.
+  std::string parameters = "auto";
   std::string gradients = "auto";
   std::string optimizer = "auto";
   std::string disk_path = "";           // directory of the swap file; empty: /var/tmp if a role may go to disk

@@ -35,6 +35,7 @@ Tier tier_for(const Domain& domain, Role role, std::size_t bytes) {
     case Placement::automatic:
       break;
   }
+  if (domain.pager->has_separate_memory() && domain.pager->has_room(Tier::device, bytes)) return Tier::device;
   const bool to_disk = !domain.pager->has_room(Tier::host, bytes) && domain.pager->has_room(Tier::disk, bytes);
   return to_disk ? Tier::disk : Tier::host;
 }

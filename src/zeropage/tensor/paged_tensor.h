@@ -16,7 +16,8 @@ namespace zeropage {
 
 inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
 
-/// Where a role's tensors are born. `automatic`: in the host while it has room, else on disk.
+/// Where a role's tensors are born. `automatic`: on the device if it has memory of its own, and in the host, while
+/// half of their budgets has room; else on disk.
 enum class Placement : std::uint8_t { device, host, disk, automatic };
 
 /// What all tensors of one space share.
