@@ -94,7 +94,9 @@ void run(Call& call) {
   }
   if (call.info.rule) {
     if (call.info.rule(call)) return;
-    if (call.info.kind == OperatorKind::data && !call.needs_autograd()) count_general(call.name());
+    if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
+      call.paged[0].segment->domain()->general_path.count(call.name());
+    }
   }
   if (call.info.kind == OperatorKind::metadata) {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);

@@ -5,7 +5,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -163,24 +162,6 @@ void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 
 void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-namespace {
-std::mutex counts_mutex;
-std::map<std::string, std::size_t>& counts() {
-  static auto* counted = new std::map<std::string, std::size_t>;
-  return *counted;
-}
-}  // namespace
-
-void count_general(const std::string& name) {
-  std::lock_guard lock(counts_mutex);
-  ++counts()[name];
-}
-
-std::vector<std::pair<std::string, std::size_t>> general_path_counts() {
-  std::lock_guard lock(counts_mutex);
-  return {counts().begin(), counts().end()};
 }
 
 }  // namespace zeropage

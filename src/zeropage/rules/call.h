@@ -75,9 +75,4 @@ void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 /// An in-place write that autograd did not see must still bump the version that saved tensors check.
 void bump_version(const at::Tensor& tensor);
 
-/// Operators that took the general path although a rule is there for their kind, by name, with counts: for the
-/// report.
-void count_general(const std::string& name);
-std::vector<std::pair<std::string, std::size_t>> general_path_counts();
-
 }  // namespace zeropage

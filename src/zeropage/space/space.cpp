@@ -14,7 +14,6 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
-#include "zeropage/rules/call.h"
 #include "zeropage/space/torch_device.h"
 
 namespace zeropage {
@@ -200,7 +199,7 @@ Report Space::report() const {
                 .swap_bytes = pager.swap_bytes(),
                 .waited_seconds = stats.waited_seconds,
                 .io = std::string(pager.io_name()),
-                .general_path = general_path_counts()};
+                .general_path = domain_->general_path.counts()};
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
       if (stats.home_peak[role][tier] == 0) continue;

@@ -8,7 +8,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
 
 #include "zeropage/pager/pager.h"
 
@@ -20,12 +24,30 @@ inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
 /// half of their budgets has room; else on disk.
 enum class Placement : std::uint8_t { device, host, disk, automatic };
 
+/// Operators that brought their tensors in whole although a rule is there for their kind: no slow path is silent.
+class GeneralPath {
+ public:
+  void count(const std::string& name) {
+    std::lock_guard lock(mutex_);
+    ++counts_[name];
+  }
+  std::vector<std::pair<std::string, std::size_t>> counts() const {
+    std::lock_guard lock(mutex_);
+    return {counts_.begin(), counts_.end()};
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::size_t> counts_;
+};
+
 /// What all tensors of one space share.
 struct Domain {
   std::shared_ptr<Pager> pager;
   c10::Device device{c10::kCPU};
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary
   Placement placement[kRoles] = {};
+  GeneralPath general_path;
 
   bool pages(std::size_t bytes) const { return bytes > 0 && bytes >= resident_below; }
 };
