@@ -13,6 +13,20 @@ using namespace zeropage;
 
 constexpr std::size_t K = kKiB;
 
+TEST_CASE_FIXTURE(PagerFixture, "a small tensor reads as zeros where a dead one lay on the shared page") {
+  make(1 << 20, 1 << 20);
+  auto neighbour = segment(100), dead = segment(100);
+  write(*neighbour, 1);
+  write(*dead, 2);
+  dead.reset();
+  auto born = segment(100);
+  const PinRequest request{born.get(), Access::read};
+  pager->pin({&request, 1});
+  CHECK(std::all_of(born->data, born->data + 100, [](std::byte b) { return b == std::byte{0}; }));
+  pager->unpin({&request, 1});
+  CHECK(holds(*neighbour, 1));
+}
+
 TEST_CASE_FIXTURE(PagerFixture, "a newborn reads as zeros and touches neither memory nor disk before it is used") {
   make(256 * K, 256 * K);
   auto a = segment(100 * K);

@@ -42,6 +42,7 @@ void Pager::pin(std::span<const PinRequest> requests) {
   if (!resident) {
     // Another thread's rule may hold single pages of a run that is to become whole.
     unpinned_.wait(lock, [&] { return std::none_of(requests.begin(), requests.end(), has_pinned_part); });
+    check_usable();  // it may have been closed meanwhile
     try {
       gather(requests, /*from_empty=*/false);
     } catch (const BudgetError&) {
@@ -53,7 +54,9 @@ void Pager::pin(std::span<const PinRequest> requests) {
     Segment& segment = *request.segment;
     Run& run = *segment.run_;
     for (std::size_t i = 0; i < run.pages.size(); ++i) {
-      if (run.pages[i].state == Residency::reading) settle(run, i);
+      if (run.pages[i].state != Residency::reading) continue;
+      settle(run, i);
+      mark_ready(*run.whole_frame());
     }
   }
   for (const PinRequest& request : requests) {

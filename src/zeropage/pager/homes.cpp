@@ -34,14 +34,25 @@ class HomeBelow final : public Segment {
 
 void Pager::bind(Segment& segment, const SegmentSpec& spec) {
   check_usable();
-  std::lock_guard lock(mutex_);
-  std::size_t offset = 0;
-  Run& run = run_for(spec, offset);
-  ++run.tensors;
-  segment.pager_ = shared_from_this();
-  segment.run_ = &run;
-  segment.offset_ = offset;
-  segment.bytes_ = spec.bytes;
+  bool used_before = false;
+  {
+    std::lock_guard lock(mutex_);
+    std::size_t offset = 0;
+    Run& run = run_for(spec, offset);
+    ++run.tensors;
+    segment.pager_ = shared_from_this();
+    segment.run_ = &run;
+    segment.offset_ = offset;
+    segment.bytes_ = spec.bytes;
+    used_before = run.slots && run.pages[0].state != Residency::zero;
+  }
+  if (!used_before) return;
+  try {
+    zero(segment);  // a slot of a shared page may hold what a dead tensor left
+  } catch (...) {
+    release(segment);
+    throw;
+  }
 }
 
 Run& Pager::run_for(const SegmentSpec& spec, std::size_t& offset) {
