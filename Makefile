@@ -41,7 +41,7 @@ cpp-tests: build
 test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
 	$(PYTHON) -m pytest -q tests/python $(ARGS)
 	# The same again with the CPU's memory treated as a GPU's is: everything passes through uploads and downloads.
-	$(PYTHON) -m pytest -q tests/python/test_equality.py tests/python/test_rules.py tests/python/test_tensors.py --memory separate
+	$(PYTHON) -m pytest -q $(addprefix tests/python/test_,equality.py programs.py rules.py tensors.py) --memory separate
 
 # ASan+UBSan and TSan over the rooms without torch; ASan over the rest of the C++ tests too.
 sanitize: build

@@ -76,14 +76,17 @@ class Program:
                 getattr(torch, name)([a, c] if i != k else [a], 0.7)
 
     def made(self):
-        i, kind = self.pick(), self.random.choice(["clone", "sum", "deepcopy", "convert", "zeros_like", "cat", "mm"])
+        i, kind = (
+            self.pick(),
+            self.random.choice(["clone", "sum", "deepcopy", "convert", "zeros_like", "stack", "mm"]),
+        )
         make = {
             "clone": lambda a: a.clone(),
             "sum": lambda a: a.abs().sum(0),
             "deepcopy": copy.deepcopy,
             "convert": lambda a: a.to(torch.float32),
             "zeros_like": torch.zeros_like,
-            "cat": lambda a: torch.cat([a, a]).narrow(0, 0, a.shape[0]).contiguous(),
+            "stack": lambda a: torch.stack([a, a])[1].contiguous(),
             "mm": lambda a: (a @ a.t() / 64).clamp(-4, 4) if a.dim() == 2 else a * 2,
         }[kind]
         for tensors, (a,) in self.twins(i):
