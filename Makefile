@@ -24,7 +24,7 @@ $(PYTHON):
 
 # torch is named exactly: a range could pull another release, and gigabytes with it.
 build: system $(PYTHON) ## torch, the package (editable) and its tools into .venv
-	$(PYTHON) -c 'import torch; assert torch.__version__.startswith("$(TORCH)")' 2>/dev/null || $(PYTHON) -m pip install -q torch==$(TORCH)
+	@$(PYTHON) -c 'import torch; assert torch.__version__.startswith("$(TORCH)")' 2>/dev/null || $(PYTHON) -m pip install -q torch==$(TORCH)
 	mkdir -p $(BUILD)
 	stamp=$(BUILD)/.tools-$$(sha1sum pyproject.toml | cut -c1-12)
 	if [ ! -e $$stamp ] || ! $(PYTHON) -c 'import scikit_build_core, pytest, tqdm' 2>/dev/null; then
@@ -34,7 +34,7 @@ build: system $(PYTHON) ## torch, the package (editable) and its tools into .ven
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 
 cpp-tests: build
-	cmake -S . -B $(BUILD)/cpp -G Ninja -DZEROPAGE_TESTS=ON -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	@cmake -S . -B $(BUILD)/cpp -G Ninja -DZEROPAGE_TESTS=ON -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
 	ninja -C $(BUILD)/cpp --quiet
 	cd $(BUILD)/cpp && ctest --output-on-failure
 
@@ -45,7 +45,7 @@ test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
 
 # ASan+UBSan and TSan over the rooms without torch; ASan over the rest of the C++ tests too.
 sanitize: build
-	for kind in address thread; do
+	@for kind in address thread; do
 	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo ON || echo OFF) \
 	    -DZEROPAGE_SANITIZE=$$kind -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
 	  ninja -C $(BUILD)/$$kind --quiet
