@@ -9,7 +9,7 @@ PYTHON := $(VENV)/bin/python
 TORCH  ?= 2.13.0
 BUILD  := build
 
-.PHONY: build test lint bench demo check sanitize format clean system cpp-tests
+.PHONY: build test lint bench demo sanitize format clean system cpp-tests
 
 demo: build ## train a GPT whose states are on disk
 	$(PYTHON) examples/train_gpt.py $(ARGS)

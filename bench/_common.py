@@ -3,20 +3,26 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tabulate import tabulate
 from tqdm import tqdm
 
 
-def alternate(rounds: int, **programs: Callable[[], object]) -> dict[str, list[float]]:
-    """Seconds of each program in each round. They take turns, for timings drift; every other round runs backwards."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+def turns(rounds: int, names: Iterable[str]) -> Iterator[str]:
+    """Whose turn it is: every name once a round, for timings drift; every other round runs backwards."""
+    order = list(names)
     for turn in tqdm(range(rounds), unit="round", leave=False, disable=None):
-        for name, program in list(programs.items())[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
-            program()
-            seconds[name].append(time.perf_counter() - start)
+        yield from order[:: 1 if turn % 2 else -1]
+
+
+def alternate(rounds: int, **programs: Callable[[], object]) -> dict[str, list[float]]:
+    """Seconds of each program in each round, taking turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for name in turns(rounds, programs):
+        start = time.perf_counter()
+        programs[name]()
+        seconds[name].append(time.perf_counter() - start)
     return seconds
 
 

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from _common import finish
-from tqdm import tqdm
+from _common import finish, turns
 
 BUILD = pathlib.Path("build/bench")
 HUGE_PAGES = pathlib.Path("/proc/sys/vm/nr_hugepages")
@@ -65,16 +64,9 @@ def main() -> None:
 
         def fio(options: list[str], direction: str) -> float:
             command = [
-                *[
-                    "fio",
-                    "--name=fio",
-                    f"--filename={directory}/fio",
-                    f"--size={args.bytes}",
-                    "--bs=1M",
-                    "--direct=1",
-                ],
-                *[f"--rw={direction}", "--time_based", f"--runtime={args.seconds}", "--output-format=json"],
-                *[f"--mem={'mmaphuge' if may else 'mmap'}", "--iomem_align=2M", *options],
+                *["fio", "--name=fio", f"--filename={directory}/fio", f"--size={args.bytes}", "--bs=1M"],
+                *["--direct=1", f"--rw={direction}", "--time_based", f"--runtime={args.seconds}"],
+                *["--output-format=json", f"--mem={'mmaphuge' if may else 'mmap'}", "--iomem_align=2M", *options],
             ]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             return float(json.loads(output[output.index("{") :])["jobs"][0][direction]["bw_bytes"])
@@ -87,10 +79,9 @@ def main() -> None:
         programs |= {f"zeropage {engine}": lambda d, e=engine: ours(e, d) for engine in ("uring", "threads")}
         fio(FIO["fio io_uring"], "write")  # lays the file out
         speeds: dict[tuple[str, str], list[float]] = {}
-        for turn in tqdm(range(args.rounds), unit="round", leave=False, disable=None):
-            for name, program in list(programs.items())[:: 1 if turn % 2 else -1]:
-                for direction in ("write", "read"):
-                    speeds.setdefault((name, direction), []).append(program(direction))
+        for name in turns(args.rounds, programs):
+            for direction in ("write", "read"):
+                speeds.setdefault((name, direction), []).append(programs[name](direction))
 
     middle = {key: statistics.median(values) for key, values in speeds.items()}
     best = {d: max(middle[name, d] for name in FIO) for d in ("write", "read")}

@@ -30,7 +30,7 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" > /dev/null
 else
   echo "missing system packages: ${packages[*]}; install them, then run this again" >&2
-  # Without these two things still build: slower I/O, no benchmark against fio.
+  # Without these all still builds: slower I/O, no benchmark against fio, no test on a small disk.
   for package in "${packages[@]}"; do
     case $package in liburing-dev | fio | e2fsprogs) ;; *) exit 1 ;; esac
   done

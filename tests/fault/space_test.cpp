@@ -6,13 +6,17 @@
 
 using namespace zeropage;
 
+namespace {
+
+std::shared_ptr<Space> make_small_space(const TemporaryDirectory& directory) {
+  return Space::make({.device = "cpu", .disk_path = directory.path(), .device_memory = "4MB", .host_memory = "4MB"});
+}
+
+}  // namespace
+
 TEST_CASE("raw data may be read inside a pin and only there") {
   TemporaryDirectory directory;
-  Config config;
-  config.device = "cpu";
-  config.disk_path = directory.path();
-  config.device_memory = config.host_memory = "4MB";
-  auto space = Space::make(config);
+  auto space = make_small_space(directory);
   torch::Tensor tensor = torch::full({200, 200}, 3.0f);
   const torch::Tensor outside = tensor.view({-1});
   REQUIRE(space->page(tensor));
@@ -38,13 +42,9 @@ TEST_CASE("settings are checked by name and by value") {
 
 TEST_CASE("a space outlives its owner as long as a tensor of it lives") {
   TemporaryDirectory directory;
-  Config config;
-  config.device = "cpu";
-  config.device_memory = config.host_memory = "4MB";
-  config.disk_path = directory.path();
   torch::Tensor tensor;
   {
-    auto space = Space::make(config);
+    auto space = make_small_space(directory);
     auto scope = space->enter();
     tensor = torch::ones({300, 300});
   }

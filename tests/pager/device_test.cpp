@@ -19,22 +19,28 @@ struct DeviceFixture : PagerFixture {
     make(device_bytes, host_bytes, kPage, failing, device);
   }
 
-  /// An operator that writes the pattern, and one that checks it: both run later than they are asked for.
-  void write_later(TestSegment& segment, unsigned seed) {
-    const PinRequest request{&segment, Access::overwrite};
-    pager->pin({&request, 1});
-    device->run([at = segment.data, bytes = segment.bytes(), seed] {
-      for (std::size_t i = 0; i < bytes; ++i) at[i] = pattern(seed, i);
-    });
-    pager->unpin({&request, 1});
-  }
-  void check_later(TestSegment& segment, unsigned seed, Access access = Access::read) {
+  /// An operator on `segment`: `on_byte(byte, index)` for each of its bytes, run later than it is asked for. Returns
+  /// the mark after what was asked for while the segment was pinned.
+  template <class OnByte>
+  DeviceMemory::Mark run_later(TestSegment& segment, Access access, OnByte on_byte) {
     const PinRequest request{&segment, access};
     pager->pin({&request, 1});
-    device->run([at = segment.data, bytes = segment.bytes(), seed, this] {
-      for (std::size_t i = 0; i < bytes; ++i) wrong += at[i] != pattern(seed, i);
+    device->run([at = segment.data, bytes = segment.bytes(), on_byte] {
+      for (std::size_t i = 0; i < bytes; ++i) on_byte(at[i], i);
     });
+    auto mark = device->now();
     pager->unpin({&request, 1});
+    return mark;
+  }
+  void write_later(TestSegment& segment, unsigned seed) {
+    run_later(segment, Access::overwrite, [seed](std::byte& byte, std::size_t i) { byte = pattern(seed, i); });
+  }
+  DeviceMemory::Mark check_later(TestSegment& segment, unsigned seed) {
+    return run_later(segment, Access::read,
+                     [seed, this](std::byte byte, std::size_t i) { wrong += byte != pattern(seed, i); });
+  }
+  DeviceMemory::Mark check_zeros_later(TestSegment& segment) {
+    return run_later(segment, Access::read, [this](std::byte byte, std::size_t) { wrong += byte != std::byte{0}; });
   }
   std::size_t wrong = 0;
 
@@ -80,12 +86,8 @@ TEST_CASE_FIXTURE(DeviceFixture, "pages pinned one by one on the device become p
       for (std::size_t i = 0; i < kPage; ++i) at[i] = pattern(2, page * kPage + i);
     });
   }
-  const PinRequest request{tensor.get(), Access::read};
-  pager->pin({&request, 1});
-  device->run([&, at = tensor->data] {
-    for (std::size_t i = 0; i < tensor->bytes(); ++i) wrong += at[i] != pattern(i / kPage % 2 == 0 ? 2 : 1, i);
-  });
-  pager->unpin({&request, 1});
+  run_later(*tensor, Access::read,
+            [this](std::byte byte, std::size_t i) { wrong += byte != pattern(i / kPage % 2 == 0 ? 2 : 1, i); });
   device->finish();
   CHECK(wrong == 0);
 }
@@ -109,12 +111,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a frame filled for one stream is filled before
   write_later(*other, 2);
   check_later(*tensor, 1);  // where the other's bytes still are
   device->use_stream(1);
-  check_later(*tensor, 1);
-  const PinRequest request{tensor.get(), Access::read};
-  pager->pin({&request, 1});  // the mark must come from stream 1 alone
-  const auto mark = device->now();
-  pager->unpin({&request, 1});
-  device->wait(mark);
+  device->wait(check_later(*tensor, 1));  // runs stream 1 alone, and what it comes after
   CHECK(wrong == 0);
   device->finish();
   CHECK(wrong == 0);
@@ -128,11 +125,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "memory that one stream still reads is not clea
   check_later(*tensor, 1);
   device->finish_transfers();
   device->use_stream(1);
-  const PinRequest request{zeros.get(), Access::read};
-  pager->pin({&request, 1});  // takes the frame that stream 0 has yet to read
-  const auto mark = device->now();
-  pager->unpin({&request, 1});
-  device->wait(mark);
+  device->wait(check_zeros_later(*zeros));  // takes the frame that stream 0 has yet to read
   device->finish();
   CHECK(wrong == 0);
 }
@@ -161,12 +154,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "zeroed pages reach neither the link nor the di
   pager->evict(*tensor);
   const PagerStats before = pager->stats();
   pager->zero(*tensor);
-  const PinRequest request{tensor.get(), Access::read};
-  pager->pin({&request, 1});
-  device->run([&, at = tensor->data] {
-    for (std::size_t i = 0; i < tensor->bytes(); ++i) wrong += at[i] != std::byte{0};
-  });
-  pager->unpin({&request, 1});
+  check_zeros_later(*tensor);
   device->finish();
   CHECK(wrong == 0);
   CHECK(pager->stats().uploaded_bytes == before.uploaded_bytes);
