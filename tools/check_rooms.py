@@ -9,12 +9,13 @@ MAY_USE = {
     "io": ["base"],
     "store": ["base", "io"],
     "page": ["base", "io", "store"],
-    "pager": ["base", "io", "store", "page"],
-    "tensor": ["base", "page", "pager"],
-    "rules": ["base", "page", "pager", "tensor"],
-    "train": ["base", "page", "pager", "tensor", "rules"],
-    "fault": ["base", "page", "pager", "tensor", "rules", "train"],
-    "space": ["base", "io", "store", "page", "pager", "tensor", "rules", "train", "fault"],
+    "comm": ["base", "page"],
+    "pager": ["base", "io", "store", "page", "comm"],
+    "tensor": ["base", "page", "comm", "pager"],
+    "rules": ["base", "page", "comm", "pager", "tensor"],
+    "train": ["base", "page", "comm", "pager", "tensor", "rules"],
+    "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
+    "space": ["base", "io", "store", "page", "comm", "pager", "tensor", "rules", "train", "fault"],
 }
 WITHOUT_TORCH = ["io", "store", "page", "pager"]
 

@@ -26,7 +26,7 @@ if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
         "it for that torch: `pip install --no-build-isolation .` in zeropage's source"
     )
 
-from zeropage._core import AccessError, BudgetError, DiskError, Error, SettingError, is_paged
+from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError, SettingError, is_paged
 from zeropage._patches import install as _install_patches
 from zeropage._report import Report
 from zeropage._space import Config, Space, evict, init, page, pinned, report
@@ -42,6 +42,7 @@ __all__ = [
     "Config",
     "DiskError",
     "Error",
+    "RankError",
     "Report",
     "SettingError",
     "Space",

@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from zeropage import _core
+from zeropage._ranks import Groups, ProcessGroup, find_groups
 from zeropage._report import Report
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -35,6 +36,9 @@ class Config:
         for name, value in self._settings.items():
             config.set(name, str(os.fspath(value) if isinstance(value, os.PathLike) else value))
         return config
+
+    def get(self, name: str, default: object = None) -> object:
+        return self._settings.get(name, default)
 
     def replace(self, **settings: object) -> Config:
         return Config(**{**self._settings, **settings})
@@ -69,8 +73,9 @@ class Space:
     It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._core = _core.Space(config._core())
+    def __init__(self, config: Config, groups: Groups | None = None) -> None:
+        shard, replica = (groups or Groups()).names()
+        self._core = _core.Space(config._core(), shard, replica)
         self._scopes: list[_Entered] = []
 
     def __enter__(self) -> Space:
@@ -117,9 +122,14 @@ class _Entered:
             if tensor is not None and not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
                 space.page(tensor)
 
+        def register_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+            register(module, name, tensor)
+            if tensor is not None:
+                space.keep_whole(tensor)
+
         self._hooks = [
             torch_module.register_module_parameter_registration_hook(register),
-            torch_module.register_module_buffer_registration_hook(register),
+            torch_module.register_module_buffer_registration_hook(register_buffer),
         ]
 
     def leave(self) -> None:
@@ -129,14 +139,27 @@ class _Entered:
         self._scope.leave()
 
 
-def init(config: ConfigLike = None, **overrides: object) -> Space:
+def init(
+    config: ConfigLike = None,
+    *,
+    group: ProcessGroup | None = None,
+    shard_group: ProcessGroup | None = None,
+    replica_group: ProcessGroup | None = None,
+    **overrides: object,
+) -> Space:
     """Makes a space from `config` and `overrides`. Use it as a scope: what is built inside is born paged.
+
+    Over ranks, states are partitioned as `stage` says: over `group`, or over all ranks of torch.distributed, which is
+    started if the program runs under torchrun and has not done so. With `shard_group` and `replica_group` they are
+    partitioned inside the one and replicated across the other.
 
     Raises SettingError for settings that are unknown or contradict each other, DiskError for a disk_path that cannot
     hold pages.
     """
     global _latest
-    _latest = Space(Config.of(config).replace(**overrides))
+    settings = Config.of(config).replace(**overrides)
+    groups = find_groups(str(settings.get("device", "auto")), group or shard_group, replica_group)
+    _latest = Space(settings, groups)
     return _latest
 
 
@@ -146,8 +169,12 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     Like `Module.to`, it gives a parameter that shares its memory with a tensor outside the model memory of its own.
     """
     space = config if isinstance(config, Space) else init(config, **overrides)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        space.page(tensor)
+    for parameter in model.parameters():
+        space.page(parameter)
+    for buffer in model.buffers():
+        if space.page(buffer):
+            space._core.keep_whole(buffer)
+    space._core.start_equal()
     return model
 
 

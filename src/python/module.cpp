@@ -4,6 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
 #include "zeropage/fault/fallback.h"
 #include "zeropage/zeropage.h"
 
@@ -14,7 +16,7 @@ namespace {
 using namespace zeropage;
 
 struct Exceptions {
-  PyObject *error, *setting, *budget, *disk, *access;
+  PyObject *error, *setting, *budget, *disk, *access, *rank;
 } exceptions;
 
 PyObject* type_of(const Error& error) {
@@ -22,6 +24,7 @@ PyObject* type_of(const Error& error) {
   if (dynamic_cast<const BudgetError*>(&error)) return exceptions.budget;
   if (dynamic_cast<const DiskError*>(&error)) return exceptions.disk;
   if (dynamic_cast<const AccessError*>(&error)) return exceptions.access;
+  if (dynamic_cast<const RankError*>(&error)) return exceptions.rank;
   return exceptions.error;
 }
 
@@ -50,6 +53,7 @@ void bind_exceptions(py::module_& module) {
   exceptions.budget = make_exception(module, "BudgetError", with(PyExc_MemoryError));
   exceptions.disk = make_exception(module, "DiskError", with(PyExc_OSError));
   exceptions.access = make_exception(module, "AccessError", py::make_tuple(base));
+  exceptions.rank = make_exception(module, "RankError", py::make_tuple(base));
   py::register_exception_translator([](std::exception_ptr pending) {
     try {
       std::rethrow_exception(pending);
@@ -67,7 +71,7 @@ class PythonScope {
  public:
   explicit PythonScope(std::shared_ptr<Space> space) : space_(std::move(space)) {}
   void enter() { scope_ = std::unique_ptr<InitScope>(new InitScope(space_->enter())); }
-  void leave() { scope_.reset(); }
+  void leave() { std::exchange(scope_, nullptr)->leave(); }
 
  private:
   std::shared_ptr<Space> space_;
@@ -96,6 +100,12 @@ void bind_report(py::module_& module) {
       .def_readonly("downloaded_bytes", &Report::downloaded_bytes)
       .def_readonly("swap_bytes", &Report::swap_bytes)
       .def_readonly("waited_seconds", &Report::waited_seconds)
+      .def_readonly("ranks", &Report::ranks)
+      .def_readonly("gathered_bytes", &Report::gathered_bytes)
+      .def_readonly("reduced_bytes", &Report::reduced_bytes)
+      .def_readonly("broadcast_bytes", &Report::broadcast_bytes)
+      .def_readonly("control_bytes", &Report::control_bytes)
+      .def_readonly("collectives", &Report::collectives)
       .def_readonly("io", &Report::io)
       .def_readonly("general_path", &Report::general_path);
 }
@@ -109,22 +119,34 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
 
-  py::class_<PythonScope>(module, "Scope").def("enter", &PythonScope::enter).def("leave", &PythonScope::leave);
+  py::class_<PythonScope>(module, "Scope")
+      .def("enter", &PythonScope::enter)
+      .def("leave", &PythonScope::leave, py::call_guard<py::gil_scoped_release>());
 
   py::class_<Space, std::shared_ptr<Space>>(module, "Space")
-      .def(py::init(&Space::make), py::call_guard<py::gil_scoped_release>())
+      .def(py::init([](const Config& config, const std::string& shard, const std::string& replica) {
+             const auto group = [](const std::string& name) {
+               return name.empty() ? nullptr : c10d::resolve_process_group(name);
+             };
+             return Space::make(config, {group(shard), group(replica)});
+           }),
+           py::arg("config"), py::arg("shard_group") = "", py::arg("replica_group") = "",
+           py::call_guard<py::gil_scoped_release>())
       .def("scope", [](const std::shared_ptr<Space>& space) { return PythonScope(space); })
       .def(
           "page", [](Space& space, at::Tensor tensor) { return space.page(tensor); }, py::arg("tensor"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "keep_whole", [](Space& space, at::Tensor tensor) { space.keep_whole(tensor); }, py::arg("tensor"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("start_equal", &Space::start_equal, py::call_guard<py::gil_scoped_release>())
       .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
       .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())
       .def("report", &Space::report)
       .def_property_readonly("config", &Space::config);
 
-  py::class_<TensorPin>(module, "TensorPin").def("release", [](TensorPin& pin) {
-    TensorPin dropped = std::move(pin);
-  });
+  py::class_<TensorPin>(module, "TensorPin")
+      .def("release", &TensorPin::release, py::call_guard<py::gil_scoped_release>());
   module.def(
       "pin", [](const at::Tensor& tensor) { return std::make_unique<TensorPin>(pin(tensor)); },
       py::call_guard<py::gil_scoped_release>());

@@ -36,4 +36,10 @@ class AccessError : public Error {
   using Error::Error;
 };
 
+/// Ranks cannot go on together: one died or stalled, or they are no longer at the same operator.
+class RankError : public Error {
+ public:
+  using Error::Error;
+};
+
 }  // namespace zeropage

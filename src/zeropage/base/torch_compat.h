@@ -5,6 +5,13 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+namespace zeropage {
+
+/// The key that sends every operator on a paged tensor to us: one that PyTorch keeps for code outside its tree.
+inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
+
+}  // namespace zeropage
+
 namespace zeropage::compat {
 
 // Explicit instantiation may name private members ([temp.spec]/6); this hands one out.

@@ -8,6 +8,7 @@
 
 #include <atomic>
 
+#include "zeropage/base/doing.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/train/gradients.h"
@@ -42,6 +43,7 @@ std::string describe(const Call& call) {
   if (dynamic_cast<const BudgetError*>(&error)) throw_as(BudgetError(message));
   if (dynamic_cast<const DiskError*>(&error)) throw_as(DiskError(message));
   if (dynamic_cast<const AccessError*>(&error)) throw_as(AccessError(message));
+  if (dynamic_cast<const RankError*>(&error)) throw_as(RankError(message));
   if (dynamic_cast<const SettingError*>(&error)) throw_as(SettingError(message));
   throw_as(Error(message));
   throw;
@@ -117,6 +119,7 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
             stack->size() - arguments,
             arguments};
   call.find_paged();
+  const Doing doing([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
   try {
     run(call);
   } catch (const Error& error) {

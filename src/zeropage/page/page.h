@@ -3,7 +3,8 @@
 //
 //   segment ──▶ run ──▶ page, page, page ──▶ frame (memory, if any)
 //                ├──▶ extent (disk, if that is its home)
-//                └──▶ below (a segment of the host's pager, if the device has memory of its own)
+//                ├──▶ below (a segment of the host's pager, if the device has memory of its own)
+//                └──▶ shares (segments that hold this rank's part, if the tensor is split over ranks)
 //
 // A run is what lies together: in its home and, while an operator uses it, in one frame. A large tensor has a run of
 // its own with many pages; small tensors share a run of one page.
@@ -53,10 +54,17 @@ enum class Pool : std::uint8_t { device, host };
 struct Run;
 class Segment;
 
+/// One tensor of a gathered run: where it lies there, and the segment that holds this rank's part of it.
+struct Share {
+  Segment* segment;        // null: the tensor died, its place stays
+  std::size_t offset;      // in the run
+  std::size_t part_bytes;  // of each rank, of tensors that share the run
+};
+
 /// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
 /// rule works page by page. `permanent` frames are the home of their run and never leave.
 struct Frame {
-  Run* run = nullptr;
+  Run* run = nullptr;  // null: of a gathered tensor that died
   std::size_t first_page = 0;
   std::size_t pages = 0;
   Block memory;
@@ -88,6 +96,16 @@ struct Run {
   std::unique_ptr<Segment> below;  // of device memory's pages whose home is in the host's pager
   std::optional<FreeList> slots;   // of shared runs: what of the page is free
   std::size_t tensors = 0;         // segments alive in it
+  // Of gathered runs:
+  std::vector<Share> shares;
+  std::uint64_t number = 0;      // counted from birth, the same on all ranks
+  std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
+
+  bool gathered() const { return !shares.empty(); }
+  bool packed() const { return packed_bytes > 0; }
+  /// Whether its frames can leave memory.
+  bool has_home_elsewhere() const { return extent || below || gathered(); }
+  bool shares_page() const { return slots || packed(); }
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
   Frame* whole_frame() const {
@@ -103,6 +121,16 @@ struct SegmentSpec {
   std::size_t row_bytes;  // pages are cut on rows where rows and blocks allow it
   Role role;
   Tier tier;
+  std::size_t page_bytes = 0;  // 0: the pager's own, on rows
+};
+
+/// A tensor that is split over ranks. Each page is every rank's part of it, in rank order.
+struct GatheredSpec {
+  std::size_t bytes;         // of the tensor
+  std::size_t padded_bytes;  // with every rank's last part full
+  std::size_t page_bytes;
+  Role role;
+  Segment* share;  // this rank's parts, one after another; must outlive the segment
 };
 
 /// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they
@@ -120,8 +148,10 @@ class Segment {
   Tier tier() const { return run_->tier; }
   std::size_t pages() const { return run_->pages.size(); }
   /// Bytes of every page but the last.
-  std::size_t page_bytes() const { return run_->slots ? bytes_ : run_->page_bytes; }
-  std::size_t bytes_of(std::size_t page) const { return run_->slots ? bytes_ : run_->bytes_of(page); }
+  std::size_t page_bytes() const { return run_->shares_page() ? bytes_ : run_->page_bytes; }
+  std::size_t bytes_of(std::size_t page) const {
+    return run_->shares_page() ? bytes_ : std::min(run_->bytes_of(page), bytes_ - page * run_->page_bytes);
+  }
 
  protected:
   /// Called under the pager's lock when the first pin is taken and the last one dropped.

@@ -34,7 +34,7 @@ Frame* Pager::make_frame(Run& run, std::size_t first_page, std::size_t pages, Po
 
 /// Forgets a frame; its pages must not need it.
 void Pager::drop_frame(Frame& frame) {
-  for (std::size_t i = 0; i < frame.pages; ++i) {
+  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
     Page& page = frame.run->pages[frame.first_page + i];
     if (page.frame == &frame) page.frame = nullptr;
   }
@@ -163,6 +163,7 @@ bool Pager::evict_window(std::size_t bytes) {
 
 /// Writes what is dirty home, waits, and gives the memory back. Throws DiskError with the frame still valid.
 void Pager::evict_frame(Frame& frame) {
+  if (!frame.run) return drop_frame(frame);
   Run& run = *frame.run;
   const std::size_t end = frame.first_page + frame.pages;
   for (std::size_t i = frame.first_page; i < end; ++i) {

@@ -14,6 +14,9 @@ void Pager::mark(Run& run, std::size_t page, Access access) {
   state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
 }
 
+/// Of a page that nobody wrote: its home, if it has one of its own, has yet to be told.
+Residency Pager::newborn_state(const Run& run) { return run.gathered() ? Residency::clean : Residency::dirty; }
+
 void Pager::drop_pin(Frame& frame) noexcept {
   if (--frame.pins > 0) return;
   if (frame.run->pages[frame.first_page].frame != &frame) {
@@ -112,7 +115,7 @@ void Pager::gather(std::span<const PinRequest> requests, bool from_empty) {
 
   for (const PinRequest& request : requests) {
     Run& run = *request.segment->run_;
-    const bool read = request.access != Access::overwrite || run.slots;
+    const bool read = request.access != Access::overwrite || run.shares_page();
     auto known = std::find_if(missing.begin(), missing.end(), [&](const Gathering& g) { return g.run == &run; });
     if (known != missing.end()) {
       known->read |= read;
@@ -176,7 +179,7 @@ void Pager::gather(std::span<const PinRequest> requests, bool from_empty) {
         drop_frame(*alone);
       } else if (page.state == Residency::zero) {
         if (g.read) clear(into, g.run->bytes_of(i));
-        page.state = Residency::dirty;
+        page.state = newborn_state(*g.run);
       } else {
         page.state = Residency::clean;
       }

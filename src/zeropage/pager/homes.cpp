@@ -58,7 +58,7 @@ void Pager::bind(Segment& segment, const SegmentSpec& spec) {
 Run& Pager::run_for(const SegmentSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = std::max(page_bytes_ / 4, kBlockBytes);
   if (spec.bytes > shared_bytes / 4) {
-    return new_run(spec, spec.bytes, cut_on_rows(page_bytes_, spec.row_bytes));
+    return new_run(spec, spec.bytes, spec.page_bytes ? spec.page_bytes : cut_on_rows(page_bytes_, spec.row_bytes));
   }
   const std::size_t slot = round_up(std::max<std::size_t>(spec.bytes, 1), kSlotBytes);
   for (auto& [_, run] : runs_) {
@@ -85,7 +85,7 @@ Run& Pager::new_run(const SegmentSpec& spec, std::size_t bytes, std::size_t page
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
   if (below_ && spec.tier != Tier::device) {
     run.below = std::make_unique<HomeBelow>();
-    below_->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier});
+    below_->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
   } else if (spec.tier == Tier::disk) {
     if (!swap_)
       throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
@@ -104,7 +104,7 @@ Run& Pager::new_run(const SegmentSpec& spec, std::size_t bytes, std::size_t page
 }
 
 void Pager::count_home(const Run& run, bool born) {
-  if (run.below) return;  // it is counted there
+  if (run.below || run.gathered()) return;  // it is counted there
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
   std::size_t& bytes = stats_.home_bytes[role][tier];
   bytes += born ? run.bytes : -run.bytes;
@@ -128,6 +128,11 @@ void Pager::release(Segment& segment) noexcept {
   std::lock_guard lock(mutex_);
   if (closed_ || !segment.run_) return;
   Run& run = *std::exchange(segment.run_, nullptr);
+  if (run.gathered()) {
+    for (Share& share : run.shares) {
+      if (share.offset == segment.offset_) share.segment = nullptr;
+    }
+  }
   if (run.slots) run.slots->release(segment.offset_, round_up(std::max<std::size_t>(segment.bytes_, 1), kSlotBytes));
   if (--run.tensors == 0) delete_run(run);
 }
@@ -135,7 +140,16 @@ void Pager::release(Segment& segment) noexcept {
 void Pager::delete_run(Run& run) {
   settle_for_death(run);
   for (Page& page : run.pages) {
-    if (Frame* frame = page.frame) drop_frame(*frame);
+    Frame* frame = page.frame;
+    if (!frame) continue;
+    if (run.gathered() && frame->pins == 0) {  // [Note: gathered]
+      for (Page& other : run.pages) {
+        if (other.frame == frame) other.frame = nullptr;
+      }
+      frame->run = nullptr;
+    } else {
+      drop_frame(*frame);
+    }
   }
   if (run.below) uploads_->finish(*run.below);
   count_home(run, false);

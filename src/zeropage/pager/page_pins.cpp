@@ -25,7 +25,7 @@ PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
   check_usable();
   Run& run = *segment.run_;
   Page& page = run.pages[index];
-  if (access == Access::overwrite && run.slots) access = Access::write;  // neighbours share the page
+  if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   if (!page.frame) {
     ++stats_.faults;
     // The host pays for single pages; where it has nothing, the device does.
@@ -38,7 +38,7 @@ PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
         clear(page.frame->memory.data(), page.frame->memory.bytes());
         mark_ready(*page.frame);
       }
-      page.state = Residency::dirty;
+      page.state = newborn_state(run);
     }
   } else {
     if (page.state == Residency::reading && access != Access::read) settle(run, index);
@@ -57,7 +57,7 @@ PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
 
 void Pager::prefetch_page(Segment& segment, std::size_t index) {
   std::lock_guard lock(mutex_);
-  if (closed_) return;
+  if (closed_ || gathers_) return;  // [Note: gathered]: no gather may hang on whether memory is at hand
   Run& run = *segment.run_;
   Page& page = run.pages[index];
   if (run.below && !page.frame && page.state == Residency::home) return below_->prefetch_page(*run.below, index);
@@ -97,6 +97,8 @@ void PagePin::wait() {
   if (write_) pager_->mark(run, index, Access::write);
 }
 
-void PagePin::fill(const std::byte* from, std::size_t bytes) { pager_->copy(data_, from, bytes); }
+void PagePin::fill(const std::byte* from, std::size_t bytes, std::size_t offset) {
+  pager_->copy(data_ + offset, from, bytes);
+}
 
 }  // namespace zeropage

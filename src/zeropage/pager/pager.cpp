@@ -55,7 +55,8 @@ Pager::~Pager() {
     new auto(std::move(frames_));
     new auto(std::move(memory_));
     new auto(std::move(registered_));
-    (void)io_.release(), (void)swap_.release(), (void)uploads_.release(), (void)arena_.release();
+    (void)io_.release(), (void)swap_.release(), (void)uploads_.release(), (void)gathers_.release();
+    (void)arena_.release();
     return;
   }
   close();
@@ -74,6 +75,7 @@ void Pager::close() {
   }
   frames_.clear();
   uploads_.reset();
+  gathers_.reset();
   swap_.reset();
   io_.reset();
   registered_.clear();
@@ -96,7 +98,7 @@ void Pager::check_usable() const {
 void Pager::zero(Segment& segment) {
   check_usable();
   Run& run = *segment.run_;
-  if (run.slots || (run.tier != Tier::disk && !run.below)) {
+  if (run.slots || run.gathered() || !run.has_home_elsewhere()) {
     for (std::size_t i = 0; i < run.pages.size(); ++i) {
       PagePin pin = pin_page(segment, i, Access::overwrite);
       pin.wait();
@@ -128,7 +130,7 @@ void Pager::evict(Segment& segment) {
   check_usable();
   std::lock_guard lock(mutex_);
   Run& run = *segment.run_;
-  if (run.tier != Tier::disk && !run.below) return;
+  if (!run.has_home_elsewhere()) return;
   for (Page& page : run.pages) {
     if (page.frame && page.frame->pins == 0) evict_frame(*page.frame);
   }

@@ -12,6 +12,11 @@
 // [Note: two memories] A device with memory of its own has two pagers, one above the other. The upper one's frames
 // lie in device memory; to it, host and disk homes alike are segments of the lower one, read and written through
 // tickets as a disk is. The lower one is the pager of a machine whose operators need no frames.
+//
+// [Note: gathered] Tensors that are split over ranks have a pager of their own, above the one that holds this rank's
+// shares. Its frames are a cache of gathered pages with a budget to itself: what is in it, and so which collectives
+// run, follows from the sequence of faults and births and from sizes alone. Nothing local, such as how fast a disk is
+// or when a tensor dies, may decide there; the frame of one that died therefore stays until its turn comes.
 #pragma once
 
 #include <condition_variable>
@@ -27,6 +32,7 @@
 #include "zeropage/base/units.h"
 #include "zeropage/page/page.h"
 #include "zeropage/pager/eviction.h"
+#include "zeropage/pager/gathers.h"
 #include "zeropage/pager/uploads.h"
 
 namespace zeropage {
@@ -78,7 +84,7 @@ class PagePin {
   /// The segment's bytes of this page: on the device, if it has memory of its own.
   std::byte* data() const { return data_; }
   /// Copies into the page from memory of the same kind.
-  void fill(const std::byte* from, std::size_t bytes);
+  void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
   explicit operator bool() const { return frame_ != nullptr; }
 
  private:
@@ -94,13 +100,25 @@ class Pager : public std::enable_shared_from_this<Pager> {
  public:
   /// `io` replaces the engine that options name: for tests. Throws SettingError, BudgetError, DiskError.
   static std::shared_ptr<Pager> make(const PagerOptions& options, std::unique_ptr<Io> io = nullptr);
+  /// The pager of gathered tensors whose shares `local` holds. `device` is null where operators run on the CPU, else
+  /// memory of `bytes`.
+  static std::shared_ptr<Pager> make_gathered(std::shared_ptr<Pager> local, std::shared_ptr<Ranks> ranks,
+                                              std::size_t bytes, std::shared_ptr<DeviceMemory> device);
   ~Pager();
 
   /// Gives `segment` a home of spec.bytes, which reads as zeros. Throws BudgetError or DiskError if its tier is full.
   void bind(Segment& segment, const SegmentSpec& spec);
   /// True if a home of `bytes` can be had in `tier` without moving anything out.
   bool has_room(Tier tier, std::size_t bytes) const;
+  /// The same for a gathered tensor. It reads as its shares do.
+  void bind_gathered(Segment& segment, const GatheredSpec& spec);
   void release(Segment& segment) noexcept;
+
+  /// Of a gathered segment: what operators wrote to it whole goes into this rank's share, and frames that may not be
+  /// the same on all ranks are given up. Pinned ones stay. Throws BudgetError, DiskError.
+  void store(Segment& segment);
+  /// This rank's share is about to be written: no frame may hold what was. Throws AccessError if one is pinned.
+  void share_changes(Segment& segment);
 
   /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
   void pin(std::span<const PinRequest> requests);
@@ -125,6 +143,7 @@ class Pager : public std::enable_shared_from_this<Pager> {
 
   PagerStats stats() const;
   const Budget& budget(Pool pool) const { return pool == Pool::device ? device_ : below_ ? below_->host_ : host_; }
+  bool is_gathered() const { return gathers_ != nullptr; }
   bool has_separate_memory() const { return memory_ != nullptr; }
   std::size_t page_bytes() const { return page_bytes_; }
   std::string_view io_name() const { return below_ ? below_->io_name() : io_ ? io_->name() : "none"; }
@@ -134,6 +153,8 @@ class Pager : public std::enable_shared_from_this<Pager> {
   friend class PagePin;
   struct Gathering;
   explicit Pager(const PagerOptions& options, std::unique_ptr<Io> io);
+  Pager(std::shared_ptr<Pager> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
+        std::shared_ptr<DeviceMemory> device);
   void open_below(const PagerOptions& options, std::unique_ptr<Io> io);
 
   void check_usable() const;
@@ -143,6 +164,9 @@ class Pager : public std::enable_shared_from_this<Pager> {
   Run& run_for(const SegmentSpec& spec, std::size_t& offset);
   Run& new_run(const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
   void delete_run(Run& run);
+  // gathered.cpp
+  Run& gathered_run_for(const GatheredSpec& spec, std::size_t& offset);
+  Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes);
   void count_home(const Run& run, bool born);
 
   // frames.cpp: memory
@@ -176,6 +200,7 @@ class Pager : public std::enable_shared_from_this<Pager> {
   void gather(std::span<const PinRequest> requests, bool from_empty);
   static bool has_pinned_part(const PinRequest& request);
   void mark(Run& run, std::size_t page, Access access);
+  static Residency newborn_state(const Run& run);
   void drop_pin(Frame& frame) noexcept;
   std::byte* address(const Run& run, std::size_t page) const;
 
@@ -190,6 +215,10 @@ class Pager : public std::enable_shared_from_this<Pager> {
   std::shared_ptr<DeviceMemory> memory_;  // null: the CPU's
   std::shared_ptr<Pager> below_;          // of the host, if memory_ is the device's
   std::unique_ptr<Uploads> uploads_;
+  std::shared_ptr<Pager> local_;  // of this rank's shares, if this is the pager of gathered tensors
+  std::unique_ptr<Gathers> gathers_;
+  std::map<Role, Run*> open_;                      // the gathered run that takes the next small tensor
+  std::uint64_t births_ = 0;                       // of gathered runs
   std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<EvictionPolicy> policy_;

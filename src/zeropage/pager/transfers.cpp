@@ -14,12 +14,19 @@ Ticket Pager::start_read(Run& run, std::size_t page, std::byte* into) {
   const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
   stats_.read_bytes += bytes;
   if (run.below) return uploads_->read(*run.below, page, into, run.bytes_of(page));
+  if (run.gathered()) return gathers_->read(run, page, into);
   return io_->submit({Direction::read, &swap_->file(), run.extent.offset() + page * run.page_bytes, into, bytes});
 }
 
 void Pager::start_write(Run& run, std::size_t page) {
   const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
   Page& p = run.pages[page];
+  if (run.gathered()) {
+    order_after(*p.frame);
+    gathers_->write(run, page, address(run, page));
+    p.state = Residency::clean;
+    return;
+  }
   p.transfer = run.below ? uploads_->write(*run.below, page, address(run, page), run.bytes_of(page),
                                            p.frame->last_mark ? p.frame->last_mark : p.frame->ready)
                          : io_->submit({Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes,

@@ -2,6 +2,7 @@
 // inside an init scope everything a factory makes.
 #include <ATen/ops/from_blob.h>
 #include <c10/core/MemoryFormat.h>
+#include <c10/util/strides.h>
 #include <fmt/format.h>
 
 #include "zeropage/base/errors.h"
@@ -37,12 +38,6 @@ std::optional<c10::MemoryFormat> memory_format_of(Call& call) {
     if (call.argument_name(i) == "memory_format") return call.argument(i).toOptional<c10::MemoryFormat>();
   }
   return std::nullopt;
-}
-
-std::vector<std::int64_t> contiguous_strides(c10::IntArrayRef sizes) {
-  std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<std::int64_t>(sizes[i], 1);
-  return strides;
 }
 
 /// The strides of a result like `self`, if they are ones that windows can follow beside self's.
@@ -104,7 +99,7 @@ bool make_new(Call& call) {
   const Request request(call, self.scalar_type(), self.device());
   const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
   if (!request.plain || request.device != segment->domain()->device || !segment->domain()->pages(bytes)) return false;
-  auto newborn = make_paged(segment->domain(), self.sizes(), contiguous_strides(self.sizes()),
+  auto newborn = make_paged(segment->domain(), self.sizes(), c10::contiguous_strides(self.sizes()),
                             c10::scalarTypeToTypeMeta(request.dtype), role_beside(segment->role()));
   fill_newborn(call, newborn);
   call.return_value(std::move(newborn));
@@ -120,8 +115,8 @@ bool copy_into_newborn(Call& call, c10::ScalarType dtype) {
   if (self.dim() == 0 || !is_operand(self, self) || !keeps_layout(call, self) || !segment->domain()->pages(bytes)) {
     return false;
   }
-  auto copy =
-      make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype), segment->role());
+  auto copy = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype),
+                         segment->role(), segment->layout());
   const Operand operands[] = {{copy, segment_of(copy), Access::overwrite}, {self, segment, Access::read}};
   for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
   call.return_value(std::move(copy));
@@ -165,8 +160,8 @@ bool make_in_scope(Call& call) {
   if (!request.plain || request.device != domain->device || !domain->pages(bytes) || sizes.empty()) return false;
   if (memory_format_of(call).value_or(c10::MemoryFormat::Contiguous) != c10::MemoryFormat::Contiguous) return false;
   if (random_needs_floating(call.name(), request.dtype)) return false;
-  auto newborn =
-      make_paged(domain, sizes, contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype), Role::parameter);
+  auto newborn = make_paged(domain, sizes, c10::contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype),
+                            Role::parameter);
   fill_newborn(call, newborn);
   call.return_value(std::move(newborn));
   return true;

@@ -150,8 +150,11 @@ void Call::run_whole() {
   c10::SmallVector<PinRequest, 8> requests;
   for (const PagedArgument& argument : paged) requests.push_back({argument.segment, argument.access});
   TensorPin pin(requests);
-  c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
-  op.redispatchBoxed(below, &stack);
+  {
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    op.redispatchBoxed(below, &stack);
+  }
+  pin.release();
 }
 
 void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack) {

@@ -85,6 +85,7 @@ c10::IValue run_element_whole(Call& call, Element& element) {
   }
   TensorPin pin(requests);
   call_below(call.op, stack);
+  pin.release();
   return stack.empty() ? c10::IValue() : stack[0];
 }
 
@@ -100,6 +101,7 @@ at::Tensor run_element(Call& call, Element element, bool returns) {
     if (written < 0 && call.info.writes[i]) written = static_cast<int>(substitution.operands.size());
     cut = substitution.add(element.tensor_or_value(i), element.is_list(i), shape, access);
   }
+  cut = cut && !(returns && substitution.holds_ranks_own_data());
   if (cut && substitution.has_paged_operand() && (written >= 0) != returns) {
     return run_pointwise_windows(call.op, substitution, written,
                                  call.info.fused ? Chunking::vectors : Chunking::iterator);
@@ -123,6 +125,7 @@ bool has_paged_element(Call& call, std::size_t index) {
 bool run_list(Call& call) {
   const auto& returns = call.op.schema().returns();
   if (call.needs_autograd() || !Call::plain_modes() || returns.size() > 1) return false;
+  if (call.name() == "aten::_foreach_norm" && run_split_norms(call)) return true;
   const bool has_result = returns.size() == 1;
   const std::size_t length = Element(call, 0).length();
   std::vector<at::Tensor> results(has_result ? length : 0);

@@ -1,5 +1,6 @@
-// Norms of a whole tensor. Where the tensor fits the device's budget it is brought in, and the bits are PyTorch's;
-// where it does not, each page's norm is taken and the norms are combined in double precision.
+// Norms of whole tensors. Where a tensor fits the device's budget it is brought in, and the bits are PyTorch's; where
+// it does not, each page's norm is taken and the norms are combined in double precision. Where this rank holds its
+// share alone, each rank takes its share's, and all norms of a call are exchanged at once.
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -11,34 +12,115 @@
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
+namespace {
+
+/// A p-norm of parts, put together: the sum of p-th powers, the number of what is not zero, or an extreme.
+class NormOfParts {
+ public:
+  explicit NormOfParts(double ord) : ord_(ord), sum_(ord == -INFINITY ? INFINITY : 0) {}
+
+  void add_norm(double norm) { add(std::isinf(ord_) || ord_ == 0 ? norm : std::pow(norm, ord_)); }
+  void add(double part) {
+    if (std::isnan(part) || std::isnan(sum_)) {
+      sum_ = NAN;
+    } else if (std::isinf(ord_)) {
+      sum_ = ord_ > 0 ? std::max(sum_, part) : std::min(sum_, part);
+    } else {
+      sum_ += part;
+    }
+  }
+  double sum() const { return sum_; }
+  double norm() const { return std::isinf(ord_) || ord_ == 0 ? sum_ : std::pow(sum_, 1 / ord_); }
+
+ private:
+  double ord_, sum_;
+};
+
+/// Of the whole tensor, or of this rank's share of it.
+NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
+  NormOfParts total(ord);
+  std::mutex mutex;
+  const auto add = [&](c10::ArrayRef<at::Tensor> slices) {
+    const double part = at::linalg_vector_norm(slices[0], ord, std::nullopt, false, c10::kDouble).item<double>();
+    std::lock_guard lock(mutex);
+    total.add_norm(part);
+  };
+  const Operand operand{self, segment_of(self), Access::read};
+  of_share ? for_each_window_of_share(operand, add) : for_each_window(operand, Chunking::iterator, add);
+  return total;
+}
+
+/// Every rank's share of each tensor's norm, exchanged at once; norms in the tensors' order.
+std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double ord) {
+  if (tensors.empty()) return {};
+  std::vector<double> sums;
+  for (const at::Tensor& tensor : tensors) sums.push_back(norm_by_pages(tensor, ord, /*of_share=*/true).sum());
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const auto count = static_cast<std::int64_t>(sums.size());
+  const at::Tensor mine = at::from_blob(sums.data(), {count}, at::kDouble);
+  auto& ranks = *segment_of(tensors[0])->domain()->partition.ranks;
+  const at::Tensor all = ranks.all_gather_small(mine, {"norms", 0, 0});
+  std::vector<double> norms;
+  for (std::int64_t i = 0; i < count; ++i) {
+    NormOfParts total(ord);
+    for (int rank = 0; rank < ranks.size(); ++rank) total.add(all[rank][i].item<double>());
+    norms.push_back(total.norm());
+  }
+  return norms;
+}
+
+at::Tensor as_result(double norm, const at::Tensor& self, std::optional<c10::ScalarType> dtype) {
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const auto real = c10::toRealValueType(self.scalar_type());
+  return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(dtype.value_or(real)));
+}
+
+bool is_split_whole(const at::Tensor& tensor) {
+  auto* segment = segment_of(tensor);
+  if (segment) segment->complete();
+  return is_split(segment) && is_operand(tensor, tensor);
+}
+
+}  // namespace
 
 bool run_norm(Call& call) {
   // linalg_vector_norm(self, ord, dim, keepdim, dtype)
   const at::Tensor self = call.argument(0).toTensor();
   const auto* segment = segment_of(self);
-  if (!segment || segment->bytes() <= segment->pager()->frame_limit() || call.needs_autograd()) return false;
-  if (!call.argument(2).isNone() || call.argument(3).toBool() || !is_operand(self, self)) return false;
+  if (!segment || call.needs_autograd()) return false;
+  if (!call.argument(2).isNone() || call.argument(3).toBool()) return false;
   const double ord = call.argument(1).toScalar().toDouble();
   const auto dtype = call.argument(4).toOptional<c10::ScalarType>();
+  double norm = 0;
+  if (is_split_whole(self)) {
+    norm = norms_over_ranks(self, ord)[0];
+  } else if (segment->bytes() > segment->pager()->frame_limit() && is_operand(self, self)) {
+    norm = norm_by_pages(self, ord, /*of_share=*/false).norm();
+  } else {
+    return false;
+  }
+  call.return_value(as_result(norm, self, dtype));
+  return true;
+}
 
-  double total = ord == -INFINITY ? INFINITY : 0;
-  std::mutex mutex;
-  for_each_window(
-      {Operand{self, segment_of(self), Access::read}}, Chunking::iterator, [&](c10::ArrayRef<at::Tensor> s) {
-        const double part = at::linalg_vector_norm(s[0], ord, std::nullopt, false, c10::kDouble).item<double>();
-        std::lock_guard lock(mutex);
-        if (ord == INFINITY)
-          total = std::isnan(part) ? part : std::max(total, part);
-        else if (ord == -INFINITY)
-          total = std::isnan(part) ? part : std::min(total, part);
-        else if (ord == 0)
-          total += part;
-        else
-          total += std::pow(part, ord);
-      });
-  if (std::isfinite(ord) && ord != 0) total = std::pow(total, 1 / ord);
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-  call.return_value(at::scalar_tensor(total, self.options().dtype(dtype.value_or(self.scalar_type()))));
+bool run_split_norms(Call& call) {
+  // _foreach_norm(Tensor[] self, Scalar ord=2, ScalarType? dtype=None)
+  const auto tensors = call.argument(0).toTensorVector();
+  std::vector<at::Tensor> split, whole;
+  for (const at::Tensor& tensor : tensors) (is_split_whole(tensor) ? split : whole).push_back(tensor);
+  if (split.empty()) return false;
+  const auto dtype = call.argument(2).toOptional<c10::ScalarType>();
+  const auto norms = norms_over_ranks(split, call.argument(1).toScalar().toDouble());
+  torch::jit::Stack stack{whole, call.argument(1), call.argument(2)};
+  if (!whole.empty()) call.op.callBoxed(stack);
+  const auto whole_norms = whole.empty() ? std::vector<at::Tensor>{} : stack[0].toTensorVector();
+  std::vector<at::Tensor> results;
+  std::size_t next_split = 0, next_whole = 0;
+  for (const at::Tensor& tensor : tensors) {
+    const bool is_next_split = next_split < split.size() && split[next_split].is_same(tensor);
+    results.push_back(is_next_split ? as_result(norms[next_split++], tensor, dtype) : whole_norms[next_whole++]);
+  }
+  call.return_value(std::move(results));
   return true;
 }
 

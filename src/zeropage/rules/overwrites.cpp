@@ -27,7 +27,14 @@ bool fits(const StorageSegment& segment) { return segment.bytes() <= segment.pag
 bool run_zero(Call& call) {
   const PagedArgument* target = whole_target(call);
   if (!target) return false;
-  target->segment->pager()->zero(*target->segment);
+  StorageSegment& segment = *target->segment;
+  segment.refresh(Access::overwrite);
+  if (segment.is_partitioned()) {
+    segment.open_share(Access::overwrite);
+    segment.share_segment().pager()->zero(segment.share_segment());
+  } else {
+    segment.pager()->zero(segment);
+  }
   finish(call, target->tensor);
   return true;
 }
@@ -69,14 +76,17 @@ bool run_random(Call& call) {
   if (!target->tensor.is_cpu()) return false;  // a GPU's generator counts by the whole tensor's size
   // Too large to be whole: page by page, on this thread, so that the generator is drawn from in order.
   StorageSegment& segment = *target->segment;
-  for (std::size_t i = 0; i < segment.pages(); ++i) {
+  segment.refresh(Access::overwrite);
+  const std::size_t page_elements = segment.page_bytes() / target->tensor.itemsize();
+  for (std::size_t i = 0; i * page_elements < segment.elements(); ++i) {
     PagePin page = segment.pager()->pin_page(segment, i, Access::overwrite);
     page.wait();
     torch::jit::Stack stack(call.stack.begin() + call.first, call.stack.end());
-    const auto elements = static_cast<std::int64_t>(segment.bytes_of(i) / target->tensor.itemsize());
+    const auto elements = static_cast<std::int64_t>(std::min(page_elements, segment.elements() - i * page_elements));
     stack[0] = at::from_blob(page.data(), {elements}, target->tensor.options().requires_grad(false));
     call_below(call.op, stack);
   }
+  if (segment.is_partitioned()) segment.pager()->store(segment);
   finish(call, target->tensor);
   return true;
 }

@@ -38,8 +38,8 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
   }
   const caffe2::TypeMeta dtype = result_dtype(op, call);
   const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
-  at::Tensor result =
-      make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype, like->segment->role());
+  at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype,
+                                 like->segment->role(), like->segment->layout());
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({result, segment_of(result), Access::overwrite});
   for_each_window(operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
@@ -50,9 +50,31 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
   return result;
 }
 
+namespace {
+
+/// sum += part, where part is a gradient whose reduction is under way: nobody waits, it is added when it comes.
+bool add_when_it_comes(Call& call) {
+  if (call.name() != "aten::add_" || call.arguments != 3 || call.paged.size() != 2) return false;
+  const auto& [sum, into, _] = call.paged[0];
+  const auto& [part, from, __] = call.paged[1];
+  if (!from->pending() || into == from || sum.sizes() != part.sizes() || sum.strides() != part.strides())
+    return false;
+  if (sum.dtype() != part.dtype() || !is_whole(sum) || !is_whole(part)) return false;
+  const auto alpha = call.argument(2).toScalar();
+  return alpha.isIntegral(true) && alpha.toLong() == 1 && from->pending()->add_to(*into);
+}
+
+}  // namespace
+
 bool run_pointwise(Call& call) {
   const auto& schema = call.op.schema();
   if (call.needs_autograd() || !Call::plain_modes() || schema.returns().size() != 1) return false;
+  if (add_when_it_comes(call)) {
+    at::Tensor sum = call.paged[0].tensor;
+    bump_version(sum);
+    call.return_value(std::move(sum));
+    return true;
+  }
   const at::Tensor& shape = call.paged[0].tensor;
   Substitution substitution;
   int written = -1;
@@ -63,7 +85,7 @@ bool run_pointwise(Call& call) {
       return false;
     if (call.info.writes[i] && substitution.operand_of.back() < 0) return false;
   }
-  if (!substitution.has_paged_operand()) return false;
+  if (!substitution.has_paged_operand() || (written < 0 && substitution.holds_ranks_own_data())) return false;
   at::Tensor result = run_pointwise_windows(call.op, substitution, written, Chunking::iterator);
   if (written >= 0) bump_version(result);
   call.return_value(std::move(result));

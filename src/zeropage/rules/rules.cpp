@@ -11,6 +11,7 @@ Rule find_rule(const std::string& name, const std::string& overload, const Opera
       {"fill_.Tensor", run_fill},
       {"copy_.", run_copy},
       {"linalg_vector_norm.", run_norm},
+      {"_amp_foreach_non_finite_check_and_unscale_.", run_unscale},
       {"clone.", make_clone},
       {"_to_copy.", make_converted},
       {"empty_like.", make_like},

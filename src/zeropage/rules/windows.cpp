@@ -17,8 +17,10 @@ constexpr std::size_t kLargestWindow = std::size_t{1}
 /// One operand's bytes, reached window by window.
 class Cursor {
  public:
-  explicit Cursor(const Operand& operand)
+  /// `share`: windows are of this rank's share of the operand, whose segment holds the whole.
+  Cursor(const Operand& operand, const Stripes* share)
       : operand_(operand),
+        share_(share),
         item_bytes_(operand.tensor.itemsize()),
         page_elements_(operand.segment ? operand.segment->page_bytes() / item_bytes_ : ~std::size_t{0}),
         options_(operand.tensor.options().requires_grad(false)) {
@@ -26,11 +28,15 @@ class Cursor {
   }
 
   std::size_t next_edge(std::size_t at) const {
-    return operand_.segment ? (at / page_elements_ + 1) * page_elements_ : ~std::size_t{0};
+    const std::size_t part_end = share_ ? share_->part_end(at) : ~std::size_t{0};
+    if (!operand_.segment) return part_end;
+    const std::size_t here = share_ ? share_->in_tensor(at) : at;
+    return std::min((here / page_elements_ + 1) * page_elements_ - here + at, part_end);
   }
 
   /// Holds the page or pages of the window and lets go of earlier ones. Reads of what follows start.
   void move_to(Cut window) {
+    window = shift(window);
     if (!operand_.segment) return;
     const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
     if (held_[0].pin && held_[0].page < low) held_[0] = std::move(held_[1]), held_[1] = {};
@@ -48,11 +54,13 @@ class Cursor {
   }
 
   bool straddles(Cut window) const {
+    window = place(window);
     return operand_.segment && window.begin / page_elements_ != (window.end - 1) / page_elements_;
   }
 
   /// The part [begin, end) of the current window, which does not straddle.
   at::Tensor slice(Cut part) const {
+    part = place(part);
     std::byte* data = operand_.segment
                           ? held_[0].pin.data() + (part.begin - held_[0].page * page_elements_) * item_bytes_
                           : plain_ + part.begin * item_bytes_;
@@ -62,12 +70,13 @@ class Cursor {
 
   /// A window that straddles two pages, gathered into scratch memory.
   at::Tensor gather(Cut window) {
+    window = place(window);
     move_straddling(window, /*into_pages=*/false);
     return at::from_blob(scratch_, {static_cast<std::int64_t>(window.end - window.begin)}, options_);
   }
 
   void scatter(Cut window) {
-    if (operand_.access != Access::read) move_straddling(window, /*into_pages=*/true);
+    if (operand_.access != Access::read) move_straddling(place(window), /*into_pages=*/true);
   }
 
  private:
@@ -75,6 +84,13 @@ class Cursor {
     PagePin pin;
     std::size_t page = 0;
   };
+
+  /// Where a range of windows lies in the operand's segment or memory. A window lies in one part.
+  Cut shift(Cut window) {
+    if (share_) shift_ = share_->in_tensor(window.begin) - window.begin;
+    return place(window);
+  }
+  Cut place(Cut range) const { return {range.begin + shift_, range.end + shift_}; }
 
   void hold(Held& held, std::size_t page) {
     if (held.pin && held.page == page) return;
@@ -96,6 +112,8 @@ class Cursor {
   }
 
   const Operand& operand_;
+  const Stripes* share_;
+  std::size_t shift_ = 0;
   std::size_t item_bytes_;
   std::size_t page_elements_;
   at::TensorOptions options_;
@@ -156,11 +174,58 @@ Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector) {
   return {at, std::min(at + vector, chunk.end)};  // straddles the edge
 }
 
-void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run) {
+namespace {
+
+/// Operands as windows will reach them.
+struct Reach {
+  c10::SmallVector<Operand, 8> operands;
+  c10::SmallVector<const Stripes*, 8> shares;  // by operand: how this rank's share lies in what is reached, or null
+  std::size_t elements;
+};
+
+/// Whether shares are enough: something is not whole here, and all that is written lies over the ranks.
+const StorageSegment* split_among(c10::ArrayRef<Operand> operands) {
+  const StorageSegment* split = nullptr;
+  for (const Operand& operand : operands) {
+    const bool read = operand.access == Access::read;
+    if (!read && !(operand.segment && operand.segment->is_shareable())) return nullptr;
+    if (!operand.segment) continue;
+    if (operand.segment->is_partitioned() || (operand.segment->is_stale() && operand.access != Access::overwrite)) {
+      split = operand.segment;
+    }
+  }
+  return split;
+}
+
+/// [Note: shares]
+Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* split) {
+  Reach reach{{operands.begin(), operands.end()}, {}, static_cast<std::size_t>(operands[0].tensor.numel())};
+  reach.shares.resize(operands.size(), nullptr);
+  if (split) reach.elements = split->stripes().own();
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    Operand& operand = reach.operands[i];
+    if (!split) {
+      if (operand.segment) operand.segment->refresh(operand.access);
+      continue;
+    }
+    if (operand.segment) operand.segment->open_share(operand.access);
+    if (operand.segment && operand.segment->is_partitioned()) {
+      operand.segment = &operand.segment->share_segment();
+    } else {
+      reach.shares[i] = &split->stripes();
+    }
+  }
+  return reach;
+}
+
+void run_windows(const Reach& reach, Chunking chunking, RunSlices run) {
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
+  const auto& operands = reach.operands;
   Cursors cursors;
-  for (const Operand& operand : operands) cursors.push_back(std::make_unique<Cursor>(operand));
-  const std::size_t elements = operands[0].tensor.numel();
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    cursors.push_back(std::make_unique<Cursor>(operands[i], reach.shares[i]));
+  }
+  const std::size_t elements = reach.elements;
   const bool on_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
   const std::size_t threads = on_cpu ? at::get_num_threads() : 1;
   const std::size_t vector = on_cpu ? kVector : 1;
@@ -181,6 +246,28 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
     at = window.end;
   }
 }
+
+}  // namespace
+
+void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run) {
+  for (const Operand& operand : operands) {
+    if (operand.segment) operand.segment->complete();
+  }
+  const StorageSegment* split = split_among(operands);
+  run_windows(reach(operands, split), chunking, run);
+  if (split) return;
+  for (const Operand& operand : operands) {
+    const bool written = operand.segment && operand.access != Access::read;
+    if (written && operand.segment->is_partitioned()) operand.segment->pager()->store(*operand.segment);
+  }
+}
+
+void for_each_window_of_share(const Operand& operand, RunSlices run) {
+  operand.segment->complete();
+  run_windows(reach(operand, operand.segment), Chunking::iterator, run);
+}
+
+bool is_split(const StorageSegment* segment) { return segment && (segment->is_partitioned() || segment->is_stale()); }
 
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape) {
   return tensor.device() == shape.device() && lies_like(tensor, shape);

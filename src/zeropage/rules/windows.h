@@ -7,6 +7,10 @@
 // would still be inside its vector loop: at a multiple of kVector elements from where PyTorch's own thread chunk
 // begins. Where a page ends in between, the elements around its edge are gathered into a scratch vector, computed
 // there, and put back. GPUs compute each element alone: there a window may be cut anywhere.
+//
+// [Note: shares] With ranks, each computes its own share alone wherever it can: wherever what is written lies over
+// the ranks, and something among the operands is not whole here. Of partitioned tensors the share is at hand; of
+// others the same elements are taken from the whole, by Stripes. Else what is not whole is gathered, page by page.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,11 +43,17 @@ Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_
 /// The window that starts at `at` when the next page edge of any operand is `edge`.
 Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = kVector);
 
-/// Calls `run` with one flat tensor an operand for consecutive windows that cover everything. Several threads call it
-/// at once, on disjoint parts of a window; inside, ATen runs on one thread. Throws BudgetError if the host's budget
-/// cannot hold one page of each operand.
+/// Calls `run` with one flat tensor an operand for consecutive windows that cover everything; of this rank's share,
+/// if shares are enough ([Note: shares]). Several threads call it at once, on disjoint parts of a window; inside,
+/// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand.
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);
+
+/// The same over this rank's share of one tensor that is partitioned or stale, which is only read.
+void for_each_window_of_share(const Operand& operand, c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);
+
+/// Whether an operator that only reads `segment` can be spared gathering it: this rank holds its share alone.
+bool is_split(const StorageSegment* segment);
 
 /// True if `tensor` can be an operand beside `shape`: same sizes, same device and dense strides, whole if paged.
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape);

@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 11> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 15> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -23,7 +23,11 @@ constexpr std::array<Setting, 11> kSettings{{{"device", &Config::device},
                                              {"resident_below", &Config::resident_below},
                                              {"page_size", &Config::page_size},
                                              {"io", &Config::io},
-                                             {"memory", &Config::memory}}};
+                                             {"memory", &Config::memory},
+                                             {"stage", &Config::stage},
+                                             {"partition", &Config::partition},
+                                             {"reduce_dtype", &Config::reduce_dtype},
+                                             {"check_ranks", &Config::check_ranks}}};
 
 }  // namespace
 

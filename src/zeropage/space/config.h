@@ -23,6 +23,12 @@ struct Config {
   std::string page_size = "auto";       // the unit that moves; auto: 4 MiB, less under small budgets
   std::string io = "auto";              // "uring", "threads"
   std::string memory = "auto";          // "unified": operators on the CPU use host memory; "separate": as on a GPU
+  // Over ranks: 1 partitions optimizer states, 2 gradients too, 3 parameters too; 0 none.
+  std::string stage = "3";
+  std::string partition = "auto";     // roles by name, as "gradients, optimizer", or "none"; auto: as stage says
+  std::string reduce_dtype = "auto";  // of gradients on the wire: "float32", "bfloat16", …; auto: their own
+  std::string check_ranks =
+      "auto";  // that all are at the same operator: "always", "never"; auto: at first, then sampled
 
   /// Sets a setting by its name. Throws SettingError for an unknown name, with the known ones.
   void set(std::string_view name, std::string value);

@@ -11,10 +11,12 @@
 #include <algorithm>
 #include <bit>
 #include <fstream>
+#include <sstream>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/space/torch_device.h"
+#include "zeropage/train/gradients.h"
 
 namespace zeropage {
 namespace {
@@ -87,9 +89,73 @@ std::size_t automatic_page_size(std::size_t device_bytes, std::size_t host_bytes
   return std::clamp(std::bit_floor(std::max<std::size_t>(share, 1)), 4 * kBlockBytes, 4 * kMiB);
 }
 
+CheckRanks check_of(const std::string& check) {
+  if (check == "auto") return CheckRanks::automatic;
+  if (check == "always") return CheckRanks::always;
+  if (check == "never") return CheckRanks::never;
+  throw SettingError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
+}
+
+c10::ScalarType dtype_of(const std::string& dtype) {
+  const std::pair<const char*, c10::ScalarType> known[] = {{"auto", c10::ScalarType::Undefined},
+                                                           {"float64", c10::kDouble},
+                                                           {"float32", c10::kFloat},
+                                                           {"bfloat16", c10::kBFloat16},
+                                                           {"float16", c10::kHalf}};
+  for (const auto& [name, value] : known) {
+    if (dtype == name || dtype == fmt::format("torch.{}", name)) return value;
+  }
+  throw SettingError(fmt::format(
+      "reduce_dtype = \"{}\" is not one gradients are summed in; write \"float32\", \"bfloat16\", \"float16\", "
+      "\"float64\" or \"auto\"",
+      dtype));
+}
+
+/// Which roles are partitioned.
+void split_roles(const Config& config, Partition& partition) {
+  bool* const split = partition.split;
+  if (config.stage.size() != 1 || config.stage < "0" || config.stage > "3") {
+    throw SettingError(fmt::format("stage = \"{}\" is not a stage of ZeRO; write 0, 1, 2 or 3", config.stage));
+  }
+  const int stage = config.stage[0] - '0';
+  split[static_cast<int>(Role::optimizer)] = stage >= 1;
+  split[static_cast<int>(Role::gradient)] = stage >= 2;
+  split[static_cast<int>(Role::parameter)] = stage >= 3;
+  if (config.partition != "auto") {
+    std::fill(split, split + kRoles, false);
+    std::string text = config.partition == "none" ? "" : config.partition;
+    std::replace(text.begin(), text.end(), ',', ' ');
+    std::istringstream words(text);
+    for (std::string word; words >> word;) {
+      if (word == "parameters") {
+        split[static_cast<int>(Role::parameter)] = true;
+      } else if (word == "gradients") {
+        split[static_cast<int>(Role::gradient)] = true;
+      } else if (word == "optimizer") {
+        split[static_cast<int>(Role::optimizer)] = true;
+      } else {
+        throw SettingError(fmt::format(
+            "partition = \"{}\": \"{}\" is not a role; name some of \"parameters, gradients, optimizer\", or write "
+            "\"none\" or \"auto\"",
+            config.partition, word));
+      }
+    }
+  }
+  partition.reduces_whole = !split[static_cast<int>(Role::gradient)] && !split[static_cast<int>(Role::optimizer)];
+}
+
+/// How much of device_memory holds gathered tensors; the rest is for what this rank holds itself.
+std::size_t gathered_share(std::size_t device_bytes, const Partition& partition, bool separate) {
+  const bool* const split = partition.split;
+  if (std::none_of(split, split + kRoles, [](bool s) { return s; })) return 0;
+  std::size_t share = device_bytes / 4;  // gradients or states, where an operator needs them whole
+  if (split[static_cast<int>(Role::parameter)]) share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
+  return round_down(share, kBlockBytes);
+}
+
 }  // namespace
 
-std::shared_ptr<Space> Space::make(const Config& requested) {
+std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups) {
   Config config = requested;
   auto domain = std::make_shared<Domain>();
   domain->device = device_of(config);
@@ -150,15 +216,34 @@ std::shared_ptr<Space> Space::make(const Config& requested) {
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   options.io = engine_of(config.io);
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
-  if (separate) {
-    options.device = domain->device.is_cpu() ? make_cpu_apart(options.device_bytes)
-                                             : make_torch_device(domain->device, options.device_bytes);
-  }
+  split_roles(config, domain->partition);
+  domain->partition.reduce_dtype = dtype_of(config.reduce_dtype);
+  const CheckRanks check = check_of(config.check_ranks);
+  const std::size_t gathered_bytes =
+      groups.shard ? gathered_share(options.device_bytes, domain->partition, separate) : 0;
+  const std::size_t device_bytes = options.device_bytes;
+  options.device_bytes -= gathered_bytes;
+  const auto device_memory = [&](std::size_t bytes) -> std::shared_ptr<DeviceMemory> {
+    if (!separate || bytes == 0) return nullptr;
+    return domain->device.is_cpu() ? make_cpu_apart(bytes) : make_torch_device(domain->device, bytes);
+  };
+  options.device = device_memory(options.device_bytes);
   domain->pager = Pager::make(options);
+  if (groups.shard) {
+    domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check);
+    if (groups.replica && groups.replica->getSize() > 1) {
+      domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check);
+    }
+    if (gathered_bytes > 0) {
+      domain->gathered =
+          Pager::make_gathered(domain->pager, domain->partition.ranks, gathered_bytes, device_memory(gathered_bytes));
+    }
+    domain->reducer = std::make_shared<Reducer>(*domain);
+  }
 
   config.device = domain->device.str();
   config.disk_path = options.disk_path;
-  config.device_memory = std::to_string(options.device_bytes);
+  config.device_memory = std::to_string(device_bytes);
   config.host_memory = std::to_string(options.host_bytes);
   config.page_size = std::to_string(options.page_bytes);
   config.resident_below = std::to_string(domain->resident_below);
@@ -182,12 +267,42 @@ bool Space::page(at::Tensor& tensor, Role role) {
     }
   }
   if (paged && tensor.grad().defined()) page(tensor.mutable_grad(), Role::gradient);
+  const auto* segment = segment_of(tensor);
+  if (segment && segment->domain() == domain_ && domain_->reducer && tensor.requires_grad()) {
+    reducer_of(*domain_).know(tensor);
+  }
+  if (segment && segment->domain() == domain_ && domain_->partition.ranks && !scope_domain()) {
+    std::lock_guard lock(domain_->newborn_mutex);
+    domain_->newborn.push_back(segment->storage());  // start_equal() is for the caller
+  }
   return paged;
+}
+
+void Space::keep_whole(at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  if (!segment || !segment->is_partitioned() || !is_whole(tensor)) return;
+  c10::NoGradGuard no_grad;
+  at::Tensor whole =
+      make_paged(domain_, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(), Layout::replicated);
+  tensor.set_data(whole.copy_(tensor));
+}
+
+void Space::close() {
+  if (domain_->gathered) domain_->gathered->close();
+  domain_->pager->close();
 }
 
 Report Space::report() const {
   const Pager& pager = *domain_->pager;
-  const PagerStats stats = pager.stats();
+  PagerStats stats = pager.stats();
+  const Pager* const gathered = domain_->gathered.get();
+  if (gathered) {
+    const PagerStats wholes = gathered->stats();
+    stats.faults += wholes.faults, stats.evictions += wholes.evictions;
+  }
+  const auto& [ranks, replicas] = std::tie(domain_->partition.ranks, domain_->partition.replicas);
+  Traffic traffic = ranks ? ranks->traffic() : Traffic{};
+  if (replicas) traffic += replicas->traffic();
   Report report{.homes = {},
                 .budgets = {},
                 .faults = stats.faults,
@@ -198,6 +313,12 @@ Report Space::report() const {
                 .downloaded_bytes = stats.downloaded_bytes,
                 .swap_bytes = pager.swap_bytes(),
                 .waited_seconds = stats.waited_seconds,
+                .ranks = domain_->partition.world(),
+                .gathered_bytes = traffic.gathered,
+                .reduced_bytes = traffic.reduced,
+                .broadcast_bytes = traffic.broadcast,
+                .control_bytes = traffic.control,
+                .collectives = traffic.collectives,
                 .io = std::string(pager.io_name()),
                 .general_path = domain_->general_path.counts()};
   for (int role = 0; role < kRoles; ++role) {
@@ -210,7 +331,12 @@ Report Space::report() const {
   }
   for (const Pool pool : {Pool::device, Pool::host}) {
     const Budget& budget = pager.budget(pool);
-    report.budgets.push_back({budget.name(), budget.used(), budget.peak(), budget.limit()});
+    Report::Memory memory{budget.name(), budget.used(), budget.peak(), budget.limit()};
+    if (gathered && pool == Pool::device) {  // its part of device_memory
+      const Budget& part = gathered->budget(pool);
+      memory.now += part.used(), memory.peak += part.peak(), memory.limit += part.limit();
+    }
+    report.budgets.push_back(memory);
   }
   return report;
 }
@@ -218,7 +344,10 @@ Report Space::report() const {
 bool is_paged(const at::Tensor& tensor) { return segment_of(tensor) != nullptr; }
 
 void evict(const at::Tensor& tensor) {
-  if (auto* segment = segment_of(tensor)) segment->pager()->evict(*segment);
+  auto* segment = segment_of(tensor);
+  if (!segment) return;
+  segment->pager()->evict(*segment);
+  if (segment->is_partitioned()) segment->share_segment().pager()->evict(segment->share_segment());
 }
 
 std::uint64_t virtual_address(const at::Tensor& tensor) {

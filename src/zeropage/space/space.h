@@ -34,15 +34,27 @@ struct Report {
   std::vector<Memory> budgets;  // device_memory, host_memory
   std::size_t faults, evictions, read_bytes, written_bytes, uploaded_bytes, downloaded_bytes, swap_bytes;
   double waited_seconds;
+  int ranks;                                   // over which tensors lie; 1: one process
+  std::size_t gathered_bytes, reduced_bytes;   // sent by this rank: all-gathers; sums of gradients
+  std::size_t broadcast_bytes, control_bytes;  // at the start; checks and norms
+  std::size_t collectives;                     // that moved data
   std::string io;
   std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts
+};
+
+/// The ranks over which a space's tensors lie. Any groups of c10d, for use beside other parallelism. With a replica
+/// group, tensors are partitioned inside the shard group and replicated across the replica group, as HSDP and MiCS
+/// do: rank i of each shard group must be in one replica group with the other ranks i.
+struct Groups {
+  c10::intrusive_ptr<c10d::ProcessGroup> shard;    // null: one process
+  c10::intrusive_ptr<c10d::ProcessGroup> replica;  // null: no replicas
 };
 
 class Space : public std::enable_shared_from_this<Space> {
  public:
   /// Throws SettingError for settings that are malformed or contradict each other, DiskError for an unusable
   /// disk_path.
-  static std::shared_ptr<Space> make(const Config& config);
+  static std::shared_ptr<Space> make(const Config& config, const Groups& groups = {});
 
   /// While the scope lives, factories on this thread make paged parameters.
   [[nodiscard]] InitScope enter() { return InitScope(domain_); }
@@ -51,11 +63,16 @@ class Space : public std::enable_shared_from_this<Space> {
   /// a storage of its own. One on another device moves to the space's. Gradients it has follow. False if it is too
   /// small or not one that can be paged.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
+  /// With ranks: the tensor is whole on every rank from now on, whatever the stage. For buffers, which each rank may
+  /// write as its own data says.
+  void keep_whole(at::Tensor& tensor);
+  /// With ranks: what was paged outside a scope becomes the same on all of them. Throws RankError.
+  void start_equal() { zeropage::start_equal(*domain_); }
 
   /// Waits until nothing is under way to the disk. Throws DiskError for a write that failed.
   void wait() { domain_->pager->wait(); }
   /// Gives memory and disk back. Tensors of the space then throw AccessError when used.
-  void close() { domain_->pager->close(); }
+  void close();
 
   Report report() const;
   const Config& config() const { return config_; }  // as resolved: no "auto" left but for tiers

@@ -40,14 +40,6 @@ Tier tier_for(const Domain& domain, Role role, std::size_t bytes) {
   return to_disk ? Tier::disk : Tier::host;
 }
 
-std::unique_ptr<StorageSegment> new_segment(const std::shared_ptr<Domain>& domain, c10::StorageImpl& storage,
-                                            c10::IntArrayRef sizes, std::size_t item_bytes, Role role) {
-  auto segment = std::make_unique<StorageSegment>(domain, &storage);
-  const std::size_t bytes = storage.nbytes();
-  domain->pager->bind(*segment, {bytes, row_bytes(sizes, item_bytes), role, tier_for(*domain, role, bytes)});
-  return segment;
-}
-
 /// From here on the storage holds the segment, and nothing of what it held.
 void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) {
   const auto device = segment->domain()->device;
@@ -55,21 +47,130 @@ void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) 
   compat::install_guard(storage, kRawAccess);
 }
 
-void copy_in(StorageSegment& segment, const std::byte* data) {
-  for (std::size_t i = 0; i < segment.pages(); ++i) {
+}  // namespace
+
+/// How a segment comes to be.
+struct Making {
+  const std::shared_ptr<Domain>& domain;
+  c10::StorageImpl& storage;
+  c10::IntArrayRef sizes;
+  std::size_t item_bytes;
+  Role role;
+  Layout layout;
+
+  std::unique_ptr<StorageSegment> operator()() const {
+    const std::size_t bytes = storage.nbytes(), elements = bytes / item_bytes;
+    auto segment = std::make_unique<StorageSegment>(domain, &storage, elements);
+    if (!domain->partition.ranks) {
+      domain->pager->bind(*segment, {bytes, row_bytes(sizes, item_bytes), role, tier_for(*domain, role, bytes)});
+      return segment;
+    }
+    segment->number_ = ++domain->births;
+    segment->stripes_ = domain->stripes(elements);
+    segment->shareable_ = !domain->keeps_whole(elements);
+    layout == Layout::partitioned ? bind_partitioned(*segment) : bind_replicated(*segment);
+    if (scope_domain()) {
+      std::lock_guard lock(domain->newborn_mutex);
+      domain->newborn.push_back(segment->storage());
+    }
+    return segment;
+  }
+
+ private:
+  std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * item_bytes; }
+
+  void bind_replicated(StorageSegment& segment) const {
+    if (!segment.shareable_) {
+      const Tier memory = domain->pager->has_separate_memory() ? Tier::device : Tier::host;
+      domain->pager->bind(segment, {storage.nbytes(), 0, role, memory});
+      return;
+    }
+    // With every rank's last part full, so that shares can be gathered in place.
+    const std::size_t bytes = segment.stripes_.padded() * item_bytes;
+    domain->pager->bind(segment, {bytes, 0, role, tier_for(*domain, role, bytes), page_bytes(segment.stripes_)});
+  }
+
+  void bind_partitioned(StorageSegment& segment) const {
+    const Stripes& stripes = segment.stripes_;
+    const std::size_t own = stripes.own(), share_bytes = stripes.share() * item_bytes;
+    auto own_storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), own * item_bytes,
+                                                             c10::DataPtr(nullptr, domain->device), nullptr, false);
+    auto share = std::make_unique<StorageSegment>(domain, own_storage.get(), own);
+    const std::size_t part_bytes = page_bytes(stripes) / stripes.ranks();
+    const std::size_t page = std::max(round_down(domain->pager->page_bytes(), part_bytes), part_bytes);
+    domain->pager->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
+    segment.share_ = wrap(std::move(share), std::move(own_storage), own);
+    domain->gathered->bind_gathered(segment, {storage.nbytes(), stripes.padded() * item_bytes, page_bytes(stripes),
+                                              role, &segment.share_segment()});
+  }
+
+  at::Tensor wrap(std::unique_ptr<StorageSegment> segment, c10::intrusive_ptr<c10::StorageImpl> own,
+                  std::size_t n) const;
+
+ public:
+  caffe2::TypeMeta dtype;
+};
+
+namespace {
+
+at::Tensor tensor_over(const Domain& domain, c10::intrusive_ptr<c10::StorageImpl> storage, c10::IntArrayRef sizes,
+                       c10::IntArrayRef strides, caffe2::TypeMeta dtype) {
+  const auto backend = domain.device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  auto tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(backend), dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
+  return tensor;
+}
+
+/// Copies `bytes` at `data` into `segment` from its beginning on.
+void copy_in(StorageSegment& segment, const std::byte* data, std::size_t bytes) {
+  for (std::size_t i = 0, at = 0; at < bytes; ++i, at += segment.page_bytes()) {
     PagePin page = segment.pager()->pin_page(segment, i, Access::overwrite);
     page.wait();
-    page.fill(data + i * segment.page_bytes(), segment.bytes_of(i));
+    page.fill(data + at, std::min(segment.bytes_of(i), bytes - at));
+  }
+}
+
+/// Copies this rank's share of the `bytes` at `data`.
+void copy_share_in(StorageSegment& segment, const std::byte* data, std::size_t item_bytes) {
+  StorageSegment& share = segment.share_segment();
+  const Stripes& stripes = segment.stripes();
+  for (std::size_t i = 0, end = 0; i < stripes.own(); i = end) {
+    end = std::min(stripes.part_end(i), stripes.own());
+    const std::size_t page = i * item_bytes / share.page_bytes();
+    PagePin part = share.pager()->pin_page(share, page, Access::write);
+    part.wait();
+    part.fill(data + stripes.in_tensor(i) * item_bytes, (end - i) * item_bytes,
+              i * item_bytes - page * share.page_bytes());
   }
 }
 
 }  // namespace
 
-StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage)
-    : domain_(std::move(domain)), storage_(storage) {
+at::Tensor Making::wrap(std::unique_ptr<StorageSegment> segment, c10::intrusive_ptr<c10::StorageImpl> own,
+                        std::size_t n) const {
+  attach(std::move(segment), *own);
+  const auto elements = static_cast<std::int64_t>(n);
+  return tensor_over(*domain, std::move(own), elements, 1, dtype);
+}
+
+StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, std::size_t elements)
+    : domain_(std::move(domain)), storage_(storage), elements_(elements) {
   static std::atomic<std::uint64_t> next{std::uint64_t{1} << 56};  // above what processes are given
   virtual_address_ = next.fetch_add(round_up(storage->nbytes() + 1, 64));
 }
+
+StorageSegment::~StorageSegment() {
+  if (pager()) pager()->release(*this);
+}
+
+c10::weak_intrusive_ptr<c10::StorageImpl> StorageSegment::storage() const {
+  return c10::weak_intrusive_ptr<c10::StorageImpl>(
+      c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(storage_));
+}
+
+StorageSegment& StorageSegment::share_segment() const { return *segment_of(share_); }
 
 void StorageSegment::point_to(void* data) {
   auto& held = storage_->_mutable_data_ptr_no_checks();
@@ -87,11 +188,7 @@ void StorageSegment::hide() {
   compat::set_guard(*storage_, /*closed=*/true);
 }
 
-void StorageSegment::destroy(void* segment) {
-  auto* dying = static_cast<StorageSegment*>(segment);
-  if (dying->pager()) dying->pager()->release(*dying);
-  delete dying;
-}
+void StorageSegment::destroy(void* segment) { delete static_cast<StorageSegment*>(segment); }
 
 bool is_whole(const at::TensorBase& tensor) {
   return tensor.storage_offset() == 0 &&
@@ -100,18 +197,14 @@ bool is_whole(const at::TensorBase& tensor) {
 }
 
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role) {
+                      caffe2::TypeMeta dtype, Role role, std::optional<Layout> layout) {
   const std::size_t bytes = c10::multiply_integers(sizes) * dtype.itemsize();
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, domain->device), nullptr,
                                                        /*resizable=*/false);
-  attach(new_segment(domain, *storage, sizes, dtype.itemsize(), role), *storage);
-  const auto backend = domain->device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
-  auto tensor =
-      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(backend), dtype);
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
-  return tensor;
+  const Layout lies = layout.value_or(domain->layout_for(role, c10::multiply_integers(sizes)));
+  attach(Making{domain, *storage, sizes, dtype.itemsize(), role, lies, dtype}(), *storage);
+  return tensor_over(*domain, std::move(storage), sizes, strides, dtype);
 }
 
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role) {
@@ -125,12 +218,13 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   if (!domain->pages(storage.nbytes()) || !is_whole(tensor) || storage.use_count() != 1) return false;
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const auto* data = static_cast<const std::byte*>(impl.data());
-  auto segment = new_segment(domain, impl, tensor.sizes(), tensor.itemsize(), role);
-  try {
-    copy_in(*segment, data);
-  } catch (...) {
-    domain->pager->release(*segment);
-    throw;
+  const Layout layout = domain->layout_for(role, tensor.numel());
+  auto segment = Making{domain, impl, tensor.sizes(), tensor.itemsize(), role, layout, tensor.dtype()}();
+  if (segment->is_partitioned()) {
+    segment->open_share(Access::overwrite);
+    copy_share_in(*segment, data, tensor.itemsize());
+  } else {
+    copy_in(*segment, data, storage.nbytes());
   }
   impl.set_resizable(false);
   attach(std::move(segment), impl);
@@ -139,6 +233,7 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
 }
 
 TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
+  for (const PinRequest& request : requests) static_cast<StorageSegment*>(request.segment)->refresh(request.access);
   // One call a pager; nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
     Pager& pager = *requests[begin].segment->pager();
@@ -152,6 +247,15 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
     }
     requests_.append(requests.begin() + begin, requests.begin() + end);
     begin = end;
+  }
+}
+
+void TensorPin::release() {
+  const auto requests = requests_;
+  { TensorPin dropped = std::move(*this); }
+  for (const PinRequest& request : requests) {
+    Pager& pager = *request.segment->pager();
+    if (request.access != Access::read && pager.is_gathered()) pager.store(*request.segment);
   }
 }
 
@@ -172,14 +276,26 @@ thread_local std::shared_ptr<Domain> current_scope;
 const std::shared_ptr<Domain>& scope_domain() { return current_scope; }
 
 InitScope::InitScope(std::shared_ptr<Domain> domain)
-    : outer_(std::exchange(current_scope, std::move(domain))),
+    : domain_(domain),
+      outer_(std::exchange(current_scope, std::move(domain))),
       outer_included_(c10::impl::tls_is_dispatch_key_included(kPagedKey)) {
   c10::impl::tls_set_dispatch_key_included(kPagedKey, true);
 }
 
-InitScope::~InitScope() {
+InitScope::~InitScope() noexcept(false) {
+  const bool unwinding = std::uncaught_exceptions() > 0;
+  try {
+    leave();
+  } catch (...) {
+    if (!unwinding) throw;
+  }
+}
+
+void InitScope::leave() {
+  if (!domain_) return;
   c10::impl::tls_set_dispatch_key_included(kPagedKey, outer_included_);
   current_scope = std::move(outer_);
+  start_equal(*std::exchange(domain_, nullptr));
 }
 
 }  // namespace zeropage

@@ -14,11 +14,12 @@
 #include <string>
 #include <vector>
 
+#include "zeropage/base/torch_compat.h"
+#include "zeropage/comm/collectives.h"
+#include "zeropage/comm/stripes.h"
 #include "zeropage/pager/pager.h"
 
 namespace zeropage {
-
-inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
 
 /// Where a role's tensors are born. `automatic`: on the device if it has memory of its own, and in the host, while
 /// half of their budgets has room; else on disk.
@@ -41,22 +42,95 @@ class GeneralPath {
   std::map<std::string, std::size_t> counts_;
 };
 
+/// How a tensor lies over the ranks.
+enum class Layout : std::uint8_t {
+  replicated,   // whole on every rank. Its own share is always current there; the others may be stale
+  partitioned,  // at home on every rank is that rank's share alone; the whole is gathered when an operator needs it
+};
+
+/// Over which ranks a space's tensors lie, and how.
+struct Partition {
+  std::shared_ptr<Collectives> ranks;     // null: one process
+  std::shared_ptr<Collectives> replicas;  // of hybrid partitioning: ranks that hold the same shares; null: none
+  bool split[kRoles] = {};                // roles that are partitioned; the others are replicated
+  bool reduces_whole = false;             // gradients are summed whole on every rank (stage 0)
+  c10::ScalarType reduce_dtype = c10::ScalarType::Undefined;  // of gradients on the wire; Undefined: their own
+
+  int world() const { return ranks ? ranks->size() * (replicas ? replicas->size() : 1) : 1; }
+};
+
+class StorageSegment;
+
+/// Content that is still to come: a gradient whose reduction is under way.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  /// Returns when it is there.
+  virtual void complete() = 0;
+  /// True if instead of being waited for and added to `sum`, it will be added when it comes.
+  virtual bool add_to(StorageSegment& sum) = 0;
+};
+
 /// What all tensors of one space share.
 struct Domain {
-  std::shared_ptr<Pager> pager;
+  std::shared_ptr<Pager> pager;     // of what this rank holds
+  std::shared_ptr<Pager> gathered;  // of wholes that are gathered from all ranks' shares; null: none
   c10::Device device{c10::kCPU};
-  std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary
+  std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   Placement placement[kRoles] = {};
+  Partition partition;
+  std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
+  std::mutex newborn_mutex;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
+  std::uint64_t births = 0;
 
-  bool pages(std::size_t bytes) const { return bytes > 0 && bytes >= resident_below; }
+  /// With ranks every tensor is ours, for its gradient must be reduced; small ones stay in memory.
+  bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || bytes >= resident_below); }
+  /// Whether a tensor is too small to split. By elements, so that tensors of one shape agree whatever their dtype.
+  bool keeps_whole(std::size_t elements) const { return elements * 4 < resident_below; }
+  Layout layout_for(Role role, std::size_t elements) const {
+    return partition.split[static_cast<int>(role)] && !keeps_whole(elements) ? Layout::partitioned
+                                                                             : Layout::replicated;
+  }
+  Stripes stripes(std::size_t elements) const {
+    return {elements, pager->page_bytes(), partition.ranks->size(), partition.ranks->rank()};
+  }
 };
 
 class StorageSegment final : public Segment {
  public:
-  StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage);
+  StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, std::size_t elements);
+  ~StorageSegment() override;
 
   const std::shared_ptr<Domain>& domain() const { return domain_; }
+
+  // --- over ranks ---
+
+  bool is_partitioned() const { return share_.defined(); }
+  bool is_stale() const { return stale_; }
+  /// Whether the ranks' shares of it can be written one by one.
+  bool is_shareable() const { return shareable_; }
+  const Stripes& stripes() const { return stripes_; }
+  std::uint64_t number() const { return number_; }
+  std::size_t elements() const { return elements_; }
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage() const;
+  /// Of a partitioned tensor: this rank's share, flat, stripes().own() elements.
+  const at::Tensor& share() const { return share_; }
+  StorageSegment& share_segment() const;
+  /// Content that is still to come is waited for.
+  void complete();
+  /// Makes ready for operators that take the tensor whole: what is to come is there, and all shares are current.
+  void refresh(Access access);
+  /// Makes ready for operators that take this rank's share alone.
+  void open_share(Access access);
+  /// The same for whoever brings what is to come.
+  void claim_share(Access access);
+  void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
+  Layout layout() const { return is_partitioned() ? Layout::partitioned : Layout::replicated; }
+  const std::shared_ptr<Pending>& pending() const { return pending_; }
+  void set_stale(bool stale) { stale_ = stale; }
+
   /// Where the segment would lie if all paged tensors of the process lay in one address space: its own range, for
   /// code that tells shared tensors by their addresses. No memory is there.
   std::uint64_t virtual_address() const { return virtual_address_; }
@@ -67,26 +141,42 @@ class StorageSegment final : public Segment {
   void hide() override;
 
  private:
+  friend struct Making;
   void point_to(void* data);
+  void gather_stale();
   std::shared_ptr<Domain> domain_;
   c10::StorageImpl* storage_;
   std::uint64_t virtual_address_;
+  std::size_t elements_;
+  std::uint64_t number_ = 0;
+  Stripes stripes_;
+  at::Tensor share_;
+  bool shareable_ = false;
+  bool stale_ = false;
+  std::shared_ptr<Pending> pending_;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.
+inline StorageSegment* segment_of(c10::StorageImpl& storage) {
+  const auto& data = storage._mutable_data_ptr_no_checks();
+  return data.get_deleter() == &StorageSegment::destroy ? static_cast<StorageSegment*>(data.get_context()) : nullptr;
+}
 inline StorageSegment* segment_of(const at::TensorBase& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kPagedKey) || !tensor.has_storage()) return nullptr;
-  const auto& data =
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  return data.get_deleter() == &StorageSegment::destroy ? static_cast<StorageSegment*>(data.get_context()) : nullptr;
+  return segment_of(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
 }
 
 /// True if `tensor` is all of its storage, each element once: its bytes in memory order are the segment's.
 bool is_whole(const at::TensorBase& tensor);
 
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.
+/// `layout`: the role's, unless it is said.
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role);
+                      caffe2::TypeMeta dtype, Role role, std::optional<Layout> layout = std::nullopt);
+
+/// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
+/// what is not split comes from rank 0. Throws RankError.
+void start_equal(Domain& domain);
 
 /// Makes an existing tensor paged, in place, moving its content home. True if it is paged now; false if it stays as
 /// it is: too small, another device, not strided, a subclass, or its storage is shared with tensors we do not know
@@ -104,6 +194,8 @@ class TensorPin {
     return *this;
   }
   ~TensorPin();
+  /// Lets go, and stores what was written to gathered tensors in this rank's share: after an operator that succeeded.
+  void release();
 
  private:
   c10::SmallVector<PinRequest, 8> requests_;  // all of one pager after another's
@@ -117,11 +209,15 @@ const std::shared_ptr<Domain>& scope_domain();
 class InitScope {
  public:
   explicit InitScope(std::shared_ptr<Domain> domain);
-  ~InitScope();
+  /// Leaves, unless leave() did; what goes wrong then goes unsaid only if an exception is on its way already.
+  ~InitScope() noexcept(false);
+  /// Ends the scope. With ranks, what was born in it becomes the same on all: throws RankError.
+  void leave();
   InitScope(const InitScope&) = delete;
   InitScope& operator=(const InitScope&) = delete;
 
  private:
+  std::shared_ptr<Domain> domain_;  // null: left
   std::shared_ptr<Domain> outer_;
   bool outer_included_;
 };

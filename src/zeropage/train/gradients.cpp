@@ -10,6 +10,7 @@
 
 #include <atomic>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/windows.h"
 #include "zeropage/tensor/paged_tensor.h"
@@ -42,6 +43,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const at::Tensor& leaf = node_->variable;
     const at::Tensor& gradient = gradients[0];
     const auto* segment = segment_of(leaf);
+    if (segment && gradient.defined() && segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     if (!segment || !gradient.defined() || leaf.grad().defined() || segment_of(gradient)) return gradients;
     // With create_graph the gradient has a history of its own; a sparse one has no pages.
     if (gradient.requires_grad() || gradient.layout() != c10::kStrided || gradient.device() != leaf.device()) {
@@ -56,6 +58,19 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
   }
 
  private:
+  static variable_list over_ranks(const at::Tensor& leaf, const at::Tensor& gradient) {
+    if (gradient.layout() != c10::kStrided) {
+      throw RankError("sparse gradients are not summed over ranks; make the layer with sparse=False");
+    }
+    if (gradient.requires_grad()) {
+      throw RankError(
+          "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
+    }
+    // Made of nothing but tensors that lie over the ranks, it is the same on all of them: its own mean.
+    if (is_split(segment_of(gradient))) return {gradient};
+    return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
+  }
+
   static at::Tensor paged_copy(const StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
     c10::NoGradGuard no_grad;
     at::Tensor paged = make_paged(segment.domain(), leaf.sizes(), leaf.strides(), gradient.dtype(), Role::gradient);
@@ -68,6 +83,8 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
+Reducer& reducer_of(const Domain& domain) { return *static_cast<Reducer*>(domain.reducer.get()); }
+
 LeafHold hook_gradient(const at::Tensor& leaf) {
   auto node = c10::GradMode::is_enabled() ? torch::autograd::impl::grad_accumulator(leaf)
                                           : torch::autograd::impl::try_get_grad_accumulator(leaf);
@@ -77,6 +94,8 @@ LeafHold hook_gradient(const at::Tensor& leaf) {
   }
   if (auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
     node->add_pre_hook(std::make_unique<PageGradient>(accumulate));
+    const Domain& domain = *segment_of(leaf)->domain();
+    if (domain.partition.ranks) reducer_of(domain).know(leaf);
   }
   return node;
 }

@@ -6,7 +6,12 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include "zeropage/train/reducer.h"
+
 namespace zeropage {
+
+/// Of a domain with ranks.
+Reducer& reducer_of(const Domain& domain);
 
 /// What keeps a leaf's hook alive until the operator that met the leaf has made its own edge to the node: without it
 /// the node, held weakly by the leaf, would die at once; held longer, it would keep the parameter alive.

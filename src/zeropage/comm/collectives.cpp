@@ -1,0 +1,287 @@
+#include "zeropage/comm/collectives.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <thread>
+
+#include "zeropage/base/doing.h"
+#include "zeropage/base/errors.h"
+#include "zeropage/base/torch_compat.h"
+
+namespace zeropage {
+namespace {
+
+constexpr std::size_t kAlwaysChecked = 512;  // the first collectives, all of them
+constexpr std::size_t kCheckedEvery = 64;    // later ones
+constexpr std::size_t kTextBytes = 512;      // of what a rank says of itself
+
+/// Tensors here are nobody's parameters: neither our fault nor autograd shall see them.
+struct Below {
+  c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
+  c10::NoGradGuard no_grad;
+};
+
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // splitmix64's finalizer
+  std::uint64_t z = hash + 0x9e3779b97f4a7c15 + value;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+// torch 2.13 calls these all_gather_single and so on, and warns of the names that 2.11 has.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+auto gather_flat(c10d::ProcessGroup& group, at::Tensor whole, at::Tensor part) {
+  return group._allgather_base(whole, part);
+}
+auto scatter_flat(c10d::ProcessGroup& group, at::Tensor part, at::Tensor whole) {
+  return group._reduce_scatter_base(part, whole);
+}
+auto all_to_all_flat(c10d::ProcessGroup& group, at::Tensor out, at::Tensor in) {
+  std::vector<std::int64_t> even_out, even_in;
+  return group.alltoall_base(out, in, even_out, even_in);
+}
+#pragma GCC diagnostic pop
+
+}  // namespace
+
+/// A collective of c10d and the tensors it works on.
+class Collectives::Pending : public Work {
+ public:
+  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept)
+      : owner_(owner), work_(std::move(work)), kept_(std::move(kept)), during_(owner.last_) {}
+
+  ~Pending() override {
+    try {
+      Pending::wait();  // no buffer is given up under a transfer
+    } catch (...) {
+    }
+  }
+
+  void wait() override {
+    if (!work_) return;
+    auto work = std::exchange(work_, nullptr);
+    try {
+      work->wait();
+    } catch (const std::exception& error) {
+      owner_.fail(during_, error);
+    }
+  }
+
+ protected:
+  Collectives& owner_;
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<at::Tensor> kept_;
+  std::string during_;
+};
+
+/// An all-to-all whose parts are then added up here. Gloo's own reduce-scatter takes 2.7 times as long on two ranks,
+/// and its order of summation depends on the size.
+class Collectives::Summing final : public Pending {
+ public:
+  using Pending::Pending;
+
+  void wait() override {
+    if (!work_) return;
+    Pending::wait();
+    Below below;
+    at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
+    at::add_out(out, parts[0], parts[1]);
+    for (std::int64_t i = 2; i < parts.size(0); ++i) out.add_(parts[i]);
+    kept_.clear();
+  }
+};
+
+Collectives::Collectives(Group group, c10::Device device, CheckRanks check)
+    : group_(std::move(group)), device_(device), control_device_(device), check_(check) {
+  try {
+    (void)group_->getBackend(c10::kCPU);
+    control_device_ = c10::kCPU;
+  } catch (const std::exception&) {  // NCCL alone: small tensors go through the device
+  }
+}
+
+template <class Kind, class Start>
+std::unique_ptr<Ranks::Work> Collectives::start(Start&& start, std::vector<at::Tensor> kept) {
+  try {
+    return std::make_unique<Kind>(*this, start(), std::move(kept));
+  } catch (const std::exception& error) {
+    fail(last_, error);
+  }
+}
+
+void Collectives::record(std::string_view kind, const Subject& subject, std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  if (!broken_.empty()) throw RankError(broken_);
+  for (const std::uint64_t part : {std::hash<std::string_view>{}(kind), subject.number,
+                                   static_cast<std::uint64_t>(subject.page), static_cast<std::uint64_t>(bytes)}) {
+    history_ = mix(history_, part);
+  }
+  last_ = fmt::format("{} of {} {}{} ({} bytes)", kind, subject.role, subject.number,
+                      subject.page ? fmt::format(", page {}", subject.page) : "", bytes);
+}
+
+void Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes) {
+  record(kind, subject, bytes);
+  const std::size_t n = traffic_.collectives++;
+  const bool checked = check_ == CheckRanks::always || (check_ == CheckRanks::automatic &&
+                                                        (n < kAlwaysChecked || n % kCheckedEvery == 0));
+  if (!checked) return;
+  const at::Tensor histories = gather_words(static_cast<std::int64_t>(history_));
+  if (!(histories == histories[0]).all().item<bool>()) differ("");
+}
+
+/// Words of all ranks, [ranks, words], on the CPU. Every use has the same size, so that ranks that are at different
+/// ones still meet.
+at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
+  Below below;
+  constexpr std::int64_t kWords = 4;
+  at::Tensor mine = at::zeros({kWords}, at::kLong);
+  for (std::size_t i = 0; i < words.size(); ++i) mine[i] = words[i];
+  mine = mine.to(control_device_);
+  at::Tensor all = at::empty({size() * kWords}, mine.options());
+  traffic_.control += mine.nbytes() * (size() - 1);
+  start<Pending>([&] { return gather_flat(*group_, all, mine); }, {all, mine})->wait();
+  return all.view({size(), kWords}).cpu();
+}
+
+void Collectives::differ(const std::string& what) {
+  Below below;
+  std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
+  mine.resize(kTextBytes, ' ');
+  at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte).clone();
+  text = text.to(control_device_);
+  at::Tensor all = at::empty({size() * text.numel()}, text.options());
+  start<Pending>([&] { return gather_flat(*group_, all, text); }, {all, text})->wait();
+  all = all.cpu();
+  std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
+  for (int i = 0; i < size(); ++i) {
+    std::string said(static_cast<const char*>(all.const_data_ptr()) + i * kTextBytes, kTextBytes);
+    said.erase(said.find_last_not_of(' ') + 1);
+    message += fmt::format("\n  rank {}: {}", i, said);
+  }
+  message +=
+      "\nEvery rank must use paged tensors in the same order. If only some ranks use a module, as experts are used, "
+      "call zeropage.together(module); code for one rank alone must not touch paged tensors.";
+  std::lock_guard lock(mutex_);
+  broken_ = message;
+  throw RankError(message);
+}
+
+std::vector<Collectives::Words> Collectives::agree(const Words& mine, const Subject& subject) {
+  record("agreement", subject, 0);
+  const at::Tensor all = gather_words({static_cast<std::int64_t>(history_), mine[0], mine[1], mine[2]});
+  std::vector<Words> words;
+  bool together = true;
+  for (int i = 0; i < size(); ++i) {
+    const auto* row = all.const_data_ptr<std::int64_t>() + i * all.size(1);
+    together = together && row[0] == static_cast<std::int64_t>(history_);
+    words.push_back({row[1], row[2], row[3]});
+  }
+  if (!together) differ("");
+  return words;
+}
+
+at::Tensor Collectives::as_tensor(std::byte* at, std::size_t bytes) const {
+  return at::from_blob(
+      at, {static_cast<std::int64_t>(bytes)}, [](void*) {}, at::TensorOptions().dtype(at::kByte).device(device_),
+      device_);
+}
+
+std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
+                                                     const Subject& subject) {
+  Below below;
+  enter("all-gather", subject, part_bytes);
+  traffic_.gathered += part_bytes * (size() - 1);
+  at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
+  return start<Pending>([&] { return gather_flat(*group_, whole, mine); }, {whole, mine});
+}
+
+std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject) {
+  Below below;
+  enter("reduce-scatter", subject, in.nbytes());
+  traffic_.reduced += out.nbytes() * (size() - 1);
+  if (!device_.is_cpu()) return start<Pending>([&] { return scatter_flat(*group_, out, in); }, {out, in});
+  at::Tensor parts = at::empty_like(in);
+  return start<Summing>([&] { return all_to_all_flat(*group_, parts, in); }, {out, parts, in});
+}
+
+std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subject& subject) {
+  Below below;
+  enter("all-reduce", subject, sum.nbytes());
+  traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
+  std::vector<at::Tensor> tensors{sum};
+  return start<Pending>([&] { return group_->allreduce(tensors); }, tensors);
+}
+
+void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
+  Below below;
+  enter("broadcast", subject, tensor.nbytes());
+  if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
+  std::vector<at::Tensor> tensors{tensor};
+  start<Pending>([&] { return group_->broadcast(tensors); }, tensors)->wait();
+}
+
+at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
+  Below below;
+  record("exchange", subject, mine.nbytes());
+  traffic_.control += mine.nbytes() * (size() - 1);
+  at::Tensor part = mine.contiguous().view({-1}).to(control_device_);
+  at::Tensor all = at::empty({size() * part.numel()}, part.options());
+  start<Pending>([&] { return gather_flat(*group_, all, part); }, {all, part})->wait();
+  return all.view({size(), part.numel()}).to(mine.device());
+}
+
+std::shared_ptr<std::byte> Collectives::scratch(std::size_t bytes) {
+  Below below;
+  auto memory = std::make_shared<at::Tensor>(
+      at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_)));
+  return {memory, static_cast<std::byte*>(memory->mutable_data_ptr())};
+}
+
+/// Leaves a note of where this rank is, and reads what the others left within a few seconds.
+std::string Collectives::where_all_are() {
+  using namespace std::chrono_literals;
+  const std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
+  std::string text;
+  try {
+    auto store = group_->getStore();
+    if (!store) return "";
+    const std::string prefix = fmt::format("zeropage/where/{}/", group_->getGroupName());
+    store->set(prefix + std::to_string(rank()), mine);
+    const auto deadline = std::chrono::steady_clock::now() + 3s;
+    for (int i = 0; i < size(); ++i) {
+      const std::string key = prefix + std::to_string(i);
+      while (!store->check({key}) && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(50ms);
+      const std::string said = store->check({key}) ? store->get_to_str(key) : "no answer: it died or stalled";
+      text += fmt::format("\n  rank {}: {}", i, said);
+    }
+  } catch (const std::exception&) {  // the rank that keeps the store may be the one that died
+  }
+  return text;
+}
+
+void Collectives::fail(const std::string& during, const std::exception& error) {
+  if (const auto* ours = dynamic_cast<const RankError*>(&error)) throw *ours;
+  std::lock_guard lock(mutex_);
+  if (broken_.empty()) {
+    std::string reason = error.what();
+    reason.erase(std::min(reason.find('\n'), reason.size()));
+    broken_ = fmt::format("{} failed: a rank died, stalled, or is at another operator ({}).{}", during, reason,
+                          where_all_are());
+  }
+  throw RankError(broken_);
+}
+
+Traffic Collectives::traffic() const {
+  std::lock_guard lock(mutex_);
+  return traffic_;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,92 @@
+// Collectives of one group of ranks through c10d, counted, and checked: ranks that are no longer at the same operator
+// get one error that says where each is, instead of a hang or another tensor's bytes.
+//
+// [Note: together] Each collective is folded into a running hash of its kind, subject and size. While checking, which
+// is always for the first ones and then now and then, ranks compare hashes before they move data; gradients compare
+// them at every bucket. Where ranks differ without a check, the group's own timeout ends the wait, and each rank
+// leaves a note in the group's store of where it was, so that the error can still say it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <array>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "zeropage/comm/ranks.h"
+
+namespace zeropage {
+
+enum class CheckRanks : std::uint8_t { automatic, always, never };
+
+/// Bytes that this rank sent, by what for. A ring or an all-to-all sends the same.
+struct Traffic {
+  std::size_t gathered = 0;    // all-gathers: (N-1) times its part
+  std::size_t reduced = 0;     // reduce-scatters: (N-1) parts; all-reduces: twice that
+  std::size_t broadcast = 0;   // at the start: what is not paged, from rank 0
+  std::size_t control = 0;     // checks, agreements, norms
+  std::size_t collectives = 0;  // those that moved data
+
+  Traffic& operator+=(const Traffic& other) {
+    gathered += other.gathered, reduced += other.reduced, broadcast += other.broadcast, control += other.control;
+    collectives += other.collectives;
+    return *this;
+  }
+};
+
+class Collectives final : public Ranks {
+ public:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  Collectives(Group group, c10::Device device, CheckRanks check);
+
+  int size() const override { return group_->getSize(); }
+  int rank() const override { return group_->getRank(); }
+  std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
+                                   const Subject& subject) override;
+  std::shared_ptr<std::byte> scratch(std::size_t bytes) override;
+
+  /// `out` becomes the sum over ranks, in rank order on the CPU, of part rank() of `in`; in.numel() is
+  /// size() * out.numel(). Both are kept until the work was waited for.
+  [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject);
+  /// In place.
+  [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor sum, const Subject& subject);
+  /// Rank 0's content everywhere, at once.
+  void broadcast(at::Tensor tensor, const Subject& subject);
+  /// What each rank's small CPU tensor holds, in rank order: [ranks, numel]. At once.
+  at::Tensor all_gather_small(const at::Tensor& mine, const Subject& subject);
+
+  /// Words that ranks tell each other, in rank order. Words differ, the history of collectives must not: throws
+  /// RankError on every rank if it does.
+  using Words = std::array<std::int64_t, 3>;
+  std::vector<Words> agree(const Words& mine, const Subject& subject);
+  /// Throws on every rank, saying what each was doing.
+  [[noreturn]] void differ(const std::string& what);
+
+  Traffic traffic() const;
+
+ private:
+  class Pending;
+  class Summing;
+  void enter(std::string_view kind, const Subject& subject, std::size_t bytes);
+  void record(std::string_view kind, const Subject& subject, std::size_t bytes);
+  at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
+  at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
+  template <class Kind, class Start>
+  std::unique_ptr<Work> start(Start&& start, std::vector<at::Tensor> kept);
+  [[noreturn]] void fail(const std::string& during, const std::exception& error);
+  std::string where_all_are();
+
+  Group group_;
+  c10::Device device_;
+  c10::Device control_device_;  // of small tensors: the CPU where the group has a backend for it
+  CheckRanks check_;
+  mutable std::mutex mutex_;
+  std::uint64_t history_ = 0;
+  std::string last_;  // the latest collective, in words
+  std::string broken_;
+  Traffic traffic_;
+};
+
+}  // namespace zeropage

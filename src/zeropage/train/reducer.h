@@ -1,0 +1,82 @@
+// Sums of gradients over ranks. A gradient that autograd hands to a leaf is put into a bucket; a full bucket goes on
+// its way while backward goes on; its sums are waited for when somebody reads them, or when too much is under way.
+//
+// Where only each rank's share is kept (stages 1 to 3), sums are reduce-scattered: a page of a large gradient lies in
+// memory as every rank's part of it, and is sent as it lies; what is left is packed. Where gradients are whole on
+// every rank (stage 0, small tensors), they are packed and all-reduced. Sums are means, as DistributedDataParallel's.
+//
+// [Note: buckets and ranks] Ranks tell each other what is in a bucket before they send it. If one lacks a gradient
+// that others have, the rest of this backward is piled up, and at its end ranks sum over the union, zeros for what a
+// rank lacks. The parameter then has a gradient on every rank, as it would have with the whole batch on one.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "zeropage/tensor/paged_tensor.h"
+#include <c10/util/FunctionRef.h>
+
+namespace zeropage {
+
+class Reducer : public std::enable_shared_from_this<Reducer> {
+ public:
+  explicit Reducer(const Domain& domain);
+  ~Reducer();
+
+  /// Remembers a leaf, so that it gets a gradient when other ranks have one and this one has not.
+  void know(const at::Tensor& leaf);
+  /// A paged gradient like `leaf` whose content, the mean over ranks, is still to come.
+  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
+
+ private:
+  class Reduction;
+  using ReductionPtr = std::shared_ptr<Reduction>;
+  struct PiecePart;
+  struct Piece;
+  struct PackedPart {
+    ReductionPtr reduction;
+    std::size_t page;
+  };
+
+  ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient);
+  void add(ReductionPtr reduction);
+  void watch_backward();
+  void end_backward();
+  enum class Why : std::int64_t { full, end };
+  void send_open(Why why);
+  void settle_pile();
+  ReductionPtr missing(std::uint64_t number);
+
+
+  void send(std::vector<ReductionPtr>& reductions);
+  c10::ScalarType wire_dtype(c10::ScalarType dtype) const;
+  void send_pages(const ReductionPtr& reduction, std::vector<PackedPart>& to_pack);
+  void send_packed_parts(const std::vector<PackedPart>& parts);
+  void send_packed_wholes(const std::vector<PackedPart>& wholes);
+  void for_each_dtype(const std::vector<PackedPart>& parts,
+                      c10::function_ref<void(c10::ScalarType, const std::vector<PackedPart>&)> send) const;
+  at::TensorOptions options(c10::ScalarType dtype) const;
+
+  void push(std::unique_ptr<Piece> piece);
+  void complete(const Reduction& reduction);
+  void complete_oldest();
+  void deliver(const PiecePart& part, const at::Tensor& result);
+  void write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype, bool add);
+
+  const Domain& domain_;
+  Collectives& ranks_;
+  Collectives* replicas_;
+  std::recursive_mutex mutex_;
+  std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> leaves_;  // by number
+  std::vector<ReductionPtr> open_;  // the bucket being filled
+  std::vector<ReductionPtr> pile_;
+  bool piling_ = false;
+  std::size_t open_bytes_ = 0, bytes_under_way_ = 0;
+  std::deque<std::unique_ptr<Piece>> under_way_;
+  int backward_ = -1;  // the graph task whose end is watched
+};
+
+}  // namespace zeropage
