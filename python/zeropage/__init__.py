@@ -30,6 +30,7 @@ from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError
 from zeropage._patches import install as _install_patches
 from zeropage._report import Report
 from zeropage._space import Config, Space, evict, init, page, pinned, report
+from zeropage._together import together
 
 _install_patches()
 
@@ -53,4 +54,5 @@ __all__ = [
     "page",
     "pinned",
     "report",
+    "together",
 ]

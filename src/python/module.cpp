@@ -150,6 +150,10 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "pin", [](const at::Tensor& tensor) { return std::make_unique<TensorPin>(pin(tensor)); },
       py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "hold", [](const std::vector<at::Tensor>& tensors) { return std::make_unique<TensorPin>(hold(tensors)); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
   module.def("evict", &evict, py::call_guard<py::gil_scoped_release>());
   module.def("plain_copy", &plain_copy, py::call_guard<py::gil_scoped_release>());

@@ -48,3 +48,26 @@ def deterministic(request):
         torch.backends.cudnn.deterministic = True
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def _ranks(size):
+    from ranks import Ranks
+
+    ranks = Ranks(size)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two():
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def three():
+    yield from _ranks(3)
+
+
+@pytest.fixture(scope="session")
+def four():
+    yield from _ranks(4)

@@ -11,11 +11,13 @@ import traceback
 import torch
 import torch.distributed as dist
 
+import zeropage
 
-def _serve(rank, size, port, pipe):
+
+def _serve(rank, size, port, timeout, pipe):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
     while True:
         try:
             call = pipe.recv()
@@ -39,24 +41,34 @@ def _free_port():
 
 
 class Ranks:
-    def __init__(self, size):
+    """`timeout`: seconds after which a collective gives up."""
+
+    def __init__(self, size, timeout=60):
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self.size = size
-        self._pipes, self._processes = [], []
+        self._pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, timeout, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
+            self.processes.append(process)
+
+    def start(self, function, *args):
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def answer(self, rank, timeout=120):
+        """Whether the rank's function returned, and what; or what it raised, as text."""
+        assert self._pipes[rank].poll(timeout), f"rank {rank} hangs"
+        return self._pipes[rank].recv()
 
     def run(self, function, *args):
         """function(*args) on every rank; results in rank order."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = [pipe.recv() for pipe in self._pipes]
+        self.start(function, *args)
+        answers = [self.answer(rank) for rank in range(self.size)]
         failures = [answer for ok, answer in answers if not ok]
         assert not failures, "\n".join(failures)
         return [answer for _, answer in answers]
@@ -65,10 +77,23 @@ class Ranks:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        for process in self._processes:
+        for process in self.processes:
             process.join(10)
             process.kill()
 
 
-def swap_directory():
-    return tempfile.TemporaryDirectory(dir="build", prefix="swap-")
+@contextlib.contextmanager
+def space(tier="disk", **settings):
+    """A small space that pages everything; on a rank."""
+    with tempfile.TemporaryDirectory(dir="build", prefix="swap-") as path:
+        roles = dict.fromkeys(["parameters", "gradients", "optimizer"], tier)
+        small = {
+            "device": "cpu",
+            "device_memory": "6MB",
+            "host_memory": "4MB",
+            "resident_below": 1,
+            "page_size": "16KiB",
+        }
+        made = zeropage.init(**{**small, **roles, **({"disk_path": path} if tier == "disk" else {}), **settings})
+        yield made
+        made.close()

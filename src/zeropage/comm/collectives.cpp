@@ -130,8 +130,8 @@ void Collectives::record(std::string_view kind, const Subject& subject, std::siz
 void Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes) {
   record(kind, subject, bytes);
   const std::size_t n = traffic_.collectives++;
-  const bool checked = check_ == CheckRanks::always || (check_ == CheckRanks::automatic &&
-                                                        (n < kAlwaysChecked || n % kCheckedEvery == 0));
+  const bool checked = check_ == CheckRanks::always ||
+                       (check_ == CheckRanks::automatic && (n < kAlwaysChecked || n % kCheckedEvery == 0));
   if (!checked) return;
   const at::Tensor histories = gather_words(static_cast<std::int64_t>(history_));
   if (!(histories == histories[0]).all().item<bool>()) differ("");

@@ -8,11 +8,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <array>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "zeropage/comm/ranks.h"
@@ -23,10 +23,10 @@ enum class CheckRanks : std::uint8_t { automatic, always, never };
 
 /// Bytes that this rank sent, by what for. A ring or an all-to-all sends the same.
 struct Traffic {
-  std::size_t gathered = 0;    // all-gathers: (N-1) times its part
-  std::size_t reduced = 0;     // reduce-scatters: (N-1) parts; all-reduces: twice that
-  std::size_t broadcast = 0;   // at the start: what is not paged, from rank 0
-  std::size_t control = 0;     // checks, agreements, norms
+  std::size_t gathered = 0;     // all-gathers: (N-1) times its part
+  std::size_t reduced = 0;      // reduce-scatters: (N-1) parts; all-reduces: twice that
+  std::size_t broadcast = 0;    // at the start: what is not paged, from rank 0
+  std::size_t control = 0;      // checks, agreements, norms
   std::size_t collectives = 0;  // those that moved data
 
   Traffic& operator+=(const Traffic& other) {

@@ -40,8 +40,7 @@ class Stripes {
   std::size_t pages() const { return std::max<std::size_t>(ceil_div(elements_, page_), 1); }
   /// Elements of one rank's part of a page, padding counted.
   std::size_t part(std::size_t page) const {
-    return page + 1 < pages() ? page_ / ranks_
-                              : round_up(ceil_div(elements_ - page * page_, ranks_), kPartElements);
+    return page + 1 < pages() ? page_ / ranks_ : round_up(ceil_div(elements_ - page * page_, ranks_), kPartElements);
   }
   /// Where a page begins in the tensor.
   std::size_t page_begin(std::size_t page) const { return page * page_; }

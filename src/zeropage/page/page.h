@@ -98,7 +98,7 @@ struct Run {
   std::size_t tensors = 0;         // segments alive in it
   // Of gathered runs:
   std::vector<Share> shares;
-  std::uint64_t number = 0;      // counted from birth, the same on all ranks
+  std::uint64_t number = 0;      // of its first tensor, the same on all ranks
   std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
 
   bool gathered() const { return !shares.empty(); }
@@ -130,7 +130,9 @@ struct GatheredSpec {
   std::size_t padded_bytes;  // with every rank's last part full
   std::size_t page_bytes;
   Role role;
-  Segment* share;  // this rank's parts, one after another; must outlive the segment
+  Segment* share;        // this rank's parts, one after another; must outlive the segment
+  std::uint64_t number;  // the same on all ranks
+  bool alone;            // shares no page: its birth may come at another time on other ranks
 };
 
 /// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they

@@ -40,7 +40,7 @@ void Pager::bind_gathered(Segment& segment, const GatheredSpec& spec) {
 /// from births alone, not from deaths.
 Run& Pager::gathered_run_for(const GatheredSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = round_up(std::max(page_bytes_ / 4, kBlockBytes), kBlockBytes);
-  if (spec.padded_bytes > shared_bytes / 4) {
+  if (spec.alone || spec.padded_bytes > shared_bytes / 4) {
     Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes);
     run.shares.push_back({spec.share, 0, 0});
     return run;
@@ -68,7 +68,7 @@ Run& Pager::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::s
   run.bytes = bytes;
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(bytes, page_bytes));
-  run.number = ++births_;
+  run.number = spec.number;
   runs_.emplace(&run, std::move(owned));
   return run;
 }

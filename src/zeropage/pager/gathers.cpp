@@ -67,7 +67,8 @@ Ticket Gathers::read(const Run& run, std::size_t page, std::byte* into) {
 
 void Gathers::hold_part(Gathering& gathering) {
   Segment& share = *gathering.run.shares[0].segment;
-  const Place place = place_of(share, gathering.page * (gathering.run.page_bytes / ranks_->size()), gathering.part_bytes);
+  const Place place =
+      place_of(share, gathering.page * (gathering.run.page_bytes / ranks_->size()), gathering.part_bytes);
   while (true) {
     try {
       gathering.part = local_.pin_page(share, place.page, Access::read);

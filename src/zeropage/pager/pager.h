@@ -218,7 +218,6 @@ class Pager : public std::enable_shared_from_this<Pager> {
   std::shared_ptr<Pager> local_;  // of this rank's shares, if this is the pager of gathered tensors
   std::unique_ptr<Gathers> gathers_;
   std::map<Role, Run*> open_;                      // the gathered run that takes the next small tensor
-  std::uint64_t births_ = 0;                       // of gathered runs
   std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<EvictionPolicy> policy_;

@@ -39,7 +39,7 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
   const caffe2::TypeMeta dtype = result_dtype(op, call);
   const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
   at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype,
-                                 like->segment->role(), like->segment->layout());
+                                 like->segment->role(), {.layout = like->segment->layout()});
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({result, segment_of(result), Access::overwrite});
   for_each_window(operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {

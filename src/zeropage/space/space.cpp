@@ -144,12 +144,14 @@ void split_roles(const Config& config, Partition& partition) {
   partition.reduces_whole = !split[static_cast<int>(Role::gradient)] && !split[static_cast<int>(Role::optimizer)];
 }
 
-/// How much of device_memory holds gathered tensors; the rest is for what this rank holds itself.
-std::size_t gathered_share(std::size_t device_bytes, const Partition& partition, bool separate) {
-  const bool* const split = partition.split;
-  if (std::none_of(split, split + kRoles, [](bool s) { return s; })) return 0;
-  std::size_t share = device_bytes / 4;  // gradients or states, where an operator needs them whole
-  if (split[static_cast<int>(Role::parameter)]) share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
+/// How much of device_memory holds gathered tensors; the rest is for what this rank holds itself. Homes on the device
+/// need most of it; where there are none, whole parameters do.
+std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool separate) {
+  const auto& split = domain.partition.split;
+  if (std::none_of(std::begin(split), std::end(split), [](bool s) { return s; })) return 0;
+  const bool homes = std::find(domain.placement, domain.placement + 3, Placement::device) != domain.placement + 3;
+  std::size_t share = device_bytes / 4;
+  if (split[static_cast<int>(Role::parameter)] && !homes) share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
   return round_down(share, kBlockBytes);
 }
 
@@ -219,8 +221,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   split_roles(config, domain->partition);
   domain->partition.reduce_dtype = dtype_of(config.reduce_dtype);
   const CheckRanks check = check_of(config.check_ranks);
-  const std::size_t gathered_bytes =
-      groups.shard ? gathered_share(options.device_bytes, domain->partition, separate) : 0;
+  const std::size_t gathered_bytes = groups.shard ? gathered_share(options.device_bytes, *domain, separate) : 0;
   const std::size_t device_bytes = options.device_bytes;
   options.device_bytes -= gathered_bytes;
   const auto device_memory = [&](std::size_t bytes) -> std::shared_ptr<DeviceMemory> {
@@ -272,7 +273,7 @@ bool Space::page(at::Tensor& tensor, Role role) {
     reducer_of(*domain_).know(tensor);
   }
   if (segment && segment->domain() == domain_ && domain_->partition.ranks && !scope_domain()) {
-    std::lock_guard lock(domain_->newborn_mutex);
+    std::lock_guard lock(domain_->sharing_mutex);
     domain_->newborn.push_back(segment->storage());  // start_equal() is for the caller
   }
   return paged;
@@ -282,8 +283,8 @@ void Space::keep_whole(at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   if (!segment || !segment->is_partitioned() || !is_whole(tensor)) return;
   c10::NoGradGuard no_grad;
-  at::Tensor whole =
-      make_paged(domain_, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(), Layout::replicated);
+  at::Tensor whole = make_paged(domain_, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
+                                {.layout = Layout::replicated});
   tensor.set_data(whole.copy_(tensor));
 }
 
@@ -363,6 +364,20 @@ at::Tensor plain_copy(const at::Tensor& tensor) {
     copy = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().requires_grad(false));
   }
   return copy.copy_(tensor);
+}
+
+TensorPin hold(c10::ArrayRef<at::Tensor> tensors) {
+  std::vector<PinRequest> requests;
+  for (const at::Tensor& tensor : tensors) {
+    auto* segment = segment_of(tensor);
+    if (segment && segment->is_partitioned()) requests.push_back({segment, Access::read});
+  }
+  return TensorPin(requests);
+}
+
+void settle_gradients(const at::Tensor& parameter) {
+  const auto* segment = segment_of(parameter);
+  if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).settle();
 }
 
 TensorPin pin(const at::Tensor& tensor) {

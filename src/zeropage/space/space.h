@@ -94,6 +94,12 @@ std::uint64_t virtual_address(const at::Tensor& tensor);
 /// An ordinary tensor with the same content, layout and history-free, for code that must have raw memory of its own.
 at::Tensor plain_copy(const at::Tensor& tensor);
 
+/// Holds tensors whole, for reading, while it lives: what all ranks do together before some of them use some of the
+/// tensors. Those that every rank has whole are left alone.
+TensorPin hold(c10::ArrayRef<at::Tensor> tensors);
+/// With ranks: gradients that came so far are summed, zeros for those that this rank lacks. All ranks do it together.
+void settle_gradients(const at::Tensor& parameter);
+
 /// Holds a tensor's data in memory, where data_ptr() may be read and written, while it lives. Throws AccessError or
 /// BudgetError. An ordinary tensor is always there.
 TensorPin pin(const at::Tensor& tensor);

@@ -56,7 +56,7 @@ struct Making {
   c10::IntArrayRef sizes;
   std::size_t item_bytes;
   Role role;
-  Layout layout;
+  Birth birth;
 
   std::unique_ptr<StorageSegment> operator()() const {
     const std::size_t bytes = storage.nbytes(), elements = bytes / item_bytes;
@@ -65,12 +65,13 @@ struct Making {
       domain->pager->bind(*segment, {bytes, row_bytes(sizes, item_bytes), role, tier_for(*domain, role, bytes)});
       return segment;
     }
-    segment->number_ = ++domain->births;
+    segment->number_ = birth.number ? birth.number : ++domain->births;
     segment->stripes_ = domain->stripes(elements);
     segment->shareable_ = !domain->keeps_whole(elements);
+    const Layout layout = birth.layout.value_or(domain->layout_for(role, elements));
     layout == Layout::partitioned ? bind_partitioned(*segment) : bind_replicated(*segment);
     if (scope_domain()) {
-      std::lock_guard lock(domain->newborn_mutex);
+      std::lock_guard lock(domain->sharing_mutex);
       domain->newborn.push_back(segment->storage());
     }
     return segment;
@@ -101,7 +102,7 @@ struct Making {
     domain->pager->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
     domain->gathered->bind_gathered(segment, {storage.nbytes(), stripes.padded() * item_bytes, page_bytes(stripes),
-                                              role, &segment.share_segment()});
+                                              role, &segment.share_segment(), segment.number_, birth.number != 0});
   }
 
   at::Tensor wrap(std::unique_ptr<StorageSegment> segment, c10::intrusive_ptr<c10::StorageImpl> own,
@@ -197,13 +198,12 @@ bool is_whole(const at::TensorBase& tensor) {
 }
 
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role, std::optional<Layout> layout) {
+                      caffe2::TypeMeta dtype, Role role, const Birth& birth) {
   const std::size_t bytes = c10::multiply_integers(sizes) * dtype.itemsize();
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, domain->device), nullptr,
                                                        /*resizable=*/false);
-  const Layout lies = layout.value_or(domain->layout_for(role, c10::multiply_integers(sizes)));
-  attach(Making{domain, *storage, sizes, dtype.itemsize(), role, lies, dtype}(), *storage);
+  attach(Making{domain, *storage, sizes, dtype.itemsize(), role, birth, dtype}(), *storage);
   return tensor_over(*domain, std::move(storage), sizes, strides, dtype);
 }
 
@@ -218,8 +218,7 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   if (!domain->pages(storage.nbytes()) || !is_whole(tensor) || storage.use_count() != 1) return false;
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const auto* data = static_cast<const std::byte*>(impl.data());
-  const Layout layout = domain->layout_for(role, tensor.numel());
-  auto segment = Making{domain, impl, tensor.sizes(), tensor.itemsize(), role, layout, tensor.dtype()}();
+  auto segment = Making{domain, impl, tensor.sizes(), tensor.itemsize(), role, {}, tensor.dtype()}();
   if (segment->is_partitioned()) {
     segment->open_share(Access::overwrite);
     copy_share_in(*segment, data, tensor.itemsize());

@@ -81,8 +81,9 @@ struct Domain {
   Partition partition;
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
-  std::mutex newborn_mutex;
+  std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
+  std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
   std::uint64_t births = 0;
 
   /// With ranks every tensor is ours, for its gradient must be reduced; small ones stay in memory.
@@ -109,6 +110,7 @@ class StorageSegment final : public Segment {
 
   bool is_partitioned() const { return share_.defined(); }
   bool is_stale() const { return stale_; }
+  void set_stale(bool stale);
   /// Whether the ranks' shares of it can be written one by one.
   bool is_shareable() const { return shareable_; }
   const Stripes& stripes() const { return stripes_; }
@@ -129,7 +131,6 @@ class StorageSegment final : public Segment {
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
   Layout layout() const { return is_partitioned() ? Layout::partitioned : Layout::replicated; }
   const std::shared_ptr<Pending>& pending() const { return pending_; }
-  void set_stale(bool stale) { stale_ = stale; }
 
   /// Where the segment would lie if all paged tensors of the process lay in one address space: its own range, for
   /// code that tells shared tensors by their addresses. No memory is there.
@@ -143,7 +144,6 @@ class StorageSegment final : public Segment {
  private:
   friend struct Making;
   void point_to(void* data);
-  void gather_stale();
   std::shared_ptr<Domain> domain_;
   c10::StorageImpl* storage_;
   std::uint64_t virtual_address_;
@@ -169,10 +169,16 @@ inline StorageSegment* segment_of(const at::TensorBase& tensor) {
 /// True if `tensor` is all of its storage, each element once: its bytes in memory order are the segment's.
 bool is_whole(const at::TensorBase& tensor);
 
+/// How a tensor is born over ranks.
+struct Birth {
+  std::optional<Layout> layout = std::nullopt;  // the role's, unless it is said
+  /// What it is called on all ranks. Given where ranks may make tensors in another order, as gradients; else counted.
+  std::uint64_t number = 0;
+};
+
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.
-/// `layout`: the role's, unless it is said.
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role, std::optional<Layout> layout = std::nullopt);
+                      caffe2::TypeMeta dtype, Role role, const Birth& birth = {});
 
 /// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
 /// what is not split comes from rank 0. Throws RankError.

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/FunctionRef.h>
 
 #include <cstring>
 #include <deque>
@@ -59,6 +60,114 @@ void broadcast_pages(StorageSegment& segment, Collectives& group, const Subject&
   }
 }
 
+/// Brings the other ranks' shares of whole tensors in: small tensors packed together, large ones page by page in
+/// place, some ahead.
+class Refresh {
+ public:
+  explicit Refresh(Domain& domain) : domain_(domain), ranks_(*domain.partition.ranks) {}
+
+  void run(const std::vector<StorageSegment*>& segments) {
+    std::vector<StorageSegment*> small;
+    std::size_t bytes = 0;
+    for (StorageSegment* segment : segments) {
+      if (segment->pages() > 1) {
+        gather_pages(*segment);
+        continue;
+      }
+      small.push_back(segment);
+      bytes += segment->bytes();
+      if (bytes >= kPackBytes) gather_packed(std::exchange(small, {})), bytes = 0;
+    }
+    if (!small.empty()) gather_packed(small);
+    while (!under_way_.empty()) finish_oldest();
+  }
+
+ private:
+  struct Gather {
+    PagePin page;
+    std::unique_ptr<Ranks::Work> work;
+  };
+
+  void finish_oldest() {
+    under_way_.front().work->wait();
+    under_way_.pop_front();
+  }
+
+  void gather_pages(StorageSegment& segment) {
+    const Stripes& stripes = segment.stripes();
+    for (std::size_t i = 0; i < stripes.pages(); ++i) {
+      if (under_way_.size() == kGathersAhead) finish_oldest();
+      Gather gather{segment.pager()->pin_page(segment, i, Access::write), nullptr};
+      gather.page.wait();
+      const std::size_t part_bytes = stripes.part(i) * item_bytes(segment);
+      std::byte* const page = gather.page.data();
+      gather.work = ranks_.all_gather(page, page + stripes.rank() * part_bytes, part_bytes, subject_of(segment, i));
+      under_way_.push_back(std::move(gather));
+    }
+  }
+
+  void gather_packed(const std::vector<StorageSegment*>& segments) {
+    std::int64_t length = 0;
+    for (StorageSegment* segment : segments) length += part_bytes(*segment);
+    const auto options = at::TensorOptions().dtype(at::kByte).device(domain_.device);
+    at::Tensor mine = at::empty({length}, options), all = at::empty({ranks_.size(), length}, options);
+    for_each_place(segments, [&](at::Tensor parts, std::int64_t at, std::int64_t bytes) {
+      mine.narrow(0, at, bytes).copy_(parts[ranks_.rank()]);
+    });
+    ranks_
+        .all_gather(static_cast<std::byte*>(all.mutable_data_ptr()),
+                    static_cast<const std::byte*>(mine.const_data_ptr()), length, subject_of(*segments[0]))
+        ->wait();
+    for_each_place(segments, [&](at::Tensor parts, std::int64_t at, std::int64_t bytes) {
+      parts.copy_(all.narrow(1, at, bytes));
+    });
+  }
+
+  /// Calls `visit` with every rank's part of each segment, [ranks, bytes], and where it lies in the packing.
+  void for_each_place(const std::vector<StorageSegment*>& segments,
+                      c10::function_ref<void(at::Tensor, std::int64_t, std::int64_t)> visit) {
+    std::int64_t at = 0;
+    for (StorageSegment* segment : segments) {
+      PagePin page = segment->pager()->pin_page(*segment, 0, Access::write);
+      page.wait();
+      const std::int64_t bytes = part_bytes(*segment);
+      const auto options = at::TensorOptions().dtype(at::kByte).device(domain_.device);
+      visit(at::from_blob(page.data(), {ranks_.size(), bytes}, [](void*) {}, options, domain_.device), at, bytes);
+      at += bytes;
+    }
+  }
+
+  static std::size_t item_bytes(const StorageSegment& segment) {
+    return segment.bytes() / segment.stripes().padded();
+  }
+  static std::int64_t part_bytes(const StorageSegment& segment) {
+    return static_cast<std::int64_t>(segment.stripes().part(0) * item_bytes(segment));
+  }
+
+  Domain& domain_;
+  Collectives& ranks_;
+  std::deque<Gather> under_way_;
+};
+
+void gather_stale_parameters(Domain& domain) {
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
+  {
+    std::lock_guard lock(domain.sharing_mutex);
+    for (auto& [_, weak] : domain.stale) {
+      if (auto storage = weak.lock()) alive.push_back(std::move(storage));
+    }
+  }
+  std::vector<StorageSegment*> segments;
+  for (const auto& storage : alive) {
+    if (auto* segment = segment_of(*storage)) segments.push_back(segment);
+  }
+  for (StorageSegment* segment : segments) segment->complete();
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::NoGradGuard no_grad;
+  Refresh(domain).run(segments);
+  for (StorageSegment* segment : segments) segment->set_stale(false);
+}
+
 }  // namespace
 
 void StorageSegment::complete() {
@@ -67,8 +176,17 @@ void StorageSegment::complete() {
 
 void StorageSegment::refresh(Access access) {
   complete();
-  if (stale_ && access != Access::overwrite) gather_stale();
-  stale_ = false;
+  if (stale_ && access != Access::overwrite) {
+    // After a step, whichever parameter is used first: which that is may differ between ranks.
+    role() == Role::parameter ? gather_stale_parameters(*domain_) : Refresh(*domain_).run({this});
+  }
+  set_stale(false);
+}
+
+void StorageSegment::set_stale(bool stale) {
+  if (std::exchange(stale_, stale) == stale || role() != Role::parameter) return;
+  std::lock_guard lock(domain_->sharing_mutex);
+  stale ? void(domain_->stale.emplace(number_, storage())) : void(domain_->stale.erase(number_));
 }
 
 void StorageSegment::open_share(Access access) {
@@ -80,32 +198,8 @@ void StorageSegment::claim_share(Access access) {
   if (is_partitioned()) {
     access == Access::read ? pager()->store(*this) : pager()->share_changes(*this);
   } else if (access != Access::read) {
-    stale_ = true;
+    set_stale(true);
   }
-}
-
-/// Brings the other ranks' shares in, page by page, in place.
-void StorageSegment::gather_stale() {
-  struct Gather {
-    PagePin page;
-    std::unique_ptr<Ranks::Work> work;
-  };
-  std::deque<Gather> under_way;
-  const std::size_t item_bytes = storage_->nbytes() / elements_;
-  for (std::size_t i = 0; i < stripes_.pages(); ++i) {
-    if (under_way.size() == kGathersAhead) {
-      under_way.front().work->wait();
-      under_way.pop_front();
-    }
-    Gather gather{pager()->pin_page(*this, i, Access::write), nullptr};
-    gather.page.wait();
-    const std::size_t part_bytes = stripes_.part(i) * item_bytes;
-    std::byte* const page = gather.page.data();
-    gather.work = domain_->partition.ranks->all_gather(page, page + stripes_.rank() * part_bytes, part_bytes,
-                                                       subject_of(*this, i));
-    under_way.push_back(std::move(gather));
-  }
-  for (Gather& gather : under_way) gather.work->wait();
 }
 
 void start_equal(Domain& domain) {
@@ -114,7 +208,7 @@ void start_equal(Domain& domain) {
   c10::NoGradGuard no_grad;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;
   {
-    std::lock_guard lock(domain.newborn_mutex);
+    std::lock_guard lock(domain.sharing_mutex);
     newborn.swap(domain.newborn);
   }
   Storages small;

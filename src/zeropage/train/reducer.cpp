@@ -105,7 +105,8 @@ void Reducer::know(const at::Tensor& leaf) {
 
 Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient) {
   const auto* segment = segment_of(leaf);
-  at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), leaf.dtype(), Role::gradient);
+  at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), leaf.dtype(), Role::gradient,
+                                {.number = segment->number()});
   auto reduction = std::make_shared<Reduction>(*this, segment->number(), std::move(gradient), leaf.scalar_type(),
                                                *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
@@ -141,14 +142,13 @@ void Reducer::watch_backward() {
   if (task == backward_ || task < 0) return;
   backward_ = task;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (auto self = weak.lock()) self->end_backward();
+    if (auto self = weak.lock()) self->settle();
   });
 }
 
-void Reducer::end_backward() {
+void Reducer::settle() {
   std::lock_guard lock(mutex_);
   Below below;
-  backward_ = -1;
   piling_ ? settle_pile() : send_open(Why::end);
 }
 
@@ -194,19 +194,21 @@ void Reducer::settle_pile() {
 /// Zeros, for a gradient that this rank has not and others have; the leaf gets the mean all the same.
 Reducer::ReductionPtr Reducer::missing(std::uint64_t number) {
   const auto known = leaves_.find(number);
-  const auto leaf = known == leaves_.end() ? c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()
-                                           : known->second.lock();
+  const auto leaf =
+      known == leaves_.end() ? c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>() : known->second.lock();
   if (!leaf) {
-    throw RankError(fmt::format(
-        "other ranks have a gradient for parameter {}, which this rank has never used; let every rank use it, or call "
-        "zeropage.together(module) on its module",
-        number));
+    throw RankError(
+        fmt::format("other ranks have a gradient for parameter {}, which this rank has never used; let every rank "
+                    "use it, or call "
+                    "zeropage.together(module) on its module",
+                    number));
   }
   const at::Tensor parameter(leaf);
   auto reduction = start(parameter, {});
   at::Tensor newborn = std::exchange(reduction->newborn, {});
   if (auto* sum = segment_of(parameter.grad())) {
-    if (!reduction->add_to(*sum)) throw RankError("a gradient that this rank lacks does not fit p.grad; clear p.grad");
+    if (!reduction->add_to(*sum))
+      throw RankError("a gradient that this rank lacks does not fit p.grad; clear p.grad");
   } else {
     parameter.mutable_grad() = std::move(newborn);
   }
@@ -231,13 +233,13 @@ c10::ScalarType Reducer::wire_dtype(c10::ScalarType dtype) const {
   return chosen == c10::ScalarType::Undefined || !c10::isFloatingType(dtype) ? dtype : chosen;
 }
 
-/// Pages that lie as they are to be sent go as they are; the others are to be packed. Half precision is divided before
-/// it is summed, so it must be packed.
+/// Pages that lie as they are to be sent go as they are; the others are to be packed. Half precision is divided
+/// before it is summed, so it must be packed.
 void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>& to_pack) {
   const Stripes& stripes = reduction->stripes;
   const at::Tensor& gradient = reduction->gradient;
-  const bool as_it_is = gradient.defined() && wire_dtype(reduction->dtype) == reduction->dtype &&
-                        reduction->dtype != c10::kHalf;
+  const bool as_it_is =
+      gradient.defined() && wire_dtype(reduction->dtype) == reduction->dtype && reduction->dtype != c10::kHalf;
   for (std::size_t page = 0; page < stripes.pages(); ++page) {
     const std::size_t part = stripes.part(page), begin = stripes.page_begin(page), all = part * stripes.ranks();
     if (!as_it_is || begin + all > stripes.elements()) {
@@ -272,13 +274,14 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
         const auto elements = std::min(part, static_cast<std::int64_t>(stripes.elements()) - begin);
         if (elements > 0) packed[rank].narrow(0, at, elements).copy_(reduction->gradient.narrow(0, begin, elements));
       }
-      piece->parts.push_back({reduction, static_cast<std::size_t>(at), stripes.part_begin(page),
-                              static_cast<std::size_t>(part)});
+      piece->parts.push_back(
+          {reduction, static_cast<std::size_t>(at), stripes.part_begin(page), static_cast<std::size_t>(part)});
       at += part;
     }
     packed.mul_(1.0 / domain_.partition.world());
     piece->result = at::empty({length}, packed.options());
-    piece->work = ranks_.reduce_scatter(piece->result, packed.view({-1}), {"gradients", alike[0].reduction->number, 0});
+    piece->work =
+        ranks_.reduce_scatter(piece->result, packed.view({-1}), {"gradients", alike[0].reduction->number, 0});
     piece->scaled = true;
     piece->bytes = packed.nbytes();
     push(std::move(piece));
@@ -307,9 +310,8 @@ void Reducer::send_packed_wholes(const std::vector<PackedPart>& wholes) {
   });
 }
 
-void Reducer::for_each_dtype(
-    const std::vector<PackedPart>& parts,
-    c10::function_ref<void(c10::ScalarType, const std::vector<PackedPart>&)> send) const {
+void Reducer::for_each_dtype(const std::vector<PackedPart>& parts,
+                             c10::function_ref<void(c10::ScalarType, const std::vector<PackedPart>&)> send) const {
   std::map<c10::ScalarType, std::vector<PackedPart>> by_dtype;
   for (const PackedPart& part : parts) by_dtype[wire_dtype(part.reduction->dtype)].push_back(part);
   for (const auto& [dtype, alike] : by_dtype) send(dtype, alike);
@@ -367,8 +369,8 @@ void Reducer::deliver(const PiecePart& part, const at::Tensor& result) {
         begin = reduction.stripes.in_tensor(begin);
       }
     }
-    const at::Tensor content = result.narrow(0, static_cast<std::int64_t>(part.in_result),
-                                             static_cast<std::int64_t>(elements));
+    const at::Tensor content =
+        result.narrow(0, static_cast<std::int64_t>(part.in_result), static_cast<std::int64_t>(elements));
     if (elements > 0) write(*segment, begin, content, reduction.dtype, target.add);
   }
   reduction.delivered = reduction.pieces_left == 0;

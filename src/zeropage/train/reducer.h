@@ -10,6 +10,8 @@
 // rank lacks. The parameter then has a gradient on every rank, as it would have with the whole batch on one.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <deque>
 #include <map>
 #include <memory>
@@ -17,7 +19,6 @@
 #include <vector>
 
 #include "zeropage/tensor/paged_tensor.h"
-#include <c10/util/FunctionRef.h>
 
 namespace zeropage {
 
@@ -30,6 +31,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void know(const at::Tensor& leaf);
   /// A paged gradient like `leaf` whose content, the mean over ranks, is still to come.
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
+  /// Sends what came so far, over the union of what ranks have. All ranks call it at the same place.
+  void settle();
 
  private:
   class Reduction;
@@ -44,12 +47,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient);
   void add(ReductionPtr reduction);
   void watch_backward();
-  void end_backward();
   enum class Why : std::int64_t { full, end };
   void send_open(Why why);
   void settle_pile();
   ReductionPtr missing(std::uint64_t number);
-
 
   void send(std::vector<ReductionPtr>& reductions);
   c10::ScalarType wire_dtype(c10::ScalarType dtype) const;

@@ -1,0 +1,85 @@
+"""Modules of which ranks use different parts, as the experts of a mixture.
+
+Ranks must gather parameters in the same order. Inside such a module they cannot, so all of its parameters are gathered
+before it runs, forward and backward, and held until it is done; and its gradients are summed when its backward ends,
+with zeros from ranks that have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import Variable
+
+from zeropage import _core
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class _Held:
+    """The module's parameters, held while it runs."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._forward: list[_core.TensorPin] = []
+
+    def before_forward(self, module: torch.nn.Module, *_arguments: object) -> None:
+        self._forward.append(_core.hold(list(module.parameters())))
+
+    def after_forward(self, _module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        self._forward.pop().release()
+        outputs = [t for t in _tensors(result) if t.requires_grad and t.grad_fn is not None]
+        if not torch.is_grad_enabled() or not outputs:
+            return
+        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
+        backward = _Backward(self._module, waiting_for=len(inputs))
+        for tensor in outputs:
+            tensor.register_hook(backward.begin)
+        for tensor in inputs:
+            tensor.register_hook(backward.input_done)
+
+
+class _Backward:
+    """One backward through the module: from its first output's gradient to its last input's, or to the end."""
+
+    def __init__(self, module: torch.nn.Module, waiting_for: int) -> None:
+        self._module, self._inputs, self._left = module, waiting_for, waiting_for
+        self._held: _core.TensorPin | None = None
+
+    def begin(self, _gradient: torch.Tensor) -> None:
+        if self._held is not None:
+            return
+        self._held = _core.hold(list(self._module.parameters()))
+        self._left = self._inputs
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(self._end)
+
+    def input_done(self, _gradient: torch.Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._end()
+
+    def _end(self) -> None:
+        if self._held is None:
+            return
+        self._held.release()
+        self._held = None
+        parameter = next(self._module.parameters(), None)
+        if parameter is not None:
+            _core.settle_gradients(parameter)
+
+
+def together(module: ModuleT) -> ModuleT:
+    """Marks a module of which ranks may use different parts: all its parameters are faulted by all ranks together.
+
+    They must fit `device_memory` at once. Every rank must run the module equally often. Returns the module.
+    """
+    held = _Held(module)
+    module.register_forward_pre_hook(held.before_forward)
+    module.register_forward_hook(held.after_forward, with_kwargs=True, always_call=True)
+    return module

@@ -1,0 +1,264 @@
+"""Ranks that do not do the same: by mistake, by design, and because one of them is gone."""
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from models import GPT, gpt_loss
+from ranks import Ranks, space
+
+import zeropage
+
+
+@pytest.fixture
+def pair():
+    """Two ranks that the test may ruin."""
+    ranks = Ranks(2, timeout=6)
+    yield ranks
+    ranks.close()
+
+
+def use_different_layers(check_ranks):
+    with space(check_ranks=check_ranks) as made:
+        with made:
+            layers = nn.ModuleList(nn.Linear(65, 65 + 200 * i) for i in range(2))
+        layers[dist.get_rank()](torch.randn(2, 65))
+        return "not told"
+
+
+@pytest.mark.parametrize("check_ranks", ["auto", "always"])
+def test_ranks_at_different_operators_are_told_where_each_is(check_ranks, pair):
+    pair.start(use_different_layers, check_ranks)
+    for rank in range(2):
+        ok, said = pair.answer(rank, timeout=30)
+        assert not ok and "RankError" in said, said
+        assert "rank 0: all-gather of parameter 1" in said and "rank 1: all-gather of parameter 3" in said, said
+        assert "aten::linear on paged Float [65, 65]" in said and "aten::linear on paged Float [265, 65]" in said, (
+            said
+        )
+        assert "zeropage.together(module)" in said
+
+
+def test_without_checks_ranks_at_different_operators_still_end_in_time(pair):
+    pair.start(use_different_layers, "never")
+    ends = []
+    for rank in range(2):
+        try:
+            ok, said = pair.answer(rank, timeout=30)
+            ends.append("error" if not ok and "RankError" in said else said)
+        except EOFError:  # Gloo ends a process that is sent more than it asked for
+            ends.append("died")
+    assert set(ends) <= {"error", "died"}, ends
+
+
+def look_on_one_rank():
+    with space() as made:
+        with made:
+            model = GPT()
+        if dist.get_rank() == 0:
+            print(model.blocks[1].up.weight.sum().item())
+        gpt_loss(model, 0).backward()
+        return "not told"
+
+
+def test_code_for_one_rank_that_touches_a_parameter_is_told_so(pair):
+    pair.start(look_on_one_rank)
+    for rank in range(2):
+        ok, said = pair.answer(rank, timeout=30)
+        assert not ok and "aten::sum on paged" in said and "aten::embedding on paged" in said, said
+
+
+def train_for_long():
+    with space() as made:
+        with made:
+            model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(100_000):
+            gpt_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+def test_a_rank_that_is_gone_ends_the_others_with_a_clear_error(how, pair):
+    pair.start(train_for_long)
+    time.sleep(4)
+    os.kill(pair.processes[1].pid, how)
+    ok, said = pair.answer(0, timeout=30)
+    assert not ok and "RankError" in said and "rank died, stalled" in said, said
+    assert "rank 1: no answer" in said and "rank 0: " in said, said
+    if how == signal.SIGSTOP:
+        os.kill(pair.processes[1].pid, signal.SIGCONT)
+
+
+class Experts(nn.Module):
+    """Every token goes to one expert of four; some experts get none."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 97), nn.GELU(), nn.Linear(97, width)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        best, chosen = weights.max(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * best[rows, None])
+        return x + out
+
+
+def mixture(stage, marked):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+
+    def run(scope, mine):
+        torch.manual_seed(1)
+        with scope:
+            model = nn.Sequential(nn.Linear(32, 32), Experts(), nn.Linear(32, 32), Experts(), nn.Linear(32, 1))
+        if marked:
+            for module in model:
+                if isinstance(module, Experts):
+                    zeropage.together(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses, used = [], set()
+        for step in range(4):
+            total = 0.0
+            for micro in mine:
+                x = torch.randn(2, 32, generator=torch.Generator().manual_seed(step * ranks + micro))
+                loss = model(x).pow(2).mean() / ranks
+                loss.backward(torch.tensor(float(ranks) if len(mine) == 1 else 1.0))
+                total += loss.item()
+            used.update(i for i, e in enumerate(model[1].experts) if e[0].weight.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total)
+        return model, losses
+
+    with space(stage=stage) as made:
+        paged, losses = run(made, [rank])
+        together = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(together)
+        plain, expected = run(contextlib.nullcontext(), range(ranks))
+        assert torch.allclose(together, torch.tensor(expected, dtype=torch.float64), rtol=1e-6)
+        for (name, a), b in zip(paged.named_parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", ["two", "three"])
+def test_a_mixture_of_experts_trains_when_marked(size, stage, request):
+    request.getfixturevalue(size).run(mixture, stage, True)
+
+
+def test_a_mixture_of_experts_that_is_not_marked_is_told_to_be(pair):
+    pair.start(mixture, 3, False)
+    said = [pair.answer(rank, timeout=30)[1] for rank in range(2)]
+    assert all("zeropage.together(module)" in text for text in said), said
+
+
+def start_from_different_seeds(stage):
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    with space(stage=stage) as made:
+        with made:
+            model = nn.Sequential(nn.Linear(65, 129), nn.BatchNorm1d(129), nn.Linear(129, 3))
+            model[1].running_mean.fill_(rank)
+        everyones = [None] * dist.get_world_size()
+        mine = [t.tolist() for t in model.state_dict().values()]
+        dist.all_gather_object(everyones, mine)
+        assert all(other == mine for other in everyones)
+        assert model[1].running_mean.eq(0).all()
+        weight = torch.tensor(mine[0])
+        assert 0.5 < weight.std() * 65**0.5 * 3**0.5 < 1.5 and weight.abs().max() <= 65**-0.5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ranks_start_equal_whatever_their_seeds(stage, three):
+    three.run(start_from_different_seeds, stage)
+
+
+def partition_inside_and_replicate_across(stage):
+    """Ranks 0 1 | 2 3 are the nodes."""
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(rank)
+    with space(stage=stage, shard_group=shards[rank // 2], replica_group=replicas[rank % 2]) as made:
+        with made:
+            model = GPT()
+        held = {home.role: home.now for home in made.report().homes}["parameter"]
+        start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            gpt_loss(model, step * 4 + rank).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert made.report().ranks == 4
+        whole = sum(p.numel() * 4 for p in model.parameters())
+        assert (held < 0.6 * whole) == (stage == 3)
+        plain = GPT()
+        plain.load_state_dict({name: zeropage._core.plain_copy(tensor) for name, tensor in start.items()})
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(2):
+            for micro in range(4):
+                (gpt_loss(plain, step * 4 + micro) / 4).backward()
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.allclose(norm, expected, rtol=1e-5)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hybrid_groups_partition_inside_and_replicate_across(stage, four):
+    four.run(partition_inside_and_replicate_across, stage)
+
+
+def train_in_groups_of_their_own():
+    """Two models at once, each over two of four ranks: beside other parallelism."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with space(group=groups[rank // 2]) as made:
+        with made:
+            model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(2 + rank // 2):
+            gpt_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert made.report().ranks == 2
+
+
+def test_any_group_may_be_given(four):
+    four.run(train_in_groups_of_their_own)
+
+
+def exist_before(stage):
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(65, 129), nn.BatchNorm1d(129))
+    with space(stage=stage) as made:
+        zeropage.page(model, made)
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, [t.tolist() for t in model.state_dict().values()])
+        assert everyones[0] == everyones[1]
+        F.mse_loss(model(torch.randn(4, 65)), torch.zeros(4, 129)).backward()
+        copy = [t.clone() for t in model.state_dict().values()]
+        model.load_state_dict({name: torch.full_like(t, 2) for name, t in model.state_dict().items()})
+        assert all((p == 2).all() for p in model.parameters()) and len(copy) == 7
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_exists_is_paged_over_ranks(stage, two):
+    two.run(exist_before, stage)
