@@ -1,8 +1,8 @@
 """Modules of which ranks use different parts, as the experts of a mixture.
 
-Ranks must gather parameters in the same order. Inside such a module they cannot, so all of its parameters are gathered
-before it runs, forward and backward, and held until it is done; and its gradients are summed when its backward ends,
-with zeros from ranks that have none.
+Ranks must gather parameters in the same order. Inside such a module they cannot, so all of its parameters are
+gathered before it runs, forward and backward, and held until it is done; and its gradients are summed when its
+backward ends, with zeros from ranks that have none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeropage import _core
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: Any) -> list[Any]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

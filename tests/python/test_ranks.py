@@ -80,7 +80,6 @@ def test_every_stage_and_tier_trains_as_one_process(size, stage, tier, request):
 # What forward changes beside parameters differs between ranks, as with DistributedDataParallel.
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "spectral-norm"])
 def test_every_kind_of_model_trains_as_one_process(name, two):
-    build, loss_of = MODELS[name]
     # Sums in bfloat16 keep eight bits.
     tolerance = 2e-2 if name in ("gpt-bf16", "gpt-autocast") else 1e-6
     two.run(_model, name, tolerance)
