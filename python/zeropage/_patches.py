@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zeropage import _core, _hugging_face
+from zeropage import _core, _hugging_face, _wrappers
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,3 +66,4 @@ def _patch_tensor() -> None:
 def install() -> None:
     _patch_tensor()
     _hugging_face.install(on_paged)
+    _wrappers.install()

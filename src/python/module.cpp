@@ -155,6 +155,7 @@ PYBIND11_MODULE(_core, module) {
       py::call_guard<py::gil_scoped_release>());
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
+  module.def("ranks_of", &ranks_of);
   module.def("evict", &evict, py::call_guard<py::gil_scoped_release>());
   module.def("plain_copy", &plain_copy, py::call_guard<py::gil_scoped_release>());
   module.def("virtual_address", &virtual_address);

@@ -77,6 +77,14 @@ void choose_device(Call& call) {
   }
 }
 
+/// "cpu:0", as launchers say it, is where tensors on "cpu" are already.
+void drop_cpu_index(Call& call) {
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (value.isDevice() && value.toDevice().is_cpu()) call.argument(i) = c10::Device(c10::kCPU);
+  }
+}
+
 void run(Call& call) {
   if (call.paged.empty()) {
     choose_device(call);
@@ -90,6 +98,7 @@ void run(Call& call) {
   }
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {
+    if (call.info.moves) drop_cpu_index(call);
     // Not excluded: reshape and its like are marked as views and may copy inside.
     call.op.redispatchBoxed(call.below, &call.stack);
     return;

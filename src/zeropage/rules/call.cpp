@@ -81,6 +81,7 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
   }
   if (is_view(schema)) info.kind = OperatorKind::view;
   if (!aten) return info;
+  info.moves = name == "to";
   if (asks_metadata(name)) info.kind = OperatorKind::metadata;
   const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
   const bool in_place = !info.writes.empty() && info.writes[0] && schema.returns().size() == 1;

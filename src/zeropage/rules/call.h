@@ -27,6 +27,7 @@ struct OperatorInfo {
   bool list = false;       // a _foreach_ or _fused_ operator: element i of the lists is a call of its own
   bool fused = false;
   bool takes_tensors = false;
+  bool moves = false;  // to(): a view where nothing changes, a copy where something does
   bool fills = false;  // overwrites its first argument at random
   Rule rule = nullptr;
   c10::SmallVector<bool, 16> writes;  // by argument

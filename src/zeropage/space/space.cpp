@@ -268,8 +268,9 @@ bool Space::page(at::Tensor& tensor, Role role) {
     }
   }
   if (paged && tensor.grad().defined()) page(tensor.mutable_grad(), Role::gradient);
-  const auto* segment = segment_of(tensor);
+  auto* segment = segment_of(tensor);
   if (segment && segment->domain() == domain_ && domain_->reducer && tensor.requires_grad()) {
+    segment->leaf_known = true;
     reducer_of(*domain_).know(tensor);
   }
   if (segment && segment->domain() == domain_ && domain_->partition.ranks && !scope_domain()) {
@@ -343,6 +344,11 @@ Report Space::report() const {
 }
 
 bool is_paged(const at::Tensor& tensor) { return segment_of(tensor) != nullptr; }
+
+int ranks_of(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment ? segment->domain()->partition.world() : 1;
+}
 
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);

@@ -128,6 +128,8 @@ class StorageSegment final : public Segment {
   void open_share(Access access);
   /// The same for whoever brings what is to come.
   void claim_share(Access access);
+  /// Whether the leaf that shows it is known to who sums gradients.
+  bool leaf_known = false;
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
   Layout layout() const { return is_partitioned() ? Layout::partitioned : Layout::replicated; }
   const std::shared_ptr<Pending>& pending() const { return pending_; }

@@ -86,6 +86,10 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 Reducer& reducer_of(const Domain& domain) { return *static_cast<Reducer*>(domain.reducer.get()); }
 
 LeafHold hook_gradient(const at::Tensor& leaf) {
+  auto& segment = *segment_of(leaf);
+  if (segment.domain()->partition.ranks && !std::exchange(segment.leaf_known, true)) {
+    reducer_of(*segment.domain()).know(leaf);
+  }
   auto node = c10::GradMode::is_enabled() ? torch::autograd::impl::grad_accumulator(leaf)
                                           : torch::autograd::impl::try_get_grad_accumulator(leaf);
   if (!node) return node;
@@ -94,8 +98,6 @@ LeafHold hook_gradient(const at::Tensor& leaf) {
   }
   if (auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
     node->add_pre_hook(std::make_unique<PageGradient>(accumulate));
-    const Domain& domain = *segment_of(leaf)->domain();
-    if (domain.partition.ranks) reducer_of(domain).know(leaf);
   }
   return node;
 }
