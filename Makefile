@@ -9,10 +9,13 @@ PYTHON := $(VENV)/bin/python
 TORCH  ?= 2.13.0
 BUILD  := build
 
-.PHONY: build test lint bench demo sanitize format clean system cpp-tests
+.PHONY: build test lint bench demo demo-ranks sanitize format clean system cpp-tests
 
 demo: build ## train a GPT whose states are on disk
 	$(PYTHON) examples/train_gpt.py $(ARGS)
+
+demo-ranks: build ## the same over 2 and 4 ranks of this machine
+	$(PYTHON) examples/demo_ranks.py $(ARGS)
 
 # System packages: through apt when root, else said.
 system:

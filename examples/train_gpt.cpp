@@ -7,81 +7,18 @@
 #include <torch/torch.h>
 #include <zeropage/zeropage.h>
 
-#include <fstream>
 #include <iostream>
-#include <iterator>
 
-namespace nn = torch::nn;
+#include "gpt.h"
 
 struct Options {
+  GPTSize size;
   int steps = 20;
-  std::int64_t width = 256, layers = 4, heads = 4, length = 128, batch = 4;
+  std::int64_t batch = 4;
   std::string disk = ".", memory = "16MB";
   bool plain = false, check = false;
   std::vector<std::string> files;
 };
-
-struct BlockImpl : nn::Module {
-  BlockImpl(std::int64_t width, std::int64_t heads)
-      : heads(heads),
-        norm1(register_module("norm1", nn::LayerNorm(nn::LayerNormOptions({width})))),
-        norm2(register_module("norm2", nn::LayerNorm(nn::LayerNormOptions({width})))),
-        qkv(register_module("qkv", nn::Linear(width, 3 * width))),
-        out(register_module("out", nn::Linear(width, width))),
-        up(register_module("up", nn::Linear(width, 4 * width))),
-        down(register_module("down", nn::Linear(4 * width, width))) {}
-
-  torch::Tensor forward(torch::Tensor x) {
-    const auto batch = x.size(0), length = x.size(1), width = x.size(2);
-    const auto parts = qkv(norm1(x)).view({batch, length, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
-    const auto attended =
-        torch::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true);
-    x = x + out(attended.transpose(1, 2).reshape({batch, length, width}));
-    return x + down(torch::gelu(up(norm2(x))));
-  }
-
-  std::int64_t heads;
-  nn::LayerNorm norm1, norm2;
-  nn::Linear qkv, out, up, down;
-};
-TORCH_MODULE(Block);
-
-struct GPTImpl : nn::Module {
-  explicit GPTImpl(const Options& options)
-      : bytes(register_module("bytes", nn::Embedding(256, options.width))),
-        places(register_module("places", nn::Embedding(options.length, options.width))),
-        norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({options.width})))),
-        head(register_module("head", nn::Linear(nn::LinearOptions(options.width, 256).bias(false)))) {
-    register_module("blocks", blocks);
-    for (int i = 0; i < options.layers; ++i) blocks->push_back(Block(options.width, options.heads));
-    torch::NoGradGuard no_grad;
-    for (auto& parameter : parameters()) {
-      if (parameter.dim() == 2) parameter.normal_(0, 0.02);
-    }
-  }
-
-  torch::Tensor forward(const torch::Tensor& text) {
-    auto x = bytes(text) + places(torch::arange(text.size(1)));
-    for (auto& block : *blocks) x = block->as<Block>()->forward(x);
-    return head(norm(x));
-  }
-
-  nn::Embedding bytes, places;
-  nn::ModuleList blocks;
-  nn::LayerNorm norm;
-  nn::Linear head;
-};
-TORCH_MODULE(GPT);
-
-torch::Tensor read_text(const std::vector<std::string>& files) {
-  std::string text;
-  for (const auto& name : files) {
-    std::ifstream file(name, std::ios::binary);
-    if (!file) throw std::runtime_error(name + " cannot be read");
-    text.append(std::istreambuf_iterator<char>(file), {});
-  }
-  return torch::from_blob(text.data(), {static_cast<std::int64_t>(text.size())}, torch::kUInt8).clone();
-}
 
 struct Trained {
   GPT model;
@@ -100,22 +37,18 @@ std::shared_ptr<zeropage::Space> make_space(const Options& options) {
 }
 GPT make_paged(const Options& options, zeropage::Space& space) {
   const auto scope = space.enter();
-  return GPT(options);
+  return GPT(options.size);
 }
 
 Trained train(const Options& options, bool plain) {
   torch::manual_seed(0);
   const auto space = plain ? nullptr : make_space(options);
-  GPT model = plain ? GPT(options) : make_paged(options, *space);
+  GPT model = plain ? GPT(options.size) : make_paged(options, *space);
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-4));
-  const auto text = read_text(options.files);
-  if (text.numel() < options.length + 2) throw std::runtime_error("the text is shorter than one context");
+  const auto text = read_text(options.files, options.size);
   std::vector<double> losses;
   for (int step = 0; step < options.steps; ++step) {
-    const auto starts = torch::randint(text.numel() - options.length - 1, {options.batch, 1});
-    const auto window = text.index({starts + torch::arange(options.length + 1)}).to(torch::kLong);
-    const auto logits = model(window.slice(1, 0, -1));
-    const auto loss = nn::functional::cross_entropy(logits.flatten(0, 1), window.slice(1, 1).flatten());
+    const auto loss = loss_of(model, draw(text, options.size, options.batch));
     loss.backward();
     nn::utils::clip_grad_norm_(model->parameters(), 1.0);
     optimizer.step();
@@ -147,10 +80,10 @@ Options parse(int count, char** arguments) {
         options.steps = std::stoi(optarg);
         break;
       case 'w':
-        options.width = std::stoi(optarg);
+        options.size.width = std::stoi(optarg);
         break;
       case 'l':
-        options.layers = std::stoi(optarg);
+        options.size.layers = std::stoi(optarg);
         break;
       case 'd':
         options.disk = optarg;

@@ -3,6 +3,7 @@
     python examples/train_gpt.py              # parameters, gradients and optimizer states on disk, 512 MB of memory
     python examples/train_gpt.py --plain      # the same program without zeropage
     python examples/train_gpt.py --check 5    # both, five steps: are losses and parameters equal to the bit?
+    torchrun --nproc-per-node 2 examples/train_gpt.py   # states partitioned over ranks, each with a part of the batch
 
 Nothing in the model or in the loop knows of zeropage: it is the `with` around the model's construction.
 """
@@ -32,6 +33,7 @@ def resident(field: str = "VmRSS") -> int:
 
 
 BASELINE = resident()  # torch is imported, nothing else has happened
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says
 
 
 class Block(nn.Module):
@@ -99,6 +101,7 @@ def scope(args: argparse.Namespace, plain: bool):
         optimizer=args.tier,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
+        stage=args.stage,
         **({"disk_path": args.disk_path} if args.tier == "disk" else {}),
     )
 
@@ -114,7 +117,7 @@ def train(args: argparse.Namespace, plain: bool, steps: int, watch=None):
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     losses = []
     for _, (text, target) in zip(range(steps), batches(standard_library(), args.batch, args.length), strict=False):
-        text, target = text.to(args.device), target.to(args.device)
+        text, target = text[RANK::RANKS].to(args.device), target[RANK::RANKS].to(args.device)
         logits = model(text)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
         if watch:
@@ -124,10 +127,18 @@ def train(args: argparse.Namespace, plain: bool, steps: int, watch=None):
         optimizer.step()
         warmup.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(mean_over_ranks(loss))
         if watch:
             watch.step_done(losses)
     return model, losses
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """Of the whole batch, for people to read."""
+    mean = loss.detach() / RANKS
+    if RANKS > 1:
+        torch.distributed.all_reduce(mean)
+    return mean.item()
 
 
 def state_bytes(model: nn.Module) -> int:
@@ -198,12 +209,23 @@ def picture(path: pathlib.Path, args, losses, memory, peak: int, state: int, pla
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> None:
-    plain = None if args.plain else measure_plain(args, argv)
-    watch = Watch(args.steps, args.batch * args.length, show=not args.json)
+    plain = None if args.plain or RANKS > 1 else measure_plain(args, argv)
+    watch = Watch(args.steps, args.batch * args.length, show=not args.json and RANK == 0)
     model, losses = train(args, args.plain, args.steps, watch)
     seconds = time.perf_counter() - watch.start
     peak, state = resident("VmHWM") - BASELINE, state_bytes(model)
     watch.bar.close()
+    if RANK > 0:
+        return
+    if args.json and RANKS > 1:
+        import zeropage
+
+        report = zeropage.report()
+        held = {home.role: home.peak for home in report.homes}
+        sent = {"gathered": report.gathered_bytes / args.steps, "reduced": report.reduced_bytes / args.steps}
+        times = {"seconds": seconds / args.steps, "peak": peak, "state": state, "losses": losses}
+        print(json.dumps({**times, "held": held, "sent": sent}))
+        return
     if args.json:
         # What is resident beside the states right after forward. Of those, parameters are alive then and, from the
         # second step on, the two moments; gradients are not.
@@ -219,6 +241,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
         ["loss, first and last", f"{losses[0]:.3f} → {losses[-1]:.3f}"],
         ["peak memory above the baseline", megabytes(peak)],
     ]
+    if RANKS > 1:
+        import zeropage
+
+        report = zeropage.report()
+        rows += [[f"{home.role} on this rank, peak", megabytes(home.peak)] for home in report.homes]
+        rows += [
+            ["sent by this rank in a step: all-gathers", megabytes(report.gathered_bytes / args.steps)],
+            ["  gradients", megabytes(report.reduced_bytes / args.steps)],
+        ]
     if plain:
         import zeropage
 
@@ -263,6 +294,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--tier", choices=["disk", "host", "device"], default="disk", help="home of all states")
+    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="of ZeRO, over ranks")
     parser.add_argument("--device-memory", default="256MB")
     parser.add_argument("--host-memory", default="256MB")
     parser.add_argument("--disk-path", default=None, help="directory for the swap file (a temporary one)")

@@ -18,6 +18,8 @@ need fio which fio
 need e2fsprogs which mkfs.ext4
 need liburing-dev header liburing.h
 need doctest-dev header doctest/doctest.h
+need libgloo-dev header gloo/algorithm.h
+need iproute2 which ip
 need python3-venv python3 -c 'import venv, ensurepip'
 if ! python3 -c 'import sysconfig, os; assert os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))' 2> /dev/null; then
   packages+=(python3-dev)
