@@ -70,7 +70,16 @@ def main() -> None:
         states = [f"{held[role] / 1e6:,.0f}" for role in ("parameter", "gradient", "optimizer")]
         traffic = [f"{sent[kind] / 1e6:,.0f}" for kind in ("gathered", "reduced")]
         rows.append([ranks, f"{result['losses'][-1]:.6f}", f"{result['seconds']:.2f}", *states, *traffic])
-    headers = ["ranks", "last loss", "s/step", "parameters MB", "gradients MB", "optimizer MB", "gathers MB", "sums MB"]
+    headers = [
+        "ranks",
+        "last loss",
+        "s/step",
+        "parameters MB",
+        "gradients MB",
+        "optimizer MB",
+        "gathers MB",
+        "sums MB",
+    ]
     print(tabulate(rows, headers=headers))
     print("MB: at home on each rank at most; sent by each rank in a step")
     picture(pathlib.Path(args.picture), results)

@@ -6,7 +6,6 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include "zeropage/fault/fallback.h"
 #include "zeropage/zeropage.h"
 
 namespace py = pybind11;

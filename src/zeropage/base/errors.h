@@ -42,4 +42,13 @@ class RankError : public Error {
   using Error::Error;
 };
 
+/// Called with an Error on its way into PyTorch, out of an operator or of backward; may throw it in another form
+/// (Python's). One a process.
+using ErrorTranslator = void (*)(const Error& error);
+void set_error_translator(ErrorTranslator translator);
+
+/// Throws `error` again, with `before` and a colon before its message unless empty, in the form that the caller's
+/// language knows.
+[[noreturn]] void throw_translated(const Error& error, const std::string& before = "");
+
 }  // namespace zeropage

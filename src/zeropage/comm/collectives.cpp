@@ -8,6 +8,8 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <condition_variable>
+#include <optional>
 #include <thread>
 
 #include "zeropage/base/doing.h"
@@ -245,26 +247,53 @@ std::shared_ptr<std::byte> Collectives::scratch(std::size_t bytes) {
   return {memory, static_cast<std::byte*>(memory->mutable_data_ptr())};
 }
 
-/// Leaves a note of where this rank is, and reads what the others left within a few seconds.
-std::string Collectives::where_all_are() {
+namespace {
+
+/// Leaves a note of where this rank is in the group's store, and reads what the others left.
+std::string exchange_notes(c10d::Store& store, const std::string& prefix, int rank, int ranks,
+                           const std::string& mine) {
   using namespace std::chrono_literals;
-  const std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
   std::string text;
-  try {
-    auto store = group_->getStore();
-    if (!store) return "";
-    const std::string prefix = fmt::format("zeropage/where/{}/", group_->getGroupName());
-    store->set(prefix + std::to_string(rank()), mine);
-    const auto deadline = std::chrono::steady_clock::now() + 3s;
-    for (int i = 0; i < size(); ++i) {
-      const std::string key = prefix + std::to_string(i);
-      while (!store->check({key}) && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(50ms);
-      const std::string said = store->check({key}) ? store->get_to_str(key) : "no answer: it died or stalled";
-      text += fmt::format("\n  rank {}: {}", i, said);
-    }
-  } catch (const std::exception&) {  // the rank that keeps the store may be the one that died
+  store.set(prefix + std::to_string(rank), mine);
+  const auto deadline = std::chrono::steady_clock::now() + 3s;
+  for (int i = 0; i < ranks; ++i) {
+    const std::string key = prefix + std::to_string(i);
+    while (!store.check({key}) && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(50ms);
+    text += fmt::format("\n  rank {}: {}", i,
+                        store.check({key}) ? store.get_to_str(key) : "no answer: it died or stalled");
   }
   return text;
+}
+
+}  // namespace
+
+/// Where every rank says it is; within a few seconds, whatever became of the store.
+std::string Collectives::where_all_are() {
+  struct Answer {
+    std::mutex mutex;
+    std::condition_variable came;
+    std::optional<std::string> text;
+  };
+  const std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
+  const auto alone = fmt::format("\n  rank {}: {}\n  the others cannot be asked", rank(), mine);
+  const auto store = group_->getStore();
+  if (!store) return alone;
+  // A store that cannot be reached answers neither yes nor no: whoever asks may wait for good, so it is not us.
+  const auto answer = std::make_shared<Answer>();
+  std::thread([answer, store, mine, alone, rank = rank(), ranks = size(),
+               prefix = fmt::format("zeropage/where/{}/", group_->getGroupName())] {
+    std::string text = alone;
+    try {
+      text = exchange_notes(*store, prefix, rank, ranks, mine);
+    } catch (const std::exception&) {  // the rank that keeps the store may be the one that died
+    }
+    std::lock_guard lock(answer->mutex);
+    answer->text = std::move(text);
+    answer->came.notify_all();
+  }).detach();
+  std::unique_lock lock(answer->mutex);
+  answer->came.wait_for(lock, std::chrono::seconds(5), [&] { return answer->text.has_value(); });
+  return answer->text.value_or(alone);
 }
 
 void Collectives::fail(const std::string& during, const std::exception& error) {

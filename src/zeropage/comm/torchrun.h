@@ -1,6 +1,6 @@
 // The process group of a C++ program that torchrun started (`torchrun --no-python`). Header only: what it can make
-// depends on the headers that the program is built with. Gloo's come with Debian's libgloo-dev; those of NCCL with the
-// CUDA build of torch and NCCL's own.
+// depends on the headers that the program is built with. Gloo's come with Debian's libgloo-dev; those of NCCL with
+// the CUDA build of torch and NCCL's own.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -48,14 +48,15 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> torchrun_group(
   options.waitWorkers = false;
   options.timeout = timeout;
   auto everyones = c10::make_intrusive<c10d::TCPStore>(variable("MASTER_ADDR"), options);
-  auto store = c10::make_intrusive<c10d::PrefixStore>(std::string("zeropage/") + (restarts ? restarts : "0"), everyones);
+  auto store =
+      c10::make_intrusive<c10d::PrefixStore>(std::string("zeropage/") + (restarts ? restarts : "0"), everyones);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
 #ifdef USE_C10D_GLOO
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(timeout);
   gloo_options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
   group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::GLOO,
-                    c10::make_intrusive<c10d::ProcessGroupGloo>(
-                        c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, gloo_options));
+                    c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
+                                                                rank, size, gloo_options));
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
 #else
   if (device.is_cpu()) {

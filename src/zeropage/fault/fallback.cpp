@@ -1,22 +1,20 @@
-#include "zeropage/fault/fallback.h"
-
+// The page fault: a boxed fallback on kPagedKey, which runs before autograd and autocast for every operator that
+// touches a paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header:
+// linking the library registers it.
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/library.h>
 
-#include <atomic>
-
 #include "zeropage/base/doing.h"
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
 namespace {
-
-std::atomic<ErrorTranslator> translator{nullptr};
 
 /// "aten::mm on paged float32 [3072, 768] (9.4 MB), …".
 std::string describe(const Call& call) {
@@ -31,22 +29,6 @@ std::string describe(const Call& call) {
     }
   }
   return text;
-}
-
-/// Throws the error again, with the operator and its sizes before it, in the form that the caller's language knows.
-[[noreturn]] void pass_on(const Error& error, const Call& call) {
-  const std::string message = fmt::format("{}: {}", describe(call), error.what());
-  const auto throw_as = [&](const auto& typed) {
-    if (auto translate = translator.load()) translate(typed);
-    throw typed;
-  };
-  if (dynamic_cast<const BudgetError*>(&error)) throw_as(BudgetError(message));
-  if (dynamic_cast<const DiskError*>(&error)) throw_as(DiskError(message));
-  if (dynamic_cast<const AccessError*>(&error)) throw_as(AccessError(message));
-  if (dynamic_cast<const RankError*>(&error)) throw_as(RankError(message));
-  if (dynamic_cast<const SettingError*>(&error)) throw_as(SettingError(message));
-  throw_as(Error(message));
-  throw;
 }
 
 /// Hooks the leaves among paged arguments; the result must live through the operator.
@@ -132,13 +114,11 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   try {
     run(call);
   } catch (const Error& error) {
-    pass_on(error, call);
+    throw_translated(error, describe(call));
   }
 }
 
 }  // namespace
-
-void set_error_translator(ErrorTranslator translate) { translator.store(translate); }
 
 }  // namespace zeropage
 

@@ -40,6 +40,15 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
   explicit PageGradient(torch::autograd::AccumulateGrad* node) : node_(node) {}
 
   variable_list operator()(const variable_list& gradients) override {
+    try {
+      return page(gradients);
+    } catch (const Error& error) {
+      throw_translated(error);
+    }
+  }
+
+ private:
+  variable_list page(const variable_list& gradients) const {
     const at::Tensor& leaf = node_->variable;
     const at::Tensor& gradient = gradients[0];
     const auto* segment = segment_of(leaf);
@@ -57,7 +66,6 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return {std::move(paged)};
   }
 
- private:
   static variable_list over_ranks(const at::Tensor& leaf, const at::Tensor& gradient) {
     if (gradient.layout() != c10::kStrided) {
       throw RankError("sparse gradients are not summed over ranks; make the layer with sparse=False");

@@ -7,11 +7,13 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <set>
 
+#include "zeropage/base/doing.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
@@ -117,6 +119,12 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
   std::lock_guard lock(mutex_);
   Below below;
+  const Doing doing(
+      [](const void* leaf) {
+        return fmt::format("backward, at the gradient of a parameter [{}]",
+                           fmt::join(static_cast<const at::Tensor*>(leaf)->sizes(), ", "));
+      },
+      &leaf);
   at::Tensor laid_out = gradient;
   if (gradient.strides() != leaf.strides() || segment_of(gradient) || gradient.dtype() != leaf.dtype()) {
     laid_out = at::empty_strided(leaf.sizes(), leaf.strides(), leaf.options().requires_grad(false));
@@ -142,13 +150,20 @@ void Reducer::watch_backward() {
   if (task == backward_ || task < 0) return;
   backward_ = task;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (auto self = weak.lock()) self->settle();
+    const auto self = weak.lock();
+    if (!self) return;
+    try {
+      self->settle();
+    } catch (const Error& error) {
+      throw_translated(error);
+    }
   });
 }
 
 void Reducer::settle() {
   std::lock_guard lock(mutex_);
   Below below;
+  const Doing doing([](const void*) { return std::string("the sums of backward's last gradients"); }, nullptr);
   piling_ ? settle_pile() : send_open(Why::end);
 }
 

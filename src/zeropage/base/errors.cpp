@@ -1,0 +1,29 @@
+#include "zeropage/base/errors.h"
+
+#include <atomic>
+
+namespace zeropage {
+namespace {
+
+std::atomic<ErrorTranslator> translator{nullptr};
+
+}  // namespace
+
+void set_error_translator(ErrorTranslator translate) { translator.store(translate); }
+
+void throw_translated(const Error& error, const std::string& before) {
+  const std::string message = before.empty() ? error.what() : before + ": " + error.what();
+  const auto throw_as = [&](const auto& typed) {
+    if (auto translate = translator.load()) translate(typed);
+    throw typed;
+  };
+  if (dynamic_cast<const BudgetError*>(&error)) throw_as(BudgetError(message));
+  if (dynamic_cast<const DiskError*>(&error)) throw_as(DiskError(message));
+  if (dynamic_cast<const AccessError*>(&error)) throw_as(AccessError(message));
+  if (dynamic_cast<const RankError*>(&error)) throw_as(RankError(message));
+  if (dynamic_cast<const SettingError*>(&error)) throw_as(SettingError(message));
+  throw_as(Error(message));
+  throw;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,90 @@
+"""Two hosts, made of network namespaces, with two ranks each."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from models import GPT, gpt_loss
+
+HOSTS = ["zeropage-a", "zeropage-b"]
+
+
+def ip(*arguments):
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"network namespaces cannot be made here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def hosts():
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", host], capture_output=True)
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+        ip("link", "add", "zp-a", "netns", HOSTS[0], "type", "veth", "peer", "name", "zp-b", "netns", HOSTS[1])
+        for host, link, address in zip(HOSTS, ["zp-a", "zp-b"], ["10.77.0.1/24", "10.77.0.2/24"], strict=True):
+            ip("-n", host, "addr", "add", address, "dev", link)
+            ip("-n", host, "link", "set", link, "up")
+            ip("-n", host, "link", "set", "lo", "up")
+        yield HOSTS
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+
+
+@contextlib.contextmanager
+def ranks_on(hosts, steps, disk):
+    program = pathlib.Path(__file__).parent / "host_program.py"
+    processes = []
+    for rank in range(4):
+        environment = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555",
+            "GLOO_SOCKET_IFNAME": ["zp-a", "zp-b"][rank // 2],
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", hosts[rank // 2], sys.executable, str(program), str(steps), disk]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_two_hosts_train_as_one_process(hosts, disk):
+    with ranks_on(hosts, 3, disk) as processes:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for step in range(3):
+        expected = [gpt_loss(model, step * 4 + rank) / 4 for rank in range(4)]
+        for loss in expected:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, loss in enumerate(expected):
+            said = float(outputs[rank].splitlines()[step].split()[-1])
+            assert abs(said - 4 * loss.item()) <= 1e-5 * abs(said)
+
+
+def test_a_link_that_goes_down_ends_all_ranks_with_a_clear_error(hosts, disk):
+    with ranks_on(hosts, 100_000, disk) as processes:
+        while "step 2" not in processes[3].stdout.readline():
+            pass
+        ip("-n", hosts[0], "link", "set", "zp-a", "down")
+        start = time.monotonic()
+        for rank, process in enumerate(processes):
+            said = process.communicate(timeout=60)[0]
+            assert "RankError" in said and "rank died, stalled" in said, said
+            assert f"rank {rank}: " in said, said
+        assert time.monotonic() - start < 8 + 12  # the group's timeout, and asking the others
+    assert not list(pathlib.Path(disk).iterdir())
