@@ -1,7 +1,8 @@
-"""examples/train_gpt.cpp, built as a program outside this repository would be, against the installed package."""
+"""The C++ examples, built as programs outside this repository would be, against the installed package."""
 
 import pathlib
 import subprocess
+import sys
 import sysconfig
 
 import pytest
@@ -13,7 +14,7 @@ EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 
 
 @pytest.fixture(scope="module")
-def train_gpt(tmp_path_factory):
+def examples():
     build = EXAMPLES.parent / "build" / "examples"  # kept between runs: libtorch's headers take their time
     prefixes = f"{torch.utils.cmake_prefix_path};{zeropage.cmake_prefix_path}"
     for command in (
@@ -22,20 +23,32 @@ def train_gpt(tmp_path_factory):
     ):
         ran = subprocess.run(command, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-    return build / "train_gpt"
+    return build
 
 
-def run(program, *arguments):
+def run(*command):
     text = pathlib.Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
-    return subprocess.run([program, *map(str, arguments), str(text)], capture_output=True, text=True)
+    return subprocess.run([*map(str, command), str(text)], capture_output=True, text=True)
 
 
-def test_a_libtorch_program_with_its_states_on_disk_equals_plain_libtorch(train_gpt, disk):
-    ran = run(train_gpt, "--check", "--steps", 4, "--disk", disk)
+def test_a_libtorch_program_with_its_states_on_disk_equals_plain_libtorch(examples, disk):
+    ran = run(examples / "train_gpt", "--check", "--steps", 4, "--disk", disk)
     assert ran.returncode == 0 and "equal to the bit" in ran.stdout, ran.stdout + ran.stderr
     assert "read 0 MB" not in ran.stdout, "the model fits its budgets, so nothing was tested"
 
 
-def test_its_errors_say_what_to_do(train_gpt, disk):
-    ran = run(train_gpt, "--steps", 1, "--disk", disk, "--memory", "256KB")
+def test_its_errors_say_what_to_do(examples, disk):
+    ran = run(examples / "train_gpt", "--steps", 1, "--disk", disk, "--memory", "256KB")
     assert ran.returncode == 1 and "raise device_memory" in ran.stderr
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_libtorch_program_over_ranks_equals_one_process(stage, examples):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]
+    ran = run(*torchrun, examples / "train_gpt_ranks", "--steps", 3, "--stage", stage, "--check")
+    assert ran.returncode == 0 and "equal to one process" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_without_torchrun_it_says_so(examples):
+    ran = run(examples / "train_gpt_ranks")
+    assert ran.returncode == 1 and "torchrun --no-python" in ran.stderr

@@ -77,6 +77,13 @@ def test_every_stage_and_tier_trains_as_one_process(size, stage, tier, request):
     request.getfixturevalue(size).run(functools.partial(check, GPT, gpt_loss, tier=tier, stage=stage, **memory))
 
 
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_device_with_memory_of_its_own_trains_as_one_process(stage, tier, two):
+    memory = {"device_memory": "24MB", "host_memory": "24MB"} if tier != "disk" else {"host_memory": "1MB"}
+    two.run(functools.partial(check, GPT, gpt_loss, tier=tier, stage=stage, memory="separate", **memory))
+
+
 # What forward changes beside parameters differs between ranks, as with DistributedDataParallel.
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "spectral-norm"])
 def test_every_kind_of_model_trains_as_one_process(name, two):

@@ -1,0 +1,206 @@
+// Tensors that are split over ranks, without torch: ranks are threads.
+#include <doctest/doctest.h>
+
+#include <random>
+#include <thread>
+
+#include "pager_fixture.h"
+#include "thread_ranks.h"
+#include "zeropage/base/errors.h"
+#include "zeropage/comm/stripes.h"
+
+using namespace zeropage;
+
+namespace {
+
+constexpr std::size_t kPage = 4 * kBlockBytes, kItem = 4;
+
+/// A tensor of floats that is split over ranks.
+struct Tensor {
+  Stripes stripes;
+  std::unique_ptr<TestSegment> share = std::make_unique<TestSegment>();  // must outlive `whole`
+  std::unique_ptr<TestSegment> whole = std::make_unique<TestSegment>();
+  unsigned seed = 0;
+  bool written = false;
+};
+
+struct Rank : PagerFixture {
+  Rank(Meeting& meeting, int rank, std::size_t gathered_bytes)
+      : ranks(std::make_shared<ThreadRanks>(meeting, rank)) {
+    make(8 * kPage, 24 * kPage, kPage);
+    local = pager;
+    pager = Pager::make_gathered(local, ranks, gathered_bytes, nullptr);
+  }
+  ~Rank() { pager.reset(); }
+
+  Tensor make_tensor(std::size_t elements, std::uint64_t number) {
+    Tensor tensor;
+    tensor.stripes = Stripes(elements, kPage, ranks->size(), ranks->rank());
+    const std::size_t page_bytes = tensor.stripes.full_page() * kItem;
+    local->bind(*tensor.share, {tensor.stripes.share() * kItem, 0, Role::parameter, Tier::disk,
+                                std::max(round_down(kPage, page_bytes / ranks->size()), page_bytes / ranks->size())});
+    pager->bind_gathered(*tensor.whole, {elements * kItem, tensor.stripes.padded() * kItem, page_bytes,
+                                         Role::parameter, tensor.share.get(), number, false});
+    return tensor;
+  }
+
+  /// Writes this rank's share of the pattern, as an optimizer does.
+  void write_share(Tensor& tensor, unsigned seed) {
+    pager->share_changes(*tensor.whole);
+    const Stripes& stripes = tensor.stripes;
+    for (std::size_t i = 0; i < stripes.own(); ++i) {
+      const std::size_t page_elements = tensor.share->page_bytes() / kItem, page = i / page_elements;
+      const std::size_t end = std::min({(page + 1) * page_elements, stripes.own(), stripes.part_end(i)});
+      PagePin pin = local->pin_page(*tensor.share, page, Access::write);
+      pin.wait();
+      for (std::size_t byte = 0; byte < (end - i) * kItem; ++byte) {
+        pin.data()[(i - page * page_elements) * kItem + byte] = pattern(seed, stripes.in_tensor(i) * kItem + byte);
+      }
+      i = end - 1;
+    }
+  }
+
+  std::shared_ptr<ThreadRanks> ranks;
+  std::shared_ptr<Pager> local;
+};
+
+void on_every_rank(int ranks, const std::function<void(int)>& run) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+TEST_CASE("shares cover a tensor, each element once, in order") {
+  for (const int ranks : {1, 2, 3, 4, 7}) {
+    for (const std::size_t elements : {1, 2, 63, 64, 65, 1009, 8192, 12289, 100'003}) {
+      std::vector<int> owner(elements, -1);
+      for (int rank = 0; rank < ranks; ++rank) {
+        const Stripes stripes(elements, kPage, ranks, rank);
+        REQUIRE(stripes.padded() == stripes.share() * ranks);
+        REQUIRE(stripes.padded() >= elements);
+        // At most one part of a page more than an even share, and a vector of padding.
+        REQUIRE(stripes.share() <= elements / ranks + stripes.full_page() / ranks + Stripes::kPartElements);
+        for (std::size_t i = 0, last = 0; i < stripes.own(); ++i) {
+          const std::size_t at = stripes.in_tensor(i);
+          REQUIRE(at < elements);
+          REQUIRE(owner[at] == -1);
+          REQUIRE((i == 0 || at > last));
+          if (i > 0 && i < stripes.part_end(i - 1)) REQUIRE(at == last + 1);
+          owner[at] = rank;
+          last = at;
+        }
+      }
+      REQUIRE(std::count(owner.begin(), owner.end(), -1) == 0);
+    }
+  }
+}
+
+TEST_CASE("what ranks wrote to their shares is the whole on all of them") {
+  for (const int ranks : {1, 2, 3}) {
+    Meeting meeting(ranks);
+    on_every_rank(ranks, [&](int rank) {
+      Rank self(meeting, rank, 64 * kPage);
+      std::vector<Tensor> tensors;
+      for (const std::size_t elements : {1, 100, 1009, 5000, 12289, 40'000}) {
+        tensors.push_back(self.make_tensor(elements, tensors.size() + 1));
+      }
+      for (Tensor& tensor : tensors) self.write_share(tensor, 7);
+      for (Tensor& tensor : tensors) CHECK(self.holds(*tensor.whole, 7));
+      const std::size_t collectives = self.ranks->log.size();
+      for (Tensor& tensor : tensors) CHECK(self.holds(*tensor.whole, 7));
+      CHECK(self.ranks->log.size() == collectives);  // kept gathered
+      for (Tensor& tensor : tensors) self.write_share(tensor, 8);
+      for (Tensor& tensor : tensors) CHECK(self.holds(*tensor.whole, 8));
+    });
+  }
+}
+
+TEST_CASE("small tensors are gathered together, and a newborn beside them reads as zeros") {
+  Meeting meeting(2);
+  on_every_rank(2, [&](int rank) {
+    Rank self(meeting, rank, 64 * kPage);
+    {
+      Tensor large = self.make_tensor(100'000, 100);
+      self.write(*large.whole, 5);  // memory is no longer what the system gave
+      self.pager->share_changes(*large.whole);
+    }
+    self.pager->wait();
+    std::vector<Tensor> tensors;
+    for (std::size_t i = 0; i < 6; ++i) tensors.push_back(self.make_tensor(60 + i, i + 1));
+    for (Tensor& tensor : tensors) self.write_share(tensor, 3);
+    for (Tensor& tensor : tensors) CHECK(self.holds(*tensor.whole, 3));
+    CHECK(self.ranks->log.size() == 1);
+    Tensor newborn = self.make_tensor(64, 9);
+    const PinRequest request{newborn.whole.get(), Access::read};
+    self.pager->pin({&request, 1});
+    const std::byte* data = newborn.whole->data;
+    CHECK(std::all_of(data, data + newborn.whole->bytes(), [](std::byte byte) { return byte == std::byte{0}; }));
+    self.pager->unpin({&request, 1});
+  });
+}
+
+TEST_CASE("a share that is about to change must not be pinned whole") {
+  Meeting meeting(1);
+  Rank self(meeting, 0, 64 * kPage);
+  Tensor tensor = self.make_tensor(1000, 1);
+  const PinRequest request{tensor.whole.get(), Access::read};
+  self.pager->pin({&request, 1});
+  CHECK_THROWS_AS(self.pager->share_changes(*tensor.whole), AccessError);
+  self.pager->unpin({&request, 1});
+  self.pager->share_changes(*tensor.whole);
+}
+
+TEST_CASE("ranks run the same collectives in the same order, whatever their disks and deaths do") {
+  constexpr int kRanks = 3;
+  Meeting meeting(kRanks);
+  std::vector<std::vector<std::string>> logs(kRanks);
+  on_every_rank(kRanks, [&](int rank) {
+    Rank self(meeting, rank, 10 * kPage);  // few whole tensors fit
+    std::mt19937 program(1);               // the same on all ranks
+    std::mt19937 own(100 + rank);          // what differs
+    auto noise = std::make_unique<TestSegment>();
+    self.local->bind(*noise, {20 * kPage, 0, Role::optimizer, Tier::disk});
+    std::vector<Tensor> alive, dead;
+    std::uint64_t births = 0;
+    for (int step = 0; step < 1500; ++step) {
+      const unsigned what = program() % 10, which = program();
+      if (alive.size() < 4 || what == 0) {
+        const std::size_t elements = which % 3 == 0 ? 20 + which % 100 : 500 + which % 6'000;
+        alive.push_back(self.make_tensor(elements, ++births));
+      } else if (what == 1 && alive.size() > 8) {
+        // It dies, though it was used just now: here, or whenever this rank's garbage collector says.
+        if (alive[which % alive.size()].written) {
+          CHECK(self.holds(*alive[which % alive.size()].whole, alive[which % alive.size()].seed));
+        }
+        dead.push_back(std::move(alive[which % alive.size()]));
+        alive.erase(alive.begin() + which % alive.size());
+      } else if (what < 4) {
+        Tensor& tensor = alive[which % alive.size()];
+        self.write_share(tensor, tensor.seed = step);
+        tensor.written = true;
+      } else if (what == 4) {
+        Tensor& tensor = alive[which % alive.size()];
+        self.write(*tensor.whole, tensor.seed = step);
+        self.pager->store(*tensor.whole);
+        tensor.written = true;
+      } else {
+        Tensor& tensor = alive[which % alive.size()];
+        if (tensor.written) CHECK(self.holds(*tensor.whole, tensor.seed));
+      }
+      if (own() % 4 == 0) {  // pages come and go on this rank as nowhere else
+        PagePin pin = self.local->pin_page(*noise, own() % noise->pages(), Access::write);
+        pin.wait();
+      }
+      if (own() % 16 == 0) dead.clear();
+    }
+    logs[rank] = self.ranks->log;
+    CHECK(self.pager->budget(Pool::device).peak() <= self.pager->budget(Pool::device).limit());
+    CHECK(self.local->stats().written_bytes > 0);
+    alive.clear(), dead.clear();
+    noise.reset();
+  });
+  CHECK(logs[0].size() > 200);
+  for (const auto& log : logs) CHECK(log == logs[0]);
+}

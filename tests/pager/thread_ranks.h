@@ -1,0 +1,79 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "zeropage/comm/ranks.h"
+
+namespace zeropage {
+
+/// Where ranks that are threads meet: the n-th collective of each is one collective.
+class Meeting {
+ public:
+  explicit Meeting(int ranks) : ranks_(ranks) {}
+
+  int ranks() const { return ranks_; }
+  void bring(std::size_t call, int rank, std::vector<std::byte> part) {
+    std::lock_guard lock(mutex_);
+    calls_[call][rank] = std::move(part);
+    came_.notify_all();
+  }
+  /// Everyone's part, once all came.
+  std::vector<std::byte> all(std::size_t call) {
+    std::unique_lock lock(mutex_);
+    came_.wait(lock, [&] { return static_cast<int>(calls_[call].size()) == ranks_; });
+    std::vector<std::byte> whole;
+    for (const auto& [_, part] : calls_[call]) whole.insert(whole.end(), part.begin(), part.end());
+    return whole;
+  }
+
+ private:
+  int ranks_;
+  std::mutex mutex_;
+  std::condition_variable came_;
+  std::map<std::size_t, std::map<int, std::vector<std::byte>>> calls_;
+};
+
+/// One of them. Keeps a log of what it was asked.
+class ThreadRanks final : public Ranks {
+ public:
+  ThreadRanks(Meeting& meeting, int rank) : meeting_(meeting), rank_(rank) {}
+
+  int size() const override { return meeting_.ranks(); }
+  int rank() const override { return rank_; }
+  std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t bytes,
+                                   const Subject& subject) override {
+    log.push_back(std::to_string(subject.number) + "/" + std::to_string(subject.page) + ":" + std::to_string(bytes));
+    const std::size_t call = log.size();
+    meeting_.bring(call, rank_, {part, part + bytes});
+    return std::make_unique<Gathering>(meeting_, call, into);
+  }
+  std::shared_ptr<std::byte> scratch(std::size_t bytes) override {
+    return {new std::byte[bytes], std::default_delete<std::byte[]>()};
+  }
+
+  std::vector<std::string> log;
+
+ private:
+  struct Gathering final : Work {
+    Gathering(Meeting& meeting, std::size_t call, std::byte* into) : meeting(meeting), call(call), into(into) {}
+    ~Gathering() override { wait(); }
+    void wait() override {
+      if (!into) return;
+      const auto whole = meeting.all(call);
+      std::memcpy(std::exchange(into, nullptr), whole.data(), whole.size());
+    }
+    Meeting& meeting;
+    std::size_t call;
+    std::byte* into;
+  };
+
+  Meeting& meeting_;
+  int rank_;
+};
+
+}  // namespace zeropage
