@@ -1,12 +1,24 @@
-"""The README's example is a program that runs."""
+"""The README's example is a program that runs, and runs over ranks as it is."""
 
+import contextlib
+import io
 import pathlib
 import re
 
 
-def test_the_example_runs_and_learns(capsys):
+def run_example():
     readme = (pathlib.Path(__file__).parent.parent.parent / "README.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
-    steps = re.findall(r"^(\d+) (\d+\.\d+)$", capsys.readouterr().out, re.MULTILINE)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(example, "README.md", "exec"), {})
+    steps = re.findall(r"^(\d+) (\d+\.\d+)$", said.getvalue(), re.MULTILINE)
     assert len(steps) == 20 and float(steps[-1][1]) < float(steps[0][1])
+
+
+def test_the_example_runs_and_learns():
+    run_example()
+
+
+def test_the_example_runs_over_ranks_as_it_is(two):
+    two.run(run_example)
