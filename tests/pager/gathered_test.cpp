@@ -25,8 +25,7 @@ struct Tensor {
 };
 
 struct Rank : PagerFixture {
-  Rank(Meeting& meeting, int rank, std::size_t gathered_bytes)
-      : ranks(std::make_shared<ThreadRanks>(meeting, rank)) {
+  Rank(Meeting& meeting, int rank, std::size_t gathered_bytes) : ranks(std::make_shared<ThreadRanks>(meeting, rank)) {
     make(8 * kPage, 24 * kPage, kPage);
     local = pager;
     pager = Pager::make_gathered(local, ranks, gathered_bytes, nullptr);

@@ -226,6 +226,26 @@ def test_hybrid_groups_partition_inside_and_replicate_across(stage, four):
     four.run(partition_inside_and_replicate_across, stage)
 
 
+def lack_gradients_across_replicas():
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with space(stage=2, shard_group=shards[rank // 2], replica_group=replicas[rank % 2]) as made:
+        with made:
+            layers = nn.ModuleList(nn.Linear(65, 65) for _ in range(4))
+        # Each node uses a layer of its own, and both use layer 2.
+        (layers[rank // 2](torch.ones(1, 65)) + layers[2](torch.ones(1, 65))).sum().backward()
+        for layer, expected in zip(layers, [0.5, 0.5, 1.0, None], strict=True):
+            if expected is None:
+                assert layer.weight.grad is None
+            else:
+                assert layer.weight.grad.eq(expected).all() and layer.bias.grad.eq(expected).all()
+
+
+def test_a_gradient_that_only_some_replicas_have_is_everyones(four):
+    four.run(lack_gradients_across_replicas)
+
+
 def train_in_groups_of_their_own():
     """Two models at once, each over two of four ranks: beside other parallelism."""
     rank = dist.get_rank()

@@ -11,7 +11,6 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
-#include <set>
 
 #include "zeropage/base/doing.h"
 #include "zeropage/base/errors.h"
@@ -173,29 +172,51 @@ void Reducer::send_open(Why why) {
   if (!piling_) {
     std::uint64_t content = 0xcbf29ce484222325;
     for (const ReductionPtr& reduction : bucket) content = mix(mix(content, reduction->number), reduction->bytes);
-    const Collectives::Words mine{static_cast<std::int64_t>(why), static_cast<std::int64_t>(content),
-                                  static_cast<std::int64_t>(bucket.size())};
-    const auto all = ranks_.agree(mine, {"gradients", 0, 0});
-    piling_ = std::any_of(all.begin(), all.end(), [&](const auto& words) { return words != mine; });
+    piling_ = !all_have({static_cast<std::int64_t>(why), static_cast<std::int64_t>(content),
+                         static_cast<std::int64_t>(bucket.size())});
     if (!piling_) return send(bucket);
   }
   pile_.insert(pile_.end(), bucket.begin(), bucket.end());
   if (why == Why::end) settle_pile();
 }
 
+/// Whether the same is in every rank's bucket, here and among replicas.
+bool Reducer::all_have(Collectives::Words mine) {
+  const Subject subject{"gradients", 0, 0};
+  const auto same = [&](const std::vector<Collectives::Words>& all) {
+    return std::all_of(all.begin(), all.end(), [&](const auto& words) { return words == mine; });
+  };
+  const bool here = same(ranks_.agree(mine, subject));
+  if (!replicas_) return here;
+  mine[2] = here ? mine[2] : -1;
+  return same(replicas_->agree(mine, subject)) && here;
+}
+
+/// The numbers that some rank of the group has.
+std::set<std::uint64_t> Reducer::union_over(Collectives& group, const std::set<std::uint64_t>& mine) {
+  const Subject subject{"gradients that not all ranks have", 0, 0};
+  std::int64_t most = 0;
+  for (const auto& words : group.agree({static_cast<std::int64_t>(mine.size()), 0, 0}, subject)) {
+    most = std::max(most, words[0]);
+  }
+  if (most == 0) return {};
+  at::Tensor numbers = at::zeros({most}, at::kLong);
+  std::copy(mine.begin(), mine.end(), numbers.mutable_data_ptr<std::int64_t>());
+  const at::Tensor all = group.all_gather_small(numbers, subject).contiguous();
+  const auto* first = all.const_data_ptr<std::int64_t>();
+  std::set<std::uint64_t> known(first, first + all.numel());
+  known.erase(0);  // padding: numbers count from one
+  return known;
+}
+
 /// [Note: buckets and ranks]
 void Reducer::settle_pile() {
   pile_.insert(pile_.end(), open_.begin(), open_.end());
   open_.clear(), open_bytes_ = 0;
-  const Subject subject{"gradients that not all ranks have", 0, 0};
-  const auto count = static_cast<std::int64_t>(pile_.size());
-  std::int64_t most = 0;
-  for (const auto& words : ranks_.agree({count, 0, 0}, subject)) most = std::max(most, words[0]);
-  at::Tensor numbers = at::zeros({most}, at::kLong);
-  for (std::int64_t i = 0; i < count; ++i) numbers[i] = static_cast<std::int64_t>(pile_[i]->number);
-  const at::Tensor all = ranks_.all_gather_small(numbers, subject).contiguous();
-  std::set<std::uint64_t> known(all.const_data_ptr<std::int64_t>(), all.const_data_ptr<std::int64_t>() + all.numel());
-  known.erase(0);
+  std::set<std::uint64_t> known;
+  for (const ReductionPtr& reduction : pile_) known.insert(reduction->number);
+  known = union_over(ranks_, known);
+  if (replicas_) known = union_over(*replicas_, known);
   std::vector<ReductionPtr> together;
   auto pile = std::exchange(pile_, {});
   for (const std::uint64_t number : known) {

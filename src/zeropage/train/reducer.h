@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "zeropage/tensor/paged_tensor.h"
@@ -49,6 +50,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void watch_backward();
   enum class Why : std::int64_t { full, end };
   void send_open(Why why);
+  bool all_have(Collectives::Words mine);
+  static std::set<std::uint64_t> union_over(Collectives& group, const std::set<std::uint64_t>& mine);
   void settle_pile();
   ReductionPtr missing(std::uint64_t number);
 
