@@ -15,7 +15,8 @@ def _megabytes(count: int) -> str:
 
 class Report:
     """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
-    downloaded_bytes, swap_bytes, waited_seconds, io, general_path."""
+    downloaded_bytes, swap_bytes, waited_seconds, io, general_path; over ranks: ranks, gathered_bytes, reduced_bytes,
+    broadcast_bytes, control_bytes (sent by this rank), collectives."""
 
     def __init__(self, core: _core.Report) -> None:
         self._core = core
@@ -38,6 +39,15 @@ class Report:
             ["waited for the disk", f"{core.waited_seconds:.2f} s"],
             ["I/O by", core.io],
         ]
+        if core.ranks > 1:
+            moved += [
+                ["ranks", str(core.ranks)],
+                ["sent in all-gathers", _megabytes(core.gathered_bytes)],
+                ["sent in sums of gradients", _megabytes(core.reduced_bytes)],
+                ["sent to start equal", _megabytes(core.broadcast_bytes)],
+                ["sent in checks and norms", _megabytes(core.control_bytes)],
+                ["collectives", f"{core.collectives:,}"],
+            ]
         parts = [
             tabulate(homes, headers=["role", "home", "now", "peak"], colalign=("left", "left", "right", "right")),
             tabulate(budgets, headers=["budget", "now", "peak", "limit"], colalign=("left", *["right"] * 3)),

@@ -91,8 +91,13 @@ class Space:
         return dict(self._core.config.items())
 
     def page(self, tensor: torch.Tensor) -> bool:
-        """Pages one existing tensor; False if it is too small or not one that can be paged."""
-        return self._core.page(tensor)
+        """Pages one existing tensor; False if it is too small or not one that can be paged.
+
+        Over ranks, all call it together, and have rank 0's content afterwards (of their own shares, if it is split).
+        """
+        paged = self._core.page(tensor)
+        self._core.start_equal()
+        return paged
 
     def report(self) -> Report:
         return Report(self._core.report())

@@ -20,7 +20,17 @@ def disk(tmp_path_factory, request):
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where models live: cpu or cuda")
+    parser.addoption("--full", action="store_true", help="over ranks: every model and optimizer at every stage")
     parser.addoption("--memory", default="auto", help="\"separate\": treat the CPU's memory as a GPU's is")
+
+
+def pytest_generate_tests(metafunc):
+    """Over ranks: a few stages and numbers of ranks, or all of them."""
+    if "stage_and_ranks" in metafunc.fixturenames:
+        some = metafunc.function.stages_and_ranks
+        every = [(stage, ranks) for stage in range(4) for ranks in ("two", "three", "four")]
+        chosen = every if metafunc.config.getoption("--full") else some
+        metafunc.parametrize("stage_and_ranks", chosen, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 
 
 @pytest.fixture
@@ -56,6 +66,11 @@ def _ranks(size):
     ranks = Ranks(size)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def one():
+    yield from _ranks(1)
 
 
 @pytest.fixture(scope="session")

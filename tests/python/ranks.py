@@ -101,6 +101,8 @@ def space(tier="disk", **settings):
             "resident_below": 1,
             "page_size": "16KiB",
         }
+        if dist.get_world_size() == 1:
+            settings["group"] = dist.group.WORLD  # asked for: one rank otherwise is one process
         made = zeropage.init(**{**small, **roles, **({"disk_path": path} if tier == "disk" else {}), **settings})
         yield made
         made.close()

@@ -77,6 +77,13 @@ def test_every_stage_and_tier_trains_as_one_process(size, stage, tier, request):
     request.getfixturevalue(size).run(functools.partial(check, GPT, gpt_loss, tier=tier, stage=stage, **memory))
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_is_one_process_to_the_bit(stage, tier, one):
+    memory = {} if tier == "disk" else {"device_memory": "24MB", "host_memory": "24MB"}
+    one.run(functools.partial(check, GPT, gpt_loss, tier=tier, stage=stage, to_the_bit=True, **memory))
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_device_with_memory_of_its_own_trains_as_one_process(stage, tier, two):
@@ -84,17 +91,29 @@ def test_a_device_with_memory_of_its_own_trains_as_one_process(stage, tier, two)
     two.run(functools.partial(check, GPT, gpt_loss, tier=tier, stage=stage, memory="separate", **memory))
 
 
+def over(*stages_and_ranks):
+    """At which stages, and on how many ranks, a test runs unless it is to run at all of them."""
+
+    def mark(test):
+        test.stages_and_ranks = stages_and_ranks
+        return test
+
+    return mark
+
+
 # What forward changes beside parameters differs between ranks, as with DistributedDataParallel.
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "spectral-norm"])
-def test_every_kind_of_model_trains_as_one_process(name, two):
+@over((0, "two"), (3, "two"), (3, "three"))
+def test_every_kind_of_model_trains_as_one_process(name, stage_and_ranks, request):
+    stage, ranks = stage_and_ranks
     # Sums in bfloat16 keep eight bits.
     tolerance = 2e-2 if name in ("gpt-bf16", "gpt-autocast") else 1e-6
-    two.run(_model, name, tolerance)
+    request.getfixturevalue(ranks).run(_model, name, stage, tolerance)
 
 
-def _model(name, tolerance):
+def _model(name, stage, tolerance):
     build, loss_of = MODELS[name]
-    check(build, loss_of, tolerance=tolerance)
+    check(build, loss_of, tolerance=tolerance, stage=stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -104,9 +123,10 @@ def test_where_sums_have_one_order_the_bits_are_equal(size, stage, request):
 
 
 @pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=[p.id for p in OPTIMIZERS])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_stock_optimizer_steps_as_one_process(index, stage, two):
-    two.run(_optimizer, index, stage)
+@over((1, "two"), (2, "two"), (3, "two"))
+def test_every_stock_optimizer_steps_as_one_process(index, stage_and_ranks, request):
+    stage, ranks = stage_and_ranks
+    request.getfixturevalue(ranks).run(_optimizer, index, stage)
 
 
 def _optimizer(index, stage):

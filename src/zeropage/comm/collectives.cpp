@@ -94,7 +94,7 @@ class Collectives::Summing final : public Pending {
     Pending::wait();
     Below below;
     at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
-    at::add_out(out, parts[0], parts[1]);
+    parts.size(0) == 1 ? out.copy_(parts[0]) : at::add_out(out, parts[0], parts[1]);
     for (std::int64_t i = 2; i < parts.size(0); ++i) out.add_(parts[i]);
     kept_.clear();
   }

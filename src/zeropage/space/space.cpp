@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 
@@ -28,6 +29,12 @@ std::size_t free_memory() {
     if (word == "MemAvailable:" && meminfo >> kib) return kib * kKiB;
   }
   return kGiB;
+}
+
+/// Ranks that share this machine's memory, as launchers say.
+std::size_t ranks_here() {
+  const char* said = std::getenv("LOCAL_WORLD_SIZE");
+  return said ? std::max(std::atoi(said), 1) : 1;
 }
 
 c10::Device device_of(const Config& config) {
@@ -180,7 +187,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
                     config.disk_path));
   }
 
-  const std::size_t free = free_memory();
+  const std::size_t free = free_memory() / (groups.shard ? ranks_here() : 1);
   PagerOptions options;
   const std::size_t device_free = domain->device.is_cpu() ? free : free_device_memory(domain->device);
   const std::size_t device_share = domain->device.is_cpu() ? free / 4 : device_free / 5 * 4;
@@ -200,7 +207,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   if ((domain->device.is_cpu() ? options.device_bytes : 0) + options.host_bytes > free) {
     throw SettingError(
         fmt::format("device_memory = {} and host_memory = {} are more than the {} that are free on this "
-                    "machine; lower them",
+                    "machine for each rank; lower them",
                     format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free)));
   }
   options.page_bytes =

@@ -250,12 +250,12 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
 }
 
 void TensorPin::release() {
-  const auto requests = requests_;
-  { TensorPin dropped = std::move(*this); }
-  for (const PinRequest& request : requests) {
-    Pager& pager = *request.segment->pager();
-    if (request.access != Access::read && pager.is_gathered()) pager.store(*request.segment);
+  c10::SmallVector<Segment*, 8> written;
+  for (const PinRequest& request : requests_) {
+    if (request.access != Access::read && request.segment->pager()->is_gathered()) written.push_back(request.segment);
   }
+  { TensorPin dropped = std::move(*this); }
+  for (Segment* segment : written) segment->pager()->store(*segment);
 }
 
 TensorPin::~TensorPin() {
