@@ -92,7 +92,8 @@ def work(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, systems: str, rounds: int) -> dict:
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}", __file__, "--worker"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"),
+        *(__file__, "--worker"),
         *("--systems", systems, "--rounds", str(rounds), "--dtype", args.dtype, "--batch", str(args.batch)),
         *("--device-memory", args.device_memory, "--host-memory", args.host_memory),
     ]

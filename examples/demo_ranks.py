@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 def train(ranks: int, args: argparse.Namespace) -> dict:
     script = str(pathlib.Path(__file__).parent / "train_gpt.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     options = ["--steps", str(args.steps), "--stage", str(args.stage), "--json"]
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     print(f"{ranks} ranks of {threads} threads, {args.steps} steps …", file=sys.stderr)

@@ -44,7 +44,7 @@ def test_its_errors_say_what_to_do(examples, disk):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_libtorch_program_over_ranks_equals_one_process(stage, examples):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]
     ran = run(*torchrun, examples / "train_gpt_ranks", "--steps", 3, "--stage", stage, "--check")
     assert ran.returncode == 0 and "equal to one process" in ran.stdout, ran.stdout + ran.stderr
 
