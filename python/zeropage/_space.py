@@ -82,8 +82,8 @@ class Space:
         self._scopes.append(_Entered(self._core))
         return self
 
-    def __exit__(self, *_raised: object) -> None:
-        self._scopes.pop().leave()
+    def __exit__(self, raised: object, *_details: object) -> None:
+        self._scopes.pop().leave(failed=raised is not None)
 
     @property
     def config(self) -> dict[str, str]:
@@ -137,11 +137,11 @@ class _Entered:
             torch_module.register_module_buffer_registration_hook(register_buffer),
         ]
 
-    def leave(self) -> None:
+    def leave(self, failed: bool) -> None:
         for hook in self._hooks:
             hook.remove()
         self._device.__exit__(None, None, None)
-        self._scope.leave()
+        self._scope.leave(failed)
 
 
 def init(

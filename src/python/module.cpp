@@ -70,7 +70,10 @@ class PythonScope {
  public:
   explicit PythonScope(std::shared_ptr<Space> space) : space_(std::move(space)) {}
   void enter() { scope_ = std::unique_ptr<InitScope>(new InitScope(space_->enter())); }
-  void leave() { std::exchange(scope_, nullptr)->leave(); }
+  void leave(bool failed) {
+    const auto scope = std::exchange(scope_, nullptr);
+    failed ? scope->abandon() : scope->leave();
+  }
 
  private:
   std::shared_ptr<Space> space_;
@@ -120,7 +123,7 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<PythonScope>(module, "Scope")
       .def("enter", &PythonScope::enter)
-      .def("leave", &PythonScope::leave, py::call_guard<py::gil_scoped_release>());
+      .def("leave", &PythonScope::leave, py::arg("failed"), py::call_guard<py::gil_scoped_release>());
 
   py::class_<Space, std::shared_ptr<Space>>(module, "Space")
       .def(py::init([](const Config& config, const std::string& shard, const std::string& replica) {

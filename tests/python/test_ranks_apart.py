@@ -265,6 +265,19 @@ def test_any_group_may_be_given(four):
     four.run(train_in_groups_of_their_own)
 
 
+def fail_in_scope():
+    with space() as made:
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="no such model"), made:
+                nn.Linear(65, 65)
+                raise RuntimeError("no such model")
+        return "went on"
+
+
+def test_a_rank_that_fails_in_a_scope_waits_for_nobody(pair):
+    assert pair.run(fail_in_scope) == ["went on", "went on"]
+
+
 def exist_before(stage):
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(65, 129), nn.BatchNorm1d(129))

@@ -207,8 +207,9 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   if ((domain->device.is_cpu() ? options.device_bytes : 0) + options.host_bytes > free) {
     throw SettingError(
         fmt::format("device_memory = {} and host_memory = {} are more than the {} that are free on this "
-                    "machine for each rank; lower them",
-                    format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free)));
+                    "machine{}; lower them",
+                    format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free),
+                    groups.shard ? " for each rank" : ""));
   }
   options.page_bytes =
       size_of("page_size", config.page_size, automatic_page_size(options.device_bytes, options.host_bytes, separate));

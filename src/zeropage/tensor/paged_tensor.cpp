@@ -281,20 +281,18 @@ InitScope::InitScope(std::shared_ptr<Domain> domain)
   c10::impl::tls_set_dispatch_key_included(kPagedKey, true);
 }
 
-InitScope::~InitScope() noexcept(false) {
-  const bool unwinding = std::uncaught_exceptions() > 0;
-  try {
-    leave();
-  } catch (...) {
-    if (!unwinding) throw;
-  }
-}
+InitScope::~InitScope() noexcept(false) { std::uncaught_exceptions() > 0 ? abandon() : leave(); }
 
 void InitScope::leave() {
-  if (!domain_) return;
+  const auto left = domain_;
+  abandon();
+  if (left) start_equal(*left);
+}
+
+void InitScope::abandon() {
+  if (!std::exchange(domain_, nullptr)) return;
   c10::impl::tls_set_dispatch_key_included(kPagedKey, outer_included_);
   current_scope = std::move(outer_);
-  start_equal(*std::exchange(domain_, nullptr));
 }
 
 }  // namespace zeropage

@@ -217,10 +217,12 @@ const std::shared_ptr<Domain>& scope_domain();
 class InitScope {
  public:
   explicit InitScope(std::shared_ptr<Domain> domain);
-  /// Leaves, unless leave() did; what goes wrong then goes unsaid only if an exception is on its way already.
+  /// Leaves, unless leave() or abandon() did; while an exception is on its way, abandons.
   ~InitScope() noexcept(false);
   /// Ends the scope. With ranks, what was born in it becomes the same on all: throws RankError.
   void leave();
+  /// Ends the scope without a word to other ranks, which may not have come as far: what was born is of no use.
+  void abandon();
   InitScope(const InitScope&) = delete;
   InitScope& operator=(const InitScope&) = delete;
 
