@@ -174,12 +174,13 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     Like `Module.to`, it gives a parameter that shares its memory with a tensor outside the model memory of its own.
     """
     space = config if isinstance(config, Space) else init(config, **overrides)
+    core = space._core
     for parameter in model.parameters():
-        space.page(parameter)
+        core.page(parameter)
     for buffer in model.buffers():
-        if space.page(buffer):
-            space._core.keep_whole(buffer)
-    space._core.start_equal()
+        if core.page(buffer):
+            core.keep_whole(buffer)
+    core.start_equal()  # once: small tensors travel together
     return model
 
 

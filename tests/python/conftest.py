@@ -61,28 +61,17 @@ def deterministic(request):
 
 
 def _ranks(size):
-    from ranks import Ranks
+    """A fixture: that many ranks, for the session."""
 
-    ranks = Ranks(size)
-    yield ranks
-    ranks.close()
+    @pytest.fixture(scope="session", name=["one", "two", "three", "four"][size - 1])
+    def ranks():
+        from ranks import Ranks
 
+        made = Ranks(size)
+        yield made
+        made.close()
 
-@pytest.fixture(scope="session")
-def one():
-    yield from _ranks(1)
-
-
-@pytest.fixture(scope="session")
-def two():
-    yield from _ranks(2)
+    return ranks
 
 
-@pytest.fixture(scope="session")
-def three():
-    yield from _ranks(3)
-
-
-@pytest.fixture(scope="session")
-def four():
-    yield from _ranks(4)
+one, two, three, four = map(_ranks, range(1, 5))
