@@ -217,10 +217,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
     watch.bar.close()
     if RANK > 0:
         return
-    if args.json and RANKS > 1:
+    report = None
+    if not args.plain:
         import zeropage
 
         report = zeropage.report()
+    if args.json and RANKS > 1 and report:
         held = {home.role: home.peak for home in report.homes}
         sent = {"gathered": report.gathered_bytes / args.steps, "reduced": report.reduced_bytes / args.steps}
         times = {"seconds": seconds / args.steps, "peak": peak, "state": state, "losses": losses}
@@ -241,19 +243,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
         ["loss, first and last", f"{losses[0]:.3f} → {losses[-1]:.3f}"],
         ["peak memory above the baseline", megabytes(peak)],
     ]
-    if RANKS > 1:
-        import zeropage
-
-        report = zeropage.report()
+    if RANKS > 1 and report:
         rows += [[f"{home.role} on this rank, peak", megabytes(home.peak)] for home in report.homes]
         rows += [
             ["sent by this rank in a step: all-gathers", megabytes(report.gathered_bytes / args.steps)],
             ["  gradients", megabytes(report.reduced_bytes / args.steps)],
         ]
     if plain:
-        import zeropage
-
-        report = zeropage.report()
         rows += [
             ["  of the plain program", megabytes(plain["peak"])],
             ["  activations, measured in the plain program", megabytes(plain["activations"])],
