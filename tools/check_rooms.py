@@ -11,13 +11,14 @@ MAY_USE = {
     "page": ["base", "io", "store"],
     "comm": ["base", "page"],
     "pager": ["base", "io", "store", "page", "comm"],
+    "kernels": [],
     "tensor": ["base", "page", "comm", "pager"],
-    "rules": ["base", "page", "comm", "pager", "tensor"],
+    "rules": ["base", "page", "comm", "pager", "kernels", "tensor"],
     "train": ["base", "page", "comm", "pager", "tensor", "rules"],
     "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
-    "space": ["base", "io", "store", "page", "comm", "pager", "tensor", "rules", "train", "fault"],
+    "space": ["base", "io", "store", "page", "comm", "pager", "kernels", "tensor", "rules", "train", "fault"],
 }
-WITHOUT_TORCH = ["io", "store", "page", "pager"]
+WITHOUT_TORCH = ["io", "store", "page", "pager", "kernels"]
 
 root = pathlib.Path("src/zeropage")
 wrong = []

@@ -29,7 +29,7 @@ if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
 from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError, SettingError, is_paged
 from zeropage._patches import install as _install_patches
 from zeropage._report import Report
-from zeropage._space import Config, Space, evict, init, page, pinned, report
+from zeropage._space import Config, Space, evict, init, page, pinned, report, wait
 from zeropage._together import together
 
 _install_patches()
@@ -55,4 +55,5 @@ __all__ = [
     "pinned",
     "report",
     "together",
+    "wait",
 ]

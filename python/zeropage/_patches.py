@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropage import _core, _hugging_face, _wrappers
 
@@ -63,7 +64,12 @@ def _patch_tensor() -> None:
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
 
 
+def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _core.step_ended([p for group in optimizer.param_groups for p in group["params"]])
+
+
 def install() -> None:
+    register_optimizer_step_post_hook(_step_ended)
     _patch_tensor()
     _hugging_face.install(on_paged)
     _wrappers.install()

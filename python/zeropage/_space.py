@@ -103,7 +103,10 @@ class Space:
         return Report(self._core.report())
 
     def wait(self) -> None:
-        """Returns when nothing is under way to the disk; raises DiskError for a write that failed."""
+        """Does what optimizers have left to do (see `async_step`), and returns when nothing is under way to the disk.
+
+        Raises DiskError for a read or write that failed.
+        """
         self._core.wait()
 
     def close(self) -> None:
@@ -204,6 +207,12 @@ def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
     finally:
         pin.release()
+
+
+def wait() -> None:
+    """`Space.wait()` of the space made last: afterwards no optimizer step and no transfer is under way."""
+    if _latest is not None:
+        _latest.wait()
 
 
 def report() -> Report:

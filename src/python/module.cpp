@@ -155,6 +155,9 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "hold", [](const std::vector<at::Tensor>& tensors) { return std::make_unique<TensorPin>(hold(tensors)); },
       py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "step_ended", [](const std::vector<at::Tensor>& parameters) { step_ended(parameters); },
+      py::call_guard<py::gil_scoped_release>());
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
   module.def("ranks_of", &ranks_of);

@@ -213,6 +213,7 @@ def test_everything_dies_with_its_tensors(config):
     optimizer.step()
     assert {h.role for h in space.report().homes} == {"parameter", "gradient", "optimizer"}
     optimizer.zero_grad()
+    space.wait()
     assert next(h for h in space.report().homes if h.role == "gradient").now == 0
     del model, optimizer
     gc.collect()

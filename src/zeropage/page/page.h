@@ -146,6 +146,8 @@ class Segment {
 
   const std::shared_ptr<Pager>& pager() const { return pager_; }
   std::size_t bytes() const { return bytes_; }
+  /// Whether it is exposed now: of use only to whoever exposes it himself.
+  bool is_pinned() const { return pins_ > 0; }
   Role role() const { return run_->role; }
   Tier tier() const { return run_->tier; }
   std::size_t pages() const { return run_->pages.size(); }

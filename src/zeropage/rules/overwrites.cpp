@@ -1,6 +1,7 @@
 // Writes of a whole tensor that need nothing of what was there: no page is read for them.
 #include <ATen/ops/from_blob.h>
 
+#include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/windows.h"
 
@@ -20,6 +21,19 @@ void finish(Call& call, at::Tensor self) {
   call.return_value(std::move(self));
 }
 
+/// If other operators on the target have yet to run, this one joins them.
+bool join_program(Call& call, const PagedArgument& target) {
+  if (!has_program(target.segment)) return false;
+  Substitution substitution;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (!substitution.add(call.argument(i), false, target.tensor, i == 0 ? Access::overwrite : Access::read))
+      return false;
+  }
+  if (!defer(call.op, substitution, Chunking::iterator, std::nullopt)) return false;
+  finish(call, target.tensor);
+  return true;
+}
+
 bool fits(const StorageSegment& segment) { return segment.bytes() <= segment.pager()->frame_limit(); }
 
 }  // namespace
@@ -27,6 +41,7 @@ bool fits(const StorageSegment& segment) { return segment.bytes() <= segment.pag
 bool run_zero(Call& call) {
   const PagedArgument* target = whole_target(call);
   if (!target) return false;
+  if (join_program(call, *target)) return true;
   StorageSegment& segment = *target->segment;
   segment.refresh(Access::overwrite);
   if (segment.is_partitioned()) {
@@ -43,6 +58,7 @@ bool run_fill(Call& call) {
   const PagedArgument* target = whole_target(call);
   if (!target || call.paged.size() > 1) return false;
   if (call.argument(1).isTensor() && call.argument(1).toTensor().dim() > 0) return false;
+  if (join_program(call, *target)) return true;
   const c10::IValue value = call.argument(1);
   for_each_window({Operand{target->tensor, target->segment, Access::overwrite}}, Chunking::iterator,
                   [&](c10::ArrayRef<at::Tensor> slices) {

@@ -5,12 +5,14 @@
 #include <ATen/ops/ones.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 
 namespace zeropage {
 namespace {
 
 at::Tensor first_result(const torch::jit::Stack& stack) {
+  if (stack.empty()) return at::ones({1});
   return stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0];
 }
 
@@ -26,8 +28,29 @@ caffe2::TypeMeta result_dtype(const c10::OperatorHandle& op, const Substitution&
 
 }  // namespace
 
+namespace {
+
+/// Later, if all that it needs is paged. What would be wrong with it is found now.
+std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substitution& call, int written,
+                                    Chunking chunking) {
+  const caffe2::TypeMeta first = call.operands[0].tensor.dtype();
+  bool alike = true;
+  for (const Operand& operand : call.operands) {
+    if (!operand.segment) return std::nullopt;
+    alike = alike && operand.tensor.dtype() == first;
+  }
+  std::optional<caffe2::TypeMeta> dtype;
+  if (written < 0 || !alike) dtype = result_dtype(op, call);
+  auto result = defer(op, call, chunking, written < 0 ? dtype : std::nullopt);
+  if (result && written >= 0) result = call.operands[written].tensor;
+  return result;
+}
+
+}  // namespace
+
 at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
                                  Chunking chunking) {
+  if (auto result = run_later(op, call, written, chunking)) return *result;
   TensorPin scalars(call.scalars);
   if (written >= 0) {
     for_each_window(call.operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {

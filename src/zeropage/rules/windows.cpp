@@ -218,7 +218,7 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* split) {
   return reach;
 }
 
-void run_windows(const Reach& reach, Chunking chunking, RunSlices run) {
+void run_windows(const Reach& reach, Chunking chunking, RunSlices run, std::size_t& at) {
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
   const auto& operands = reach.operands;
   Cursors cursors;
@@ -229,7 +229,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run) {
   const bool on_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
   const std::size_t threads = on_cpu ? at::get_num_threads() : 1;
   const std::size_t vector = on_cpu ? kVector : 1;
-  for (std::size_t at = 0; at < elements;) {
+  while (at < elements) {
     const Cut chunk = chunk_of(elements, at, chunking, threads);
     std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, vector);
     for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
@@ -249,12 +249,13 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run) {
 
 }  // namespace
 
-void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run) {
+void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, std::size_t* done) {
   for (const Operand& operand : operands) {
     if (operand.segment) operand.segment->complete();
   }
   const StorageSegment* split = split_among(operands);
-  run_windows(reach(operands, split), chunking, run);
+  std::size_t at = 0;
+  run_windows(reach(operands, split), chunking, run, done ? *done : at);
   if (split) return;
   for (const Operand& operand : operands) {
     const bool written = operand.segment && operand.access != Access::read;
@@ -264,7 +265,8 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
 
 void for_each_window_of_share(const Operand& operand, RunSlices run) {
   operand.segment->complete();
-  run_windows(reach(operand, operand.segment), Chunking::iterator, run);
+  std::size_t at = 0;
+  run_windows(reach(operand, operand.segment), Chunking::iterator, run, at);
 }
 
 bool is_split(const StorageSegment* segment) { return segment && (segment->is_partitioned() || segment->is_stale()); }

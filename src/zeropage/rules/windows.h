@@ -46,8 +46,9 @@ Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = 
 /// Calls `run` with one flat tensor an operand for consecutive windows that cover everything; of this rank's share,
 /// if shares are enough ([Note: shares]). Several threads call it at once, on disjoint parts of a window; inside,
 /// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand.
+/// `done` counts the elements whose windows are behind: begins there, and after an exception says where to go on.
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
-                     c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);
+                     c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, std::size_t* done = nullptr);
 
 /// The same over this rank's share of one tensor that is partitioned or stale, which is only read.
 void for_each_window_of_share(const Operand& operand, c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);

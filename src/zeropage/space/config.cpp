@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 15> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 16> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -24,6 +24,7 @@ constexpr std::array<Setting, 15> kSettings{{{"device", &Config::device},
                                              {"page_size", &Config::page_size},
                                              {"io", &Config::io},
                                              {"memory", &Config::memory},
+                                             {"async_step", &Config::async_step},
                                              {"stage", &Config::stage},
                                              {"partition", &Config::partition},
                                              {"reduce_dtype", &Config::reduce_dtype},

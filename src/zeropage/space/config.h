@@ -23,6 +23,9 @@ struct Config {
   std::string page_size = "auto";       // the unit that moves; auto: 4 MiB, less under small budgets
   std::string io = "auto";              // "uring", "threads"
   std::string memory = "auto";          // "unified": operators on the CPU use host memory; "separate": as on a GPU
+  // "true": optimizer.step() returns at once, and parameters are updated when they are next needed; "false": before
+  // it returns (of optimizers in Python).
+  std::string async_step = "true";
   // Over ranks: 1 partitions optimizer states, 2 gradients too, 3 parameters too; 0 none.
   std::string stage = "3";
   std::string partition = "auto";     // roles by name, as "gradients, optimizer", or "none"; auto: as stage says

@@ -96,6 +96,12 @@ std::size_t automatic_page_size(std::size_t device_bytes, std::size_t host_bytes
   return std::clamp(std::bit_floor(std::max<std::size_t>(share, 1)), 4 * kBlockBytes, 4 * kMiB);
 }
 
+bool flag_of(std::string_view setting, const std::string& text) {
+  if (text == "true" || text == "True" || text == "1") return true;
+  if (text == "false" || text == "False" || text == "0") return false;
+  throw SettingError(fmt::format("{} = \"{}\"; write \"true\" or \"false\"", setting, text));
+}
+
 CheckRanks check_of(const std::string& check) {
   if (check == "auto") return CheckRanks::automatic;
   if (check == "always") return CheckRanks::always;
@@ -226,6 +232,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   options.io = engine_of(config.io);
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
+  domain->async_step = flag_of("async_step", config.async_step);
   split_roles(config, domain->partition);
   domain->partition.reduce_dtype = dtype_of(config.reduce_dtype);
   const CheckRanks check = check_of(config.check_ranks);
@@ -257,6 +264,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   config.page_size = std::to_string(options.page_bytes);
   config.resident_below = std::to_string(domain->resident_below);
   config.io = std::string(domain->pager->io_name());
+  config.async_step = domain->async_step ? "true" : "false";
   config.memory = separate ? "separate" : "unified";
   return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
 }
@@ -295,6 +303,23 @@ void Space::keep_whole(at::Tensor& tensor) {
   at::Tensor whole = make_paged(domain_, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
                                 {.layout = Layout::replicated});
   tensor.set_data(whole.copy_(tensor));
+}
+
+void Space::wait() {
+  run_deferred(*domain_);
+  domain_->pager->wait();
+}
+
+void step_ended(c10::ArrayRef<at::Tensor> parameters) {
+  std::vector<std::shared_ptr<Domain>> domains;
+  for (const at::Tensor& parameter : parameters) {
+    const auto* segment = segment_of(parameter);
+    if (!segment || std::find(domains.begin(), domains.end(), segment->domain()) != domains.end()) continue;
+    domains.push_back(segment->domain());
+  }
+  for (const auto& domain : domains) {
+    if (!domain->async_step) run_deferred(*domain);
+  }
 }
 
 void Space::close() {
@@ -360,7 +385,7 @@ int ranks_of(const at::Tensor& tensor) {
 
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
-  if (!segment) return;
+  if (!segment || segment->is_homeless()) return;
   segment->pager()->evict(*segment);
   if (segment->is_partitioned()) segment->share_segment().pager()->evict(segment->share_segment());
 }

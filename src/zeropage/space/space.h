@@ -69,8 +69,9 @@ class Space : public std::enable_shared_from_this<Space> {
   /// With ranks: what was paged outside a scope becomes the same on all of them. Throws RankError.
   void start_equal() { zeropage::start_equal(*domain_); }
 
-  /// Waits until nothing is under way to the disk. Throws DiskError for a write that failed.
-  void wait() { domain_->pager->wait(); }
+  /// Runs what optimizers have left to do and waits until nothing is under way to the disk. Throws DiskError for a
+  /// read or write that failed.
+  void wait();
   /// Gives memory and disk back. Tensors of the space then throw AccessError when used.
   void close();
 
@@ -95,6 +96,9 @@ std::uint64_t virtual_address(const at::Tensor& tensor);
 
 /// An ordinary tensor with the same content, layout and history-free, for code that must have raw memory of its own.
 at::Tensor plain_copy(const at::Tensor& tensor);
+
+/// An optimizer's step over these parameters is over. Where async_step is off, what it left to do is done now.
+void step_ended(c10::ArrayRef<at::Tensor> parameters);
 
 /// Holds tensors whole, for reading, while it lives: what all ranks do together before some of them use some of the
 /// tensors. Those that every rank has whole are left alone.

@@ -51,65 +51,71 @@ void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) 
 
 /// How a segment comes to be.
 struct Making {
-  const std::shared_ptr<Domain>& domain;
-  c10::StorageImpl& storage;
-  c10::IntArrayRef sizes;
-  std::size_t item_bytes;
+  Domain* domain;
+  std::size_t bytes;
+  std::size_t row_bytes;
+  caffe2::TypeMeta dtype;
   Role role;
   Birth birth;
 
-  std::unique_ptr<StorageSegment> operator()() const {
-    const std::size_t bytes = storage.nbytes(), elements = bytes / item_bytes;
-    auto segment = std::make_unique<StorageSegment>(domain, &storage, elements);
-    if (!domain->partition.ranks) {
-      domain->pager->bind(*segment, {bytes, row_bytes(sizes, item_bytes), role, tier_for(*domain, role, bytes)});
-      return segment;
+  std::unique_ptr<StorageSegment> operator()(const std::shared_ptr<Domain>& owner, c10::StorageImpl& storage) const {
+    const std::size_t elements = bytes / dtype.itemsize();
+    auto segment = std::make_unique<StorageSegment>(owner, &storage, role, elements);
+    if (domain->partition.ranks) {
+      segment->number_ = birth.number ? birth.number : ++domain->births;
+      segment->stripes_ = domain->stripes(elements);
+      segment->shareable_ = !domain->keeps_whole(elements);
+      if (scope_domain()) {
+        std::lock_guard lock(domain->sharing_mutex);
+        domain->newborn.push_back(segment->storage());
+      }
     }
-    segment->number_ = birth.number ? birth.number : ++domain->births;
-    segment->stripes_ = domain->stripes(elements);
-    segment->shareable_ = !domain->keeps_whole(elements);
-    const Layout layout = birth.layout.value_or(domain->layout_for(role, elements));
-    layout == Layout::partitioned ? bind_partitioned(*segment) : bind_replicated(*segment);
-    if (scope_domain()) {
-      std::lock_guard lock(domain->sharing_mutex);
-      domain->newborn.push_back(segment->storage());
-    }
+    birth.homeless ? void(segment->homeless_ = std::make_unique<Making>(*this)) : bind(*segment);
     return segment;
   }
 
+  void bind(StorageSegment& segment) const {
+    if (!domain->partition.ranks) {
+      domain->pager->bind(segment, {bytes, row_bytes, role, tier_for(*domain, role, bytes)});
+    } else {
+      const Layout layout = birth.layout.value_or(domain->layout_for(role, segment.elements_));
+      layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
+    }
+  }
+
  private:
-  std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * item_bytes; }
+  std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 
   void bind_replicated(StorageSegment& segment) const {
     if (!segment.shareable_) {
       const Tier memory = domain->pager->has_separate_memory() ? Tier::device : Tier::host;
-      domain->pager->bind(segment, {storage.nbytes(), 0, role, memory});
+      domain->pager->bind(segment, {bytes, 0, role, memory});
       return;
     }
     // With every rank's last part full, so that shares can be gathered in place.
-    const std::size_t bytes = segment.stripes_.padded() * item_bytes;
-    domain->pager->bind(segment, {bytes, 0, role, tier_for(*domain, role, bytes), page_bytes(segment.stripes_)});
+    const std::size_t padded = segment.stripes_.padded() * dtype.itemsize();
+    domain->pager->bind(segment, {padded, 0, role, tier_for(*domain, role, padded), page_bytes(segment.stripes_)});
   }
 
   void bind_partitioned(StorageSegment& segment) const {
     const Stripes& stripes = segment.stripes_;
+    const std::size_t item_bytes = dtype.itemsize();
     const std::size_t own = stripes.own(), share_bytes = stripes.share() * item_bytes;
     auto own_storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), own * item_bytes,
                                                              c10::DataPtr(nullptr, domain->device), nullptr, false);
-    auto share = std::make_unique<StorageSegment>(domain, own_storage.get(), own);
+    auto share = std::make_unique<StorageSegment>(segment.domain_, own_storage.get(), role, own);
     const std::size_t part_bytes = page_bytes(stripes) / stripes.ranks();
     const std::size_t page = std::max(round_down(domain->pager->page_bytes(), part_bytes), part_bytes);
     domain->pager->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
-    domain->gathered->bind_gathered(segment, {storage.nbytes(), stripes.padded() * item_bytes, page_bytes(stripes),
-                                              role, &segment.share_segment(), segment.number_, birth.number != 0});
+    // What is born at another time on other ranks, or finds its home later, shares no page.
+    const bool alone = birth.number != 0 || birth.homeless;
+    domain->gathered->bind_gathered(segment, {bytes, stripes.padded() * item_bytes, page_bytes(stripes), role,
+                                              &segment.share_segment(), segment.number_, alone});
   }
 
   at::Tensor wrap(std::unique_ptr<StorageSegment> segment, c10::intrusive_ptr<c10::StorageImpl> own,
                   std::size_t n) const;
-
- public:
-  caffe2::TypeMeta dtype;
 };
 
 namespace {
@@ -156,8 +162,9 @@ at::Tensor Making::wrap(std::unique_ptr<StorageSegment> segment, c10::intrusive_
   return tensor_over(*domain, std::move(own), elements, 1, dtype);
 }
 
-StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, std::size_t elements)
-    : domain_(std::move(domain)), storage_(storage), elements_(elements) {
+StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, Role role,
+                               std::size_t elements)
+    : domain_(std::move(domain)), storage_(storage), role_(role), elements_(elements) {
   static std::atomic<std::uint64_t> next{std::uint64_t{1} << 56};  // above what processes are given
   virtual_address_ = next.fetch_add(round_up(storage->nbytes() + 1, 64));
 }
@@ -189,7 +196,56 @@ void StorageSegment::hide() {
   compat::set_guard(*storage_, /*closed=*/true);
 }
 
-void StorageSegment::destroy(void* segment) { delete static_cast<StorageSegment*>(segment); }
+void StorageSegment::destroy(void* context) {
+  std::unique_ptr<StorageSegment> segment(static_cast<StorageSegment*>(context));
+  if (!segment->is_deferred()) return;
+  const auto domain = segment->domain_;
+  std::lock_guard lock(domain->deferral_mutex);
+  segment->storage_ = nullptr;
+  if (const auto deferred = segment->deferred_) deferred->adopt(segment);
+}
+
+void StorageSegment::find_home() {
+  if (const auto making = std::exchange(homeless_, nullptr)) {
+    try {
+      making->bind(*this);
+    } catch (...) {
+      homeless_ = std::make_unique<Making>(*making);
+      throw;
+    }
+  }
+}
+
+Layout StorageSegment::layout() const {
+  if (homeless_) return homeless_->birth.layout.value_or(domain_->layout_for(role_, elements_));
+  return is_partitioned() ? Layout::partitioned : Layout::replicated;
+}
+
+void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
+  deferred_ = std::move(deferred);
+  is_deferred_.store(deferred_ != nullptr, std::memory_order_release);
+}
+
+void run_deferred(Domain& domain) {
+  std::lock_guard lock(domain.deferral_mutex);
+  const auto all = domain.deferred;
+  std::exception_ptr error;
+  for (const auto& weak : all) {
+    try {
+      if (const auto deferred = weak.lock()) deferred->run();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+  std::erase_if(domain.deferred, [](const auto& weak) { return weak.expired(); });
+  if (error) std::rethrow_exception(error);
+}
+
+void StorageSegment::run_deferred() {
+  if (!is_deferred()) return;
+  std::lock_guard lock(domain_->deferral_mutex);
+  if (const auto deferred = deferred_) deferred->run();
+}
 
 bool is_whole(const at::TensorBase& tensor) {
   return tensor.storage_offset() == 0 &&
@@ -203,7 +259,8 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, domain->device), nullptr,
                                                        /*resizable=*/false);
-  attach(Making{domain, *storage, sizes, dtype.itemsize(), role, birth, dtype}(), *storage);
+  const Making making{domain.get(), bytes, row_bytes(sizes, dtype.itemsize()), dtype, role, birth};
+  attach(making(domain, *storage), *storage);
   return tensor_over(*domain, std::move(storage), sizes, strides, dtype);
 }
 
@@ -218,7 +275,9 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   if (!domain->pages(storage.nbytes()) || !is_whole(tensor) || storage.use_count() != 1) return false;
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const auto* data = static_cast<const std::byte*>(impl.data());
-  auto segment = Making{domain, impl, tensor.sizes(), tensor.itemsize(), role, {}, tensor.dtype()}();
+  const Making making{
+      domain.get(), storage.nbytes(), row_bytes(tensor.sizes(), tensor.itemsize()), tensor.dtype(), role, {}};
+  auto segment = making(domain, impl);
   if (segment->is_partitioned()) {
     segment->open_share(Access::overwrite);
     copy_share_in(*segment, data, tensor.itemsize());
@@ -232,7 +291,13 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
 }
 
 TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
-  for (const PinRequest& request : requests) static_cast<StorageSegment*>(request.segment)->refresh(request.access);
+  // What was deferred on a tensor runs in the frame that its operator will use.
+  c10::SmallVector<StorageSegment*, 4> deferred;
+  for (const PinRequest& request : requests) {
+    auto* segment = static_cast<StorageSegment*>(request.segment);
+    const bool in_frame = segment->is_deferred() && !segment->is_homeless() && request.access != Access::overwrite;
+    in_frame && !segment->domain()->partition.ranks ? deferred.push_back(segment) : segment->refresh(request.access);
+  }
   // One call a pager; nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
     Pager& pager = *requests[begin].segment->pager();
@@ -246,6 +311,12 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
     }
     requests_.append(requests.begin() + begin, requests.begin() + end);
     begin = end;
+  }
+  try {
+    for (StorageSegment* segment : deferred) segment->run_deferred();
+  } catch (...) {
+    TensorPin held = std::move(*this);
+    throw;
   }
 }
 

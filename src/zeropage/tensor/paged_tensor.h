@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -60,6 +61,7 @@ struct Partition {
 };
 
 class StorageSegment;
+struct Making;
 
 /// Content that is still to come: a gradient whose reduction is under way.
 class Pending {
@@ -69,6 +71,16 @@ class Pending {
   virtual void complete() = 0;
   /// True if instead of being waited for and added to `sum`, it will be added when it comes.
   virtual bool add_to(StorageSegment& sum) = 0;
+};
+
+/// Operators on segments that have yet to run.
+class Deferred {
+ public:
+  virtual ~Deferred() = default;
+  /// Returns when they have run. Throws what they threw; what is left to run then stays.
+  virtual void run() = 0;
+  /// A segment's tensor died: true if the segment must outlive it, and does so here.
+  virtual bool adopt(std::unique_ptr<StorageSegment>& segment) = 0;
 };
 
 /// What all tensors of one space share.
@@ -81,6 +93,11 @@ struct Domain {
   Partition partition;
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
+  bool async_step = true;  // what an optimizer's step defers may run after it has returned
+  /// Held by whoever defers operators or runs what was deferred.
+  std::recursive_mutex deferral_mutex;
+  std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
+  std::size_t deferred_alive = 0;                 // of them, when last counted
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
@@ -101,10 +118,23 @@ struct Domain {
 
 class StorageSegment final : public Segment {
  public:
-  StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, std::size_t elements);
+  StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, Role role, std::size_t elements);
   ~StorageSegment() override;
 
   const std::shared_ptr<Domain>& domain() const { return domain_; }
+  Role role() const { return role_; }
+
+  // --- deferred operators ---
+
+  /// Operators that read or write it have yet to run.
+  bool is_deferred() const { return is_deferred_.load(std::memory_order_acquire); }
+  /// Under the domain's deferral_mutex.
+  const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
+  void defer(std::shared_ptr<Deferred> deferred);
+  void run_deferred();
+  /// Whether it is to have no home until somebody needs its content (Birth::homeless).
+  bool is_homeless() const { return homeless_ != nullptr; }
+  void find_home();
 
   // --- over ranks ---
 
@@ -120,8 +150,10 @@ class StorageSegment final : public Segment {
   /// Of a partitioned tensor: this rank's share, flat, stripes().own() elements.
   const at::Tensor& share() const { return share_; }
   StorageSegment& share_segment() const;
-  /// Content that is still to come is waited for.
+  /// What was deferred runs, and content that is still to come is waited for.
   void complete();
+  /// The second of these alone.
+  void complete_pending();
   /// Makes ready for operators that take the tensor whole: what is to come is there, and all shares are current.
   void refresh(Access access);
   /// Makes ready for operators that take this rank's share alone.
@@ -131,7 +163,7 @@ class StorageSegment final : public Segment {
   /// Whether the leaf that shows it is known to who sums gradients.
   bool leaf_known = false;
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
-  Layout layout() const { return is_partitioned() ? Layout::partitioned : Layout::replicated; }
+  Layout layout() const;
   const std::shared_ptr<Pending>& pending() const { return pending_; }
 
   /// Where the segment would lie if all paged tensors of the process lay in one address space: its own range, for
@@ -147,7 +179,8 @@ class StorageSegment final : public Segment {
   friend struct Making;
   void point_to(void* data);
   std::shared_ptr<Domain> domain_;
-  c10::StorageImpl* storage_;
+  c10::StorageImpl* storage_;  // null: it died, and deferred operators keep the segment
+  Role role_;
   std::uint64_t virtual_address_;
   std::size_t elements_;
   std::uint64_t number_ = 0;
@@ -156,6 +189,9 @@ class StorageSegment final : public Segment {
   bool shareable_ = false;
   bool stale_ = false;
   std::shared_ptr<Pending> pending_;
+  std::atomic<bool> is_deferred_ = false;
+  std::shared_ptr<Deferred> deferred_;
+  std::unique_ptr<Making> homeless_;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.
@@ -176,11 +212,16 @@ struct Birth {
   std::optional<Layout> layout = std::nullopt;  // the role's, unless it is said
   /// What it is called on all ranks. Given where ranks may make tensors in another order, as gradients; else counted.
   std::uint64_t number = 0;
+  /// Has no home until find_home(): a temporary, which may die before anybody needs its content.
+  bool homeless = false;
 };
 
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                       caffe2::TypeMeta dtype, Role role, const Birth& birth = {});
+
+/// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
+void run_deferred(Domain& domain);
 
 /// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
 /// what is not split comes from rank 0. Throws RankError.

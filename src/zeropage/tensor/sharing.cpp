@@ -150,6 +150,7 @@ class Refresh {
 };
 
 void gather_stale_parameters(Domain& domain) {
+  run_deferred(domain);  // so that the same are stale on all ranks
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
   {
     std::lock_guard lock(domain.sharing_mutex);
@@ -171,6 +172,11 @@ void gather_stale_parameters(Domain& domain) {
 }  // namespace
 
 void StorageSegment::complete() {
+  run_deferred();
+  complete_pending();
+}
+
+void StorageSegment::complete_pending() {
   if (auto pending = std::exchange(pending_, nullptr)) pending->complete();
 }
 
@@ -184,7 +190,7 @@ void StorageSegment::refresh(Access access) {
 }
 
 void StorageSegment::set_stale(bool stale) {
-  if (std::exchange(stale_, stale) == stale || role() != Role::parameter) return;
+  if (std::exchange(stale_, stale) == stale || role() != Role::parameter || !storage_) return;
   std::lock_guard lock(domain_->sharing_mutex);
   stale ? void(domain_->stale.emplace(number_, storage())) : void(domain_->stale.erase(number_));
 }
@@ -217,6 +223,7 @@ void start_equal(Domain& domain) {
     auto storage = weak.lock();
     if (!storage || !segment_of(*storage)) continue;
     StorageSegment& segment = *segment_of(*storage);
+    segment.complete();
     const auto& [ranks, replicas] = std::tie(domain.partition.ranks, domain.partition.replicas);
     if (segment.is_partitioned()) {
       segment.open_share(Access::read);

@@ -52,6 +52,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
 
   bool add_to(StorageSegment& sum) override {
     if (delivered || sum.layout() != layout || sum.elements() != stripes.elements()) return false;
+    sum.run_deferred();
     add_target(sum, /*add=*/true);
     return true;
   }

@@ -1,0 +1,401 @@
+#include "zeropage/kernels/update.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace zeropage::kernels {
+namespace {
+
+#if defined(__aarch64__)
+constexpr bool kBaselineHasFma = true;
+#else
+constexpr bool kBaselineHasFma = false;
+#endif
+
+/// a * b + c, rounded once where the instruction set can.
+template <bool fma>
+ZEROPAGE_INLINE float multiply_add(float a, float b, float c) {
+  return fma ? __builtin_fmaf(a, b, c) : a * b + c;
+}
+
+constexpr std::size_t kBlock = kQuantum;  // elements: some arrays of them as floats fit the first cache
+
+// --- loads and stores of one block ---
+
+template <class Decode>
+ZEROPAGE_INLINE void decode(float* __restrict to, const std::uint16_t* __restrict from, std::size_t n, Decode one) {
+  for (std::size_t i = 0; i < n; ++i) to[i] = one(from[i]);
+}
+
+ZEROPAGE_INLINE float largest_magnitude(const float* x, std::size_t n) {
+  float largest = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    const float magnitude = __builtin_fabsf(x[i]);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+/// Floats of 8 bits: `exponents` exponents below one, three bits of mantissa. The smallest exponent is denormal.
+template <int exponents>
+ZEROPAGE_INLINE float from_float8(std::uint32_t x) {
+  constexpr int kBias = exponents - 1;  // the largest exponent is that of numbers in [1, 2)
+  const float normal = std::bit_cast<float>((x << 20) + (std::uint32_t{127 - kBias} << 23));
+  const float denormal = std::bit_cast<float>(std::uint32_t{127 - kBias + 1 - 3} << 23) * static_cast<float>(x);
+  return x < 8 ? denormal : normal;
+}
+template <int exponents>
+ZEROPAGE_INLINE std::uint32_t to_float8(float x) {  // of x in [0, 1.9375]
+  constexpr int kBias = exponents - 1;
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x) - (std::uint32_t{127 - kBias} << 23);
+  const std::uint32_t normal = (bits + 0x7ffff + ((bits >> 20) & 1)) >> 20;
+  const float smallest = std::bit_cast<float>(std::uint32_t{127 - kBias + 1} << 23);
+  constexpr float kRound = 0x1.8p23f;
+  const float steps = x * (1 / std::bit_cast<float>(std::uint32_t{127 - kBias + 1 - 3} << 23));
+  const auto denormal = static_cast<std::uint32_t>(static_cast<std::int32_t>((steps + kRound) - kRound));
+  return x < smallest ? denormal : normal;
+}
+
+constexpr float kTop = 1.875f;  // the largest float of 8 bits: 1.111 in binary
+
+ZEROPAGE_INLINE void decode_blocks8(float* __restrict to, const std::uint8_t* __restrict from, float scale,
+                                    bool is_signed, std::size_t n) {
+  if (is_signed) {
+    for (std::size_t i = 0; i < n; ++i) {
+      const float magnitude = from_float8<16>(from[i] & 0x7fu) * scale;
+      to[i] = from[i] & 0x80 ? -magnitude : magnitude;
+    }
+  } else {
+    for (std::size_t i = 0; i < n; ++i) to[i] = from_float8<32>(from[i]) * scale;
+  }
+}
+
+ZEROPAGE_INLINE void encode_blocks8(std::uint8_t* __restrict to, const float* __restrict from, float* scale_of_block,
+                                    bool is_signed, std::size_t n) {
+  const float scale = largest_magnitude(from, n) / kTop;
+  const float inverse = scale > 0x1p-120f ? 1 / scale : 0;
+  *scale_of_block = inverse > 0 ? scale : 0;
+  if (is_signed) {
+    for (std::size_t i = 0; i < n; ++i) {
+      const float magnitude = std::min(__builtin_fabsf(from[i]) * inverse, kTop);
+      to[i] = static_cast<std::uint8_t>(to_float8<16>(magnitude) | (from[i] < 0 ? 0x80u : 0u));
+    }
+  } else {
+    for (std::size_t i = 0; i < n; ++i) {
+      to[i] = static_cast<std::uint8_t>(to_float8<32>(std::min(std::max(from[i], 0.0f) * inverse, kTop)));
+    }
+  }
+}
+
+/// The floats of a block: where they lie, if they lie as floats, else decoded into `scratch`.
+ZEROPAGE_INLINE float* load(const Array& array, std::size_t at, std::size_t n, float* scratch) {
+  switch (array.format) {
+    case Format::none:
+      return nullptr;
+    case Format::float32:
+      return static_cast<float*>(array.data) + at;
+    case Format::bfloat16:
+    case Format::stochastic_bfloat16:
+      decode(scratch, static_cast<const std::uint16_t*>(array.data) + at, n, from_bfloat16);
+      break;
+    case Format::float16:
+      decode(scratch, static_cast<const std::uint16_t*>(array.data) + at, n, from_float16);
+      break;
+    case Format::split_float32: {
+      const auto* __restrict high = static_cast<const std::uint16_t*>(array.data) + at;
+      const auto* __restrict low = static_cast<const std::int16_t*>(array.extra) + at;
+      for (std::size_t i = 0; i < n; ++i) scratch[i] = join(high[i], low[i]);
+      break;
+    }
+    case Format::signed_blocks8:
+    case Format::unsigned_blocks8:
+      decode_blocks8(scratch, static_cast<const std::uint8_t*>(array.data) + at,
+                     static_cast<const float*>(array.extra)[at / kQuantum], array.format == Format::signed_blocks8,
+                     n);
+      break;
+  }
+  return scratch;
+}
+
+/// Back to where load() had them from.
+ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, const float* __restrict values,
+                           std::uint32_t seed, std::size_t index) {
+  switch (array.format) {
+    case Format::none:
+      return;
+    case Format::float32: {
+      auto* __restrict to = static_cast<float*>(array.data) + at;
+      if (to == values) return;
+      for (std::size_t i = 0; i < n; ++i) to[i] = values[i];
+      return;
+    }
+    case Format::bfloat16: {
+      auto* __restrict to = static_cast<std::uint16_t*>(array.data) + at;
+      for (std::size_t i = 0; i < n; ++i) to[i] = to_bfloat16(values[i]);
+      return;
+    }
+    case Format::stochastic_bfloat16: {
+      auto* __restrict to = static_cast<std::uint16_t*>(array.data) + at;
+      const std::uint32_t first = seed * 0x9e3779b9u + static_cast<std::uint32_t>(index);
+      for (std::size_t i = 0; i < n; ++i) {
+        to[i] = to_stochastic_bfloat16(values[i], hash(first + static_cast<std::uint32_t>(i)));
+      }
+      return;
+    }
+    case Format::float16: {
+      auto* __restrict to = static_cast<std::uint16_t*>(array.data) + at;
+      for (std::size_t i = 0; i < n; ++i) to[i] = to_float16(values[i]);
+      return;
+    }
+    case Format::split_float32: {
+      auto* __restrict high = static_cast<std::uint16_t*>(array.data) + at;
+      auto* __restrict low = static_cast<std::int16_t*>(array.extra) + at;
+      for (std::size_t i = 0; i < n; ++i) {
+        high[i] = high_of(values[i]);
+        low[i] = low_of(values[i], high[i]);
+      }
+      return;
+    }
+    case Format::signed_blocks8:
+    case Format::unsigned_blocks8:
+      encode_blocks8(static_cast<std::uint8_t*>(array.data) + at, values,
+                     static_cast<float*>(array.extra) + at / kQuantum, array.format == Format::signed_blocks8, n);
+      return;
+  }
+}
+
+// --- what the rules do to a block of floats ---
+
+struct Block {
+  float *parameter, *gradient, *state[3];
+  std::size_t n;
+  bool scalar;  // [Note: scalar ends]
+};
+
+/// a * b + c * d, where one product is rounded and the other is not. [Note: scalar ends]
+template <bool fma>
+ZEROPAGE_INLINE float blend(float a, float b, float c, float d, bool scalar) {
+  return scalar ? multiply_add<fma>(a, b, c * d) : multiply_add<fma>(c, d, a * b);
+}
+
+/// The gradient as the rule takes it, and how many of its values were not finite.
+ZEROPAGE_INLINE std::size_t scale_gradient(const Update& u, float* __restrict g, std::size_t n) {
+  std::uint32_t not_finite = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    not_finite += (std::bit_cast<std::uint32_t>(g[i]) & 0x7f800000) == 0x7f800000 ? 1 : 0;
+  }
+  for (std::size_t s = 0; s < u.scale_count; ++s) {
+    const float value = u.scales[s].value;
+    if (u.scales[s].divides) {
+      for (std::size_t i = 0; i < n; ++i) g[i] = g[i] / value;
+    } else {
+      for (std::size_t i = 0; i < n; ++i) g[i] = g[i] * value;
+    }
+  }
+  return not_finite;
+}
+
+/// Adam (Kingma & Ba, 2015), its AMSGrad variant (Reddi et al., 2018), and AdamW, in the order of
+/// at::native's FusedAdamKernel.
+template <bool fma>
+ZEROPAGE_INLINE void adam(const Update& u, const Block& b) {
+  float* __restrict p = b.parameter;
+  float* __restrict g = b.gradient;
+  float* __restrict m = b.state[0];
+  float* __restrict v = b.state[1];
+  const double bias1 = 1 - std::pow(u.beta1, u.step), bias2 = 1 - std::pow(u.beta2, u.step);
+  const auto step_size = static_cast<float>(u.lr / bias1), bias2_sqrt = static_cast<float>(std::sqrt(bias2));
+  const auto eps = static_cast<float>(u.eps), beta2 = static_cast<float>(u.beta2);
+  const auto of_gradient = static_cast<float>(1 - u.beta1), of_square = static_cast<float>(1 - u.beta2);
+  if (u.weight_decay != 0) {
+    if (u.rule == Rule::adamw) {
+      const auto keep = static_cast<float>(1 - u.lr * u.weight_decay);
+      for (std::size_t i = 0; i < b.n; ++i) p[i] = p[i] * keep;
+    } else {
+      const auto decay = static_cast<float>(u.weight_decay);
+      for (std::size_t i = 0; i < b.n; ++i) g[i] = multiply_add<fma>(p[i], decay, g[i]);
+    }
+  }
+  // lerp: from the nearer end.
+  const bool small = of_gradient < 0.5f;
+  const float weight = small ? of_gradient : of_gradient - 1;
+  for (std::size_t i = 0; i < b.n; ++i) {
+    m[i] = multiply_add<fma>(weight, g[i] - m[i], small ? m[i] : g[i]);
+    v[i] = blend<fma>(v[i], beta2, of_square * g[i], g[i], b.scalar);
+  }
+  const float* __restrict square = v;
+  if (u.amsgrad) {
+    float* __restrict largest = b.state[2];
+    for (std::size_t i = 0; i < b.n; ++i) largest[i] = v[i] > largest[i] || v[i] != v[i] ? v[i] : largest[i];
+    square = largest;
+  }
+  for (std::size_t i = 0; i < b.n; ++i) {
+    const float denominator = __builtin_sqrtf(square[i]) / bias2_sqrt + eps;
+    p[i] = p[i] + -step_size * m[i] / denominator;
+  }
+}
+
+template <bool fma>
+ZEROPAGE_INLINE void sgd(const Update& u, const Block& b) {
+  float* __restrict p = b.parameter;
+  float* __restrict g = b.gradient;
+  float* __restrict m = b.state[0];
+  if (u.weight_decay != 0) {
+    const auto decay = static_cast<float>(u.weight_decay);
+    for (std::size_t i = 0; i < b.n; ++i) g[i] = multiply_add<fma>(p[i], decay, g[i]);
+  }
+  if (u.momentum != 0) {
+    const auto momentum = static_cast<float>(u.momentum), damped = static_cast<float>(1 - u.dampening);
+    if (u.first_momentum) {
+      for (std::size_t i = 0; i < b.n; ++i) m[i] = g[i];
+    } else {
+      for (std::size_t i = 0; i < b.n; ++i) m[i] = blend<fma>(m[i], momentum, g[i], damped, b.scalar);
+    }
+    if (u.nesterov) {
+      for (std::size_t i = 0; i < b.n; ++i) g[i] = multiply_add<fma>(m[i], momentum, g[i]);
+    } else {
+      for (std::size_t i = 0; i < b.n; ++i) g[i] = m[i];
+    }
+  }
+  const auto rate = static_cast<float>(-u.lr);
+  for (std::size_t i = 0; i < b.n; ++i) p[i] = multiply_add<fma>(g[i], rate, p[i]);
+}
+
+/// Adagrad (Duchi et al., 2011).
+template <bool fma>
+ZEROPAGE_INLINE void adagrad(const Update& u, const Block& b) {
+  float* __restrict p = b.parameter;
+  float* __restrict g = b.gradient;
+  float* __restrict sum = b.state[0];
+  if (u.weight_decay != 0) {
+    const auto decay = static_cast<float>(u.weight_decay);
+    for (std::size_t i = 0; i < b.n; ++i) g[i] = multiply_add<fma>(p[i], decay, g[i]);
+  }
+  const auto rate = static_cast<float>(u.lr / (1 + (u.step - 1) * u.lr_decay)), eps = static_cast<float>(u.eps);
+  for (std::size_t i = 0; i < b.n; ++i) {
+    sum[i] = multiply_add<fma>(g[i], g[i], sum[i]);
+    p[i] = p[i] - rate * g[i] / (__builtin_sqrtf(sum[i]) + eps);
+  }
+}
+
+/// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2).
+template <bool fma>
+ZEROPAGE_INLINE void lion(const Update& u, const Block& b) {
+  float* __restrict p = b.parameter;
+  float* __restrict g = b.gradient;
+  float* __restrict m = b.state[0];
+  const auto keep = static_cast<float>(1 - u.lr * u.weight_decay), rate = static_cast<float>(u.lr);
+  const auto beta1 = static_cast<float>(u.beta1), beta2 = static_cast<float>(u.beta2);
+  const auto rest1 = static_cast<float>(1 - u.beta1), rest2 = static_cast<float>(1 - u.beta2);
+  for (std::size_t i = 0; i < b.n; ++i) {
+    const float direction = multiply_add<fma>(m[i], beta1, rest1 * g[i]);
+    const float sign = direction > 0 ? rate : direction < 0 ? -rate : direction != direction ? direction : 0.0f;
+    p[i] = p[i] * keep - sign;
+    m[i] = multiply_add<fma>(m[i], beta2, rest2 * g[i]);
+  }
+}
+
+template <bool fma>
+ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
+                                       std::size_t first, bool scalar) {
+  alignas(64) float scratch[5][kBlock];
+  std::size_t not_finite = 0;
+  // A gradient that is not to change is worked on in scratch memory.
+  const bool changes = u.scale_count > 0 || u.maximize || u.rule != Rule::lion;
+  const bool apart = arrays.gradient.format != Format::float32 || changes;
+  for (std::size_t at = begin; at < end; at += kBlock) {
+    const std::size_t n = std::min(kBlock, end - at), index = first + at;
+    Block b{load(arrays.parameter, at, n, scratch[0]), load(arrays.gradient, at, n, scratch[1]), {}, n, scalar};
+    if (apart && b.gradient != scratch[1]) {
+      const float* __restrict from = b.gradient;
+      for (std::size_t i = 0; i < n; ++i) scratch[1][i] = from[i];
+      b.gradient = scratch[1];
+    }
+    for (int s = 0; s < 3; ++s) b.state[s] = load(arrays.state[s], at, n, scratch[2 + s]);
+    not_finite += scale_gradient(u, b.gradient, n);
+    if (u.store_gradient) store(arrays.gradient, at, n, b.gradient, u.seed, index);
+    if (u.maximize) {
+      for (std::size_t i = 0; i < n; ++i) b.gradient[i] = -b.gradient[i];
+    }
+    switch (u.rule) {
+      case Rule::adam:
+      case Rule::adamw:
+        adam<fma>(u, b);
+        break;
+      case Rule::sgd:
+        sgd<fma>(u, b);
+        break;
+      case Rule::adagrad:
+        adagrad<fma>(u, b);
+        break;
+      case Rule::lion:
+        lion<fma>(u, b);
+        break;
+    }
+    store(arrays.parameter, at, n, b.parameter, u.seed, index);
+    store(arrays.visible, at, n, b.parameter, u.seed, index);
+    for (int s = 0; s < 3; ++s) store(arrays.state[s], at, n, b.state[s], u.seed + s + 1, index);
+  }
+  return not_finite;
+}
+
+/// [Note: scalar ends] PyTorch's kernels compute what is left of whole vectors at a tensor's end by scalar code, in
+/// which the compiler fused the other of two products with the addition. The same is done here.
+template <bool fma>
+ZEROPAGE_INLINE std::size_t run(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
+                                std::size_t first) {
+  const std::size_t vectors_end = begin + (end - begin) / u.vector * u.vector;
+  std::size_t not_finite = run_blocks<fma>(u, arrays, begin, vectors_end, first, false);
+  if (vectors_end < end) not_finite += run_blocks<fma>(u, arrays, vectors_end, end, first, true);
+  return not_finite;
+}
+
+using Run = std::size_t (*)(const Update&, const Arrays&, std::size_t, std::size_t, std::size_t);
+
+std::size_t run_baseline(const Update& u, const Arrays& a, std::size_t begin, std::size_t end, std::size_t first) {
+  return run<kBaselineHasFma>(u, a, begin, end, first);
+}
+
+#if defined(__x86_64__)
+[[gnu::target("avx2,fma,f16c")]] std::size_t run_avx2(const Update& u, const Arrays& a, std::size_t begin,
+                                                      std::size_t end, std::size_t first) {
+  return run<true>(u, a, begin, end, first);
+}
+[[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")]] std::size_t run_avx512(
+    const Update& u, const Arrays& a, std::size_t begin, std::size_t end, std::size_t first) {
+  return run<true>(u, a, begin, end, first);
+}
+#endif
+
+struct Chosen {
+  Run run;
+  std::string_view name;
+};
+
+Chosen choose() {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    return {run_avx512, "avx512"};
+  }
+  if (avx2) return {run_avx2, "avx2"};
+#endif
+  return {run_baseline, "baseline"};
+}
+
+const Chosen& chosen() {
+  static const Chosen once = choose();
+  return once;
+}
+
+}  // namespace
+
+std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end,
+                   std::size_t first) {
+  return chosen().run(update, arrays, begin, end, first);
+}
+
+std::string_view instruction_set() { return chosen().name; }
+
+}  // namespace zeropage::kernels

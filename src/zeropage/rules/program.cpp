@@ -1,0 +1,361 @@
+#include "zeropage/rules/program.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/TensorBase.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "zeropage/rules/update.h"
+
+namespace zeropage {
+namespace {
+
+constexpr std::size_t kMostSlots = 24, kMostInstructions = 256;
+constexpr std::size_t kCacheElements = std::size_t{1} << 15;  // at once in a thread: some operands fit its cache
+
+/// Operators that round once an element, so that it does not matter whether a vector loop or its scalar tail did it.
+bool rounds_once(const c10::OperatorHandle& op, const Substitution& call) {
+  std::string_view name = op.schema().name();
+  name.remove_prefix(std::min(name.size(), std::string_view("aten::").size()));
+  if (name.substr(0, 9) == "_foreach_") name.remove_prefix(9);
+  if (!name.empty() && name.back() == '_') name.remove_suffix(1);
+  static const std::unordered_set<std::string_view> exact{"mul",     "div",     "sqrt", "neg",  "abs",
+                                                          "maximum", "minimum", "zero", "fill", "copy"};
+  if (exact.count(name) > 0) return true;
+  if (name != "add" && name != "sub") return false;
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    if (arguments[i].name() == "alpha") return call.arguments[i].isScalar() && call.arguments[i].toScalar().equal(1);
+  }
+  return true;
+}
+
+/// Whether windows can be cut for both kinds of operators at once: where threads' shares are whole vectors.
+bool chunkings_agree(std::size_t elements) {
+  const Cut chunk = chunk_of(elements, 0, Chunking::iterator, at::get_num_threads());
+  return chunk.end == elements || chunk.end % kVector == 0;
+}
+
+/// A tensor of the same shape with no storage to keep alive.
+at::Tensor shape_of(const at::Tensor& tensor) {
+  const auto backend = tensor.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
+                                                       c10::DataPtr(nullptr, tensor.device()), nullptr, false);
+  auto shape = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
+                                                        c10::DispatchKeySet(backend), tensor.dtype());
+  shape.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return shape;
+}
+
+class Program;
+using ProgramPtr = std::shared_ptr<Program>;
+
+class Program final : public Deferred, public std::enable_shared_from_this<Program> {
+ public:
+  explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
+
+  void run() override;
+  bool adopt(std::unique_ptr<StorageSegment>& segment) override;
+
+  bool empty() const { return instructions_.empty(); }
+  bool fits(std::size_t more_slots) const {
+    return slots_.size() + more_slots <= kMostSlots && instructions_.size() < kMostInstructions;
+  }
+  bool begun() const { return done_ > 0; }
+  std::size_t slots() const { return slots_.size(); }
+  bool takes(Chunking chunking, bool any_chunking) const {
+    return any_chunking || any_chunking_ || chunking == chunking_ || chunkings_agree(elements_);
+  }
+  bool takes_all_of(const Program& other) const { return takes(other.chunking_, other.any_chunking_); }
+  void take_over(Program& other);
+  int slot_of(const Operand& operand);
+  int add_temporary(const at::Tensor& tensor);
+  void add(const c10::OperatorHandle& op, Substitution call, c10::SmallVector<int, 8> slots, int result,
+           Chunking chunking, bool any_chunking);
+
+ private:
+  struct Slot {
+    StorageSegment* segment;                 // null: a temporary that died
+    std::unique_ptr<StorageSegment> orphan;  // the segment, if its tensor died
+    at::Tensor shape;
+    Access access = Access::read;  // by the whole program
+    bool temporary = false;        // what an instruction of the program returns
+  };
+
+  void touch(int slot, Access access);
+  std::optional<UpdateProgram> find_update() const;
+  void run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
+  void run_piece(c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
+  void run_on_registers(std::vector<at::Tensor>& registers, c10::ArrayRef<int> operand_of);
+  void end();
+
+  std::shared_ptr<Domain> domain_;
+  std::vector<Slot> slots_;
+  std::vector<Instruction> instructions_;
+  std::size_t elements_ = 0;
+  Chunking chunking_ = Chunking::iterator;
+  bool any_chunking_ = true;  // nothing in it depends on where windows are cut
+  std::size_t done_ = 0;      // elements whose windows have run
+  bool running_ = false;
+};
+
+void Program::touch(int index, Access access) {
+  Slot& slot = slots_[index];
+  if (access != Access::read && slot.access == Access::read) slot.access = Access::write;
+}
+
+int Program::slot_of(const Operand& operand) {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].segment == operand.segment) {
+      touch(static_cast<int>(i), operand.access);
+      return static_cast<int>(i);
+    }
+  }
+  slots_.push_back({operand.segment, nullptr, shape_of(operand.tensor), operand.access, false});
+  operand.segment->defer(shared_from_this());
+  return static_cast<int>(slots_.size()) - 1;
+}
+
+int Program::add_temporary(const at::Tensor& tensor) {
+  slots_.push_back({segment_of(tensor), nullptr, shape_of(tensor), Access::overwrite, true});
+  segment_of(tensor)->defer(shared_from_this());
+  return static_cast<int>(slots_.size()) - 1;
+}
+
+void Program::add(const c10::OperatorHandle& op, Substitution call, c10::SmallVector<int, 8> slots, int result,
+                  Chunking chunking, bool any_chunking) {
+  elements_ = slots_[0].shape.numel();
+  if (!any_chunking) chunking_ = chunking, any_chunking_ = false;
+  instructions_.push_back({op, std::move(call), std::move(slots), result});
+}
+
+/// The instructions of another program follow ours; the two have no operand in common.
+void Program::take_over(Program& other) {
+  const int shift = static_cast<int>(slots_.size());
+  for (Slot& slot : other.slots_) {
+    if (slot.segment && !slot.orphan) slot.segment->defer(shared_from_this());
+    slots_.push_back(std::move(slot));
+  }
+  for (Instruction& instruction : other.instructions_) {
+    for (int& slot : instruction.slots) slot += shift;
+    if (instruction.result >= 0) instruction.result += shift;
+    instructions_.push_back(std::move(instruction));
+  }
+  if (!other.any_chunking_) chunking_ = other.chunking_, any_chunking_ = false;
+  other.slots_.clear();
+  other.instructions_.clear();
+}
+
+/// [Note: what a program holds]
+bool Program::adopt(std::unique_ptr<StorageSegment>& segment) {
+  const auto slot =
+      std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.segment == segment.get(); });
+  if (slot == slots_.end()) return false;
+  slot->segment->defer(nullptr);  // who owns whom: the program lives by its living segments
+  if (slot->temporary && !running_) {
+    slot->segment = nullptr;
+    return true;
+  }
+  slot->orphan = std::move(segment);
+  const bool wanted = std::any_of(slots_.begin(), slots_.end(),
+                                  [](const Slot& s) { return s.segment && !s.orphan && s.access != Access::read; });
+  // Ranks must all run the same, and when tensors die may differ between them.
+  if (!wanted && !running_ && !domain_->partition.ranks) end();
+  return true;
+}
+
+void Program::end() {
+  for (Slot& slot : slots_) {
+    if (slot.segment && !slot.orphan) slot.segment->defer(nullptr);
+  }
+  const auto slots = std::exchange(slots_, {});  // what dies with them may come back here
+  instructions_.clear();
+}
+
+void Program::run() {
+  if (running_ || empty()) return;
+  const auto self = shared_from_this();
+  struct Running {
+    bool& flag;
+    explicit Running(bool& f) : flag(f) { flag = true; }
+    ~Running() { flag = false; }
+  };
+  {
+    Running running(running_);
+    c10::SmallVector<Operand, 8> operands;
+    std::vector<int> operand_of(slots_.size(), -1);
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      Slot& slot = slots_[i];
+      if (!slot.segment) continue;
+      slot.segment->find_home();
+      operand_of[i] = static_cast<int>(operands.size());
+      const bool dropped = slot.orphan && !domain_->partition.ranks;  // what is written to it goes nowhere
+      operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access});
+    }
+    // Whatever the program that needs the result is doing: these are not its operators.
+    c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKeySet(
+        {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher,
+         c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+    const auto update = find_update();
+    for_each_window(
+        operands, chunking_,
+        [&](c10::ArrayRef<at::Tensor> slices) {
+          update ? run_update_on(*update, slices, operand_of) : run_piece(slices, operand_of);
+        },
+        &done_);
+  }
+  end();
+}
+
+std::optional<UpdateProgram> Program::find_update() const {
+  if (!slots_[0].shape.is_cpu()) return std::nullopt;
+  auto update = as_update(instructions_, [&](int slot) { return slots_[slot].shape.scalar_type(); });
+  if (!update) return std::nullopt;
+  for (const int slot : {update->parameter, update->gradient, update->state[0], update->state[1], update->state[2]}) {
+    if (slot >= 0 && !slots_[slot].segment) return std::nullopt;
+  }
+  if (slots_[update->gradient].orphan) update->update.store_gradient = false;
+  return update;
+}
+
+void Program::run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tensor> operands,
+                            c10::ArrayRef<int> operand_of) {
+  std::vector<at::Tensor> registers(slots_.size());
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (operand_of[i] >= 0) registers[i] = operands[operand_of[i]];
+  }
+  run_update(update, registers);
+}
+
+/// A part of a window, in pieces that stay in a core's cache from one instruction to the next.
+void Program::run_piece(c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of) {
+  const auto elements = static_cast<std::size_t>(operands[0].numel());
+  const std::size_t step = operands[0].is_cpu() && instructions_.size() > 1 ? kCacheElements : elements;
+  std::vector<at::Tensor> registers(slots_.size());
+  for (std::size_t begin = 0; begin < elements; begin += step) {
+    const std::size_t length = std::min(step, elements - begin);
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      if (operand_of[i] < 0) {
+        registers[i].reset();
+      } else if (length == elements) {
+        registers[i] = operands[operand_of[i]];
+      } else {
+        const at::Tensor& whole = operands[operand_of[i]];
+        auto* data = static_cast<std::byte*>(whole.mutable_data_ptr()) + begin * whole.itemsize();
+        registers[i] =
+            at::from_blob(data, {static_cast<std::int64_t>(length)}, [](void*) {}, whole.options(), whole.device());
+      }
+    }
+    run_on_registers(registers, operand_of);
+  }
+}
+
+void Program::run_on_registers(std::vector<at::Tensor>& registers, c10::ArrayRef<int> operand_of) {
+  c10::SmallVector<at::Tensor, 8> slices;
+  for (const Instruction& instruction : instructions_) {
+    slices.clear();
+    for (const int slot : instruction.slots) slices.push_back(registers[slot]);
+    auto stack = instruction.call.stack(slices);
+    call_below(instruction.op, stack);
+    if (instruction.result < 0) continue;
+    at::Tensor result = stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0];
+    at::Tensor& kept = registers[instruction.result];
+    operand_of[instruction.result] < 0 ? void(kept = std::move(result)) : void(kept.copy_(result));
+  }
+}
+
+/// What an argument was at the call.
+c10::IValue snapshot(const c10::IValue& value) {
+  if (!value.isTensor() || !value.toTensor().defined()) return value;
+  const at::Tensor& tensor = value.toTensor();
+  if (segment_of(tensor)) {
+    const PinRequest request{segment_of(tensor), Access::read};
+    TensorPin pin(request);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    return tensor.detach().clone();
+  }
+  return tensor.detach().clone();
+}
+
+bool can_be_deferred(const Substitution& call) {
+  if (call.operands.empty() || scope_domain()) return false;
+  const auto* first = call.operands[0].segment;
+  for (const Operand& operand : call.operands) {
+    if (!operand.segment || operand.segment->domain() != first->domain()) return false;
+    if (operand.segment->is_pinned()) return false;  // somebody may look at its memory
+  }
+  return true;
+}
+
+/// The program that the operands have together, or a new one. Those that cannot be joined run first.
+ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chunking) {
+  c10::SmallVector<ProgramPtr, 4> found;
+  std::size_t strangers = 1;
+  for (const Operand& operand : call.operands) {
+    if (auto program = std::static_pointer_cast<Program>(operand.segment->deferred())) {
+      if (std::find(found.begin(), found.end(), program) == found.end()) found.push_back(std::move(program));
+    } else {
+      ++strangers;
+    }
+  }
+  std::size_t slots = strangers;
+  bool joinable = true;
+  for (const ProgramPtr& program : found) {
+    slots += program->slots();
+    joinable = joinable && !program->begun() && program->takes(chunking, any_chunking) && program->fits(strangers);
+    for (const ProgramPtr& other : found) joinable = joinable && program->takes_all_of(*other);
+  }
+  if (!found.empty() && joinable && slots <= kMostSlots) {
+    for (std::size_t i = 1; i < found.size(); ++i) found[0]->take_over(*found[i]);
+    return found[0];
+  }
+  for (const ProgramPtr& program : found) program->run();
+  const auto& domain = call.operands[0].segment->domain();
+  auto program = std::make_shared<Program>(domain);
+  auto& all = domain->deferred;
+  if (all.size() >= 64 && all.size() >= 2 * domain->deferred_alive) {
+    std::erase_if(all, [](const auto& weak) { return weak.expired(); });
+    domain->deferred_alive = all.size();
+  }
+  all.push_back(program);
+  return program;
+}
+
+}  // namespace
+
+std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
+                                std::optional<caffe2::TypeMeta> dtype) {
+  if (!can_be_deferred(call)) return std::nullopt;
+  const auto& domain = call.operands[0].segment->domain();
+  for (const Operand& operand : call.operands) {
+    // What is on its way from other ranks is waited for here: its tensor may be gone when the program runs.
+    operand.segment->complete_pending();
+  }
+  std::lock_guard lock(domain->deferral_mutex);
+  const bool any_chunking = rounds_once(op, call);
+  const ProgramPtr program = program_for(call, chunking, any_chunking);
+  c10::SmallVector<int, 8> slots;
+  for (const Operand& operand : call.operands) slots.push_back(program->slot_of(operand));
+  at::Tensor result;
+  int result_slot = -1;
+  const Operand& like = call.operands[0];
+  if (dtype) {
+    result = make_paged(domain, like.tensor.sizes(), like.tensor.strides(), *dtype, like.segment->role(),
+                        {.layout = like.segment->layout(), .homeless = true});
+    result_slot = program->add_temporary(result);
+  }
+  Substitution kept = call;
+  kept.operands.clear();
+  kept.scalars.clear();
+  for (std::size_t i = 0; i < kept.arguments.size(); ++i) {
+    kept.arguments[i] = kept.operand_of[i] < 0 ? snapshot(call.arguments[i]) : c10::IValue();
+  }
+  program->add(op, std::move(kept), std::move(slots), result_slot, chunking, any_chunking);
+  return result;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,38 @@
+// Programs: operators on whole paged tensors that were called but have not run. Each reads and writes element i of
+// its operands alone, so a chain of them runs page by page in one pass, however many there are: a stock optimizer in
+// its single or foreach form reads and writes each page of its states once, as its fused form does.
+//
+// A program belongs to tensors of one shape that were operands together: a parameter, its gradient and its states.
+// It runs when somebody needs the content of one of them, or is told to (run_deferred). Until then nothing of it has
+// happened but that tensors' versions are counted up. So `optimizer.step()` returns at once, and parameters are
+// updated in the order in which the next forward asks for them.
+//
+// [Note: what a program holds] Segments, not tensors. When a tensor dies its segment stays with the program as long
+// as something alive is still to be made of it; what is written to it then goes nowhere. A temporary has no home: it
+// lives in cache-sized pieces while the program runs, unless it is still alive then. Scalars are copied at the call:
+// a learning rate or step count that changes later changes nothing.
+#pragma once
+
+#include <optional>
+
+#include "zeropage/rules/substitution.h"
+
+namespace zeropage {
+
+struct Instruction {
+  c10::OperatorHandle op;
+  Substitution call;               // whose operands are slots of the program
+  c10::SmallVector<int, 8> slots;  // by operand
+  int result;                      // the slot of what it returns, or -1
+};
+
+/// Appends a call to the program of its operands instead of running it. `dtype`: of the tensor it returns, for an
+/// operator that writes none of its operands; that tensor is the result. nullopt, and nothing has happened, if it
+/// cannot be deferred. Throws what running an earlier program throws.
+std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
+                                std::optional<caffe2::TypeMeta> dtype);
+
+/// Whether this call should join a program that its operand already has: an overwrite, which would else run at once.
+inline bool has_program(const StorageSegment* segment) { return segment && segment->is_deferred(); }
+
+}  // namespace zeropage

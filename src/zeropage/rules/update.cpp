@@ -1,0 +1,186 @@
+#include "zeropage/rules/update.h"
+
+#include <ATen/Version.h>
+
+namespace zeropage {
+namespace {
+
+/// The arguments of one instruction, by name.
+class Arguments {
+ public:
+  explicit Arguments(const Instruction& instruction) : instruction_(instruction) {}
+
+  int slot(std::string_view name) const {
+    const int i = index(name);
+    const int operand = i < 0 ? -1 : instruction_.call.operand_of[i];
+    return operand < 0 ? -1 : instruction_.slots[operand];
+  }
+  /// A number, given as a scalar, a tensor of one element, or a list of one of these.
+  std::optional<double> number(std::string_view name) const {
+    const int i = index(name);
+    if (i < 0 || instruction_.call.operand_of[i] >= 0) return std::nullopt;
+    return number_of(instruction_.call.arguments[i]);
+  }
+  bool flag(std::string_view name) const {
+    const int i = index(name);
+    return i >= 0 && instruction_.call.arguments[i].isBool() && instruction_.call.arguments[i].toBool();
+  }
+
+ private:
+  int index(std::string_view name) const {
+    const auto& arguments = instruction_.op.schema().arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].name() == name) return static_cast<int>(i);
+    }
+    return -1;
+  }
+  static std::optional<double> number_of(const c10::IValue& value) {
+    if (value.isTensor() && value.toTensor().defined()) return value.toTensor().item<double>();
+    if (value.isScalar()) return value.toScalar().to<double>();
+    if (value.isList() && value.toListRef().size() == 1) return number_of(value.toListRef()[0]);
+    return std::nullopt;
+  }
+  const Instruction& instruction_;
+};
+
+std::string_view base_name(const Instruction& instruction) {
+  std::string_view name = instruction.op.schema().name();
+  for (std::string_view prefix : {"aten::", "zeropage::", "_foreach_"}) {
+    if (name.substr(0, prefix.size()) == prefix) name.remove_prefix(prefix.size());
+  }
+  return name;
+}
+
+std::optional<kernels::Rule> rule_of(std::string_view name) {
+  if (name == "_fused_adam_") return kernels::Rule::adam;
+  if (name == "_fused_adamw_") return kernels::Rule::adamw;
+  if (name == "_fused_sgd_") return kernels::Rule::sgd;
+  if (name == "_fused_adagrad_") return kernels::Rule::adagrad;
+  return std::nullopt;
+}
+
+/// How many floats PyTorch's fused kernels take at once here; 0 where it is not known that theirs do what ours do. It
+/// builds them for AVX2, and uses these on machines with AVX-512 too.
+std::size_t torch_vector() {
+  static const bool vectors = [] {
+    const std::string capability = at::get_cpu_capability();
+    return capability == "AVX512" || capability == "AVX2";
+  }();
+  return vectors && kernels::instruction_set() != "baseline" ? 8 : 0;
+}
+
+/// gradient *= number, or /=: one more scale. False if it is something else.
+bool add_scale(const Instruction& instruction, UpdateProgram& program) {
+  const std::string_view name = base_name(instruction);
+  if (name != "mul_" && name != "div_") return false;
+  const Arguments arguments(instruction);
+  auto number = arguments.number("other");
+  for (const char* other : {"scalar", "scalars"}) {
+    if (!number) number = arguments.number(other);
+  }
+  const auto& schema = instruction.op.schema();
+  if (!number || schema.overload_name().find("_mode") != std::string::npos || instruction.slots.size() != 1 ||
+      program.update.scale_count == kernels::kMostScales) {
+    return false;
+  }
+  program.update.scales[program.update.scale_count++] = {static_cast<float>(*number), name == "div_"};
+  program.update.store_gradient = true;
+  program.gradient = instruction.slots[0];
+  return true;
+}
+
+bool add_rule(const Instruction& instruction, kernels::Rule rule, UpdateProgram& program) {
+  const Arguments arguments(instruction);
+  kernels::Update& u = program.update;
+  if (arguments.number("found_inf").value_or(0) != 0) return false;
+  const int gradient = arguments.slot("grads");
+  if (program.gradient >= 0 && program.gradient != gradient) return false;
+  program.gradient = gradient;
+  program.parameter = arguments.slot("self");
+  if (const auto scale = arguments.number("grad_scale")) {
+    if (u.scale_count == kernels::kMostScales) return false;
+    u.scales[u.scale_count++] = {static_cast<float>(*scale), true};
+    u.store_gradient = true;
+  }
+  u.rule = rule;
+  u.lr = arguments.number("lr").value_or(0);
+  u.weight_decay = arguments.number("weight_decay").value_or(0);
+  u.eps = arguments.number("eps").value_or(0);
+  u.beta1 = arguments.number("beta1").value_or(0);
+  u.beta2 = arguments.number("beta2").value_or(0);
+  u.momentum = arguments.number("momentum").value_or(0);
+  u.dampening = arguments.number("dampening").value_or(0);
+  u.lr_decay = arguments.number("lr_decay").value_or(0);
+  u.step = arguments.number("state_steps").value_or(1);
+  u.amsgrad = arguments.flag("amsgrad");
+  u.maximize = arguments.flag("maximize");
+  u.nesterov = arguments.flag("nesterov");
+  u.first_momentum = arguments.flag("is_first_step");
+  const char* const states[][3] = {{"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"},
+                                   {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"},
+                                   {"momentum_buffer_list", "", ""},
+                                   {"state_sums", "", ""},
+                                   {"exp_avgs", "", ""}};
+  for (int i = 0; i < 3; ++i) program.state[i] = arguments.slot(states[static_cast<int>(rule)][i]);
+  const bool adam = rule == kernels::Rule::adam || rule == kernels::Rule::adamw;
+  const int needed = adam ? 2 + u.amsgrad : rule == kernels::Rule::sgd ? u.momentum != 0 : 1;
+  for (int i = 0; i < needed; ++i) {
+    if (program.state[i] < 0) return false;
+  }
+  return program.parameter >= 0 && program.gradient >= 0;
+}
+
+/// visible.copy_(parameter).
+bool add_visible(const Instruction& instruction, UpdateProgram& program) {
+  if (base_name(instruction) != "copy_" || instruction.slots.size() != 2 || program.visible >= 0) return false;
+  if (instruction.slots[1] != program.parameter) return false;
+  program.visible = instruction.slots[0];
+  return true;
+}
+
+kernels::Array array_of(const at::Tensor& tensor) {
+  const c10::ScalarType dtype = tensor.scalar_type();
+  const kernels::Format format = dtype == c10::kFloat      ? kernels::Format::float32
+                                 : dtype == c10::kBFloat16 ? kernels::Format::bfloat16
+                                                           : kernels::Format::float16;
+  return {format, tensor.mutable_data_ptr(), nullptr};
+}
+
+}  // namespace
+
+std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
+                                       c10::function_ref<c10::ScalarType(int)> dtype_of) {
+  UpdateProgram program;
+  program.update.vector = torch_vector();
+  if (program.update.vector == 0) return std::nullopt;
+  bool updated = false;
+  for (const Instruction& instruction : instructions) {
+    if (const auto rule = rule_of(base_name(instruction)); rule && !updated) {
+      if (!add_rule(instruction, *rule, program)) return std::nullopt;
+      updated = true;
+    } else if (!(updated ? add_visible(instruction, program) : add_scale(instruction, program))) {
+      return std::nullopt;
+    }
+  }
+  if (!updated) return std::nullopt;
+  for (const int slot : {program.parameter, program.gradient, program.state[0], program.state[1], program.state[2]}) {
+    if (slot >= 0 && dtype_of(slot) != c10::kFloat) return std::nullopt;
+  }
+  if (program.visible >= 0 && !c10::isReducedFloatingType(dtype_of(program.visible))) return std::nullopt;
+  return program;
+}
+
+std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> registers) {
+  kernels::Arrays arrays;
+  arrays.parameter = array_of(registers[program.parameter]);
+  arrays.gradient = array_of(registers[program.gradient]);
+  if (program.visible >= 0 && registers[program.visible].defined()) {
+    arrays.visible = array_of(registers[program.visible]);
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (program.state[i] >= 0) arrays.state[i] = array_of(registers[program.state[i]]);
+  }
+  return kernels::update(program.update, arrays, 0, registers[program.parameter].numel());
+}
+
+}  // namespace zeropage

@@ -1,0 +1,291 @@
+"""The optimizer's step: what it defers, when that runs, and what it moves."""
+
+import gc
+import random
+
+import pytest
+import torch
+from equality import adamw, train
+from models import GPT, gpt_loss
+from test_equality import OPTIMIZERS, Uneven, uneven_loss
+
+import zeropage
+
+ELEMENTS = 1 << 19
+
+
+def states_of(optimizer):
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def only(*names):
+    """The optimizers' forms whose names begin so."""
+    return [form for form in OPTIMIZERS if form.id.startswith(names)]
+
+
+def without(*names):
+    return [form for form in OPTIMIZERS if not form.id.startswith(names)]
+
+
+def moved(space, parameter, optimizer, step):
+    """What a step over one parameter reads and writes, in arrays as long as it is, with everything on disk."""
+    zeropage.evict(parameter)
+    zeropage.evict(parameter.grad)
+    for state in states_of(optimizer):
+        zeropage.evict(state)
+    before = space.report()
+    step()
+    for tensor in [parameter, *states_of(optimizer)]:
+        zeropage.evict(tensor)
+    after = space.report()
+    array = 4 * ELEMENTS
+    return (after.read_bytes - before.read_bytes) / array, (after.written_bytes - before.written_bytes) / array
+
+
+@pytest.mark.parametrize("make", without("Rprop", "LBFGS", "Adafactor"))
+def test_a_step_is_one_pass_over_the_states(make, config):
+    # Rprop indexes by a mask, LBFGS and Adafactor reduce: no chain of pointwise operators.
+    with zeropage.init(config) as space:
+        layer = torch.nn.Linear(1024, ELEMENTS // 1024, bias=False)
+    optimizer = make([layer.weight])
+    for last in (False, False, True):
+        layer(torch.randn(1, 1024)).square().mean().backward()
+
+        def step():
+            optimizer.step()
+            optimizer.zero_grad()
+            space.wait()
+
+        read, written = moved(space, layer.weight, optimizer, step)
+        if last:
+            arrays = sum(state.numel() == ELEMENTS for state in states_of(optimizer))
+            assert (read, written) == (2 + arrays, 1 + arrays)
+
+
+def test_scaling_and_clipping_add_nothing_to_the_pass(config):
+    with zeropage.init(config) as space:
+        layer = torch.nn.Linear(1024, ELEMENTS // 1024, bias=False)
+    optimizer = adamw([layer.weight])
+    for last in (False, True):
+        layer(torch.randn(1, 1024)).square().mean().backward()
+
+        def step():
+            torch._foreach_mul_([layer.weight.grad], 1 / 1024)
+            torch._foreach_mul_([layer.weight.grad], torch.tensor(0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+            space.wait()
+
+        read, written = moved(space, layer.weight, optimizer, step)
+        if last:
+            assert (read, written) == (4, 3)
+
+
+def test_a_step_moves_nothing_until_somebody_asks(config):
+    with zeropage.init(config) as space:
+        layers = torch.nn.ModuleList(torch.nn.Linear(512, 512, bias=False) for _ in range(3))
+    optimizer = torch.optim.AdamW(layers.parameters(), foreach=True)
+    for layer in layers:
+        layer(torch.randn(1, 512)).square().mean().backward()
+    optimizer.step()  # makes the states
+    optimizer.zero_grad()
+    space.wait()
+    for layer in layers:
+        layer(torch.randn(1, 512)).square().mean().backward()
+        zeropage.evict(layer)
+        zeropage.evict(layer.weight.grad)
+    for state in states_of(optimizer):
+        zeropage.evict(state)
+    before = space.report()
+    optimizer.step()
+    after = space.report()
+    assert (after.read_bytes, after.faults) == (before.read_bytes, before.faults)
+    _ = layers[1].weight.sum()  # waits for its own update alone
+    array = 4 * 512 * 512
+    assert space.report().read_bytes - before.read_bytes == 4 * array
+    optimizer.zero_grad()
+    space.wait()
+    assert space.report().read_bytes - before.read_bytes == 3 * 4 * array
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("settings", [{"async_step": False}, {"parameters": "host", "optimizer": "host"}], ids=str)
+def test_sync_and_in_memory_equal_plain(make, settings, config):
+    plain, expected = train(Uneven, uneven_loss, optimizer=make)
+    paged, history = train(Uneven, uneven_loss, optimizer=make, scope=zeropage.init(config.replace(**settings)))
+    assert history == expected
+    for a, b in zip(paged.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def interleaved(seed, scope, make):
+    """A training loop in which other things happen around steps, chosen by `seed`. Returns all it has seen."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    if scope:
+        with scope:
+            model = GPT()
+    else:
+        model = GPT()
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    average = [p.detach().clone() for p in model.parameters()]
+    seen = []
+    parameters = list(model.parameters())
+    some = lambda: choose.choice(parameters)  # noqa: E731
+
+    def read():
+        seen.append(some().detach().clone())
+
+    def read_state():
+        state = optimizer.state[some()]
+        seen.extend(v.clone() for v in state.values() if isinstance(v, torch.Tensor))
+
+    def read_gradient():
+        parameter = some()
+        if parameter.grad is not None:
+            seen.append(parameter.grad.clone())
+
+    def second_step():
+        optimizer.step()
+
+    def zero():
+        optimizer.zero_grad(set_to_none=False)
+
+    def forget():
+        optimizer.zero_grad()
+
+    def decay():
+        scheduler.step()
+
+    def decay_tensor():
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.9
+
+    def keep_average():
+        with torch.no_grad():
+            torch._foreach_lerp_(average, parameters, 0.1)
+
+    def change_data():
+        some().data.mul_(1.01)
+
+    def evict():
+        zeropage.evict(model)
+
+    def save():
+        seen.extend(v.clone() for v in model.state_dict().values())
+
+    def save_optimizer():
+        state = optimizer.state_dict()["state"]
+        seen.extend(v.clone() for s in state.values() for v in s.values() if isinstance(v, torch.Tensor))
+
+    def freeze():
+        parameter = some()
+        parameter.requires_grad_(not parameter.requires_grad)
+
+    def fail():
+        with pytest.raises(RuntimeError):
+            model.forward(torch.zeros(3, 3)).bad()
+
+    def use():
+        with torch.no_grad():
+            seen.append(gpt_loss(model, 7).detach())
+
+    def clip():
+        torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], 0.5)
+
+    events = [read, read_state, read_gradient, second_step, zero, forget, decay, decay_tensor, keep_average]
+    events += [change_data, evict, save, save_optimizer, freeze, fail, use, clip]
+    for step in range(6):
+        if any(p.requires_grad for p in parameters):
+            gpt_loss(model, step).backward()
+        for event in choose.choices(events, k=3):
+            event()
+        optimizer.step()
+        for event in choose.choices(events, k=3):
+            event()
+    save()
+    seen.extend(average)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_around_steps_the_bits_are_the_same(seed, config):
+    forms = [{"fused": True}, {"foreach": True}, {"foreach": False}]
+
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, **forms[seed % 3])
+
+    expected = interleaved(seed, None, make)
+    actual = interleaved(seed, zeropage.init(config), make)
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_learning_rate_is_the_one_at_the_call(config, layer_pair):
+    plain, paged = layer_pair
+    for model in (plain, paged):
+        rate = torch.tensor(0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+        model(torch.ones(2, 257)).sum().backward()
+        optimizer.step()
+        rate.fill_(100.0)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), paged.parameters(), strict=True))
+
+
+@pytest.fixture
+def layer_pair(config):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(257, 300)
+    torch.manual_seed(0)
+    with zeropage.init(config):
+        paged = torch.nn.Linear(257, 300)
+    return plain, paged
+
+
+def test_what_cannot_be_said_later_is_said_at_the_call(config):
+    with zeropage.init(config):
+        a, b = torch.zeros(64, 64), torch.zeros(64, 64, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        b.add_(a)
+
+
+def test_a_model_that_dies_before_its_step_ran_leaves_nothing(config):
+    space = zeropage.init(config)
+    with space:
+        model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        gpt_loss(model, 0).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    faults = space.report().faults
+    del model, optimizer
+    gc.collect()
+    report = space.report()
+    assert all(home.now == 0 for home in report.homes) and report.faults == faults
+    space.wait()
+
+
+def test_a_pinned_parameter_is_updated_at_once(layer_pair):
+    plain, paged = layer_pair
+    for model in (plain, paged):
+        model(torch.ones(2, 257)).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with zeropage.pinned(paged.weight) as weight:
+        raw = weight.detach().numpy()
+        torch.optim.SGD(paged.parameters(), lr=0.1).step()
+        assert (raw == plain.weight.detach().numpy()).all()
+
+
+def test_temporaries_of_a_step_have_no_home(config):
+    with zeropage.init(config) as space:
+        layer = torch.nn.Linear(1024, 512, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), foreach=True, amsgrad=True)
+    for _ in range(2):
+        layer(torch.randn(1, 1024)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    space.wait()
+    (home,) = (h for h in space.report().homes if h.role == "optimizer")
+    assert home.peak == 3 * 4 * 1024 * 512
