@@ -4,8 +4,6 @@ ratio: the worse of read and write, of both engines, against the best of fio's c
 """
 
 import argparse
-import contextlib
-import json
 import pathlib
 import statistics
 import subprocess
@@ -13,19 +11,9 @@ import sys
 import tempfile
 
 from _common import finish, turns
+from _disk import FIO, fio, huge_pages
 
 BUILD = pathlib.Path("build/bench")
-HUGE_PAGES = pathlib.Path("/proc/sys/vm/nr_hugepages")
-FIO = {
-    "fio io_uring": ["--ioengine=io_uring", "--iodepth=32"],
-    "fio io_uring, registered": [
-        "--ioengine=io_uring",
-        "--iodepth=32",
-        "--fixedbufs=1",
-        "--registerfiles=1",
-    ],
-    "fio libaio": ["--ioengine=libaio", "--iodepth=32"],
-}
 
 
 def build() -> pathlib.Path:
@@ -33,20 +21,6 @@ def build() -> pathlib.Path:
     for command in ([*configure, f"-DPython3_EXECUTABLE={sys.executable}"], ["ninja", "-C", str(BUILD), "transfers"]):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return BUILD / "bench" / "transfers"
-
-
-@contextlib.contextmanager
-def huge_pages(count: int):
-    """fio can have huge pages only from the reserved pool. Yields whether it may."""
-    before = HUGE_PAGES.read_text().strip()
-    try:
-        HUGE_PAGES.write_text(str(max(count, int(before))))
-        yield int(HUGE_PAGES.read_text()) >= count
-    except PermissionError:
-        yield int(before) >= count
-    finally:
-        with contextlib.suppress(PermissionError):
-            HUGE_PAGES.write_text(before)
 
 
 def main() -> None:
@@ -62,22 +36,16 @@ def main() -> None:
         if not may:
             print("no huge pages for fio (vm.nr_hugepages, needs root): it uses small ones", file=sys.stderr)
 
-        def fio(options: list[str], direction: str) -> float:
-            command = [
-                *["fio", "--name=fio", f"--filename={directory}/fio", f"--size={args.bytes}", "--bs=1M"],
-                *["--direct=1", f"--rw={direction}", "--time_based", f"--runtime={args.seconds}"],
-                *["--output-format=json", f"--mem={'mmaphuge' if may else 'mmap'}", "--iomem_align=2M", *options],
-            ]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            return float(json.loads(output[output.index("{") :])["jobs"][0][direction]["bw_bytes"])
-
         def ours(engine: str, direction: str) -> float:
             command = [transfers, engine, direction, directory, str(args.bytes), str(args.seconds)]
             return float(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
-        programs = {name: lambda d, o=options: fio(o, d) for name, options in FIO.items()}
+        def theirs(options: list[str], direction: str) -> float:
+            return fio(options, directory, args.bytes, args.seconds, f"--rw={direction}", may)[direction]
+
+        programs = {name: lambda d, o=options: theirs(o, d) for name, options in FIO.items()}
         programs |= {f"zeropage {engine}": lambda d, e=engine: ours(e, d) for engine in ("uring", "threads")}
-        fio(FIO["fio io_uring"], "write")  # lays the file out
+        theirs(FIO["fio io_uring"], "write")  # lays the file out
         speeds: dict[tuple[str, str], list[float]] = {}
         for name in turns(args.rounds, programs):
             for direction in ("write", "read"):

@@ -125,7 +125,12 @@ class _Entered:
         self._device = device if device.type != "cpu" else contextlib.nullcontext()
         self._device.__enter__()
 
+        self._space = space
+        self._parameters: dict[int, torch.Tensor] = {}
+
         def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+            if isinstance(tensor, torch.nn.Parameter):
+                self._parameters[id(tensor)] = tensor
             # Loaders make parameters from tensors that no factory made: slices of a file.
             if tensor is not None and not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
                 space.page(tensor)
@@ -145,6 +150,9 @@ class _Entered:
             hook.remove()
         self._device.__exit__(None, None, None)
         self._scope.leave(failed)
+        if not failed:
+            for parameter in self._parameters.values():
+                self._space.mix(parameter)  # only now: it was initialised as it is at home
 
 
 def init(
@@ -184,6 +192,8 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
         if core.page(buffer):
             core.keep_whole(buffer)
     core.start_equal()  # once: small tensors travel together
+    for parameter in model.parameters():
+        core.mix(parameter)
     return model
 
 

@@ -141,6 +141,9 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "keep_whole", [](Space& space, at::Tensor tensor) { space.keep_whole(tensor); }, py::arg("tensor"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "mix", [](Space& space, at::Tensor parameter) { return space.mix(parameter); }, py::arg("parameter"),
+          py::call_guard<py::gil_scoped_release>())
       .def("start_equal", &Space::start_equal, py::call_guard<py::gil_scoped_release>())
       .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
       .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())

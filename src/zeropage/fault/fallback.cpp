@@ -11,6 +11,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
+#include "zeropage/rules/mixed.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -86,7 +87,7 @@ void run(Call& call) {
     return;
   }
   if (call.info.rule) {
-    if (call.info.rule(call)) return;
+    if (run_rule(call)) return;
     if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
       call.paged[0].segment->domain()->general_path.count(call.name());
     }
@@ -98,6 +99,7 @@ void run(Call& call) {
   }
   const bool needs_autograd = scope_domain() && call.needs_autograd();
   call.run_whole();
+  if (call.paged[0].segment->domain()->mixes()) follow_writes(call);
   if (!needs_autograd) adopt_results(call, true);
 }
 

@@ -19,6 +19,12 @@ class LeastRecentlyUsed final : public EvictionPolicy {
     frame.last_use = ++clock_;
   }
 
+  void retire(Frame& frame) override {
+    auto& list = list_of(frame.pool);
+    list.splice(list.begin(), list, frame.position);
+    frame.last_use = 0;
+  }
+
   Frame* victim(Pool pool) override {
     for (Frame* frame : list_of(pool)) {
       if (frame->pins == 0 && !frame->permanent) return frame;

@@ -183,17 +183,20 @@ void Pager::evict_frame(Frame& frame) {
   ++stats_.evictions;
 }
 
+/// Starts writing home what of the frame is newer there.
+void Pager::clean(Frame& frame) {
+  for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
+    if (frame.run->pages[i].state == Residency::dirty) start_write(*frame.run, i);
+  }
+}
+
 /// Write-behind: once the host's cache is half full, its coldest quarter is kept on its way to the disk, so that what
 /// leaves next need not be waited for.
 void Pager::clean_coldest() {
-  if (host_.used() <= host_.limit() / 2) return;
+  if (!is_short(host_)) return;
   std::size_t seen = 0;
   policy_->from_coldest(Pool::host, [&](Frame& frame) {
-    if (frame.pins == 0 && !frame.permanent) {
-      for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
-        if (frame.run->pages[i].state == Residency::dirty) start_write(*frame.run, i);
-      }
-    }
+    if (frame.pins == 0 && !frame.permanent) clean(frame);
     return (seen += frame.memory.bytes()) < host_.limit() / 4;
   });
 }

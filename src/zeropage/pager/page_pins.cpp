@@ -55,27 +55,30 @@ PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
   return pin;
 }
 
-void Pager::prefetch_page(Segment& segment, std::size_t index) {
+bool Pager::prefetch_page(Segment& segment, std::size_t index) {
   std::lock_guard lock(mutex_);
-  if (closed_ || gathers_) return;  // [Note: gathered]: no gather may hang on whether memory is at hand
+  if (closed_ || gathers_) return false;  // [Note: gathered]: no gather may hang on whether memory is at hand
   Run& run = *segment.run_;
   Page& page = run.pages[index];
   if (run.below && !page.frame && page.state == Residency::home) return below_->prefetch_page(*run.below, index);
-  if (host_.limit() < 4 * page_bytes_ || page.frame || page.state != Residency::home) return;
+  if (page.frame || page.state != Residency::home) return true;
+  if (host_.limit() < 4 * page_bytes_) return false;
   const std::size_t bytes = round_up(run.bytes_of(index), kBlockBytes);
   while (host_.used() + bytes > host_.limit()) {
     Frame* victim = policy_->victim(Pool::host);
-    if (!victim) return;
+    if (!victim) return false;
     for (std::size_t i = victim->first_page; i < victim->first_page + victim->pages; ++i) {
       const Page& cold = victim->run->pages[i];
-      if (cold.state != Residency::clean && !(cold.state == Residency::writing && cold.transfer.done())) return;
+      if (cold.state != Residency::clean && !(cold.state == Residency::writing && cold.transfer.done())) return false;
     }
     evict_frame(*victim);
   }
   try {
     drop_pin(read_page(run, index, Pool::host));
   } catch (const BudgetError&) {  // only a hint: whoever needs the page will say what is wrong
+    return false;
   }
+  return true;
 }
 
 PagePin::~PagePin() {
@@ -83,7 +86,12 @@ PagePin::~PagePin() {
   std::lock_guard lock(pager_->mutex_);
   if (pager_->closed_) return;
   pager_->mark_used(*frame_);
+  const bool passes = passes_ && !pager_->gathers_ && frame_->pins == 1 && !frame_->permanent && frame_->run;
   pager_->drop_pin(*frame_);
+  if (passes && page_->frame == frame_ && pager_->is_short(pager_->paying(frame_->pool))) {
+    pager_->clean(*frame_);
+    pager_->policy_->retire(*frame_);
+  }
   pager_->clean_coldest();
 }
 

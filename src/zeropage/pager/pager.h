@@ -75,6 +75,7 @@ class PagePin {
     std::swap(frame_, other.frame_);
     std::swap(data_, other.data_);
     std::swap(write_, other.write_);
+    std::swap(passes_, other.passes_);
     return *this;
   }
   ~PagePin();
@@ -83,6 +84,9 @@ class PagePin {
   void wait();
   /// The segment's bytes of this page: on the device, if it has memory of its own.
   std::byte* data() const { return data_; }
+  /// Nobody will want the page soon: where memory is short it is written home as soon as it is let go, and leaves
+  /// first.
+  void pass() { passes_ = true; }
   /// Copies into the page from memory of the same kind.
   void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
   explicit operator bool() const { return frame_ != nullptr; }
@@ -94,6 +98,7 @@ class PagePin {
   Frame* frame_ = nullptr;
   std::byte* data_ = nullptr;
   bool write_ = false;
+  bool passes_ = false;
 };
 
 class Pager : public std::enable_shared_from_this<Pager> {
@@ -126,8 +131,8 @@ class Pager : public std::enable_shared_from_this<Pager> {
 
   /// One page, for a rule.
   [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access);
-  /// Starts reading a page that will soon be pinned, if memory is at hand without waiting for a write.
-  void prefetch_page(Segment& segment, std::size_t page);
+  /// Starts reading a page that will soon be pinned, if memory is at hand without waiting for a write. False if not.
+  bool prefetch_page(Segment& segment, std::size_t page);
 
   /// Makes the segment read as zeros, without touching memory or disk where it has pages of its own.
   void zero(Segment& segment);
@@ -183,6 +188,8 @@ class Pager : public std::enable_shared_from_this<Pager> {
   bool evict_window(std::size_t bytes);
   void evict_frame(Frame& frame);
   void move_to_pool(Frame& frame, Reservation charge, Pool pool);
+  bool is_short(const Budget& budget) const { return budget.used() > budget.limit() / 2; }
+  void clean(Frame& frame);
   void clean_coldest();
 
   // page_pins.cpp

@@ -1,5 +1,6 @@
 #include "zeropage/rules/call.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -147,12 +148,34 @@ bool Call::plain_modes() {
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
+namespace {
+
+/// Autocast keeps its casts of leaves until it ends: of paged weights, all of them would stay in memory.
+class NoCastCache {
+ public:
+  explicit NoCastCache(c10::DeviceType device)
+      : switched_(at::autocast::is_autocast_enabled(device) && at::autocast::is_autocast_cache_enabled()) {
+    if (switched_) at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~NoCastCache() {
+    if (switched_) at::autocast::set_autocast_cache_enabled(true);
+  }
+  NoCastCache(const NoCastCache&) = delete;
+  NoCastCache& operator=(const NoCastCache&) = delete;
+
+ private:
+  bool switched_;
+};
+
+}  // namespace
+
 void Call::run_whole() {
   c10::SmallVector<PinRequest, 8> requests;
   for (const PagedArgument& argument : paged) requests.push_back({argument.segment, argument.access});
   TensorPin pin(requests);
   {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    const NoCastCache no_cache(paged[0].tensor.device().type());
     op.redispatchBoxed(below, &stack);
   }
   pin.release();

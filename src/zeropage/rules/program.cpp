@@ -60,6 +60,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
 
   void run() override;
   bool adopt(std::unique_ptr<StorageSegment>& segment) override;
+  std::uint64_t due() const override;
+  bool read_ahead(std::size_t& bytes) override;
 
   bool empty() const { return instructions_.empty(); }
   bool fits(std::size_t more_slots) const {
@@ -87,6 +89,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   };
 
   void touch(int slot, Access access);
+  void drop_copies(c10::ArrayRef<int> slots);
   std::optional<UpdateProgram> find_update() const;
   void run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
   void run_piece(c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
@@ -129,8 +132,18 @@ int Program::add_temporary(const at::Tensor& tensor) {
 void Program::add(const c10::OperatorHandle& op, Substitution call, c10::SmallVector<int, 8> slots, int result,
                   Chunking chunking, bool any_chunking) {
   elements_ = slots_[0].shape.numel();
+  if (op.schema().name() == "aten::copy_") drop_copies(slots);
   if (!any_chunking) chunking_ = chunking, any_chunking_ = false;
   instructions_.push_back({op, std::move(call), std::move(slots), result});
+}
+
+/// An earlier copy between the same operands, whose target nobody has used since, was for nothing.
+void Program::drop_copies(c10::ArrayRef<int> slots) {
+  for (auto last = instructions_.rbegin(); last != instructions_.rend(); ++last) {
+    const bool same = last->op.schema().name() == "aten::copy_" && slots.equals(last->slots);
+    if (same) return void(instructions_.erase(std::next(last).base()));
+    if (std::find(last->slots.begin(), last->slots.end(), slots[0]) != last->slots.end()) return;
+  }
 }
 
 /// The instructions of another program follow ours; the two have no operand in common.
@@ -156,6 +169,8 @@ bool Program::adopt(std::unique_ptr<StorageSegment>& segment) {
       std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.segment == segment.get(); });
   if (slot == slots_.end()) return false;
   slot->segment->defer(nullptr);  // who owns whom: the program lives by its living segments
+  const at::Tensor home = slot->segment->home();
+  slot->segment->set_home({});  // dies last, and comes here itself
   if (slot->temporary && !running_) {
     slot->segment = nullptr;
     return true;
@@ -209,6 +224,32 @@ void Program::run() {
         &done_);
   }
   end();
+}
+
+std::uint64_t Program::due() const {
+  std::uint64_t due = 0;
+  for (const Slot& slot : slots_) due = std::max(due, slot.segment ? slot.segment->due() : 0);
+  return due;
+}
+
+bool Program::read_ahead(std::size_t& bytes) {
+  c10::SmallVector<StorageSegment*, 8> segments;
+  for (const Slot& slot : slots_) {
+    if (!slot.segment || slot.access == Access::overwrite || slot.segment->is_homeless()) continue;
+    segments.push_back(slot.segment->is_partitioned() ? &slot.segment->share_segment() : slot.segment);
+  }
+  bool any = true;
+  for (std::size_t page = 0; any; ++page) {
+    any = false;
+    for (StorageSegment* segment : segments) {
+      if (page >= segment->pages()) continue;
+      if (bytes < segment->bytes_of(page)) return bytes = 0, true;
+      if (!segment->pager()->prefetch_page(*segment, page)) return false;
+      bytes -= segment->bytes_of(page);
+      any = true;
+    }
+  }
+  return true;
 }
 
 std::optional<UpdateProgram> Program::find_update() const {

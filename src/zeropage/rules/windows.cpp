@@ -96,6 +96,7 @@ class Cursor {
     if (held.pin && held.page == page) return;
     held.pin = {};
     held.pin = operand_.segment->pager()->pin_page(*operand_.segment, page, operand_.access);
+    if (operand_.segment->role() == Role::optimizer) held.pin.pass();
     held.page = page;
   }
 

@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 16> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 19> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -25,6 +25,9 @@ constexpr std::array<Setting, 16> kSettings{{{"device", &Config::device},
                                              {"io", &Config::io},
                                              {"memory", &Config::memory},
                                              {"async_step", &Config::async_step},
+                                             {"visible_dtype", &Config::visible_dtype},
+                                             {"home_dtype", &Config::home_dtype},
+                                             {"gradient_dtype", &Config::gradient_dtype},
                                              {"stage", &Config::stage},
                                              {"partition", &Config::partition},
                                              {"reduce_dtype", &Config::reduce_dtype},

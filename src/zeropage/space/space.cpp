@@ -16,6 +16,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/rules/mixed.h"
 #include "zeropage/space/torch_device.h"
 #include "zeropage/train/gradients.h"
 
@@ -109,8 +110,9 @@ CheckRanks check_of(const std::string& check) {
   throw SettingError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
 }
 
-c10::ScalarType dtype_of(const std::string& dtype) {
+c10::ScalarType dtype_of(std::string_view setting, const std::string& dtype) {
   const std::pair<const char*, c10::ScalarType> known[] = {{"auto", c10::ScalarType::Undefined},
+                                                           {"None", c10::ScalarType::Undefined},
                                                            {"float64", c10::kDouble},
                                                            {"float32", c10::kFloat},
                                                            {"bfloat16", c10::kBFloat16},
@@ -119,9 +121,25 @@ c10::ScalarType dtype_of(const std::string& dtype) {
     if (dtype == name || dtype == fmt::format("torch.{}", name)) return value;
   }
   throw SettingError(fmt::format(
-      "reduce_dtype = \"{}\" is not one gradients are summed in; write \"float32\", \"bfloat16\", \"float16\", "
-      "\"float64\" or \"auto\"",
-      dtype));
+      "{} = \"{}\" is not a floating dtype; write \"float32\", \"bfloat16\", \"float16\", \"float64\" or \"auto\"",
+      setting, dtype));
+}
+
+/// What operators see of parameters, what is at home, and what gradients are kept in.
+void choose_dtypes(const Config& config, Domain& domain) {
+  domain.visible_dtype = dtype_of("visible_dtype", config.visible_dtype);
+  domain.home_dtype = dtype_of("home_dtype", config.home_dtype);
+  domain.gradient_dtype = dtype_of("gradient_dtype", config.gradient_dtype);
+  const auto bytes = [](c10::ScalarType dtype) { return c10::elementSize(dtype); };
+  for (const auto& [name, dtype] :
+       {std::pair{"home_dtype", &domain.home_dtype}, std::pair{"gradient_dtype", &domain.gradient_dtype}}) {
+    if (*dtype == c10::ScalarType::Undefined) *dtype = c10::kFloat;
+    if (domain.mixes() && bytes(*dtype) < bytes(domain.visible_dtype)) {
+      throw SettingError(fmt::format("{} = \"{}\" is less precise than visible_dtype = \"{}\"; write \"float32\"", name,
+                                     c10::toString(*dtype), config.visible_dtype));
+    }
+  }
+  if (domain.visible_dtype == domain.home_dtype) domain.visible_dtype = c10::ScalarType::Undefined;
 }
 
 /// Which roles are partitioned.
@@ -233,8 +251,9 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   options.io = engine_of(config.io);
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
   domain->async_step = flag_of("async_step", config.async_step);
+  choose_dtypes(config, *domain);
   split_roles(config, domain->partition);
-  domain->partition.reduce_dtype = dtype_of(config.reduce_dtype);
+  domain->partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
   const CheckRanks check = check_of(config.check_ranks);
   const std::size_t gathered_bytes = groups.shard ? gathered_share(options.device_bytes, *domain, separate) : 0;
   const std::size_t device_bytes = options.device_bytes;
@@ -296,6 +315,13 @@ bool Space::page(at::Tensor& tensor, Role role) {
   return paged;
 }
 
+bool Space::mix(at::Tensor& parameter) {
+  const auto* segment = segment_of(parameter);
+  if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
+  give_home(parameter, domain_->visible_dtype, domain_->home_dtype);
+  return true;
+}
+
 void Space::keep_whole(at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   if (!segment || !segment->is_partitioned() || !is_whole(tensor)) return;
@@ -318,7 +344,7 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
     domains.push_back(segment->domain());
   }
   for (const auto& domain : domains) {
-    if (!domain->async_step) run_deferred(*domain);
+    domain->async_step ? read_ahead(*domain) : run_deferred(*domain);
   }
 }
 

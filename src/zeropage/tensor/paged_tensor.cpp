@@ -4,6 +4,7 @@
 #include <ATen/core/VariableHooksInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "zeropage/base/errors.h"
@@ -76,7 +77,8 @@ struct Making {
 
   void bind(StorageSegment& segment) const {
     if (!domain->partition.ranks) {
-      domain->pager->bind(segment, {bytes, row_bytes, role, tier_for(*domain, role, bytes)});
+      const Tier tier = bytes < domain->resident_below ? memory_tier() : tier_for(*domain, role, bytes);
+      domain->pager->bind(segment, {bytes, row_bytes, role, tier});
     } else {
       const Layout layout = birth.layout.value_or(domain->layout_for(role, segment.elements_));
       layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
@@ -86,10 +88,11 @@ struct Making {
  private:
   std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 
+  Tier memory_tier() const { return domain->pager->has_separate_memory() ? Tier::device : Tier::host; }
+
   void bind_replicated(StorageSegment& segment) const {
     if (!segment.shareable_) {
-      const Tier memory = domain->pager->has_separate_memory() ? Tier::device : Tier::host;
-      domain->pager->bind(segment, {bytes, 0, role, memory});
+      domain->pager->bind(segment, {bytes, 0, role, memory_tier()});
       return;
     }
     // With every rank's last part full, so that shares can be gathered in place.
@@ -178,6 +181,11 @@ c10::weak_intrusive_ptr<c10::StorageImpl> StorageSegment::storage() const {
       c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(storage_));
 }
 
+at::Tensor StorageSegment::whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                                        caffe2::TypeMeta dtype) const {
+  return tensor_over(*domain_, storage().lock(), sizes, strides, dtype);
+}
+
 StorageSegment& StorageSegment::share_segment() const { return *segment_of(share_); }
 
 void StorageSegment::point_to(void* data) {
@@ -232,7 +240,10 @@ void run_deferred(Domain& domain) {
   std::exception_ptr error;
   for (const auto& weak : all) {
     try {
-      if (const auto deferred = weak.lock()) deferred->run();
+      if (const auto deferred = weak.lock()) {
+        read_ahead(domain);
+        deferred->run();
+      }
     } catch (...) {
       if (!error) error = std::current_exception();
     }
@@ -241,10 +252,27 @@ void run_deferred(Domain& domain) {
   if (error) std::rethrow_exception(error);
 }
 
+void read_ahead(Domain& domain) {
+  std::lock_guard lock(domain.deferral_mutex);
+  std::vector<std::shared_ptr<Deferred>> coming;
+  for (const auto& weak : domain.deferred) {
+    if (auto deferred = weak.lock()) coming.push_back(std::move(deferred));
+  }
+  constexpr std::size_t kAhead = 32;
+  const auto end = coming.begin() + static_cast<std::ptrdiff_t>(std::min(coming.size(), kAhead));
+  std::partial_sort(coming.begin(), end, coming.end(), [](const auto& a, const auto& b) { return a->due() < b->due(); });
+  std::size_t bytes = domain.pager->budget(Pool::host).limit() / 4;
+  for (auto next = coming.begin(); next != end && bytes > 0; ++next) {
+    if (!(*next)->read_ahead(bytes)) return;
+  }
+}
+
 void StorageSegment::run_deferred() {
   if (!is_deferred()) return;
   std::lock_guard lock(domain_->deferral_mutex);
+  due_ = ++domain_->demands;
   if (const auto deferred = deferred_) deferred->run();
+  read_ahead(*domain_);
 }
 
 bool is_whole(const at::TensorBase& tensor) {

@@ -81,6 +81,10 @@ class Deferred {
   virtual void run() = 0;
   /// A segment's tensor died: true if the segment must outlive it, and does so here.
   virtual bool adopt(std::unique_ptr<StorageSegment>& segment) = 0;
+  /// When it is likely to be asked for: the last time that its like was. 0: never yet.
+  virtual std::uint64_t due() const = 0;
+  /// Starts reads of what it will need, up to `bytes`, from which it takes what it asked for. False: no more memory.
+  virtual bool read_ahead(std::size_t& bytes) = 0;
 };
 
 /// What all tensors of one space share.
@@ -91,6 +95,9 @@ struct Domain {
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   Placement placement[kRoles] = {};
   Partition partition;
+  // Of parameters, where what operators see differs from what is at home; Undefined: nowhere.
+  c10::ScalarType visible_dtype = c10::ScalarType::Undefined, home_dtype = c10::kFloat;
+  c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
@@ -98,13 +105,16 @@ struct Domain {
   std::recursive_mutex deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
+  std::uint64_t demands = 0;                      // of what was deferred, by operators
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
   std::uint64_t births = 0;
 
-  /// With ranks every tensor is ours, for its gradient must be reduced; small ones stay in memory.
-  bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || bytes >= resident_below); }
+  bool mixes() const { return visible_dtype != c10::ScalarType::Undefined; }
+  /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must be
+  /// that of the others; small ones stay in memory.
+  bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= resident_below); }
   /// Whether a tensor is too small to split. By elements, so that tensors of one shape agree whatever their dtype.
   bool keeps_whole(std::size_t elements) const { return elements * 4 < resident_below; }
   Layout layout_for(Role role, std::size_t elements) const {
@@ -132,9 +142,20 @@ class StorageSegment final : public Segment {
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
   void defer(std::shared_ptr<Deferred> deferred);
   void run_deferred();
+  /// The number of the last demand for what was deferred on it.
+  std::uint64_t due() const { return due_; }
   /// Whether it is to have no home until somebody needs its content (Birth::homeless).
   bool is_homeless() const { return homeless_ != nullptr; }
   void find_home();
+
+  // --- mixed precision ---
+
+  /// The tensor of the same shape that holds the content more precisely, and from which this one follows; undefined:
+  /// none.
+  const at::Tensor& home() const { return home_; }
+  void set_home(at::Tensor home) { home_ = std::move(home); }
+  /// A tensor over all of the storage, which is alive.
+  at::Tensor whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeMeta dtype) const;
 
   // --- over ranks ---
 
@@ -185,12 +206,14 @@ class StorageSegment final : public Segment {
   std::size_t elements_;
   std::uint64_t number_ = 0;
   Stripes stripes_;
+  at::Tensor home_;
   at::Tensor share_;
   bool shareable_ = false;
   bool stale_ = false;
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false;
   std::shared_ptr<Deferred> deferred_;
+  std::uint64_t due_ = 0;
   std::unique_ptr<Making> homeless_;
 };
 
@@ -222,6 +245,8 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 
 /// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
 void run_deferred(Domain& domain);
+/// Starts reading what of the deferred will be asked for next, as far ahead as a part of host_memory allows.
+void read_ahead(Domain& domain);
 
 /// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
 /// what is not split comes from rank 0. Throws RankError.

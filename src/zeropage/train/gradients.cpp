@@ -26,7 +26,7 @@ using torch::autograd::variable_list;
 /// 3 % of a step.
 void give_back_holes(std::size_t gradient_bytes) {
 #ifdef __GLIBC__
-  constexpr std::size_t kBetween = 32 * kMiB;
+  constexpr std::size_t kBetween = 96 * kMiB;
   static std::atomic<std::size_t> paged{0};
   const std::size_t before = paged.fetch_add(gradient_bytes);
   if (before / kBetween != (before + gradient_bytes) / kBetween) ::malloc_trim(0);
@@ -81,7 +81,8 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 
   static at::Tensor paged_copy(const StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
     c10::NoGradGuard no_grad;
-    at::Tensor paged = make_paged(segment.domain(), leaf.sizes(), leaf.strides(), gradient.dtype(), Role::gradient);
+    at::Tensor paged = make_paged(segment.domain(), leaf.sizes(), leaf.strides(),
+                                  segment.home().defined() ? gradient_dtype(leaf) : gradient.dtype(), Role::gradient);
     paged.copy_(gradient);
     return paged;
   }
@@ -92,6 +93,12 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 }  // namespace
 
 Reducer& reducer_of(const Domain& domain) { return *static_cast<Reducer*>(domain.reducer.get()); }
+
+caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
+  const auto* segment = segment_of(leaf);
+  return segment && segment->home().defined() ? c10::scalarTypeToTypeMeta(segment->domain()->gradient_dtype)
+                                              : leaf.dtype();
+}
 
 LeafHold hook_gradient(const at::Tensor& leaf) {
   auto& segment = *segment_of(leaf);

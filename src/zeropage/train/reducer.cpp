@@ -15,6 +15,7 @@
 #include "zeropage/base/doing.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/train/gradients.h"
 
 namespace zeropage {
 namespace {
@@ -107,9 +108,9 @@ void Reducer::know(const at::Tensor& leaf) {
 
 Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient) {
   const auto* segment = segment_of(leaf);
-  at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), leaf.dtype(), Role::gradient,
+  at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
                                 {.number = segment->number()});
-  auto reduction = std::make_shared<Reduction>(*this, segment->number(), std::move(gradient), leaf.scalar_type(),
+  auto reduction = std::make_shared<Reduction>(*this, segment->number(), std::move(gradient), paged.scalar_type(),
                                                *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
   reduction->newborn = std::move(paged);
@@ -126,8 +127,9 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
       },
       &leaf);
   at::Tensor laid_out = gradient;
-  if (gradient.strides() != leaf.strides() || segment_of(gradient) || gradient.dtype() != leaf.dtype()) {
-    laid_out = at::empty_strided(leaf.sizes(), leaf.strides(), leaf.options().requires_grad(false));
+  if (gradient.strides() != leaf.strides() || segment_of(gradient) || gradient.dtype() != gradient_dtype(leaf)) {
+    laid_out = at::empty_strided(leaf.sizes(), leaf.strides(),
+                                 leaf.options().dtype(gradient_dtype(leaf)).requires_grad(false));
     c10::impl::IncludeDispatchKeyGuard fault_on_paged(kPagedKey);
     laid_out.copy_(gradient);
   }

@@ -1,0 +1,58 @@
+"""What the disk can do: fio, with the settings that are best here."""
+
+import contextlib
+import json
+import pathlib
+import subprocess
+from collections.abc import Iterator
+
+HUGE_PAGES = pathlib.Path("/proc/sys/vm/nr_hugepages")
+FIO = {
+    "fio io_uring": ["--ioengine=io_uring", "--iodepth=32"],
+    "fio io_uring, registered": [
+        "--ioengine=io_uring",
+        "--iodepth=32",
+        "--fixedbufs=1",
+        "--registerfiles=1",
+    ],
+    "fio libaio": ["--ioengine=libaio", "--iodepth=32"],
+}
+
+
+@contextlib.contextmanager
+def huge_pages(count: int) -> Iterator[bool]:
+    """fio can have huge pages only from the reserved pool. Yields whether it may."""
+    before = HUGE_PAGES.read_text().strip()
+    try:
+        HUGE_PAGES.write_text(str(max(count, int(before))))
+        yield int(HUGE_PAGES.read_text()) >= count
+    except PermissionError:
+        yield int(before) >= count
+    finally:
+        with contextlib.suppress(PermissionError):
+            HUGE_PAGES.write_text(before)
+
+
+def fio(options: list[str], directory: str, size: int, seconds: float, mix: str, huge: bool) -> dict[str, float]:
+    """Bytes a second that fio reads and writes, 1 MiB at a time, O_DIRECT. `mix`: --rw and its kin."""
+    command = [
+        *[
+            "fio",
+            "--name=fio",
+            f"--filename={directory}/fio",
+            f"--size={size}",
+            "--bs=1M",
+            "--direct=1",
+            *mix.split(),
+        ],
+        *["--time_based", f"--runtime={seconds}", "--output-format=json"],
+        *[f"--mem={'mmaphuge' if huge else 'mmap'}", "--iomem_align=2M", *options],
+    ]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    job = json.loads(output[output.index("{") :])["jobs"][0]
+    return {direction: float(job[direction]["bw_bytes"]) for direction in ("read", "write")}
+
+
+def mixed(read_bytes: float, written_bytes: float) -> str:
+    """fio's settings for reads and writes at once, in these proportions."""
+    return f"--rw=rw --rwmixread={round(100 * read_bytes / (read_bytes + written_bytes))}"

@@ -1,0 +1,159 @@
+#include "zeropage/rules/mixed.h"
+
+#include <ATen/ops/where.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "zeropage/rules/program.h"
+#include "zeropage/rules/windows.h"
+
+namespace zeropage {
+namespace {
+
+bool has_home(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment && segment->home().defined() && is_whole(tensor);
+}
+
+/// The home, in the shape that this tensor gives it.
+at::Tensor home_of(const at::Tensor& tensor) {
+  const at::Tensor& home = segment_of(tensor)->home();
+  if (home.sizes() == tensor.sizes() && home.strides() == tensor.strides()) return home;
+  return home.as_strided(tensor.sizes(), tensor.strides());
+}
+
+const c10::OperatorHandle& copy_operator() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+  return op;
+}
+
+/// tensor = home: later, if what is to change the home has yet to run.
+void show(const at::Tensor& tensor, const at::Tensor& home) {
+  if (has_program(segment_of(home))) {
+    Substitution copy;
+    copy.add(tensor, false, tensor, Access::overwrite);
+    copy.add(home, false, tensor, Access::read);
+    copy.add(false, false, tensor, Access::read);  // non_blocking
+    if (defer(copy_operator(), copy, Chunking::iterator, std::nullopt)) return;
+  }
+  const Operand operands[] = {{tensor, segment_of(tensor), Access::overwrite}, {home, segment_of(home), Access::read}};
+  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+}
+
+/// Tensors among the arguments, in order, each of which `visit` may replace.
+void for_each_tensor(Call& call, c10::function_ref<at::Tensor(const at::Tensor&, std::size_t argument)> visit) {
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    c10::IValue& value = call.argument(i);
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) value = visit(value.toTensor(), i);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& element : value.toListRef()) list.push_back(visit(element.toTensor(), i));
+      value = std::move(list);
+    }
+  }
+}
+
+/// Whether a call that writes none of its arguments is to run on homes: where it only asks what to make, and where
+/// another operand has the home's dtype, so that its result has too.
+bool reads_homes(Call& call) {
+  const std::string& name = call.name();
+  if (name == "aten::_to_copy" || call.info.kind == OperatorKind::metadata) return true;
+  if (!call.info.pointwise && !call.info.list) return false;
+  bool other = false;
+  c10::ScalarType home = c10::ScalarType::Undefined;
+  for (const PagedArgument& argument : call.paged) {
+    if (has_home(argument.tensor)) home = argument.segment->home().scalar_type();
+  }
+  for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t) {
+    other = other || (tensor.dim() > 0 && !has_home(tensor) && tensor.scalar_type() == home);
+    return tensor;
+  });
+  return other;
+}
+
+}  // namespace
+
+bool run_rule(Call& call) {
+  const auto mixed = [](const PagedArgument& argument) { return has_home(argument.tensor); };
+  if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || call.needs_autograd() || !Call::plain_modes()) {
+    return call.info.rule(call);
+  }
+  const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
+  const bool clones = call.name() == "aten::clone";
+  if (!writes && !clones && !reads_homes(call)) return call.info.rule(call);
+
+  struct Shown {
+    at::Tensor tensor, home;
+  };
+  std::vector<Shown> shown;  // what is written
+  const std::vector<c10::IValue> arguments(call.stack.begin() + call.first, call.stack.end());
+  const auto paged = call.paged;
+  for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
+    if (!has_home(tensor)) return tensor;
+    at::Tensor home = home_of(tensor);
+    if (call.info.writes[argument]) shown.push_back({tensor, home});
+    return home;
+  });
+  call.paged.clear();
+  call.find_paged();
+  if (!call.info.rule(call)) {
+    std::copy(arguments.begin(), arguments.end(), call.stack.begin() + call.first);
+    call.paged = paged;
+    return false;
+  }
+  c10::NoGradGuard no_grad;
+  for (const Shown& written : shown) {
+    show(written.tensor, written.home);
+    bump_version(written.tensor);
+  }
+  if (call.stack.size() == call.first || !call.stack.back().isTensor()) return true;
+  if (clones) {
+    at::Tensor copy = call.stack.back().toTensor();
+    give_home(copy, paged[0].tensor.scalar_type(), copy.scalar_type());
+    call.stack.back() = copy;
+  }
+  for (const Shown& written : shown) {
+    if (call.stack.back().toTensor().is_same(written.home)) call.stack.back() = written.tensor;
+  }
+  return true;
+}
+
+void follow_writes(const Call& call) {
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::NoGradGuard no_grad;
+  for (const PagedArgument& argument : call.paged) {
+    if (argument.access == Access::read || !argument.segment->home().defined()) continue;
+    const at::Tensor& home = argument.segment->home();
+    at::Tensor visible;
+    {
+      c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
+      visible = argument.segment->whole_tensor(home.sizes(), home.strides(), argument.tensor.dtype());
+    }
+    const Operand operands[] = {{home, segment_of(home), Access::write}, {visible, argument.segment, Access::read}};
+    for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) {
+      const at::Tensor changed = slices[0].to(slices[1].scalar_type()).ne(slices[1]);
+      slices[0].copy_(at::where(changed, slices[1].to(slices[0].scalar_type()), slices[0]));
+    });
+  }
+}
+
+void give_home(at::Tensor& tensor, c10::ScalarType visible, c10::ScalarType home_dtype) {
+  c10::NoGradGuard no_grad;
+  const auto* segment = segment_of(tensor);
+  if (!segment || segment->home().defined() || !is_whole(tensor)) return;
+  const auto like = [&](c10::ScalarType dtype, Role role) {
+    return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role);
+  };
+  // As ZeRO has it, what is more precise than operators need is the optimizer's.
+  at::Tensor home = like(home_dtype, Role::optimizer), shown = tensor.detach();
+  show(home, shown);
+  if (tensor.scalar_type() != visible) {
+    shown = like(visible, segment->role());
+    show(shown, home);
+  }
+  segment_of(shown)->set_home(home);
+  if (tensor.scalar_type() != visible) tensor.set_data(shown);
+}
+
+}  // namespace zeropage
