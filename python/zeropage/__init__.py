@@ -27,6 +27,7 @@ if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
     )
 
 from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError, SettingError, is_paged
+from zeropage._lion import Lion
 from zeropage._patches import install as _install_patches
 from zeropage._report import Report
 from zeropage._space import Config, Space, evict, init, page, pinned, report, wait
@@ -43,6 +44,7 @@ __all__ = [
     "Config",
     "DiskError",
     "Error",
+    "Lion",
     "RankError",
     "Report",
     "SettingError",

@@ -45,6 +45,7 @@ class Report:
     reduced_bytes: int
     broadcast_bytes: int
     control_bytes: int
+    non_finite: int
     collectives: int
     io: str
     general_path: list[tuple[str, int]]

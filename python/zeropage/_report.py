@@ -15,8 +15,8 @@ def _megabytes(count: int) -> str:
 
 class Report:
     """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
-    downloaded_bytes, swap_bytes, waited_seconds, io, general_path; over ranks: ranks, gathered_bytes, reduced_bytes,
-    broadcast_bytes, control_bytes (sent by this rank), collectives."""
+    downloaded_bytes, swap_bytes, waited_seconds, non_finite, io, general_path; over ranks: ranks, gathered_bytes,
+    reduced_bytes, broadcast_bytes, control_bytes (sent by this rank), collectives."""
 
     def __init__(self, core: _core.Report) -> None:
         self._core = core
@@ -39,6 +39,8 @@ class Report:
             ["waited for the disk", f"{core.waited_seconds:.2f} s"],
             ["I/O by", core.io],
         ]
+        if core.non_finite:
+            moved.append(["values in gradients that were not finite", f"{core.non_finite:,}"])
         if core.ranks > 1:
             moved += [
                 ["ranks", str(core.ranks)],

@@ -107,6 +107,7 @@ void bind_report(py::module_& module) {
       .def_readonly("reduced_bytes", &Report::reduced_bytes)
       .def_readonly("broadcast_bytes", &Report::broadcast_bytes)
       .def_readonly("control_bytes", &Report::control_bytes)
+      .def_readonly("non_finite", &Report::non_finite)
       .def_readonly("collectives", &Report::collectives)
       .def_readonly("io", &Report::io)
       .def_readonly("general_path", &Report::general_path);

@@ -178,12 +178,14 @@ ZEROPAGE_INLINE float blend(float a, float b, float c, float d, bool scalar) {
   return scalar ? multiply_add<fma>(a, b, c * d) : multiply_add<fma>(c, d, a * b);
 }
 
+ZEROPAGE_INLINE std::uint32_t is_not_finite(float x) {
+  return (std::bit_cast<std::uint32_t>(x) & 0x7f800000) == 0x7f800000 ? 1 : 0;
+}
+
 /// The gradient as the rule takes it, and how many of its values were not finite.
 ZEROPAGE_INLINE std::size_t scale_gradient(const Update& u, float* __restrict g, std::size_t n) {
   std::uint32_t not_finite = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    not_finite += (std::bit_cast<std::uint32_t>(g[i]) & 0x7f800000) == 0x7f800000 ? 1 : 0;
-  }
+  for (std::size_t i = 0; i < n; ++i) not_finite += is_not_finite(g[i]);
   for (std::size_t s = 0; s < u.scale_count; ++s) {
     const float value = u.scales[s].value;
     if (u.scales[s].divides) {
@@ -195,44 +197,80 @@ ZEROPAGE_INLINE std::size_t scale_gradient(const Update& u, float* __restrict g,
   return not_finite;
 }
 
-/// Adam (Kingma & Ba, 2015), its AMSGrad variant (Reddi et al., 2018), and AdamW, in the order of
-/// at::native's FusedAdamKernel.
-template <bool fma>
-ZEROPAGE_INLINE void adam(const Update& u, const Block& b) {
+/// What Adam needs of its settings, worked out once.
+struct AdamNumbers {
+  explicit AdamNumbers(const Update& u)
+      : step_size(static_cast<float>(u.lr / (1 - std::pow(u.beta1, u.step)))),
+        bias2_sqrt(static_cast<float>(std::sqrt(1 - std::pow(u.beta2, u.step)))),
+        eps(static_cast<float>(u.eps)),
+        beta2(static_cast<float>(u.beta2)),
+        of_square(static_cast<float>(1 - u.beta2)),
+        keep(u.rule == Rule::adamw ? static_cast<float>(1 - u.lr * u.weight_decay) : 1),
+        decay(u.rule == Rule::adam ? static_cast<float>(u.weight_decay) : 0) {
+    // lerp: from the nearer end.
+    const auto of_gradient = static_cast<float>(1 - u.beta1);
+    from_moment = of_gradient < 0.5f;
+    weight = from_moment ? of_gradient : of_gradient - 1;
+    for (std::size_t i = 0; i < u.scale_count; ++i) {
+      if (u.scales[i].divides || i >= 2) simple = false;
+      if (i < 2) scale[i] = u.scales[i].value;
+    }
+    sign = u.maximize ? -1.0f : 1.0f;
+  }
+  float step_size, bias2_sqrt, eps, beta2, of_square, keep, decay, weight = 0, scale[2] = {1, 1}, sign = 1;
+  bool from_moment = true;
+  bool simple = true;  // at most two factors scale the gradient
+};
+
+/// Adam (Kingma & Ba, 2015), its AMSGrad variant (Reddi et al., 2018), and AdamW, in the order of at::native's
+/// FusedAdamKernel. With `scales` the gradient is scaled here and its non-finite values are counted and returned.
+template <bool fma, bool scales, bool decays, bool amsgrad, bool from_moment>
+ZEROPAGE_INLINE std::uint32_t adam_loop(const AdamNumbers& a, const Block& b) {
   float* __restrict p = b.parameter;
-  float* __restrict g = b.gradient;
+  const float* __restrict g = b.gradient;
   float* __restrict m = b.state[0];
   float* __restrict v = b.state[1];
-  const double bias1 = 1 - std::pow(u.beta1, u.step), bias2 = 1 - std::pow(u.beta2, u.step);
-  const auto step_size = static_cast<float>(u.lr / bias1), bias2_sqrt = static_cast<float>(std::sqrt(bias2));
-  const auto eps = static_cast<float>(u.eps), beta2 = static_cast<float>(u.beta2);
-  const auto of_gradient = static_cast<float>(1 - u.beta1), of_square = static_cast<float>(1 - u.beta2);
-  if (u.weight_decay != 0) {
-    if (u.rule == Rule::adamw) {
-      const auto keep = static_cast<float>(1 - u.lr * u.weight_decay);
-      for (std::size_t i = 0; i < b.n; ++i) p[i] = p[i] * keep;
-    } else {
-      const auto decay = static_cast<float>(u.weight_decay);
-      for (std::size_t i = 0; i < b.n; ++i) g[i] = multiply_add<fma>(p[i], decay, g[i]);
+  float* __restrict largest = b.state[2];
+  const float step_size = -a.step_size, bias2_sqrt = a.bias2_sqrt, eps = a.eps, beta2 = a.beta2;
+  const float of_square = a.of_square, keep = a.keep, decay = a.decay, weight = a.weight;
+  const float scale0 = a.scale[0], scale1 = a.scale[1], sign = a.sign;
+  std::uint32_t not_finite = 0;
+  for (std::size_t i = 0; i < b.n; ++i) {
+    float gradient = g[i];
+    if constexpr (scales) {
+      not_finite += is_not_finite(gradient);
+      gradient = gradient * scale0 * scale1 * sign;  // one is exact
     }
+    float parameter = p[i];
+    if constexpr (decays) {
+      gradient = multiply_add<fma>(parameter, decay, gradient);
+    } else {
+      parameter = parameter * keep;
+    }
+    const float moment = multiply_add<fma>(weight, gradient - m[i], from_moment ? m[i] : gradient);
+    float square = blend<fma>(v[i], beta2, of_square * gradient, gradient, b.scalar);
+    m[i] = moment;
+    v[i] = square;
+    if constexpr (amsgrad) {
+      square = square > largest[i] || square != square ? square : largest[i];
+      largest[i] = square;
+    }
+    p[i] = parameter + step_size * moment / (__builtin_sqrtf(square) / bias2_sqrt + eps);
   }
-  // lerp: from the nearer end.
-  const bool small = of_gradient < 0.5f;
-  const float weight = small ? of_gradient : of_gradient - 1;
-  for (std::size_t i = 0; i < b.n; ++i) {
-    m[i] = multiply_add<fma>(weight, g[i] - m[i], small ? m[i] : g[i]);
-    v[i] = blend<fma>(v[i], beta2, of_square * g[i], g[i], b.scalar);
-  }
-  const float* __restrict square = v;
-  if (u.amsgrad) {
-    float* __restrict largest = b.state[2];
-    for (std::size_t i = 0; i < b.n; ++i) largest[i] = v[i] > largest[i] || v[i] != v[i] ? v[i] : largest[i];
-    square = largest;
-  }
-  for (std::size_t i = 0; i < b.n; ++i) {
-    const float denominator = __builtin_sqrtf(square[i]) / bias2_sqrt + eps;
-    p[i] = p[i] + -step_size * m[i] / denominator;
-  }
+  return not_finite;
+}
+
+template <bool fma, bool scales, bool decays, bool amsgrad>
+ZEROPAGE_INLINE std::uint32_t adam_from(const AdamNumbers& a, const Block& b) {
+  return a.from_moment ? adam_loop<fma, scales, decays, amsgrad, true>(a, b)
+                       : adam_loop<fma, scales, decays, amsgrad, false>(a, b);
+}
+
+template <bool fma, bool scales>
+ZEROPAGE_INLINE std::uint32_t adam(const Update& u, const AdamNumbers& a, const Block& b) {
+  if (u.amsgrad)
+    return a.decay != 0 ? adam_from<fma, scales, true, true>(a, b) : adam_from<fma, scales, false, true>(a, b);
+  return a.decay != 0 ? adam_from<fma, scales, true, false>(a, b) : adam_from<fma, scales, false, false>(a, b);
 }
 
 template <bool fma>
@@ -295,18 +333,37 @@ ZEROPAGE_INLINE void lion(const Update& u, const Block& b) {
   }
 }
 
+bool is_float(const Array& array) { return array.format == Format::float32 || array.format == Format::none; }
+
+/// All in float32 and a gradient that stays as it is: Adam works on the arrays themselves.
+bool is_adam_in_place(const Update& u, const Arrays& arrays, const AdamNumbers& numbers) {
+  return (u.rule == Rule::adam || u.rule == Rule::adamw) && numbers.simple && !u.store_gradient &&
+         is_float(arrays.parameter) && is_float(arrays.gradient) && is_float(arrays.state[0]) &&
+         is_float(arrays.state[1]) && is_float(arrays.state[2]);
+}
+
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
                                        std::size_t first, bool scalar) {
   alignas(64) float scratch[5][kBlock];
   std::size_t not_finite = 0;
+  const AdamNumbers numbers(u);
+  if (is_adam_in_place(u, arrays, numbers)) {
+    constexpr std::size_t kStep = 8 * kBlock;  // what operators see is written while it is in the first cache
+    for (std::size_t at = begin; at < end; at += kStep) {
+      const std::size_t n = std::min(kStep, end - at);
+      Block b{load(arrays.parameter, at, n, nullptr), load(arrays.gradient, at, n, nullptr), {}, n, scalar};
+      for (int s = 0; s < 3; ++s) b.state[s] = load(arrays.state[s], at, n, nullptr);
+      not_finite += adam<fma, true>(u, numbers, b);
+      store(arrays.visible, at, n, b.parameter, u.seed, first + at);
+    }
+    return not_finite;
+  }
   // A gradient that is not to change is worked on in scratch memory.
-  const bool changes = u.scale_count > 0 || u.maximize || u.rule != Rule::lion;
-  const bool apart = arrays.gradient.format != Format::float32 || changes;
   for (std::size_t at = begin; at < end; at += kBlock) {
     const std::size_t n = std::min(kBlock, end - at), index = first + at;
     Block b{load(arrays.parameter, at, n, scratch[0]), load(arrays.gradient, at, n, scratch[1]), {}, n, scalar};
-    if (apart && b.gradient != scratch[1]) {
+    if (b.gradient != scratch[1]) {
       const float* __restrict from = b.gradient;
       for (std::size_t i = 0; i < n; ++i) scratch[1][i] = from[i];
       b.gradient = scratch[1];
@@ -320,7 +377,7 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
     switch (u.rule) {
       case Rule::adam:
       case Rule::adamw:
-        adam<fma>(u, b);
+        adam<fma, false>(u, numbers, b);
         break;
       case Rule::sgd:
         sgd<fma>(u, b);

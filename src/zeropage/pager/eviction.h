@@ -15,7 +15,7 @@ class EvictionPolicy {
   virtual void add(Frame& frame) = 0;  // frame.pool says to which list
   virtual void remove(Frame& frame) = 0;
   virtual void retire(Frame& frame) = 0;  // will not be used for long: the first to lose
-  virtual void use(Frame& frame) = 0;  // sets frame.last_use; larger is more worth keeping
+  virtual void use(Frame& frame) = 0;     // sets frame.last_use; larger is more worth keeping
 
   /// The frame of `pool` to lose first that is neither pinned nor permanent; null if there is none.
   virtual Frame* victim(Pool pool) = 0;

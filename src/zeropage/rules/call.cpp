@@ -72,7 +72,9 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   std::string_view name = schema.name();
   const bool aten = starts_with(name, "aten::");
+  const bool ours = starts_with(name, "zeropage::_fused_");
   if (aten) name.remove_prefix(6);
+  if (ours) name.remove_prefix(10);
   OperatorInfo info;
   for (const auto& argument : schema.arguments()) {
     const bool tensor = is_tensor_type(argument.type());
@@ -81,14 +83,14 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
                           (tensor && writes_in_secret(argument.name())));
   }
   if (is_view(schema)) info.kind = OperatorKind::view;
-  if (!aten) return info;
+  if (!aten && !ours) return info;
   info.moves = name == "to";
   if (asks_metadata(name)) info.kind = OperatorKind::metadata;
   const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
   const bool in_place = !info.writes.empty() && info.writes[0] && schema.returns().size() == 1;
   info.fills = random && in_place && name.back() == '_';
-  info.fused =
-      starts_with(name, "_fused_adam") || starts_with(name, "_fused_sgd") || starts_with(name, "_fused_adagrad");
+  info.fused = ours || starts_with(name, "_fused_adam") || starts_with(name, "_fused_sgd") ||
+               starts_with(name, "_fused_adagrad");
   info.list = info.fused || starts_with(name, "_foreach_");
   const bool returns_tensor =
       schema.returns().size() == 1 && is_tensor_type(schema.returns()[0].type());  // not equal()

@@ -36,7 +36,8 @@ void show(const at::Tensor& tensor, const at::Tensor& home) {
     copy.add(false, false, tensor, Access::read);  // non_blocking
     if (defer(copy_operator(), copy, Chunking::iterator, std::nullopt)) return;
   }
-  const Operand operands[] = {{tensor, segment_of(tensor), Access::overwrite}, {home, segment_of(home), Access::read}};
+  const Operand operands[] = {{tensor, segment_of(tensor), Access::overwrite},
+                              {home, segment_of(home), Access::read}};
   for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
 }
 
@@ -54,11 +55,15 @@ void for_each_tensor(Call& call, c10::function_ref<at::Tensor(const at::Tensor&,
   }
 }
 
+bool is_norm(const Call& call) {
+  return call.name() == "aten::linalg_vector_norm" || call.name() == "aten::_foreach_norm";
+}
+
 /// Whether a call that writes none of its arguments is to run on homes: where it only asks what to make, and where
 /// another operand has the home's dtype, so that its result has too.
 bool reads_homes(Call& call) {
   const std::string& name = call.name();
-  if (name == "aten::_to_copy" || call.info.kind == OperatorKind::metadata) return true;
+  if (name == "aten::_to_copy" || call.info.kind == OperatorKind::metadata || is_norm(call)) return true;
   if (!call.info.pointwise && !call.info.list) return false;
   bool other = false;
   c10::ScalarType home = c10::ScalarType::Undefined;
@@ -76,7 +81,9 @@ bool reads_homes(Call& call) {
 
 bool run_rule(Call& call) {
   const auto mixed = [](const PagedArgument& argument) { return has_home(argument.tensor); };
-  if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || call.needs_autograd() || !Call::plain_modes()) {
+  const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
+  if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || (call.needs_autograd() && !asks) ||
+      !Call::plain_modes()) {
     return call.info.rule(call);
   }
   const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
@@ -97,7 +104,10 @@ bool run_rule(Call& call) {
   });
   call.paged.clear();
   call.find_paged();
-  if (!call.info.rule(call)) {
+  const bool done = call.info.rule(call);
+  if (!done && is_norm(call)) {
+    call.run_whole();
+  } else if (!done) {
     std::copy(arguments.begin(), arguments.end(), call.stack.begin() + call.first);
     call.paged = paged;
     return false;

@@ -269,7 +269,7 @@ void Program::run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tenso
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (operand_of[i] >= 0) registers[i] = operands[operand_of[i]];
   }
-  run_update(update, registers);
+  domain_->not_finite += run_update(update, registers);
 }
 
 /// A part of a window, in pieces that stay in a core's cache from one instruction to the next.
@@ -363,6 +363,7 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
     domain->deferred_alive = all.size();
   }
   all.push_back(program);
+  domain->coming_is_old = true;
   return program;
 }
 

@@ -56,6 +56,7 @@ std::optional<kernels::Rule> rule_of(std::string_view name) {
   if (name == "_fused_adamw_") return kernels::Rule::adamw;
   if (name == "_fused_sgd_") return kernels::Rule::sgd;
   if (name == "_fused_adagrad_") return kernels::Rule::adagrad;
+  if (name == "_fused_lion_") return kernels::Rule::lion;
   return std::nullopt;
 }
 

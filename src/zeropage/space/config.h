@@ -26,8 +26,8 @@ struct Config {
   // "true": optimizer.step() returns at once, and parameters are updated when they are next needed; "false": before
   // it returns (of optimizers in Python).
   std::string async_step = "true";
-  // Mixed precision: what operators see of parameters ("bfloat16", "float16"; auto: what they are), what is at home and
-  // what optimizers keep, and in what gradients are summed and kept.
+  // Mixed precision: what operators see of parameters ("bfloat16", "float16"; auto: what they are), what is at home
+  // and what optimizers keep, and in what gradients are summed and kept.
   std::string visible_dtype = "auto", home_dtype = "float32", gradient_dtype = "float32";
   // Over ranks: 1 partitions optimizer states, 2 gradients too, 3 parameters too; 0 none.
   std::string stage = "3";

@@ -135,8 +135,8 @@ void choose_dtypes(const Config& config, Domain& domain) {
        {std::pair{"home_dtype", &domain.home_dtype}, std::pair{"gradient_dtype", &domain.gradient_dtype}}) {
     if (*dtype == c10::ScalarType::Undefined) *dtype = c10::kFloat;
     if (domain.mixes() && bytes(*dtype) < bytes(domain.visible_dtype)) {
-      throw SettingError(fmt::format("{} = \"{}\" is less precise than visible_dtype = \"{}\"; write \"float32\"", name,
-                                     c10::toString(*dtype), config.visible_dtype));
+      throw SettingError(fmt::format("{} = \"{}\" is less precise than visible_dtype = \"{}\"; write \"float32\"",
+                                     name, c10::toString(*dtype), config.visible_dtype));
     }
   }
   if (domain.visible_dtype == domain.home_dtype) domain.visible_dtype = c10::ScalarType::Undefined;
@@ -379,6 +379,7 @@ Report Space::report() const {
                 .reduced_bytes = traffic.reduced,
                 .broadcast_bytes = traffic.broadcast,
                 .control_bytes = traffic.control,
+                .non_finite = domain_->not_finite.load(),
                 .collectives = traffic.collectives,
                 .io = std::string(pager.io_name()),
                 .general_path = domain_->general_path.counts()};

@@ -37,6 +37,7 @@ struct Report {
   int ranks;                                   // over which tensors lie; 1: one process
   std::size_t gathered_bytes, reduced_bytes;   // sent by this rank: all-gathers; sums of gradients
   std::size_t broadcast_bytes, control_bytes;  // at the start; checks and norms
+  std::size_t non_finite;                      // values in gradients that fused updates have met
   std::size_t collectives;                     // that moved data
   std::string io;
   std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts

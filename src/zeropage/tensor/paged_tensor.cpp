@@ -254,16 +254,21 @@ void run_deferred(Domain& domain) {
 
 void read_ahead(Domain& domain) {
   std::lock_guard lock(domain.deferral_mutex);
-  std::vector<std::shared_ptr<Deferred>> coming;
-  for (const auto& weak : domain.deferred) {
-    if (auto deferred = weak.lock()) coming.push_back(std::move(deferred));
+  auto& coming = domain.coming;
+  if (std::exchange(domain.coming_is_old, false)) {
+    std::vector<std::pair<std::uint64_t, std::weak_ptr<Deferred>>> order;
+    for (const auto& weak : domain.deferred) {
+      if (const auto deferred = weak.lock()) order.emplace_back(deferred->due(), weak);
+    }
+    std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    coming.clear();
+    for (auto& [_, weak] : order) coming.push_back(std::move(weak));
   }
-  constexpr std::size_t kAhead = 32;
-  const auto end = coming.begin() + static_cast<std::ptrdiff_t>(std::min(coming.size(), kAhead));
-  std::partial_sort(coming.begin(), end, coming.end(), [](const auto& a, const auto& b) { return a->due() < b->due(); });
-  std::size_t bytes = domain.pager->budget(Pool::host).limit() / 4;
-  for (auto next = coming.begin(); next != end && bytes > 0; ++next) {
-    if (!(*next)->read_ahead(bytes)) return;
+  while (!coming.empty() && coming.front().expired()) coming.pop_front();
+  std::size_t bytes = domain.pager->budget(Pool::host).limit() / 4, looked_at = 0;
+  for (auto next = coming.begin(); next != coming.end() && bytes > 0 && looked_at < 32; ++next, ++looked_at) {
+    const auto deferred = next->lock();
+    if (deferred && !deferred->read_ahead(bytes)) return;
   }
 }
 

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -98,22 +99,25 @@ struct Domain {
   // Of parameters, where what operators see differs from what is at home; Undefined: nowhere.
   c10::ScalarType visible_dtype = c10::ScalarType::Undefined, home_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
-  std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
+  std::shared_ptr<void> reducer;                 // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
   /// Held by whoever defers operators or runs what was deferred.
   std::recursive_mutex deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
-  std::uint64_t demands = 0;                      // of what was deferred, by operators
+  std::deque<std::weak_ptr<Deferred>> coming;     // in the order in which they will be asked for
+  bool coming_is_old = false;
+  std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have met
+  std::uint64_t demands = 0;                // of what was deferred, by operators
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
   std::uint64_t births = 0;
 
   bool mixes() const { return visible_dtype != c10::ScalarType::Undefined; }
-  /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must be
-  /// that of the others; small ones stay in memory.
+  /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must
+  /// be that of the others; small ones stay in memory.
   bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= resident_below); }
   /// Whether a tensor is too small to split. By elements, so that tensors of one shape agree whatever their dtype.
   bool keeps_whole(std::size_t elements) const { return elements * 4 < resident_below; }

@@ -1,0 +1,245 @@
+"""Mixed precision as a property of the page, against master weights written by hand in plain PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from equality import adamw
+from models import GPT, gpt_loss
+from ranks import space as rank_space
+
+import zeropage
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build(dtype=torch.float32):
+    torch.manual_seed(0)
+    return GPT().to(dtype)
+
+
+def by_hand(make, dtype, clip=None, steps=4, scaler=None):
+    """Full-precision master weights, and a model in `dtype` that follows them. Returns losses, masters, optimizer."""
+    master, model = build(), build(dtype)
+    optimizer, losses = make(master.parameters()), []
+    pairs = list(zip(model.parameters(), master.parameters(), strict=True))
+    for step in range(steps):
+        loss = gpt_loss(model, step)
+        (scaler.scale(loss) if scaler else loss).backward()
+        losses.append(loss.item())
+        for low, high in pairs:
+            high.grad, low.grad = low.grad.float(), None
+        finish(optimizer, master, clip, scaler)
+        for low, high in pairs:
+            low.data.copy_(high.data)
+    return losses, master, optimizer
+
+
+def finish(optimizer, model, clip, scaler):
+    if scaler:
+        scaler.unscale_(optimizer)
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def paged(make, scope, clip=None, steps=4, scaler=None):
+    with scope:
+        model = build()
+    optimizer, losses = make(model.parameters()), []
+    for step in range(steps):
+        loss = gpt_loss(model, step)
+        (scaler.scale(loss) if scaler else loss).backward()
+        losses.append(loss.item())
+        finish(optimizer, model, clip, scaler)
+    return losses, model, optimizer
+
+
+def assert_same(expected, actual, dtype):
+    losses, master, optimizer = expected
+    assert actual[0] == losses
+    with torch.no_grad():
+        for high, low in zip(master.parameters(), actual[1].parameters(), strict=True):
+            assert low.dtype == dtype and zeropage.is_paged(low)
+            assert torch.equal(high.to(dtype), low)  # what operators see
+            assert torch.equal(high, low.float())  # what is at home
+    states = [s for optimizer in (optimizer, actual[2]) for s in [list(optimizer.state.values())]]
+    for ours, theirs in zip(*states, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours.values(), theirs.values(), strict=True))
+
+
+FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_a_stock_optimizer_on_master_weights(dtype, form, clip, config):
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, **FORMS[form])
+
+    expected = by_hand(make, DTYPES[dtype], clip)
+    actual = paged(make, zeropage.init(config.replace(visible_dtype=dtype)), clip)
+    assert_same(expected, actual, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
+def test_with_other_optimizers(optimizer, config):
+    def make(parameters):
+        # Adafactor's eps follows the parameter's dtype unless it is said.
+        options = {"eps": (1e-7, 1e-3)} if optimizer == "Adafactor" else {}
+        return getattr(torch.optim, optimizer)(parameters, lr=1e-2, **options)
+
+    expected = by_hand(make, torch.bfloat16)
+    assert_same(expected, paged(make, zeropage.init(config.replace(visible_dtype="bfloat16"))), torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", ["fused", "foreach"])
+def test_float16_with_the_stock_scaler_skips_what_overflows(form, config):
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, **FORMS[form])
+
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
+
+    mine, theirs = scaler(), scaler()
+    expected = by_hand(make, torch.float16, 0.5, steps=6, scaler=theirs)
+    actual = paged(make, zeropage.init(config.replace(visible_dtype="float16")), 0.5, steps=6, scaler=mine)
+    assert theirs.get_scale() < 2.0**22  # it did overflow
+    assert mine.get_scale() == theirs.get_scale()
+    assert_same(expected, actual, torch.float16)
+
+
+def test_gradients_accumulate_in_full_precision(config):
+    with zeropage.init(config.replace(visible_dtype="bfloat16")):
+        layer = torch.nn.Linear(64, 64, bias=False)
+    expected = torch.zeros(64, 64)
+    for step in range(8):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        plain = layer.weight.detach().clone().requires_grad_()
+        torch.nn.functional.linear(x, plain).sum().backward()
+        expected += plain.grad.float()
+        layer(x).sum().backward()
+    assert layer.weight.grad.dtype == torch.float32 and torch.equal(layer.weight.grad, expected)
+
+
+def test_what_is_written_is_kept_as_it_was_written(config):
+    with zeropage.init(config.replace(visible_dtype="bfloat16")):
+        layer = torch.nn.Linear(70, 30)
+    exact = torch.randn(30, 70)
+    with torch.no_grad():
+        layer.weight.copy_(exact)
+        assert torch.equal(layer.weight.float(), exact)
+        # Operators that are not rules write what they see; what they leave alone stays as precise as it was.
+        layer.weight[3].zero_()
+        exact[3] = 0
+        assert torch.equal(layer.weight.float(), exact)
+        layer.weight.mul_(3)
+        assert torch.equal(layer.weight.float(), exact * 3)
+        torch.nn.init.orthogonal_(layer.bias.view(5, 6).float())
+        twin = copy.deepcopy(layer)
+        assert twin.weight.dtype == torch.bfloat16 and torch.equal(twin.weight.float(), exact * 3)
+        layer.load_state_dict({"weight": exact, "bias": torch.ones(30)})
+        assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, exact.bfloat16())
+        assert (layer.weight * 2).dtype == torch.bfloat16 and torch.zeros_like(layer.weight).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_existing_model_is_mixed_too(dtype, config):
+    model = build(dtype)
+    weights = [p.detach().clone() for p in model.parameters()]
+    zeropage.page(model, config.replace(visible_dtype="bfloat16"))
+    with torch.no_grad():
+        for before, after in zip(weights, model.parameters(), strict=True):
+            assert after.dtype == torch.bfloat16 and torch.equal(after.float(), before.float())
+    optimizer = adamw(model.parameters())
+    gpt_loss(model, 0).backward()
+    optimizer.step()
+    assert all(s["exp_avg"].dtype == torch.float32 for s in optimizer.state.values())
+
+
+def test_small_parameters_are_mixed_and_stay_in_memory(config):
+    with zeropage.init(config.replace(visible_dtype="bfloat16", resident_below="64KB")) as space:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    assert all(p.dtype == torch.bfloat16 and zeropage.is_paged(p) for p in model.parameters())
+    assert {home.tier for home in space.report().homes if home.now} <= {"host", "device"}
+    model(torch.randn(2, 8).bfloat16()).sum().backward()
+
+
+def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(config):
+    space = zeropage.init(config.replace(visible_dtype="bfloat16"))
+    _, model, optimizer = paged(adamw, space)
+    del model, optimizer
+    assert all(home.now == 0 for home in space.report().homes)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"visible_dtype": "int8"}, {"visible_dtype": "float32", "home_dtype": "float16"}]
+)
+def test_settings_that_make_no_sense(settings, config):
+    with pytest.raises(zeropage.SettingError, match="float32"):
+        zeropage.init(config.replace(**settings))
+
+
+def test_autocast_keeps_no_cast_of_a_paged_weight(config):
+    """The cache would keep every weight's cast until autocast ends."""
+    torch.manual_seed(0)
+    with zeropage.init(config):
+        layers = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(6))
+    x = torch.randn(2, 256)
+    alive = []
+    original = torch.Tensor.__del__ if hasattr(torch.Tensor, "__del__") else None
+    assert original is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.is_autocast_cache_enabled()
+        for layer in layers:
+            x = layer(x)
+            alive.append(x.dtype)
+        first = layers[0](torch.ones(1, 256))
+        with torch.no_grad():
+            layers[0].weight.mul_(2)
+        # A cached cast would still be the old weight.
+        assert torch.equal(layers[0](torch.ones(1, 256)), first * 2)
+    assert set(alive) == {torch.bfloat16}
+
+
+def mixed_over_ranks(stage, dtype):
+    """Masters by hand on the whole batch, in one process, against ranks with a part of it each."""
+    import torch.distributed as dist
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with rank_space(stage=stage, visible_dtype=dtype) as made:
+        with made:
+            model = build()
+        optimizer = adamw(model.parameters())
+        master, low = build(), build(DTYPES[dtype])
+        plain = adamw(master.parameters())
+        for step in range(3):
+            gpt_loss(model, step * ranks + rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sums = [torch.zeros_like(p) for p in master.parameters()]
+            for part in range(ranks):
+                gpt_loss(low, step * ranks + part).backward()
+                for total, p in zip(sums, low.parameters(), strict=True):
+                    total += p.grad.float()
+                    p.grad = None
+            for total, p in zip(sums, master.parameters(), strict=True):
+                p.grad = total / ranks
+            plain.step()
+            for a, b in zip(low.parameters(), master.parameters(), strict=True):
+                a.data.copy_(b.data)
+        with torch.no_grad():
+            for high, mine in zip(master.parameters(), model.parameters(), strict=True):
+                assert mine.dtype == DTYPES[dtype] and torch.equal(mine, high.to(DTYPES[dtype]))
+                assert torch.equal(mine.float(), high)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_over_ranks(stage, two):
+    two.run(mixed_over_ranks, stage, "bfloat16")
