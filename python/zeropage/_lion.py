@@ -9,8 +9,8 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2: p = p (1 - lr wd) - lr sign(c),
-    with c = beta1 m + (1 - beta1) g, then m = beta2 m + (1 - beta2) g.
+    """p = p (1 - lr wd) - lr sign(c) with c = beta1 m + (1 - beta1) g, then m = beta2 m + (1 - beta2) g: Chen et al.,
+    "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 
     Its step is one fused operator, on paged and ordinary tensors alike. Learning rates are about a tenth of AdamW's,
     weight decays ten times as large. Raises ValueError for settings out of range.

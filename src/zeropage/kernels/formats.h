@@ -94,12 +94,11 @@ ZEROPAGE_INLINE float join(std::uint16_t high, std::int16_t low) {
 }
 ZEROPAGE_INLINE std::uint16_t high_of(float x) {
   const auto bits = std::bit_cast<std::uint32_t>(x);
-  // What has no room to be rounded up stays as it is cut: infinities, NaNs, and what would become infinite.
-  const bool cut = (bits & 0x7fffffff) >= 0x7f7f8000;
-  return static_cast<std::uint16_t>((cut ? bits : bits + 0x8000) >> 16);
+  return static_cast<std::uint16_t>(x != x ? 0x7fc0 : (bits + 0x8000) >> 16);  // what is too large shows as infinite
 }
 ZEROPAGE_INLINE std::int16_t low_of(float x, std::uint16_t high) {
-  return static_cast<std::int16_t>(std::bit_cast<std::uint32_t>(x) - (std::uint32_t{high} << 16));
+  const std::uint32_t rest = std::bit_cast<std::uint32_t>(x) - (std::uint32_t{high} << 16);
+  return static_cast<std::int16_t>(x != x ? 0 : rest);
 }
 
 }  // namespace zeropage::kernels
