@@ -1,7 +1,7 @@
 #include "zeropage/rules/program.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/TensorBase.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -58,7 +58,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
  public:
   explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
 
-  void run() override;
+  bool run() override;
   bool adopt(std::unique_ptr<StorageSegment>& segment) override;
   std::uint64_t due() const override;
   bool read_ahead(std::size_t& bytes) override;
@@ -191,8 +191,9 @@ void Program::end() {
   instructions_.clear();
 }
 
-void Program::run() {
-  if (running_ || empty()) return;
+bool Program::run() {
+  if (running_) return false;
+  if (empty()) return true;
   const auto self = shared_from_this();
   struct Running {
     bool& flag;
@@ -224,6 +225,7 @@ void Program::run() {
         &done_);
   }
   end();
+  return true;
 }
 
 std::uint64_t Program::due() const {
@@ -313,13 +315,15 @@ void Program::run_on_registers(std::vector<at::Tensor>& registers, c10::ArrayRef
 c10::IValue snapshot(const c10::IValue& value) {
   if (!value.isTensor() || !value.toTensor().defined()) return value;
   const at::Tensor& tensor = value.toTensor();
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (segment_of(tensor)) {
     const PinRequest request{segment_of(tensor), Access::read};
     TensorPin pin(request);
     c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    return tensor.detach().clone();
+    return tensor.clone();
   }
-  return tensor.detach().clone();
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  return tensor.clone();
 }
 
 bool can_be_deferred(const Substitution& call) {

@@ -275,8 +275,9 @@ void read_ahead(Domain& domain) {
 void StorageSegment::run_deferred() {
   if (!is_deferred()) return;
   std::lock_guard lock(domain_->deferral_mutex);
+  const auto deferred = deferred_;
+  if (!deferred || !deferred->run()) return;
   due_ = ++domain_->demands;
-  if (const auto deferred = deferred_) deferred->run();
   read_ahead(*domain_);
 }
 

@@ -78,8 +78,9 @@ class Pending {
 class Deferred {
  public:
   virtual ~Deferred() = default;
-  /// Returns when they have run. Throws what they threw; what is left to run then stays.
-  virtual void run() = 0;
+  /// Returns when they have run. Throws what they threw; what is left to run then stays. False: they are running
+  /// already, further up on this thread.
+  virtual bool run() = 0;
   /// A segment's tensor died: true if the segment must outlive it, and does so here.
   virtual bool adopt(std::unique_ptr<StorageSegment>& segment) = 0;
   /// When it is likely to be asked for: the last time that its like was. 0: never yet.
