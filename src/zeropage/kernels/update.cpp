@@ -27,6 +27,11 @@ ZEROPAGE_INLINE void decode(float* __restrict to, const std::uint16_t* __restric
   for (std::size_t i = 0; i < n; ++i) to[i] = one(from[i]);
 }
 
+template <class Encode>
+ZEROPAGE_INLINE void encode(std::uint16_t* __restrict to, const float* __restrict from, std::size_t n, Encode one) {
+  for (std::size_t i = 0; i < n; ++i) to[i] = one(from[i]);
+}
+
 ZEROPAGE_INLINE float largest_magnitude(const float* x, std::size_t n) {
   float largest = 0;
   for (std::size_t i = 0; i < n; ++i) {
@@ -129,11 +134,8 @@ ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, co
       for (std::size_t i = 0; i < n; ++i) to[i] = values[i];
       return;
     }
-    case Format::bfloat16: {
-      auto* __restrict to = static_cast<std::uint16_t*>(array.data) + at;
-      for (std::size_t i = 0; i < n; ++i) to[i] = to_bfloat16(values[i]);
-      return;
-    }
+    case Format::bfloat16:
+      return encode(static_cast<std::uint16_t*>(array.data) + at, values, n, to_bfloat16);
     case Format::stochastic_bfloat16: {
       auto* __restrict to = static_cast<std::uint16_t*>(array.data) + at;
       const std::uint32_t first = seed * 0x9e3779b9u + static_cast<std::uint32_t>(index);
@@ -142,11 +144,8 @@ ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, co
       }
       return;
     }
-    case Format::float16: {
-      auto* __restrict to = static_cast<std::uint16_t*>(array.data) + at;
-      for (std::size_t i = 0; i < n; ++i) to[i] = to_float16(values[i]);
-      return;
-    }
+    case Format::float16:
+      return encode(static_cast<std::uint16_t*>(array.data) + at, values, n, to_float16);
     case Format::split_float32: {
       auto* __restrict high = static_cast<std::uint16_t*>(array.data) + at;
       auto* __restrict low = static_cast<std::int16_t*>(array.extra) + at;
@@ -273,15 +272,20 @@ ZEROPAGE_INLINE std::uint32_t adam(const Update& u, const AdamNumbers& a, const 
   return a.decay != 0 ? adam_from<fma, scales, true, false>(a, b) : adam_from<fma, scales, false, false>(a, b);
 }
 
+/// Weight decay as a term of the gradient.
+template <bool fma>
+ZEROPAGE_INLINE void add_decay(const Update& u, const float* __restrict p, float* __restrict g, std::size_t n) {
+  if (u.weight_decay == 0) return;
+  const auto decay = static_cast<float>(u.weight_decay);
+  for (std::size_t i = 0; i < n; ++i) g[i] = multiply_add<fma>(p[i], decay, g[i]);
+}
+
 template <bool fma>
 ZEROPAGE_INLINE void sgd(const Update& u, const Block& b) {
   float* __restrict p = b.parameter;
   float* __restrict g = b.gradient;
   float* __restrict m = b.state[0];
-  if (u.weight_decay != 0) {
-    const auto decay = static_cast<float>(u.weight_decay);
-    for (std::size_t i = 0; i < b.n; ++i) g[i] = multiply_add<fma>(p[i], decay, g[i]);
-  }
+  add_decay<fma>(u, p, g, b.n);
   if (u.momentum != 0) {
     const auto momentum = static_cast<float>(u.momentum), damped = static_cast<float>(1 - u.dampening);
     if (u.first_momentum) {
@@ -305,10 +309,7 @@ ZEROPAGE_INLINE void adagrad(const Update& u, const Block& b) {
   float* __restrict p = b.parameter;
   float* __restrict g = b.gradient;
   float* __restrict sum = b.state[0];
-  if (u.weight_decay != 0) {
-    const auto decay = static_cast<float>(u.weight_decay);
-    for (std::size_t i = 0; i < b.n; ++i) g[i] = multiply_add<fma>(p[i], decay, g[i]);
-  }
+  add_decay<fma>(u, p, g, b.n);
   const auto rate = static_cast<float>(u.lr / (1 + (u.step - 1) * u.lr_decay)), eps = static_cast<float>(u.eps);
   for (std::size_t i = 0; i < b.n; ++i) {
     sum[i] = multiply_add<fma>(g[i], g[i], sum[i]);
