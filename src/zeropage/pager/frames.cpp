@@ -16,9 +16,16 @@ Frame* Pager::make_frame(Run& run, std::size_t first_page, std::size_t pages, Po
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < pages; ++i) bytes += run.bytes_of(first_page + i);
   bytes = round_up(bytes, kBlockBytes);
+  Reservation charge = reserve(pool, bytes);
+  Block memory = allocate(bytes, permanent ? FreeList::Side::top : FreeList::Side::bottom);
+  return place_frame(run, first_page, pages, pool, std::move(charge), std::move(memory), permanent);
+}
+
+Frame* Pager::place_frame(Run& run, std::size_t first_page, std::size_t pages, Pool pool, Reservation charge,
+                          Block memory, bool permanent) {
   auto frame = std::make_unique<Frame>();
-  frame->charge = reserve(pool, bytes);
-  frame->memory = allocate(bytes, permanent ? FreeList::Side::top : FreeList::Side::bottom);
+  frame->charge = std::move(charge);
+  frame->memory = std::move(memory);
   if (memory_) memory_->reuse();
   frame->run = &run;
   frame->first_page = first_page;
@@ -121,9 +128,19 @@ Block Pager::allocate(std::size_t bytes, FreeList::Side side) {
   }
 }
 
+/// Whether a frame can be given up without waiting for a transfer.
+bool Pager::leaves_at_once(const Frame& frame) {
+  if (frame.pins > 0 || frame.permanent || !frame.run) return false;
+  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
+  return std::all_of(first, first + static_cast<std::ptrdiff_t>(frame.pages), [](const Page& page) {
+    return page.state == Residency::clean || (page.state == Residency::writing && page.transfer.done());
+  });
+}
+
 /// Evicts the neighbours, in address order, that together with the holes between them make `bytes`, such that the
-/// warmest of them is as cold as can be. False if pinned frames leave no such window.
-bool Pager::evict_window(std::size_t bytes) {
+/// warmest of them is as cold as can be. `clean_only`: of those that leave at once. False if others leave no such
+/// window.
+bool Pager::evict_window(std::size_t bytes, bool clean_only) {
   struct Candidate {
     std::byte* begin;
     std::byte* end;
@@ -144,7 +161,7 @@ bool Pager::evict_window(std::size_t bytes) {
     std::uint64_t warmth = 0;
     for (std::size_t last = first; last < line.size(); ++last) {
       if (Frame* frame = line[last].frame) {
-        if (frame->pins > 0 || frame->permanent) break;
+        if (frame->pins > 0 || frame->permanent || (clean_only && !leaves_at_once(*frame))) break;
         warmth = std::max(warmth, frame->last_use);
       }
       if (warmth >= best_warmth) break;

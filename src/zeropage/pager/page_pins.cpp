@@ -1,22 +1,27 @@
 // Pins of single pages: how rules stream a tensor.
+#include <algorithm>
+
 #include "zeropage/base/errors.h"
 #include "zeropage/pager/pager.h"
 
 namespace zeropage {
 
-/// Starts a page on its way into a frame of its own, which is pinned.
-Frame& Pager::read_page(Run& run, std::size_t index, Pool pool) {
-  Page& page = run.pages[index];
-  Frame& frame = *make_frame(run, index, 1, pool);
+/// Starts the pages of a new frame on their way into it.
+void Pager::read_into(Frame& frame) {
+  Run& run = *frame.run;
+  const std::size_t end = frame.first_page + frame.pages;
   try {
-    page.transfer = start_read(run, index, frame.memory.data());
+    for (std::size_t i = frame.first_page; i < end; ++i) {
+      Page& page = run.pages[i];
+      page.transfer = start_read(run, i, frame.memory.data() + (i - frame.first_page) * run.page_bytes);
+      page.frame = &frame;
+      page.state = Residency::reading;
+    }
   } catch (...) {
+    abandon_reads(frame);
     drop_frame(frame);
     throw;
   }
-  page.frame = &frame;
-  page.state = Residency::reading;
-  return frame;
 }
 
 PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
@@ -31,7 +36,7 @@ PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
     // The host pays for single pages; where it has nothing, the device does.
     const Pool pool = host_.limit() >= 4 * page_bytes_ ? Pool::host : Pool::device;
     if (page.state == Residency::home && access != Access::overwrite) {
-      read_page(run, index, pool);
+      read_into(*make_frame(run, index, 1, pool));
     } else {
       page.frame = make_frame(run, index, 1, pool);
       if (page.state == Residency::zero && access != Access::overwrite) {
@@ -58,26 +63,48 @@ PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
 bool Pager::prefetch_page(Segment& segment, std::size_t index) {
   std::lock_guard lock(mutex_);
   if (closed_ || gathers_) return false;  // [Note: gathered]: no gather may hang on whether memory is at hand
-  Run& run = *segment.run_;
+  return prefetch_page(*segment.run_, index);
+}
+
+bool Pager::prefetch_page(Run& run, std::size_t index) {
   Page& page = run.pages[index];
-  if (run.below && !page.frame && page.state == Residency::home) return below_->prefetch_page(*run.below, index);
   if (page.frame || page.state != Residency::home) return true;
+  return run.below ? below_->prefetch_page(*run.below, index) : read_into_spare_memory(run, index, 1);
+}
+
+bool Pager::prefetch(Segment& segment) {
+  std::lock_guard lock(mutex_);
+  if (closed_ || gathers_) return false;
+  Run& run = *segment.run_;
+  // Into one frame, if none of it is here and there is memory for all of it together.
+  const bool absent = std::all_of(run.pages.begin(), run.pages.end(),
+                                  [](const Page& page) { return !page.frame && page.state == Residency::home; });
+  if (absent && !run.below && read_into_spare_memory(run, 0, run.pages.size())) return true;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    if (!prefetch_page(run, i)) return false;
+  }
+  return true;
+}
+
+/// Starts reading pages that are at home into a new frame, if the host has memory for it, or what leaves at once
+/// makes room.
+bool Pager::read_into_spare_memory(Run& run, std::size_t first_page, std::size_t pages) {
   if (host_.limit() < 4 * page_bytes_) return false;
-  const std::size_t bytes = round_up(run.bytes_of(index), kBlockBytes);
-  while (host_.used() + bytes > host_.limit()) {
+  std::size_t bytes = 0;
+  for (std::size_t i = first_page; i < first_page + pages; ++i) bytes += round_up(run.bytes_of(i), kBlockBytes);
+  Reservation charge = host_.try_reserve(bytes);
+  while (!charge) {
     Frame* victim = policy_->victim(Pool::host);
-    if (!victim) return false;
-    for (std::size_t i = victim->first_page; i < victim->first_page + victim->pages; ++i) {
-      const Page& cold = victim->run->pages[i];
-      if (cold.state != Residency::clean && !(cold.state == Residency::writing && cold.transfer.done())) return false;
-    }
+    if (!victim || !leaves_at_once(*victim)) return false;
     evict_frame(*victim);
+    charge = host_.try_reserve(bytes);
   }
-  try {
-    drop_pin(read_page(run, index, Pool::host));
-  } catch (const BudgetError&) {  // only a hint: whoever needs the page will say what is wrong
-    return false;
-  }
+  auto memory = arena_->try_allocate(bytes);
+  if (!memory && evict_window(bytes, /*clean_only=*/true)) memory = arena_->try_allocate(bytes);
+  if (!memory) return false;
+  Frame& frame = *place_frame(run, first_page, pages, Pool::host, std::move(charge), std::move(*memory));
+  read_into(frame);
+  drop_pin(frame);
   return true;
 }
 

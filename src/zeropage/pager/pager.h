@@ -133,6 +133,8 @@ class Pager : public std::enable_shared_from_this<Pager> {
   [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access);
   /// Starts reading a page that will soon be pinned, if memory is at hand without waiting for a write. False if not.
   bool prefetch_page(Segment& segment, std::size_t page);
+  /// The same for a segment that will soon be pinned whole.
+  bool prefetch(Segment& segment);
 
   /// Makes the segment read as zeros, without touching memory or disk where it has pages of its own.
   void zero(Segment& segment);
@@ -176,6 +178,8 @@ class Pager : public std::enable_shared_from_this<Pager> {
 
   // frames.cpp: memory
   Frame* make_frame(Run& run, std::size_t first_page, std::size_t pages, Pool pool, bool permanent = false);
+  Frame* place_frame(Run& run, std::size_t first_page, std::size_t pages, Pool pool, Reservation charge, Block memory,
+                     bool permanent = false);
   void drop_frame(Frame& frame);
   void copy(std::byte* to, const std::byte* from, std::size_t bytes);
   void clear(std::byte* at, std::size_t bytes);
@@ -185,7 +189,8 @@ class Pager : public std::enable_shared_from_this<Pager> {
   Reservation reserve(Pool pool, std::size_t bytes);
   bool make_room(Pool pool);
   Block allocate(std::size_t bytes, FreeList::Side side);
-  bool evict_window(std::size_t bytes);
+  bool evict_window(std::size_t bytes, bool clean_only = false);
+  static bool leaves_at_once(const Frame& frame);
   void evict_frame(Frame& frame);
   void move_to_pool(Frame& frame, Reservation charge, Pool pool);
   bool is_short(const Budget& budget) const { return budget.used() > budget.limit() / 2; }
@@ -193,12 +198,16 @@ class Pager : public std::enable_shared_from_this<Pager> {
   void clean_coldest();
 
   // page_pins.cpp
-  Frame& read_page(Run& run, std::size_t index, Pool pool);
+  void read_into(Frame& frame);
+  bool prefetch_page(Run& run, std::size_t index);
+  bool read_into_spare_memory(Run& run, std::size_t first_page, std::size_t pages);
 
   // transfers.cpp: bytes
   Ticket start_read(Run& run, std::size_t page, std::byte* into);
   void start_write(Run& run, std::size_t page);
   void settle(Run& run, std::size_t page);
+  void settle_reads(Frame& frame);
+  static void abandon_reads(Frame& frame) noexcept;
   void settle_all(Run& run, std::size_t first, std::size_t end);
   void settle_for_death(Run& run) noexcept;
   void wait_for(Ticket& ticket);

@@ -55,21 +55,43 @@ void Pager::wait_for(Ticket& ticket) {
 void Pager::settle(Run& run, std::size_t index) {
   Page& page = run.pages[index];
   const Residency state = page.state;
-  if (state != Residency::reading && state != Residency::writing && state != Residency::rewritten) return;
+  if (state == Residency::reading) return settle_reads(*page.frame);
+  if (state != Residency::writing && state != Residency::rewritten) return;
   Ticket transfer = std::exchange(page.transfer, {});
   try {
     wait_for(transfer);
   } catch (...) {
-    if (state != Residency::reading) {
-      page.state = Residency::dirty;
-    } else {
-      page.state = Residency::home;
-      Frame* frame = std::exchange(page.frame, nullptr);
-      if (frame->pins == 0) drop_frame(*frame);  // else the last pin does
-    }
+    page.state = Residency::dirty;
     throw;
   }
   page.state = state == Residency::rewritten ? Residency::dirty : Residency::clean;
+}
+
+/// All pages of a frame are read together or not at all.
+void Pager::settle_reads(Frame& frame) {
+  Page* const pages = &frame.run->pages[frame.first_page];
+  try {
+    for (std::size_t i = 0; i < frame.pages; ++i) {
+      Ticket transfer = std::exchange(pages[i].transfer, {});
+      wait_for(transfer);
+    }
+  } catch (...) {
+    abandon_reads(frame);
+    if (frame.pins == 0) drop_frame(frame);  // else the last pin does
+    throw;
+  }
+  for (std::size_t i = 0; i < frame.pages; ++i) pages[i].state = Residency::clean;
+}
+
+/// Its pages are at home again, and nothing is on its way.
+void Pager::abandon_reads(Frame& frame) noexcept {
+  for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
+    Page& page = frame.run->pages[i];
+    if (page.frame != &frame) continue;
+    Ticket ended = std::exchange(page.transfer, {});
+    page.state = Residency::home;
+    page.frame = nullptr;
+  }
 }
 
 /// Settles all pages in [first, end), then throws the first error among them: a disk that fails is told of once, not

@@ -56,18 +56,19 @@ using ProgramPtr = std::shared_ptr<Program>;
 
 class Program final : public Deferred, public std::enable_shared_from_this<Program> {
  public:
-  explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
+  explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {
+    progress_.next_page = [this] { zeropage::read_ahead(*domain_, this); };
+  }
 
   bool run() override;
   bool adopt(std::unique_ptr<StorageSegment>& segment) override;
-  std::uint64_t due() const override;
-  bool read_ahead(std::size_t& bytes) override;
+  bool read_ahead(std::size_t& bytes, bool whole) override;
 
   bool empty() const { return instructions_.empty(); }
   bool fits(std::size_t more_slots) const {
     return slots_.size() + more_slots <= kMostSlots && instructions_.size() < kMostInstructions;
   }
-  bool begun() const { return done_ > 0; }
+  bool begun() const { return progress_.done > 0; }
   std::size_t slots() const { return slots_.size(); }
   bool takes(Chunking chunking, bool any_chunking) const {
     return any_chunking || any_chunking_ || chunking == chunking_ || chunkings_agree(elements_);
@@ -102,7 +103,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   std::size_t elements_ = 0;
   Chunking chunking_ = Chunking::iterator;
   bool any_chunking_ = true;  // nothing in it depends on where windows are cut
-  std::size_t done_ = 0;      // elements whose windows have run
+  Progress progress_;
   bool running_ = false;
 };
 
@@ -222,32 +223,39 @@ bool Program::run() {
         [&](c10::ArrayRef<at::Tensor> slices) {
           update ? run_update_on(*update, slices, operand_of) : run_piece(slices, operand_of);
         },
-        &done_);
+        &progress_);
   }
   end();
   return true;
 }
 
-std::uint64_t Program::due() const {
-  std::uint64_t due = 0;
-  for (const Slot& slot : slots_) due = std::max(due, slot.segment ? slot.segment->due() : 0);
-  return due;
-}
-
-bool Program::read_ahead(std::size_t& bytes) {
-  c10::SmallVector<StorageSegment*, 8> segments;
+bool Program::read_ahead(std::size_t& bytes, bool whole) {
+  struct Reads {
+    StorageSegment* segment;
+    std::size_t next;
+  };
+  c10::SmallVector<Reads, 8> reads;
   for (const Slot& slot : slots_) {
-    if (!slot.segment || slot.access == Access::overwrite || slot.segment->is_homeless()) continue;
-    segments.push_back(slot.segment->is_partitioned() ? &slot.segment->share_segment() : slot.segment);
+    StorageSegment* segment = slot.segment;
+    if (!segment || slot.access == Access::overwrite || segment->is_homeless()) continue;
+    if (segment->is_partitioned()) {
+      segment = &segment->share_segment();
+    } else if (domain_->partition.ranks) {
+      continue;  // of which this rank takes some elements of each page
+    } else if (whole && slot.segment->role() == Role::parameter && segment->bytes() <= bytes) {
+      bytes -= segment->bytes();
+      if (!segment->pager()->prefetch(*segment)) return false;
+      continue;
+    }
+    reads.push_back({segment, progress_.done * slot.shape.itemsize() / segment->page_bytes()});
   }
-  bool any = true;
-  for (std::size_t page = 0; any; ++page) {
+  for (bool any = true; any;) {
     any = false;
-    for (StorageSegment* segment : segments) {
-      if (page >= segment->pages()) continue;
-      if (bytes < segment->bytes_of(page)) return bytes = 0, true;
-      if (!segment->pager()->prefetch_page(*segment, page)) return false;
-      bytes -= segment->bytes_of(page);
+    for (Reads& read : reads) {
+      if (read.next >= read.segment->pages()) continue;
+      if (bytes < read.segment->bytes_of(read.next)) return bytes = 0, true;
+      if (!read.segment->pager()->prefetch_page(*read.segment, read.next)) return false;
+      bytes -= read.segment->bytes_of(read.next++);
       any = true;
     }
   }
@@ -367,7 +375,6 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
     domain->deferred_alive = all.size();
   }
   all.push_back(program);
-  domain->coming_is_old = true;
   return program;
 }
 

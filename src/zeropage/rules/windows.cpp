@@ -34,17 +34,19 @@ class Cursor {
     return std::min((here / page_elements_ + 1) * page_elements_ - here + at, part_end);
   }
 
-  /// Holds the page or pages of the window and lets go of earlier ones. Reads of what follows start.
-  void move_to(Cut window) {
+  /// Holds the page or pages of the window and lets go of earlier ones. Reads of what follows start. True if there is
+  /// another page among them.
+  bool move_to(Cut window) {
     window = shift(window);
-    if (!operand_.segment) return;
+    if (!operand_.segment) return false;
     const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
     if (held_[0].pin && held_[0].page < low) held_[0] = std::move(held_[1]), held_[1] = {};
-    hold(held_[0], low);
-    if (high > low) hold(held_[1], high);
+    const bool first = hold(held_[0], low);
+    const bool second = high > low && hold(held_[1], high);
     if (high + 1 < operand_.segment->pages() && operand_.access != Access::overwrite) {
       operand_.segment->pager()->prefetch_page(*operand_.segment, high + 1);
     }
+    return first || second;
   }
 
   void wait() {
@@ -92,12 +94,13 @@ class Cursor {
   }
   Cut place(Cut range) const { return {range.begin + shift_, range.end + shift_}; }
 
-  void hold(Held& held, std::size_t page) {
-    if (held.pin && held.page == page) return;
+  bool hold(Held& held, std::size_t page) {
+    if (held.pin && held.page == page) return false;
     held.pin = {};
     held.pin = operand_.segment->pager()->pin_page(*operand_.segment, page, operand_.access);
     if (operand_.segment->role() == Role::optimizer) held.pin.pass();
     held.page = page;
+    return true;
   }
 
   void move_straddling(Cut window, bool into_pages) {
@@ -219,7 +222,7 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* split) {
   return reach;
 }
 
-void run_windows(const Reach& reach, Chunking chunking, RunSlices run, std::size_t& at) {
+void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress) {
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
   const auto& operands = reach.operands;
   Cursors cursors;
@@ -230,12 +233,14 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, std::size
   const bool on_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
   const std::size_t threads = on_cpu ? at::get_num_threads() : 1;
   const std::size_t vector = on_cpu ? kVector : 1;
-  while (at < elements) {
+  for (std::size_t& at = progress.done; at < elements;) {
     const Cut chunk = chunk_of(elements, at, chunking, threads);
     std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, vector);
     for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
     const Cut window = window_at(at, edge, chunk, vector);
-    for (auto& cursor : cursors) cursor->move_to(window);
+    bool moved = false;
+    for (auto& cursor : cursors) moved |= cursor->move_to(window);
+    if (moved && progress.next_page) progress.next_page();
     for (auto& cursor : cursors) cursor->wait();
     const bool straddling =
         std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
@@ -250,13 +255,13 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, std::size
 
 }  // namespace
 
-void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, std::size_t* done) {
+void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, Progress* progress) {
   for (const Operand& operand : operands) {
     if (operand.segment) operand.segment->complete();
   }
   const StorageSegment* split = split_among(operands);
-  std::size_t at = 0;
-  run_windows(reach(operands, split), chunking, run, done ? *done : at);
+  Progress whole;
+  run_windows(reach(operands, split), chunking, run, progress ? *progress : whole);
   if (split) return;
   for (const Operand& operand : operands) {
     const bool written = operand.segment && operand.access != Access::read;
@@ -266,8 +271,8 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
 
 void for_each_window_of_share(const Operand& operand, RunSlices run) {
   operand.segment->complete();
-  std::size_t at = 0;
-  run_windows(reach(operand, operand.segment), Chunking::iterator, run, at);
+  Progress whole;
+  run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole);
 }
 
 bool is_split(const StorageSegment* segment) { return segment && (segment->is_partitioned() || segment->is_stale()); }

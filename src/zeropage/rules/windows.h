@@ -16,6 +16,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
+#include <functional>
+
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -43,12 +45,16 @@ Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_
 /// The window that starts at `at` when the next page edge of any operand is `edge`.
 Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = kVector);
 
+struct Progress {
+  std::size_t done = 0;  // elements whose windows are behind: begins there, and goes on there after an error
+  std::function<void()> next_page;  // called when an operand comes to another page, before that is waited for
+};
+
 /// Calls `run` with one flat tensor an operand for consecutive windows that cover everything; of this rank's share,
 /// if shares are enough ([Note: shares]). Several threads call it at once, on disjoint parts of a window; inside,
 /// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand.
-/// `done` counts the elements whose windows are behind: begins there, and after an exception says where to go on.
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
-                     c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, std::size_t* done = nullptr);
+                     c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress* progress = nullptr);
 
 /// The same over this rank's share of one tensor that is partitioned or stale, which is only read.
 void for_each_window_of_share(const Operand& operand, c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);

@@ -173,6 +173,7 @@ StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl*
 }
 
 StorageSegment::~StorageSegment() {
+  if (foreseen_) domain_->foresight.forget(*this);
   if (pager()) pager()->release(*this);
 }
 
@@ -239,46 +240,63 @@ void run_deferred(Domain& domain) {
   const auto all = domain.deferred;
   std::exception_ptr error;
   for (const auto& weak : all) {
+    ++domain.next_deferred;
     try {
-      if (const auto deferred = weak.lock()) {
-        read_ahead(domain);
-        deferred->run();
-      }
+      if (const auto deferred = weak.lock()) deferred->run();
     } catch (...) {
       if (!error) error = std::current_exception();
     }
   }
+  domain.next_deferred = 0;
   std::erase_if(domain.deferred, [](const auto& weak) { return weak.expired(); });
   if (error) std::rethrow_exception(error);
 }
 
-void read_ahead(Domain& domain) {
-  std::lock_guard lock(domain.deferral_mutex);
-  auto& coming = domain.coming;
-  if (std::exchange(domain.coming_is_old, false)) {
-    std::vector<std::pair<std::uint64_t, std::weak_ptr<Deferred>>> order;
-    for (const auto& weak : domain.deferred) {
-      if (const auto deferred = weak.lock()) order.emplace_back(deferred->due(), weak);
+void read_ahead(Domain& domain, Deferred* running) {
+  std::unique_lock lock(domain.deferral_mutex, std::try_to_lock);
+  if (!lock) return;  // another thread is at it
+  std::size_t bytes = domain.pager->budget(Pool::host).limit() / 4;
+  if (running && !running->read_ahead(bytes, /*whole=*/false)) return;
+  if (domain.next_deferred > 0) {
+    for (std::size_t i = domain.next_deferred; i < domain.deferred.size() && bytes > 0; ++i) {
+      const auto deferred = domain.deferred[i].lock();
+      if (deferred && !deferred->read_ahead(bytes, /*whole=*/false)) return;
     }
-    std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    coming.clear();
-    for (auto& [_, weak] : order) coming.push_back(std::move(weak));
+    return;
   }
-  while (!coming.empty() && coming.front().expired()) coming.pop_front();
-  std::size_t bytes = domain.pager->budget(Pool::host).limit() / 4, looked_at = 0;
-  for (auto next = coming.begin(); next != coming.end() && bytes > 0 && looked_at < 32; ++next, ++looked_at) {
-    const auto deferred = next->lock();
-    if (deferred && !deferred->read_ahead(bytes)) return;
+  domain.foresight.for_each_coming(
+      [&](Segment& segment) { return static_cast<StorageSegment&>(segment).read_ahead(bytes) && bytes > 0; });
+}
+
+bool StorageSegment::foresee() {
+  const Segment& at_home = is_partitioned() ? share_segment() : *this;
+  if (role_ != Role::parameter || at_home.tier() != Tier::disk) return false;
+  foreseen_ = true;
+  domain_->foresight.visit(*this);
+  return true;
+}
+
+bool StorageSegment::read_ahead(std::size_t& bytes) {
+  if (deferred_) return deferred_->read_ahead(bytes, /*whole=*/true);
+  if (is_partitioned()) return share_segment().read_pages_ahead(0, bytes);
+  if (this->bytes() > bytes) return read_pages_ahead(0, bytes);
+  bytes -= this->bytes();
+  return pager()->prefetch(*this);
+}
+
+bool StorageSegment::read_pages_ahead(std::size_t first, std::size_t& bytes) {
+  for (std::size_t page = first; page < pages(); ++page) {
+    if (bytes < bytes_of(page)) return bytes = 0, true;
+    if (!pager()->prefetch_page(*this, page)) return false;
+    bytes -= bytes_of(page);
   }
+  return true;
 }
 
 void StorageSegment::run_deferred() {
   if (!is_deferred()) return;
   std::lock_guard lock(domain_->deferral_mutex);
-  const auto deferred = deferred_;
-  if (!deferred || !deferred->run()) return;
-  due_ = ++domain_->demands;
-  read_ahead(*domain_);
+  if (const auto deferred = deferred_) deferred->run();
 }
 
 bool is_whole(const at::TensorBase& tensor) {
@@ -346,8 +364,14 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
     requests_.append(requests.begin() + begin, requests.begin() + end);
     begin = end;
   }
+  Domain* ahead = nullptr;  // in which there is something to read ahead
+  for (const PinRequest& request : requests) {
+    auto* segment = static_cast<StorageSegment*>(request.segment);
+    if (request.access != Access::overwrite && segment->foresee()) ahead = segment->domain().get();
+  }
   try {
     for (StorageSegment* segment : deferred) segment->run_deferred();
+    if (ahead) read_ahead(*ahead);
   } catch (...) {
     TensorPin held = std::move(*this);
     throw;

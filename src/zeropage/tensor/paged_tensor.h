@@ -9,7 +9,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +18,7 @@
 #include "zeropage/base/torch_compat.h"
 #include "zeropage/comm/collectives.h"
 #include "zeropage/comm/stripes.h"
+#include "zeropage/pager/foresight.h"
 #include "zeropage/pager/pager.h"
 
 namespace zeropage {
@@ -83,10 +83,9 @@ class Deferred {
   virtual bool run() = 0;
   /// A segment's tensor died: true if the segment must outlive it, and does so here.
   virtual bool adopt(std::unique_ptr<StorageSegment>& segment) = 0;
-  /// When it is likely to be asked for: the last time that its like was. 0: never yet.
-  virtual std::uint64_t due() const = 0;
-  /// Starts reads of what it will need, up to `bytes`, from which it takes what it asked for. False: no more memory.
-  virtual bool read_ahead(std::size_t& bytes) = 0;
+  /// Starts reads of what it has yet to read, up to `bytes`, from which it takes what it asked for. `whole`: it will
+  /// run for an operator that takes parameters whole. False: no more memory.
+  virtual bool read_ahead(std::size_t& bytes, bool whole) = 0;
 };
 
 /// What all tensors of one space share.
@@ -107,10 +106,9 @@ struct Domain {
   std::recursive_mutex deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
-  std::deque<std::weak_ptr<Deferred>> coming;     // in the order in which they will be asked for
-  bool coming_is_old = false;
-  std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have met
-  std::uint64_t demands = 0;                // of what was deferred, by operators
+  std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
+  Foresight foresight;                            // of the parameters on disk that operators take
+  std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
@@ -147,10 +145,14 @@ class StorageSegment final : public Segment {
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
   void defer(std::shared_ptr<Deferred> deferred);
   void run_deferred();
-  /// The number of the last demand for what was deferred on it.
-  std::uint64_t due() const { return due_; }
   /// Whether it is to have no home until somebody needs its content (Birth::homeless).
   bool is_homeless() const { return homeless_ != nullptr; }
+  /// An operator took it whole. False if there is nothing to read ahead for it.
+  bool foresee();
+  /// As Deferred::read_ahead, for an operator that will take it whole.
+  bool read_ahead(std::size_t& bytes);
+  /// Starts reads of pages from `first` on.
+  bool read_pages_ahead(std::size_t first, std::size_t& bytes);
   void find_home();
 
   // --- mixed precision ---
@@ -218,7 +220,7 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false;
   std::shared_ptr<Deferred> deferred_;
-  std::uint64_t due_ = 0;
+  bool foreseen_ = false;
   std::unique_ptr<Making> homeless_;
 };
 
@@ -250,8 +252,9 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 
 /// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
 void run_deferred(Domain& domain);
-/// Starts reading what of the deferred will be asked for next, as far ahead as a part of host_memory allows.
-void read_ahead(Domain& domain);
+/// Starts reading what will be needed next, as far ahead as a part of host_memory allows: the rest of what is
+/// running, then what is likely to be asked for, with all that was deferred on it.
+void read_ahead(Domain& domain, Deferred* running = nullptr);
 
 /// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
 /// what is not split comes from rank 0. Throws RankError.
