@@ -11,6 +11,20 @@ from ranks import space as rank_space
 import zeropage
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# By what is at home: float32 beside what operators see, or only what that lacks of float32.
+HOMES = {
+    "bfloat16": {"visible_dtype": "bfloat16"},
+    "float16": {"visible_dtype": "float16"},
+    "split": {"visible_dtype": "bfloat16", "home_dtype": "split"},
+}
+
+
+def seen(high, home):
+    """What operators see of a float32."""
+    if home != "split":
+        return high.to(DTYPES[home])
+    # The nearest, ties away from zero.
+    return (high.detach().view(torch.int32) + 0x8000).bitwise_and(-0x10000).view(torch.float32).bfloat16()
 
 
 def build(dtype=torch.float32):
@@ -18,9 +32,10 @@ def build(dtype=torch.float32):
     return GPT().to(dtype)
 
 
-def by_hand(make, dtype, clip=None, steps=4, scaler=None):
-    """Full-precision master weights, and a model in `dtype` that follows them. Returns losses, masters, optimizer."""
-    master, model = build(), build(dtype)
+def by_hand(make, home, clip=None, steps=4, scaler=None):
+    """Full-precision master weights, and a model that shows them. Returns losses, masters, optimizer."""
+    master, model = build(), build().to(torch.float16 if home == "float16" else torch.bfloat16)
+    show(model, master, home)
     optimizer, losses = make(master.parameters()), []
     pairs = list(zip(model.parameters(), master.parameters(), strict=True))
     for step in range(steps):
@@ -30,9 +45,13 @@ def by_hand(make, dtype, clip=None, steps=4, scaler=None):
         for low, high in pairs:
             high.grad, low.grad = low.grad.float(), None
         finish(optimizer, master, clip, scaler)
-        for low, high in pairs:
-            low.data.copy_(high.data)
+        show(model, master, home)
     return losses, master, optimizer
+
+
+def show(model, master, home):
+    for low, high in zip(model.parameters(), master.parameters(), strict=True):
+        low.data.copy_(seen(high, home))
 
 
 def finish(optimizer, model, clip, scaler):
@@ -60,13 +79,13 @@ def paged(make, scope, clip=None, steps=4, scaler=None):
     return losses, model, optimizer
 
 
-def assert_same(expected, actual, dtype):
+def assert_same(expected, actual, home):
     losses, master, optimizer = expected
     assert actual[0] == losses
     with torch.no_grad():
         for high, low in zip(master.parameters(), actual[1].parameters(), strict=True):
-            assert low.dtype == dtype and zeropage.is_paged(low)
-            assert torch.equal(high.to(dtype), low)  # what operators see
+            assert low.dtype == seen(high, home).dtype and zeropage.is_paged(low)
+            assert torch.equal(seen(high, home), low)  # what operators see
             assert torch.equal(high, low.float())  # what is at home
     states = [s for optimizer in (optimizer, actual[2]) for s in [list(optimizer.state.values())]]
     for ours, theirs in zip(*states, strict=True):
@@ -78,25 +97,26 @@ FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"for
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_a_stock_optimizer_on_master_weights(dtype, form, clip, config):
+@pytest.mark.parametrize("home", HOMES)
+def test_it_is_a_stock_optimizer_on_master_weights(home, form, clip, config):
     def make(parameters):
         return torch.optim.AdamW(parameters, lr=1e-2, **FORMS[form])
 
-    expected = by_hand(make, DTYPES[dtype], clip)
-    actual = paged(make, zeropage.init(config.replace(visible_dtype=dtype)), clip)
-    assert_same(expected, actual, DTYPES[dtype])
+    expected = by_hand(make, home, clip)
+    actual = paged(make, zeropage.init(config.replace(**HOMES[home])), clip)
+    assert_same(expected, actual, home)
 
 
+@pytest.mark.parametrize("home", ["bfloat16", "split"])
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
-def test_with_other_optimizers(optimizer, config):
+def test_with_other_optimizers(optimizer, home, config):
     def make(parameters):
         # Adafactor's eps follows the parameter's dtype unless it is said.
         options = {"eps": (1e-7, 1e-3)} if optimizer == "Adafactor" else {}
         return getattr(torch.optim, optimizer)(parameters, lr=1e-2, **options)
 
-    expected = by_hand(make, torch.bfloat16)
-    assert_same(expected, paged(make, zeropage.init(config.replace(visible_dtype="bfloat16"))), torch.bfloat16)
+    expected = by_hand(make, home)
+    assert_same(expected, paged(make, zeropage.init(config.replace(**HOMES[home]))), home)
 
 
 @pytest.mark.parametrize("form", ["fused", "foreach"])
@@ -108,11 +128,11 @@ def test_float16_with_the_stock_scaler_skips_what_overflows(form, config):
         return torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=2)
 
     mine, theirs = scaler(), scaler()
-    expected = by_hand(make, torch.float16, 0.5, steps=6, scaler=theirs)
+    expected = by_hand(make, "float16", 0.5, steps=6, scaler=theirs)
     actual = paged(make, zeropage.init(config.replace(visible_dtype="float16")), 0.5, steps=6, scaler=mine)
     assert theirs.get_scale() < 2.0**22  # it did overflow
     assert mine.get_scale() == theirs.get_scale()
-    assert_same(expected, actual, torch.float16)
+    assert_same(expected, actual, "float16")
 
 
 def test_gradients_accumulate_in_full_precision(config):
@@ -128,8 +148,9 @@ def test_gradients_accumulate_in_full_precision(config):
     assert layer.weight.grad.dtype == torch.float32 and torch.equal(layer.weight.grad, expected)
 
 
-def test_what_is_written_is_kept_as_it_was_written(config):
-    with zeropage.init(config.replace(visible_dtype="bfloat16")):
+@pytest.mark.parametrize("home", ["bfloat16", "split"])
+def test_what_is_written_is_kept_as_it_was_written(home, config):
+    with zeropage.init(config.replace(**HOMES[home])):
         layer = torch.nn.Linear(70, 30)
     exact = torch.randn(30, 70)
     with torch.no_grad():
@@ -145,15 +166,16 @@ def test_what_is_written_is_kept_as_it_was_written(config):
         twin = copy.deepcopy(layer)
         assert twin.weight.dtype == torch.bfloat16 and torch.equal(twin.weight.float(), exact * 3)
         layer.load_state_dict({"weight": exact, "bias": torch.ones(30)})
-        assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, exact.bfloat16())
+        assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, seen(exact, home))
         assert (layer.weight * 2).dtype == torch.bfloat16 and torch.zeros_like(layer.weight).dtype == torch.float32
 
 
+@pytest.mark.parametrize("home", ["bfloat16", "split"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_existing_model_is_mixed_too(dtype, config):
+def test_an_existing_model_is_mixed_too(dtype, home, config):
     model = build(dtype)
     weights = [p.detach().clone() for p in model.parameters()]
-    zeropage.page(model, config.replace(visible_dtype="bfloat16"))
+    zeropage.page(model, config.replace(**HOMES[home]))
     with torch.no_grad():
         for before, after in zip(weights, model.parameters(), strict=True):
             assert after.dtype == torch.bfloat16 and torch.equal(after.float(), before.float())
@@ -171,15 +193,21 @@ def test_small_parameters_are_mixed_and_stay_in_memory(config):
     model(torch.randn(2, 8).bfloat16()).sum().backward()
 
 
-def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(config):
-    space = zeropage.init(config.replace(visible_dtype="bfloat16"))
+@pytest.mark.parametrize("home", ["bfloat16", "split"])
+def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(home, config):
+    space = zeropage.init(config.replace(**HOMES[home]))
     _, model, optimizer = paged(adamw, space)
     del model, optimizer
     assert all(home.now == 0 for home in space.report().homes)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"visible_dtype": "int8"}, {"visible_dtype": "float32", "home_dtype": "float16"}]
+    "settings",
+    [
+        {"visible_dtype": "int8"},
+        {"visible_dtype": "float32", "home_dtype": "float16"},
+        {"visible_dtype": "float16", "home_dtype": "split"},
+    ],
 )
 def test_settings_that_make_no_sense(settings, config):
     with pytest.raises(zeropage.SettingError, match="float32"):
@@ -208,16 +236,43 @@ def test_autocast_keeps_no_cast_of_a_paged_weight(config):
     assert set(alive) == {torch.bfloat16}
 
 
-def mixed_over_ranks(stage, dtype):
+def test_a_split_home_moves_two_bytes_less(config):
+    """Of AdamW's states and the gradient 12 bytes are read and 8 written; of the parameter 4, and 6 or 4."""
+    moved = {}
+    for home in ("bfloat16", "split"):
+        space = zeropage.init(
+            config.replace(device_memory="2MB", host_memory="2MB", page_size="64KiB", **HOMES[home])
+        )
+        with space:
+            parameter = torch.nn.Parameter(torch.randn(1 << 22))
+        gradient = torch.zeros_like(parameter)  # at home on disk, in float32
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        for _ in range(2):
+            before = space.report()
+            parameter.grad_dtype = None
+            parameter.grad = gradient
+            optimizer.step()
+            space.wait()
+        after = space.report()
+        moved[home] = [
+            round((after.read_bytes - before.read_bytes) / 2**22, 1),
+            round((after.written_bytes - before.written_bytes) / 2**22, 1),
+        ]
+    assert moved["bfloat16"] == pytest.approx([16, 14], abs=0.8)
+    assert moved["split"] == pytest.approx([16, 12], abs=0.8)
+
+
+def mixed_over_ranks(stage, home):
     """Masters by hand on the whole batch, in one process, against ranks with a part of it each."""
     import torch.distributed as dist
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    with rank_space(stage=stage, visible_dtype=dtype) as made:
+    with rank_space(stage=stage, **HOMES[home]) as made:
         with made:
             model = build()
         optimizer = adamw(model.parameters())
-        master, low = build(), build(DTYPES[dtype])
+        master, low = build(), build(torch.bfloat16)
+        show(low, master, home)
         plain = adamw(master.parameters())
         for step in range(3):
             gpt_loss(model, step * ranks + rank).backward()
@@ -232,14 +287,14 @@ def mixed_over_ranks(stage, dtype):
             for total, p in zip(sums, master.parameters(), strict=True):
                 p.grad = total / ranks
             plain.step()
-            for a, b in zip(low.parameters(), master.parameters(), strict=True):
-                a.data.copy_(b.data)
+            show(low, master, home)
         with torch.no_grad():
             for high, mine in zip(master.parameters(), model.parameters(), strict=True):
-                assert mine.dtype == DTYPES[dtype] and torch.equal(mine, high.to(DTYPES[dtype]))
+                assert mine.dtype == torch.bfloat16 and torch.equal(mine, seen(high, home))
                 assert torch.equal(mine.float(), high)
 
 
+@pytest.mark.parametrize("home", ["bfloat16", "split"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_over_ranks(stage, two):
-    two.run(mixed_over_ranks, stage, "bfloat16")
+def test_over_ranks(stage, home, two):
+    two.run(mixed_over_ranks, stage, home)

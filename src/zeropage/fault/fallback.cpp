@@ -98,8 +98,13 @@ void run(Call& call) {
     return;
   }
   const bool needs_autograd = scope_domain() && call.needs_autograd();
-  call.run_whole();
-  if (call.paged[0].segment->domain()->mixes()) follow_writes(call);
+  if (call.paged[0].segment->domain()->mixes()) {
+    const WrittenHomes written(call);
+    call.run_whole();
+    written.follow();
+  } else {
+    call.run_whole();
+  }
   if (!needs_autograd) adopt_results(call, true);
 }
 

@@ -408,38 +408,67 @@ ZEROPAGE_INLINE std::size_t run(const Update& u, const Arrays& arrays, std::size
   return not_finite;
 }
 
-using Run = std::size_t (*)(const Update&, const Arrays&, std::size_t, std::size_t, std::size_t);
-
-std::size_t run_baseline(const Update& u, const Arrays& a, std::size_t begin, std::size_t end, std::size_t first) {
-  return run<kBaselineHasFma>(u, a, begin, end, first);
+ZEROPAGE_INLINE void decode_all(const Array& array, std::size_t begin, std::size_t end, float* to) {
+  for (std::size_t at = begin; at < end; at += kBlock) {
+    const std::size_t n = std::min(kBlock, end - at);
+    float* const floats = load(array, at, n, to + (at - begin));
+    if (floats != to + (at - begin)) std::copy(floats, floats + n, to + (at - begin));
+  }
 }
 
+ZEROPAGE_INLINE void encode_all(const Array& array, std::size_t begin, std::size_t end, const float* from,
+                                std::uint32_t seed, std::size_t first) {
+  for (std::size_t at = begin; at < end; at += kBlock) {
+    store(array, at, std::min(kBlock, end - at), from + (at - begin), seed, first + at);
+  }
+}
+
+/// Each entry point, compiled for one instruction set.
+#define ZEROPAGE_FOR_TARGET(name, target, fma)                                                             \
+  struct name {                                                                                            \
+    target static std::size_t update(const Update& u, const Arrays& a, std::size_t begin, std::size_t end, \
+                                     std::size_t first) {                                                  \
+      return run<fma>(u, a, begin, end, first);                                                            \
+    }                                                                                                      \
+    target static void decode(const Array& array, std::size_t begin, std::size_t end, float* to) {         \
+      decode_all(array, begin, end, to);                                                                   \
+    }                                                                                                      \
+    target static void encode(const Array& array, std::size_t begin, std::size_t end, const float* from,   \
+                              std::uint32_t seed, std::size_t first) {                                     \
+      encode_all(array, begin, end, from, seed, first);                                                    \
+    }                                                                                                      \
+  };
+
+ZEROPAGE_FOR_TARGET(Baseline, , kBaselineHasFma)
 #if defined(__x86_64__)
-[[gnu::target("avx2,fma,f16c")]] std::size_t run_avx2(const Update& u, const Arrays& a, std::size_t begin,
-                                                      std::size_t end, std::size_t first) {
-  return run<true>(u, a, begin, end, first);
-}
-[[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")]] std::size_t run_avx512(
-    const Update& u, const Arrays& a, std::size_t begin, std::size_t end, std::size_t first) {
-  return run<true>(u, a, begin, end, first);
-}
+ZEROPAGE_FOR_TARGET(Avx2, [[gnu::target("avx2,fma,f16c")]], true)
+ZEROPAGE_FOR_TARGET(Avx512,
+                    [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,prefer-vector-width=512")]], true)
 #endif
+#undef ZEROPAGE_FOR_TARGET
 
 struct Chosen {
-  Run run;
+  decltype(&Baseline::update) update;
+  decltype(&Baseline::decode) decode;
+  decltype(&Baseline::encode) encode;
   std::string_view name;
 };
+
+template <class Target>
+Chosen entries_of(std::string_view name) {
+  return {&Target::update, &Target::decode, &Target::encode, name};
+}
 
 Chosen choose() {
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    return {run_avx512, "avx512"};
+    return entries_of<Avx512>("avx512");
   }
-  if (avx2) return {run_avx2, "avx2"};
+  if (avx2) return entries_of<Avx2>("avx2");
 #endif
-  return {run_baseline, "baseline"};
+  return entries_of<Baseline>("baseline");
 }
 
 const Chosen& chosen() {
@@ -451,7 +480,16 @@ const Chosen& chosen() {
 
 std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end,
                    std::size_t first) {
-  return chosen().run(update, arrays, begin, end, first);
+  return chosen().update(update, arrays, begin, end, first);
+}
+
+void decode(const Array& array, std::size_t begin, std::size_t end, float* to) {
+  chosen().decode(array, begin, end, to);
+}
+
+void encode(const Array& array, std::size_t begin, std::size_t end, const float* from, std::uint32_t seed,
+            std::size_t first) {
+  chosen().encode(array, begin, end, from, seed, first);
 }
 
 std::string_view instruction_set() { return chosen().name; }

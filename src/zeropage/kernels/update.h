@@ -53,6 +53,11 @@ struct Arrays {
 std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end,
                    std::size_t first = 0);
 
+/// An array's elements as floats, and the other way round.
+void decode(const Array& array, std::size_t begin, std::size_t end, float* to);
+void encode(const Array& array, std::size_t begin, std::size_t end, const float* from, std::uint32_t seed = 0,
+            std::size_t first = 0);
+
 /// "avx512", "avx2" or "baseline": what this machine runs.
 std::string_view instruction_set();
 

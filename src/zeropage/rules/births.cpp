@@ -117,8 +117,7 @@ bool copy_into_newborn(Call& call, c10::ScalarType dtype) {
   }
   auto copy = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype),
                          segment->role(), {.layout = segment->layout()});
-  const Operand operands[] = {{copy, segment_of(copy), Access::overwrite}, {self, segment, Access::read}};
-  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+  copy_windows(copy, self);
   call.return_value(std::move(copy));
   return true;
 }

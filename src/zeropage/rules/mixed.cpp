@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "zeropage/rules/program.h"
+#include "zeropage/rules/split.h"
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
@@ -15,11 +16,28 @@ bool has_home(const at::Tensor& tensor) {
   return segment && segment->home().defined() && is_whole(tensor);
 }
 
-/// The home, in the shape that this tensor gives it.
-at::Tensor home_of(const at::Tensor& tensor) {
+/// Beside what operators see lies what it lacks, and not all of it once more.
+bool is_split_home(const at::Tensor& home) { return home.scalar_type() == c10::kShort; }
+
+c10::ScalarType dtype_of_home(const StorageSegment& segment) {
+  return is_split_home(segment.home()) ? c10::kFloat : segment.home().scalar_type();
+}
+
+/// What lies at home, in the shape that this tensor gives it.
+at::Tensor kept_for(const at::Tensor& tensor) {
   const at::Tensor& home = segment_of(tensor)->home();
   if (home.sizes() == tensor.sizes() && home.strides() == tensor.strides()) return home;
   return home.as_strided(tensor.sizes(), tensor.strides());
+}
+
+/// The home as a tensor. `asks`: for its shape and dtype alone.
+at::Tensor home_of(const at::Tensor& tensor, bool asks) {
+  const at::Tensor kept = kept_for(tensor);
+  if (!is_split_home(kept)) return kept;
+  if (!asks) return join(tensor.detach(), kept);
+  const auto* segment = segment_of(tensor);
+  return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), caffe2::TypeMeta::Make<float>(),
+                    Role::optimizer, {.layout = segment_of(kept)->layout(), .homeless = true});
 }
 
 const c10::OperatorHandle& copy_operator() {
@@ -29,6 +47,9 @@ const c10::OperatorHandle& copy_operator() {
 
 /// tensor = home: later, if what is to change the home has yet to run.
 void show(const at::Tensor& tensor, const at::Tensor& home) {
+  if (segment_of(tensor)->home().defined() && is_split_home(segment_of(tensor)->home())) {
+    return split(tensor, kept_for(tensor), home);
+  }
   if (has_program(segment_of(home))) {
     Substitution copy;
     copy.add(tensor, false, tensor, Access::overwrite);
@@ -36,9 +57,7 @@ void show(const at::Tensor& tensor, const at::Tensor& home) {
     copy.add(false, false, tensor, Access::read);  // non_blocking
     if (defer(copy_operator(), copy, Chunking::iterator, std::nullopt)) return;
   }
-  const Operand operands[] = {{tensor, segment_of(tensor), Access::overwrite},
-                              {home, segment_of(home), Access::read}};
-  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+  copy_windows(tensor, home);
 }
 
 /// Tensors among the arguments, in order, each of which `visit` may replace.
@@ -65,16 +84,23 @@ bool reads_homes(Call& call) {
   const std::string& name = call.name();
   if (name == "aten::_to_copy" || call.info.kind == OperatorKind::metadata || is_norm(call)) return true;
   if (!call.info.pointwise && !call.info.list) return false;
-  bool other = false;
   c10::ScalarType home = c10::ScalarType::Undefined;
   for (const PagedArgument& argument : call.paged) {
-    if (has_home(argument.tensor)) home = argument.segment->home().scalar_type();
+    if (has_home(argument.tensor)) home = dtype_of_home(*argument.segment);
   }
-  for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t) {
-    other = other || (tensor.dim() > 0 && !has_home(tensor) && tensor.scalar_type() == home);
-    return tensor;
-  });
-  return other;
+  const auto has_its_dtype = [&](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.dim() > 0 && !has_home(tensor) && tensor.scalar_type() == home;
+  };
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (value.isTensor() && has_its_dtype(value.toTensor())) return true;
+    if (!value.isTensorList()) continue;
+    const auto list = value.toListRef();
+    if (std::any_of(list.begin(), list.end(), [&](const c10::IValue& e) { return has_its_dtype(e.toTensor()); })) {
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace
@@ -98,7 +124,7 @@ bool run_rule(Call& call) {
   const auto paged = call.paged;
   for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
     if (!has_home(tensor)) return tensor;
-    at::Tensor home = home_of(tensor);
+    at::Tensor home = home_of(tensor, asks);
     if (call.info.writes[argument]) shown.push_back({tensor, home});
     return home;
   });
@@ -120,7 +146,7 @@ bool run_rule(Call& call) {
   if (call.stack.size() == call.first || !call.stack.back().isTensor()) return true;
   if (clones) {
     at::Tensor copy = call.stack.back().toTensor();
-    give_home(copy, paged[0].tensor.scalar_type(), copy.scalar_type());
+    give_home(copy, *paged[0].segment->domain());
     call.stack.back() = copy;
   }
   for (const Shown& written : shown) {
@@ -129,18 +155,40 @@ bool run_rule(Call& call) {
   return true;
 }
 
-void follow_writes(const Call& call) {
+WrittenHomes::WrittenHomes(const Call& call) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
   for (const PagedArgument& argument : call.paged) {
     if (argument.access == Access::read || !argument.segment->home().defined()) continue;
     const at::Tensor& home = argument.segment->home();
-    at::Tensor visible;
+    Written written{argument.segment, {}, {}};
     {
       c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
-      visible = argument.segment->whole_tensor(home.sizes(), home.strides(), argument.tensor.dtype());
+      written.visible = argument.segment->whole_tensor(home.sizes(), home.strides(), argument.tensor.dtype());
     }
-    const Operand operands[] = {{home, segment_of(home), Access::write}, {visible, argument.segment, Access::read}};
+    if (is_split_home(home)) {  // what it showed is about to be written
+      written.before = make_paged(argument.segment->domain(), home.sizes(), home.strides(), argument.tensor.dtype(),
+                                  argument.segment->role(), {.layout = argument.segment->layout()});
+      copy_windows(written.before, written.visible);
+    }
+    written_.push_back(std::move(written));
+  }
+}
+
+void WrittenHomes::follow() const {
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::NoGradGuard no_grad;
+  for (const Written& written : written_) {
+    const at::Tensor& home = written.segment->home();
+    c10::SmallVector<Operand, 8> operands{{home, segment_of(home), Access::write},
+                                          {written.visible, written.segment, Access::read}};
+    if (written.before.defined()) {
+      operands.push_back({written.before, segment_of(written.before), Access::read});
+      for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) {
+        slices[0].masked_fill_(slices[1].ne(slices[2]), 0);  // lacks nothing
+      });
+      continue;
+    }
     for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) {
       const at::Tensor changed = slices[0].to(slices[1].scalar_type()).ne(slices[1]);
       slices[0].copy_(at::where(changed, slices[1].to(slices[0].scalar_type()), slices[0]));
@@ -148,7 +196,7 @@ void follow_writes(const Call& call) {
   }
 }
 
-void give_home(at::Tensor& tensor, c10::ScalarType visible, c10::ScalarType home_dtype) {
+void give_home(at::Tensor& tensor, const Domain& domain) {
   c10::NoGradGuard no_grad;
   const auto* segment = segment_of(tensor);
   if (!segment || segment->home().defined() || !is_whole(tensor)) return;
@@ -156,14 +204,16 @@ void give_home(at::Tensor& tensor, c10::ScalarType visible, c10::ScalarType home
     return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role);
   };
   // As ZeRO has it, what is more precise than operators need is the optimizer's.
-  at::Tensor home = like(home_dtype, Role::optimizer), shown = tensor.detach();
-  show(home, shown);
-  if (tensor.scalar_type() != visible) {
-    shown = like(visible, segment->role());
-    show(shown, home);
+  at::Tensor home = like(domain.splits_homes ? c10::kShort : domain.home_dtype, Role::optimizer);
+  at::Tensor shown = tensor.detach();
+  const bool changes = tensor.scalar_type() != domain.visible_dtype;
+  if (!domain.splits_homes) show(home, shown);
+  if (changes) {
+    shown = like(domain.visible_dtype, segment->role());
+    domain.splits_homes ? split(shown, home, tensor.detach()) : show(shown, home);
   }
   segment_of(shown)->set_home(home);
-  if (tensor.scalar_type() != visible) tensor.set_data(shown);
+  if (changes) tensor.set_data(shown);
 }
 
 }  // namespace zeropage

@@ -10,12 +10,24 @@ namespace zeropage {
 /// The call's rule, on homes where its arguments have them. As a rule: false if nothing was done.
 bool run_rule(Call& call);
 
-/// An operator wrote what it sees of parameters: where that differs from what their homes would show, the homes
-/// follow.
-void follow_writes(const Call& call);
+/// What an operator is about to write of what it sees of parameters. Where that then differs from what their homes
+/// show, follow() has the homes follow.
+class WrittenHomes {
+ public:
+  explicit WrittenHomes(const Call& call);
+  void follow() const;
 
-/// Gives `tensor` a home in `home` dtype and shows operators `visible`, in place. The content is kept as precisely as
-/// the two allow. `tensor` is paged.
-void give_home(at::Tensor& tensor, c10::ScalarType visible, c10::ScalarType home);
+ private:
+  struct Written {
+    StorageSegment* segment;
+    at::Tensor visible;
+    at::Tensor before;  // of a home that is split: what was visible
+  };
+  c10::SmallVector<Written, 2> written_;
+};
+
+/// Has operators see `tensor`, which is paged, in the domain's visible dtype from now on, and gives it a home that is
+/// more precise, in place. The content is kept as precisely as the two allow.
+void give_home(at::Tensor& tensor, const Domain& domain);
 
 }  // namespace zeropage

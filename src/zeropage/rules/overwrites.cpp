@@ -74,9 +74,7 @@ bool run_copy(Call& call) {
   const at::Tensor self = call.argument(0).toTensor(), source = call.argument(1).toTensor();
   if (self.dim() == 0 || self.is_same(source) || !is_operand(self, self) || !lies_like(source, self)) return false;
   if (!segment_of(self) && !segment_of(source)) return false;
-  const Operand operands[] = {{self, segment_of(self), Access::overwrite},
-                              {source, segment_of(source), Access::read}};
-  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+  copy_windows(self, source);
   finish(call, self);
   return true;
 }

@@ -266,9 +266,12 @@ std::optional<UpdateProgram> Program::find_update() const {
   if (!slots_[0].shape.is_cpu()) return std::nullopt;
   auto update = as_update(instructions_, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
-  for (const int slot : {update->parameter, update->gradient, update->state[0], update->state[1], update->state[2]}) {
+  for (const int slot : {update->gradient, update->state[0], update->state[1], update->state[2]}) {
     if (slot >= 0 && !slots_[slot].segment) return std::nullopt;
   }
+  // A joined parameter lives in registers alone; if somebody still holds it, it is written too.
+  const bool joined = update->high >= 0;
+  if (joined == (slots_[update->parameter].segment != nullptr)) return std::nullopt;
   if (slots_[update->gradient].orphan) update->update.store_gradient = false;
   return update;
 }

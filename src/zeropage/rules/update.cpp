@@ -97,7 +97,9 @@ bool add_rule(const Instruction& instruction, kernels::Rule rule, UpdateProgram&
   const int gradient = arguments.slot("grads");
   if (program.gradient >= 0 && program.gradient != gradient) return false;
   program.gradient = gradient;
-  program.parameter = arguments.slot("self");
+  const int parameter = arguments.slot("self");
+  if (program.high >= 0 && program.parameter != parameter) return false;
+  program.parameter = parameter;
   if (const auto scale = arguments.number("grad_scale")) {
     if (u.scale_count == kernels::kMostScales) return false;
     u.scales[u.scale_count++] = {static_cast<float>(*scale), true};
@@ -139,6 +141,21 @@ bool add_visible(const Instruction& instruction, UpdateProgram& program) {
   return true;
 }
 
+/// parameter = join(high, low).
+bool add_join(const Instruction& instruction, UpdateProgram& program) {
+  if (base_name(instruction) != "join" || program.high >= 0) return false;
+  program.parameter = instruction.result;
+  program.high = instruction.slots[0];
+  program.low = instruction.slots[1];
+  return true;
+}
+
+/// high, low = parameter.
+bool ends_in_split(const Instruction& instruction, const UpdateProgram& program) {
+  return base_name(instruction) == "split_" && instruction.slots[0] == program.high &&
+         instruction.slots[1] == program.low && instruction.slots[2] == program.parameter;
+}
+
 kernels::Array array_of(const at::Tensor& tensor) {
   const c10::ScalarType dtype = tensor.scalar_type();
   const kernels::Format format = dtype == c10::kFloat      ? kernels::Format::float32
@@ -155,7 +172,16 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
   program.update.vector = torch_vector();
   if (program.update.vector == 0) return std::nullopt;
   bool updated = false;
+  bool stored = true;  // the parameter, where it came from
   for (const Instruction& instruction : instructions) {
+    if (!updated && add_join(instruction, program)) {
+      stored = false;
+      continue;
+    }
+    if (updated && !stored && ends_in_split(instruction, program)) {
+      stored = true;
+      continue;
+    }
     if (const auto rule = rule_of(base_name(instruction)); rule && !updated) {
       if (!add_rule(instruction, *rule, program)) return std::nullopt;
       updated = true;
@@ -163,7 +189,7 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
       return std::nullopt;
     }
   }
-  if (!updated) return std::nullopt;
+  if (!updated || !stored) return std::nullopt;
   for (const int slot : {program.parameter, program.gradient, program.state[0], program.state[1], program.state[2]}) {
     if (slot >= 0 && dtype_of(slot) != c10::kFloat) return std::nullopt;
   }
@@ -173,7 +199,12 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
 
 std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> registers) {
   kernels::Arrays arrays;
-  arrays.parameter = array_of(registers[program.parameter]);
+  if (program.high >= 0) {
+    arrays.parameter = {kernels::Format::split_float32, registers[program.high].mutable_data_ptr(),
+                        registers[program.low].mutable_data_ptr()};
+  } else {
+    arrays.parameter = array_of(registers[program.parameter]);
+  }
   arrays.gradient = array_of(registers[program.gradient]);
   if (program.visible >= 0 && registers[program.visible].defined()) {
     arrays.visible = array_of(registers[program.visible]);
@@ -181,7 +212,7 @@ std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> r
   for (int i = 0; i < 3; ++i) {
     if (program.state[i] >= 0) arrays.state[i] = array_of(registers[program.state[i]]);
   }
-  return kernels::update(program.update, arrays, 0, registers[program.parameter].numel());
+  return kernels::update(program.update, arrays, 0, registers[program.gradient].numel());
 }
 
 }  // namespace zeropage

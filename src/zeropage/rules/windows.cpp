@@ -269,6 +269,11 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   }
 }
 
+void copy_windows(const at::Tensor& to, const at::Tensor& from) {
+  const Operand operands[] = {{to, segment_of(to), Access::overwrite}, {from, segment_of(from), Access::read}};
+  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(slices[1]); });
+}
+
 void for_each_window_of_share(const Operand& operand, RunSlices run) {
   operand.segment->complete();
   Progress whole;

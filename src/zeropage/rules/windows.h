@@ -56,6 +56,9 @@ struct Progress {
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress* progress = nullptr);
 
+/// to = from, page by page; both are paged, or one is ordinary memory.
+void copy_windows(const at::Tensor& to, const at::Tensor& from);
+
 /// The same over this rank's share of one tensor that is partitioned or stale, which is only read.
 void for_each_window_of_share(const Operand& operand, c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);
 

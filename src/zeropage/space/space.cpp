@@ -128,7 +128,14 @@ c10::ScalarType dtype_of(std::string_view setting, const std::string& dtype) {
 /// What operators see of parameters, what is at home, and what gradients are kept in.
 void choose_dtypes(const Config& config, Domain& domain) {
   domain.visible_dtype = dtype_of("visible_dtype", config.visible_dtype);
-  domain.home_dtype = dtype_of("home_dtype", config.home_dtype);
+  domain.splits_homes = config.home_dtype == "split";
+  domain.home_dtype = domain.splits_homes ? c10::kFloat : dtype_of("home_dtype", config.home_dtype);
+  if (domain.splits_homes && domain.visible_dtype != c10::kBFloat16) {
+    throw SettingError(fmt::format(
+        "home_dtype = \"split\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
+        "visible_dtype = \"bfloat16\", or home_dtype = \"float32\"",
+        config.visible_dtype));
+  }
   domain.gradient_dtype = dtype_of("gradient_dtype", config.gradient_dtype);
   const auto bytes = [](c10::ScalarType dtype) { return c10::elementSize(dtype); };
   for (const auto& [name, dtype] :
@@ -318,7 +325,7 @@ bool Space::page(at::Tensor& tensor, Role role) {
 bool Space::mix(at::Tensor& parameter) {
   const auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
-  give_home(parameter, domain_->visible_dtype, domain_->home_dtype);
+  give_home(parameter, *domain_);
   return true;
 }
 

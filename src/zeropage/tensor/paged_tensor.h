@@ -99,6 +99,7 @@ struct Domain {
   // Of parameters, where what operators see differs from what is at home; Undefined: nowhere.
   c10::ScalarType visible_dtype = c10::ScalarType::Undefined, home_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
+  bool splits_homes = false;                     // what is at home is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;                 // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
@@ -157,8 +158,8 @@ class StorageSegment final : public Segment {
 
   // --- mixed precision ---
 
-  /// The tensor of the same shape that holds the content more precisely, and from which this one follows; undefined:
-  /// none.
+  /// The tensor of the same shape that holds the content more precisely, and from which this one follows, or, of
+  /// int16, what this one lacks (rules/split.h); undefined: none.
   const at::Tensor& home() const { return home_; }
   void set_home(at::Tensor home) { home_ = std::move(home); }
   /// A tensor over all of the storage, which is alive.
