@@ -244,7 +244,7 @@ def test_a_split_home_moves_two_bytes_less(config):
             config.replace(device_memory="2MB", host_memory="2MB", page_size="64KiB", **HOMES[home])
         )
         with space:
-            parameter = torch.nn.Parameter(torch.randn(1 << 22))
+            parameter = torch.nn.Linear(2048, 2048, bias=False).weight
         gradient = torch.zeros_like(parameter)  # at home on disk, in float32
         optimizer = torch.optim.AdamW([parameter], fused=True)
         for _ in range(2):
