@@ -25,13 +25,13 @@ Array floats(std::vector<float>& values) { return {Format::float32, values.data(
 
 /// What a format makes of values: an update that changes nothing but writes what operators would see.
 template <class T>
-std::vector<T> as_seen(std::vector<float> values, Format format) {
+std::vector<T> as_seen(std::vector<float> values, Format format, std::uint32_t seed = 0) {
   std::vector<float> zeros(values.size(), 0.0f);
   std::vector<T> seen(values.size());
   Update update;
   update.rule = Rule::sgd;
   update.lr = 0;
-  Arrays arrays{floats(values), floats(zeros), {format, seen.data(), nullptr}, {}};
+  Arrays arrays{floats(values), floats(zeros), {format, seen.data(), nullptr, seed}, {}};
   zeropage::kernels::update(update, arrays, 0, values.size());
   return seen;
 }
@@ -83,43 +83,42 @@ TEST_CASE("what is not a number stays so, and shows so") {
   }
 }
 
-TEST_CASE("stochastic rounding keeps the mean, and is the same every time") {
-  constexpr float kValue = 1.0f + 1.0f / 1024;  // an eighth of the way between two bfloat16s
-  const std::vector<float> values(1 << 16, kValue);
-  const auto seen = as_seen<std::uint16_t>(values, Format::stochastic_bfloat16);
-  CHECK(seen == as_seen<std::uint16_t>(values, Format::stochastic_bfloat16));
+TEST_CASE("stochastic rounding keeps the mean, over values and over seeds, and is the same every time") {
+  std::vector<float> values(1 << 16);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = 1 + static_cast<float>(i) / (1 << 23);
+  const auto seen = as_seen<std::uint16_t>(values, Format::stochastic_bfloat16, 7);
+  CHECK(seen == as_seen<std::uint16_t>(values, Format::stochastic_bfloat16, 7));
+  double error = 0;
+  for (std::size_t i = 0; i < values.size(); ++i) error += from_bfloat16(seen[i]) - values[i];
+  // One error deviates by less than half of 1/128, the mean of 65536 within five times a 256th of that.
+  CHECK(std::fabs(error / static_cast<double>(values.size())) < 5 * 0.0039 / 256);
   double sum = 0;
-  for (const std::uint16_t half : seen) sum += from_bfloat16(half);
-  // One draw is 0 or 1/128 with a deviation of 0.0026; the mean of 65536 within five of its own.
-  CHECK(std::fabs(sum / static_cast<double>(values.size()) - kValue) < 5 * 0.0026 / 256);
+  constexpr float kValue = 1.0f + 1.0f / 1024;  // an eighth of the way between two bfloat16s
+  for (std::uint32_t seed = 0; seed < 4096; ++seed) {
+    sum += from_bfloat16(as_seen<std::uint16_t>({kValue}, Format::stochastic_bfloat16, seed)[0]);
+  }
+  CHECK(std::fabs(sum / 4096 - kValue) < 5 * 0.0026 / 64);
 }
 
 TEST_CASE("moments of 8 bits are within a sixteenth, down to a thousandth of their block's largest") {
   for (const bool is_signed : {true, false}) {
-    auto parameter = std::vector<float>(kCount, 0.0f), gradient = random_floats(kCount, 1, 3);
-    std::vector<std::uint8_t> bytes(kCount, 0);
-    std::vector<float> scales(kCount / kQuantum + 1, 0.0f);
-    // One step from zero: Lion's moment is 0.01 g, Adagrad's sum g².
-    Update update;
-    update.rule = is_signed ? Rule::lion : Rule::adagrad;
-    update.beta2 = 0.99;
-    const Format format = is_signed ? Format::signed_blocks8 : Format::unsigned_blocks8;
-    Arrays arrays{floats(parameter), floats(gradient), {}, {{format, bytes.data(), scales.data()}}};
-    zeropage::kernels::update(update, arrays, 0, kCount);
-    // A step in which the gradient is zero and nothing decays shows what is kept: SGD with momentum 1.
-    std::vector<float> zeros(kCount, 0.0f);
-    Update look;
-    look.rule = Rule::sgd;
-    look.lr = 1, look.momentum = 1, look.dampening = 1;
-    std::fill(parameter.begin(), parameter.end(), 0.0f);
-    Arrays seen{floats(parameter), floats(zeros), {}, {{format, bytes.data(), scales.data()}}};
-    zeropage::kernels::update(look, seen, 0, kCount);
-    for (std::size_t i = 0; i < kCount; ++i) {
-      const float kept = -parameter[i], exact = is_signed ? 0.01f * gradient[i] : gradient[i] * gradient[i];
-      const float largest = scales[i / kQuantum] * 1.875f;
-      if (std::fabs(exact) > largest / 1000) CHECK(std::fabs(kept - exact) <= std::fabs(exact) / 16);
-      CHECK(std::fabs(kept - exact) <= largest / 16);
+    auto exact = random_floats(kCount, 0.01f, 3);
+    if (!is_signed) {
+      for (float& value : exact) value *= value;
     }
+    std::vector<std::uint8_t> bytes(kCount, 0);
+    std::vector<float> scales(kCount / kQuantum + 1, 0.0f), kept(kCount), again(kCount);
+    const Array array{is_signed ? Format::signed_blocks8 : Format::unsigned_blocks8, bytes.data(), scales.data()};
+    encode(array, 0, kCount, exact.data());
+    decode(array, 0, kCount, kept.data());
+    for (std::size_t i = 0; i < kCount; ++i) {
+      const float largest = scales[i / kQuantum] * 1.875f;
+      if (std::fabs(exact[i]) > largest / 1000) CHECK(std::fabs(kept[i] - exact[i]) <= std::fabs(exact[i]) / 16);
+      CHECK(std::fabs(kept[i] - exact[i]) <= largest / 16);
+    }
+    encode(array, 0, kCount, kept.data());
+    decode(array, 0, kCount, again.data());
+    CHECK(kept == again);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
+#include "zeropage/rules/coded.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/train/gradients.h"
 
@@ -79,6 +80,7 @@ void run(Call& call) {
     }
     return adopt_results(call, false);
   }
+  if (takes_coded(call)) return run_decoded(call, run);
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {
     if (call.info.moves) drop_cpu_index(call);
@@ -119,6 +121,7 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   call.find_paged();
   const Doing doing([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
   try {
+    if (call.info.fused && !call.paged.empty()) code_moments(call);
     run(call);
   } catch (const Error& error) {
     throw_translated(error, describe(call));

@@ -5,7 +5,7 @@
 //   bfloat16, float16    IEEE 754's round to nearest, ties to even
 //   stochastic_bfloat16  rounded up or down at random, with the probability that keeps the mean: small additions are
 //                        not lost (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015). The random
-//                        numbers follow from a seed and the element's index: the same on every run and thread
+//                        numbers follow from a seed and the value alone: the same however tensors are cut
 //   split_float32        a bfloat16 and the 16 bits that it lacks, in two arrays: nothing is lost, and the first
 //   array
 //                        is what operators see. float = (bfloat16 << 16) + signed remainder; ties round away from
@@ -41,6 +41,7 @@ struct Array {
   Format format = Format::none;
   void* data = nullptr;
   void* extra = nullptr;
+  std::uint32_t seed = 0;  // of stochastic_bfloat16: another one each time it is written
 };
 
 #define ZEROPAGE_INLINE [[gnu::always_inline]] inline
@@ -54,7 +55,7 @@ ZEROPAGE_INLINE std::uint16_t to_bfloat16(float x) {
   return static_cast<std::uint16_t>((nan ? 0x7fc00000 : rounded) >> 16);
 }
 
-/// A well-mixed word for each index: two rounds of multiply and xor-shift (after Ellis, "Hash Prospector").
+/// A well-mixed word: two rounds of multiply and xor-shift (after Ellis, "Hash Prospector").
 ZEROPAGE_INLINE std::uint32_t hash(std::uint32_t x) {
   x ^= x >> 16;
   x *= 0x21f0aaad;

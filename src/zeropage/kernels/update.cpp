@@ -123,8 +123,7 @@ ZEROPAGE_INLINE float* load(const Array& array, std::size_t at, std::size_t n, f
 }
 
 /// Back to where load() had them from.
-ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, const float* __restrict values,
-                           std::uint32_t seed, std::size_t index) {
+ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, const float* __restrict values) {
   switch (array.format) {
     case Format::none:
       return;
@@ -138,9 +137,9 @@ ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, co
       return encode(static_cast<std::uint16_t*>(array.data) + at, values, n, to_bfloat16);
     case Format::stochastic_bfloat16: {
       auto* __restrict to = static_cast<std::uint16_t*>(array.data) + at;
-      const std::uint32_t first = seed * 0x9e3779b9u + static_cast<std::uint32_t>(index);
+      const std::uint32_t seed = array.seed * 0x9e3779b9u;
       for (std::size_t i = 0; i < n; ++i) {
-        to[i] = to_stochastic_bfloat16(values[i], hash(first + static_cast<std::uint32_t>(i)));
+        to[i] = to_stochastic_bfloat16(values[i], hash(seed ^ std::bit_cast<std::uint32_t>(values[i])));
       }
       return;
     }
@@ -345,7 +344,7 @@ bool is_adam_in_place(const Update& u, const Arrays& arrays, const AdamNumbers& 
 
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
-                                       std::size_t first, bool scalar) {
+                                       bool scalar) {
   alignas(64) float scratch[5][kBlock];
   std::size_t not_finite = 0;
   const AdamNumbers numbers(u);
@@ -356,13 +355,13 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
       Block b{load(arrays.parameter, at, n, nullptr), load(arrays.gradient, at, n, nullptr), {}, n, scalar};
       for (int s = 0; s < 3; ++s) b.state[s] = load(arrays.state[s], at, n, nullptr);
       not_finite += adam<fma, true>(u, numbers, b);
-      store(arrays.visible, at, n, b.parameter, u.seed, first + at);
+      store(arrays.visible, at, n, b.parameter);
     }
     return not_finite;
   }
   // A gradient that is not to change is worked on in scratch memory.
   for (std::size_t at = begin; at < end; at += kBlock) {
-    const std::size_t n = std::min(kBlock, end - at), index = first + at;
+    const std::size_t n = std::min(kBlock, end - at);
     Block b{load(arrays.parameter, at, n, scratch[0]), load(arrays.gradient, at, n, scratch[1]), {}, n, scalar};
     if (b.gradient != scratch[1]) {
       const float* __restrict from = b.gradient;
@@ -371,7 +370,7 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
     }
     for (int s = 0; s < 3; ++s) b.state[s] = load(arrays.state[s], at, n, scratch[2 + s]);
     not_finite += scale_gradient(u, b.gradient, n);
-    if (u.store_gradient) store(arrays.gradient, at, n, b.gradient, u.seed, index);
+    if (u.store_gradient) store(arrays.gradient, at, n, b.gradient);
     if (u.maximize) {
       for (std::size_t i = 0; i < n; ++i) b.gradient[i] = -b.gradient[i];
     }
@@ -390,9 +389,9 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
         lion<fma>(u, b);
         break;
     }
-    store(arrays.parameter, at, n, b.parameter, u.seed, index);
-    store(arrays.visible, at, n, b.parameter, u.seed, index);
-    for (int s = 0; s < 3; ++s) store(arrays.state[s], at, n, b.state[s], u.seed + s + 1, index);
+    store(arrays.parameter, at, n, b.parameter);
+    store(arrays.visible, at, n, b.parameter);
+    for (int s = 0; s < 3; ++s) store(arrays.state[s], at, n, b.state[s]);
   }
   return not_finite;
 }
@@ -400,11 +399,15 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
 /// [Note: scalar ends] PyTorch's kernels compute what is left of whole vectors at a tensor's end by scalar code, in
 /// which the compiler fused the other of two products with the addition. The same is done here.
 template <bool fma>
-ZEROPAGE_INLINE std::size_t run(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
-                                std::size_t first) {
-  const std::size_t vectors_end = begin + (end - begin) / u.vector * u.vector;
-  std::size_t not_finite = run_blocks<fma>(u, arrays, begin, vectors_end, first, false);
-  if (vectors_end < end) not_finite += run_blocks<fma>(u, arrays, vectors_end, end, first, true);
+ZEROPAGE_INLINE std::size_t run(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end) {
+  const auto has_blocks = [](const Array& a) {
+    return a.format == Format::signed_blocks8 || a.format == Format::unsigned_blocks8;
+  };
+  // A block has one scale, and is not cut. PyTorch has no such arrays to be equal to.
+  const bool whole = std::any_of(std::begin(arrays.state), std::end(arrays.state), has_blocks);
+  const std::size_t vectors_end = whole ? end : begin + (end - begin) / u.vector * u.vector;
+  std::size_t not_finite = run_blocks<fma>(u, arrays, begin, vectors_end, false);
+  if (vectors_end < end) not_finite += run_blocks<fma>(u, arrays, vectors_end, end, true);
   return not_finite;
 }
 
@@ -416,27 +419,24 @@ ZEROPAGE_INLINE void decode_all(const Array& array, std::size_t begin, std::size
   }
 }
 
-ZEROPAGE_INLINE void encode_all(const Array& array, std::size_t begin, std::size_t end, const float* from,
-                                std::uint32_t seed, std::size_t first) {
+ZEROPAGE_INLINE void encode_all(const Array& array, std::size_t begin, std::size_t end, const float* from) {
   for (std::size_t at = begin; at < end; at += kBlock) {
-    store(array, at, std::min(kBlock, end - at), from + (at - begin), seed, first + at);
+    store(array, at, std::min(kBlock, end - at), from + (at - begin));
   }
 }
 
 /// Each entry point, compiled for one instruction set.
-#define ZEROPAGE_FOR_TARGET(name, target, fma)                                                             \
-  struct name {                                                                                            \
-    target static std::size_t update(const Update& u, const Arrays& a, std::size_t begin, std::size_t end, \
-                                     std::size_t first) {                                                  \
-      return run<fma>(u, a, begin, end, first);                                                            \
-    }                                                                                                      \
-    target static void decode(const Array& array, std::size_t begin, std::size_t end, float* to) {         \
-      decode_all(array, begin, end, to);                                                                   \
-    }                                                                                                      \
-    target static void encode(const Array& array, std::size_t begin, std::size_t end, const float* from,   \
-                              std::uint32_t seed, std::size_t first) {                                     \
-      encode_all(array, begin, end, from, seed, first);                                                    \
-    }                                                                                                      \
+#define ZEROPAGE_FOR_TARGET(name, target, fma)                                                               \
+  struct name {                                                                                              \
+    target static std::size_t update(const Update& u, const Arrays& a, std::size_t begin, std::size_t end) { \
+      return run<fma>(u, a, begin, end);                                                                     \
+    }                                                                                                        \
+    target static void decode(const Array& array, std::size_t begin, std::size_t end, float* to) {           \
+      decode_all(array, begin, end, to);                                                                     \
+    }                                                                                                        \
+    target static void encode(const Array& array, std::size_t begin, std::size_t end, const float* from) {   \
+      encode_all(array, begin, end, from);                                                                   \
+    }                                                                                                        \
   };
 
 ZEROPAGE_FOR_TARGET(Baseline, , kBaselineHasFma)
@@ -478,18 +478,16 @@ const Chosen& chosen() {
 
 }  // namespace
 
-std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end,
-                   std::size_t first) {
-  return chosen().update(update, arrays, begin, end, first);
+std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end) {
+  return chosen().update(update, arrays, begin, end);
 }
 
 void decode(const Array& array, std::size_t begin, std::size_t end, float* to) {
   chosen().decode(array, begin, end, to);
 }
 
-void encode(const Array& array, std::size_t begin, std::size_t end, const float* from, std::uint32_t seed,
-            std::size_t first) {
-  chosen().encode(array, begin, end, from, seed, first);
+void encode(const Array& array, std::size_t begin, std::size_t end, const float* from) {
+  chosen().encode(array, begin, end, from);
 }
 
 std::string_view instruction_set() { return chosen().name; }

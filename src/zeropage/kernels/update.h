@@ -37,7 +37,6 @@ struct Update {
   std::size_t scale_count = 0;
   bool store_gradient = false;  // as scaled
   std::size_t vector = 8;       // elements that PyTorch's kernels take at once on this machine
-  std::uint32_t seed = 0;       // of stochastic rounding: another one each step
 };
 
 /// Arrays of one length. States: adam exp_avg, exp_avg_sq, and with amsgrad max_exp_avg_sq; sgd the momentum buffer,
@@ -48,15 +47,12 @@ struct Arrays {
 };
 
 /// Updates elements [begin, end) and returns how many non-finite values the gradient had before it was scaled. Ranges
-/// of blocks8 arrays begin at a multiple of kQuantum. Stochastic rounding depends on the seed and on `first + i`
-/// alone.
-std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end,
-                   std::size_t first = 0);
+/// of blocks8 arrays begin at a multiple of kQuantum.
+std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end);
 
 /// An array's elements as floats, and the other way round.
 void decode(const Array& array, std::size_t begin, std::size_t end, float* to);
-void encode(const Array& array, std::size_t begin, std::size_t end, const float* from, std::uint32_t seed = 0,
-            std::size_t first = 0);
+void encode(const Array& array, std::size_t begin, std::size_t end, const float* from);
 
 /// "avx512", "avx2" or "baseline": what this machine runs.
 std::string_view instruction_set();

@@ -20,6 +20,9 @@ constexpr std::size_t kCacheElements = std::size_t{1} << 15;  // at once in a th
 /// Operators that round once an element, so that it does not matter whether a vector loop or its scalar tail did it.
 bool rounds_once(const c10::OperatorHandle& op, const Substitution& call) {
   std::string_view name = op.schema().name();
+  if (name.substr(0, 10) == "zeropage::") {
+    return std::none_of(call.operands.begin(), call.operands.end(), [](const Operand& o) { return o.per > 1; });
+  }
   name.remove_prefix(std::min(name.size(), std::string_view("aten::").size()));
   if (name.substr(0, 9) == "_foreach_") name.remove_prefix(9);
   if (!name.empty() && name.back() == '_') name.remove_suffix(1);
@@ -87,6 +90,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
     at::Tensor shape;
     Access access = Access::read;  // by the whole program
     bool temporary = false;        // what an instruction of the program returns
+    std::size_t per = 1;
   };
 
   void touch(int slot, Access access);
@@ -119,7 +123,7 @@ int Program::slot_of(const Operand& operand) {
       return static_cast<int>(i);
     }
   }
-  slots_.push_back({operand.segment, nullptr, shape_of(operand.tensor), operand.access, false});
+  slots_.push_back({operand.segment, nullptr, shape_of(operand.tensor), operand.access, false, operand.per});
   operand.segment->defer(shared_from_this());
   return static_cast<int>(slots_.size()) - 1;
 }
@@ -211,7 +215,7 @@ bool Program::run() {
       slot.segment->find_home();
       operand_of[i] = static_cast<int>(operands.size());
       const bool dropped = slot.orphan && !domain_->partition.ranks;  // what is written to it goes nowhere
-      operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access});
+      operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
     }
     // Whatever the program that needs the result is doing: these are not its operators.
     c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKeySet(
@@ -247,7 +251,7 @@ bool Program::read_ahead(std::size_t& bytes, bool whole) {
       if (!segment->pager()->prefetch(*segment)) return false;
       continue;
     }
-    reads.push_back({segment, progress_.done * slot.shape.itemsize() / segment->page_bytes()});
+    reads.push_back({segment, progress_.done / slot.per * slot.shape.itemsize() / segment->page_bytes()});
   }
   for (bool any = true; any;) {
     any = false;
@@ -266,12 +270,14 @@ std::optional<UpdateProgram> Program::find_update() const {
   if (!slots_[0].shape.is_cpu()) return std::nullopt;
   auto update = as_update(instructions_, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
-  for (const int slot : {update->gradient, update->state[0], update->state[1], update->state[2]}) {
-    if (slot >= 0 && !slots_[slot].segment) return std::nullopt;
+  // What is joined or decoded lives in registers alone; if somebody still holds it, it is to be written too.
+  const auto fits = [&](int slot, bool in_registers) {
+    return slot < 0 || in_registers == (slots_[slot].segment == nullptr);
+  };
+  if (!fits(update->gradient, false) || !fits(update->parameter, update->high >= 0)) return std::nullopt;
+  for (int i = 0; i < 3; ++i) {
+    if (!fits(update->state[i], update->coded[i].codes >= 0)) return std::nullopt;
   }
-  // A joined parameter lives in registers alone; if somebody still holds it, it is written too.
-  const bool joined = update->high >= 0;
-  if (joined == (slots_[update->parameter].segment != nullptr)) return std::nullopt;
   if (slots_[update->gradient].orphan) update->update.store_gradient = false;
   return update;
 }
@@ -299,9 +305,10 @@ void Program::run_piece(c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> o
         registers[i] = operands[operand_of[i]];
       } else {
         const at::Tensor& whole = operands[operand_of[i]];
-        auto* data = static_cast<std::byte*>(whole.mutable_data_ptr()) + begin * whole.itemsize();
-        registers[i] =
-            at::from_blob(data, {static_cast<std::int64_t>(length)}, [](void*) {}, whole.options(), whole.device());
+        const std::size_t per = slots_[i].per;
+        auto* data = static_cast<std::byte*>(whole.mutable_data_ptr()) + begin / per * whole.itemsize();
+        const auto items = static_cast<std::int64_t>(ceil_div(length, per));
+        registers[i] = at::from_blob(data, {items}, [](void*) {}, whole.options(), whole.device());
       }
     }
     run_on_registers(registers, operand_of);

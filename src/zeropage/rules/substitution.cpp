@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "zeropage/kernels/formats.h"
+
 namespace zeropage {
 
 bool Substitution::add(const c10::IValue& value, bool is_list, const at::Tensor& shape, Access access) {
@@ -18,6 +20,13 @@ bool Substitution::add(const c10::IValue& value, bool is_list, const at::Tensor&
   if (tensor.dim() != 0) return false;
   if (auto* segment = segment_of(tensor)) scalars.push_back({segment, access});
   return true;
+}
+
+void Substitution::add_blocks(const at::Tensor& tensor, Access access) {
+  arguments.push_back(tensor);
+  operand_of.push_back(static_cast<int>(operands.size()));
+  list_.push_back(false);
+  operands.push_back({tensor, segment_of(tensor), access, kernels::kQuantum});
 }
 
 torch::jit::Stack Substitution::stack(c10::ArrayRef<at::Tensor> slices) const {

@@ -15,6 +15,8 @@ struct Substitution {
 
   /// Adds argument i. False if it is a tensor that neither fits `shape` nor is a scalar.
   bool add(const c10::IValue& value, bool is_list, const at::Tensor& shape, Access access);
+  /// Adds a paged tensor of which each element belongs to kernels::kQuantum elements of the others.
+  void add_blocks(const at::Tensor& tensor, Access access);
   /// The stack for one window: `slices` in place of operands.
   torch::jit::Stack stack(c10::ArrayRef<at::Tensor> slices) const;
   bool has_paged_operand() const;

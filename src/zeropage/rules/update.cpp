@@ -21,6 +21,10 @@ class Arguments {
     if (i < 0 || instruction_.call.operand_of[i] >= 0) return std::nullopt;
     return number_of(instruction_.call.arguments[i]);
   }
+  std::int64_t integer(std::string_view name) const {
+    const int i = index(name);
+    return i >= 0 && instruction_.call.arguments[i].isInt() ? instruction_.call.arguments[i].toInt() : 0;
+  }
   bool flag(std::string_view name) const {
     const int i = index(name);
     return i >= 0 && instruction_.call.arguments[i].isBool() && instruction_.call.arguments[i].toBool();
@@ -156,6 +160,42 @@ bool ends_in_split(const Instruction& instruction, const UpdateProgram& program)
          instruction.slots[1] == program.low && instruction.slots[2] == program.parameter;
 }
 
+/// What was decoded, by the slot that it came to, and is yet to be encoded again.
+struct Decoded {
+  int value;
+  UpdateProgram::Coded from;
+};
+
+bool add_decode(const Instruction& instruction, std::vector<Decoded>& decoded) {
+  if (base_name(instruction) != "decode") return false;
+  const Arguments arguments(instruction);
+  const int scales = arguments.slot("scales");
+  const auto format = scales < 0                    ? kernels::Format::stochastic_bfloat16
+                      : arguments.flag("is_signed") ? kernels::Format::signed_blocks8
+                                                    : kernels::Format::unsigned_blocks8;
+  decoded.push_back({instruction.result, {arguments.slot("codes"), scales, format, 0}});
+  return true;
+}
+
+/// A state that was decoded goes back to where it came from.
+bool add_encode(const Instruction& instruction, std::vector<Decoded>& decoded, UpdateProgram& program) {
+  if (base_name(instruction) != "encode_") return false;
+  const Arguments arguments(instruction);
+  const int value = arguments.slot("value");
+  const auto from = std::find_if(decoded.begin(), decoded.end(), [&](const Decoded& d) {
+    return d.value == value && d.from.codes == arguments.slot("codes");
+  });
+  if (from == decoded.end()) return false;
+  for (int i = 0; i < 3; ++i) {
+    if (program.state[i] != value) continue;
+    program.coded[i] = from->from;
+    program.coded[i].seed = static_cast<std::uint32_t>(arguments.integer("seed"));
+    decoded.erase(from);
+    return true;
+  }
+  return false;
+}
+
 kernels::Array array_of(const at::Tensor& tensor) {
   const c10::ScalarType dtype = tensor.scalar_type();
   const kernels::Format format = dtype == c10::kFloat      ? kernels::Format::float32
@@ -173,7 +213,10 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
   if (program.update.vector == 0) return std::nullopt;
   bool updated = false;
   bool stored = true;  // the parameter, where it came from
+  std::vector<Decoded> decoded;
   for (const Instruction& instruction : instructions) {
+    if (!updated && add_decode(instruction, decoded)) continue;
+    if (updated && add_encode(instruction, decoded, program)) continue;
     if (!updated && add_join(instruction, program)) {
       stored = false;
       continue;
@@ -189,7 +232,7 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
       return std::nullopt;
     }
   }
-  if (!updated || !stored) return std::nullopt;
+  if (!updated || !stored || !decoded.empty()) return std::nullopt;
   for (const int slot : {program.parameter, program.gradient, program.state[0], program.state[1], program.state[2]}) {
     if (slot >= 0 && dtype_of(slot) != c10::kFloat) return std::nullopt;
   }
@@ -210,7 +253,13 @@ std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> r
     arrays.visible = array_of(registers[program.visible]);
   }
   for (int i = 0; i < 3; ++i) {
-    if (program.state[i] >= 0) arrays.state[i] = array_of(registers[program.state[i]]);
+    const UpdateProgram::Coded& coded = program.coded[i];
+    if (coded.codes >= 0) {
+      void* const scales = coded.scales >= 0 ? registers[coded.scales].mutable_data_ptr() : nullptr;
+      arrays.state[i] = {coded.format, registers[coded.codes].mutable_data_ptr(), scales, coded.seed};
+    } else if (program.state[i] >= 0) {
+      arrays.state[i] = array_of(registers[program.state[i]]);
+    }
   }
   return kernels::update(program.update, arrays, 0, registers[program.gradient].numel());
 }

@@ -8,6 +8,8 @@
 
 #include <cstring>
 
+#include "zeropage/kernels/formats.h"
+
 namespace zeropage {
 namespace {
 
@@ -22,7 +24,7 @@ class Cursor {
       : operand_(operand),
         share_(share),
         item_bytes_(operand.tensor.itemsize()),
-        page_elements_(operand.segment ? operand.segment->page_bytes() / item_bytes_ : ~std::size_t{0}),
+        page_elements_(operand.segment ? operand.segment->page_bytes() / item_bytes_ * operand.per : ~std::size_t{0}),
         options_(operand.tensor.options().requires_grad(false)) {
     if (!operand.segment) plain_ = static_cast<std::byte*>(const_cast<void*>(operand.tensor.const_data_ptr()));
   }
@@ -63,11 +65,10 @@ class Cursor {
   /// The part [begin, end) of the current window, which does not straddle.
   at::Tensor slice(Cut part) const {
     part = place(part);
-    std::byte* data = operand_.segment
-                          ? held_[0].pin.data() + (part.begin - held_[0].page * page_elements_) * item_bytes_
-                          : plain_ + part.begin * item_bytes_;
-    return at::from_blob(
-        data, {static_cast<std::int64_t>(part.end - part.begin)}, [](void*) {}, options_, operand_.tensor.device());
+    const std::size_t begin = operand_.segment ? part.begin - held_[0].page * page_elements_ : part.begin;
+    std::byte* const data = (operand_.segment ? held_[0].pin.data() : plain_) + begin / operand_.per * item_bytes_;
+    const auto length = static_cast<std::int64_t>(ceil_div(part.end - part.begin, operand_.per));
+    return at::from_blob(data, {length}, [](void*) {}, options_, operand_.tensor.device());
   }
 
   /// A window that straddles two pages, gathered into scratch memory.
@@ -145,11 +146,12 @@ void run_straddling(Cursors& cursors, Cut window, RunSlices run) {
   }
 }
 
-/// Shares a window among ATen's threads, in parts that are whole vectors but for the last.
+/// Shares a window among ATen's threads, in parts that are whole vectors, and blocks with one scale, but for the
+/// last.
 void run_window(Cursors& cursors, Cut window, RunSlices run) {
   const std::size_t elements = window.end - window.begin;
   if (elements < at::internal::GRAIN_SIZE || at::get_num_threads() == 1) return run_part(cursors, window, run);
-  const std::size_t part = round_up(ceil_div(elements, at::get_num_threads()), kVector);
+  const std::size_t part = round_up(ceil_div(elements, at::get_num_threads()), kernels::kQuantum);
   const bool inference = c10::InferenceMode::is_enabled();
   at::parallel_for(
       0, static_cast<std::int64_t>(ceil_div(elements, part)), 1, [&](std::int64_t first, std::int64_t last) {

@@ -26,6 +26,7 @@ struct Operand {
   at::Tensor tensor;
   StorageSegment* segment;  // null: an ordinary tensor in memory
   Access access;
+  std::size_t per = 1;  // elements of the other operands for each of this one: more where blocks share one
 };
 
 /// How PyTorch cuts a whole tensor of n elements among its threads.

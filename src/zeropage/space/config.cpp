@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 19> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 20> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -28,6 +28,7 @@ constexpr std::array<Setting, 19> kSettings{{{"device", &Config::device},
                                              {"visible_dtype", &Config::visible_dtype},
                                              {"home_dtype", &Config::home_dtype},
                                              {"gradient_dtype", &Config::gradient_dtype},
+                                             {"optimizer_dtype", &Config::optimizer_dtype},
                                              {"stage", &Config::stage},
                                              {"partition", &Config::partition},
                                              {"reduce_dtype", &Config::reduce_dtype},

@@ -29,6 +29,8 @@ struct Config {
   // Mixed precision: what operators see of parameters ("bfloat16", "float16"; auto: what they are), what is at home
   // and what optimizers keep, and in what gradients are summed and kept.
   std::string visible_dtype = "auto", home_dtype = "float32", gradient_dtype = "float32";
+  // How fused optimizers' moments are kept: "bfloat16", "8bit"; auto: as they are.
+  std::string optimizer_dtype = "auto";
   // Over ranks: 1 partitions optimizer states, 2 gradients too, 3 parameters too; 0 none.
   std::string stage = "3";
   std::string partition = "auto";     // roles by name, as "gradients, optimizer", or "none"; auto: as stage says

@@ -125,6 +125,24 @@ c10::ScalarType dtype_of(std::string_view setting, const std::string& dtype) {
       setting, dtype));
 }
 
+Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) {
+  const std::string& kept = config.optimizer_dtype;
+  if (kept == "auto" || kept == "None" || kept == "float32") return Moments::as_they_are;
+  if (kept != "bfloat16" && kept != "8bit") {
+    throw SettingError(fmt::format("optimizer_dtype = \"{}\"; write \"bfloat16\", \"8bit\" or \"auto\"", kept));
+  }
+  if (!domain.device.is_cpu()) {
+    throw SettingError(
+        fmt::format("optimizer_dtype = \"{}\" is for device = \"cpu\"; here device = \"{}\"; write \"auto\"", kept,
+                    domain.device.str()));
+  }
+  if (kept == "8bit" && over_ranks) {
+    throw SettingError(
+        "optimizer_dtype = \"8bit\" is for one rank: blocks share a scale; write \"bfloat16\" or \"auto\"");
+  }
+  return kept == "8bit" ? Moments::blocks8 : Moments::bfloat16;
+}
+
 /// What operators see of parameters, what is at home, and what gradients are kept in.
 void choose_dtypes(const Config& config, Domain& domain) {
   domain.visible_dtype = dtype_of("visible_dtype", config.visible_dtype);
@@ -259,6 +277,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
   domain->async_step = flag_of("async_step", config.async_step);
   choose_dtypes(config, *domain);
+  domain->moments = moments_of(config, *domain, groups.shard != nullptr);
   split_roles(config, domain->partition);
   domain->partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
   const CheckRanks check = check_of(config.check_ranks);

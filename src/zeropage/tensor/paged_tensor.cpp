@@ -347,6 +347,11 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
   c10::SmallVector<StorageSegment*, 4> deferred;
   for (const PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
+    if (segment->coding()) {
+      throw AccessError(
+          "what an optimizer keeps in fewer bits (optimizer_dtype) has no float32 memory to hold; use a copy of it: "
+          "tensor.clone()");
+    }
     const bool in_frame = segment->is_deferred() && !segment->is_homeless() && request.access != Access::overwrite;
     in_frame && !segment->domain()->partition.ranks ? deferred.push_back(segment) : segment->refresh(request.access);
   }

@@ -61,6 +61,9 @@ struct Partition {
   int world() const { return ranks ? ranks->size() * (replicas ? replicas->size() : 1) : 1; }
 };
 
+/// How the moments of fused optimizers are kept (rules/coded.h).
+enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
+
 class StorageSegment;
 struct Making;
 
@@ -72,6 +75,14 @@ class Pending {
   virtual void complete() = 0;
   /// True if instead of being waited for and added to `sum`, it will be added when it comes.
   virtual bool add_to(StorageSegment& sum) = 0;
+};
+
+/// What the content of a float32 tensor is kept as.
+struct Coding {
+  at::Tensor codes;        // of the tensor's shape: bfloat16, or uint8
+  at::Tensor scales;       // float32, one for each kQuantum codes of uint8
+  bool is_signed = true;   // of uint8
+  std::uint32_t seed = 0;  // of the latest rounding
 };
 
 /// Operators on segments that have yet to run.
@@ -99,8 +110,10 @@ struct Domain {
   // Of parameters, where what operators see differs from what is at home; Undefined: nowhere.
   c10::ScalarType visible_dtype = c10::ScalarType::Undefined, home_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
-  bool splits_homes = false;                     // what is at home is what operators see, and beside it what it lacks
-  std::shared_ptr<void> reducer;                 // of gradients: train/ owns what it is
+  Moments moments = Moments::as_they_are;
+  std::uint32_t codings = 0;
+  bool splits_homes = false;      // what is at home is what operators see, and beside it what it lacks
+  std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
   /// Held by whoever defers operators or runs what was deferred.
@@ -155,6 +168,9 @@ class StorageSegment final : public Segment {
   /// Starts reads of pages from `first` on.
   bool read_pages_ahead(std::size_t first, std::size_t& bytes);
   void find_home();
+  /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
+  Coding* coding() const { return coding_.get(); }
+  void set_coding(std::unique_ptr<Coding> coding) { coding_ = std::move(coding); }
 
   // --- mixed precision ---
 
@@ -223,6 +239,7 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Deferred> deferred_;
   bool foreseen_ = false;
   std::unique_ptr<Making> homeless_;
+  std::unique_ptr<Coding> coding_;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.

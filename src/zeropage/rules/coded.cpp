@@ -1,0 +1,201 @@
+#include "zeropage/rules/coded.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include "zeropage/kernels/update.h"
+#include "zeropage/rules/program.h"
+#include "zeropage/rules/windows.h"
+
+namespace zeropage {
+namespace {
+
+// --- on ordinary tensors: what a program's instructions do to its pieces ---
+
+kernels::Array array_of(const at::Tensor& codes, const std::optional<at::Tensor>& scales, bool is_signed,
+                        std::int64_t seed = 0) {
+  const kernels::Format format = !scales     ? kernels::Format::stochastic_bfloat16
+                                 : is_signed ? kernels::Format::signed_blocks8
+                                             : kernels::Format::unsigned_blocks8;
+  return {format, codes.mutable_data_ptr(), scales ? scales->mutable_data_ptr() : nullptr,
+          static_cast<std::uint32_t>(seed)};
+}
+
+at::Tensor decode_ordinary(const at::Tensor& codes, const std::optional<at::Tensor>& scales, bool is_signed) {
+  at::Tensor value = at::empty(codes.sizes(), codes.options().dtype(at::kFloat));
+  kernels::decode(array_of(codes, scales, is_signed), 0, codes.numel(), value.mutable_data_ptr<float>());
+  return value;
+}
+
+at::Tensor& encode_ordinary(at::Tensor& codes, const std::optional<at::Tensor>& scales, const at::Tensor& value,
+                            bool is_signed, std::int64_t seed) {
+  kernels::encode(array_of(codes, scales, is_signed, seed), 0, codes.numel(), value.const_data_ptr<float>());
+  return codes;
+}
+
+c10::OperatorHandle operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+void add_codes(Substitution& call, const Coding& coding, const at::Tensor& shape, Access access) {
+  call.add(coding.codes, false, shape, access);
+  coding.scales.defined() ? call.add_blocks(coding.scales, access)
+                          : void(call.add(c10::IValue(), false, shape, access));
+}
+
+/// Blocks are whole in windows that are cut as fused optimizers are.
+constexpr Chunking kChunking = Chunking::vectors;
+
+at::Tensor decode(const at::Tensor& coded) {
+  static const auto op = operator_named("zeropage::decode");
+  const Coding& coding = *segment_of(coded)->coding();
+  Substitution call;
+  add_codes(call, coding, coding.codes, Access::read);
+  call.add(coding.is_signed, false, coding.codes, Access::read);
+  if (auto value = defer(op, call, kChunking, caffe2::TypeMeta::Make<float>())) return *value;
+  at::Tensor value = make_paged(segment_of(coded)->domain(), coding.codes.sizes(), coding.codes.strides(),
+                                caffe2::TypeMeta::Make<float>(), Role::optimizer);
+  c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
+  operands.push_back({value, segment_of(value), Access::overwrite});
+  for_each_window(operands, kChunking, [&](c10::ArrayRef<at::Tensor> slices) {
+    auto stack = call.stack(slices.slice(0, slices.size() - 1));
+    call_below(op, stack);
+    slices.back().copy_(stack[0].toTensor());
+  });
+  return value;
+}
+
+void encode(Coding& coding, const at::Tensor& value) {
+  static const auto op = operator_named("zeropage::encode_");
+  Substitution call;
+  add_codes(call, coding, coding.codes, Access::overwrite);
+  call.add(value, false, coding.codes, Access::read);
+  call.add(coding.is_signed, false, coding.codes, Access::read);
+  call.add(static_cast<std::int64_t>(++coding.seed), false, coding.codes, Access::read);
+  if (has_program(segment_of(value)) && defer(op, call, kChunking, std::nullopt)) return;
+  for_each_window(call.operands, kChunking, [&](c10::ArrayRef<at::Tensor> slices) {
+    auto stack = call.stack(slices);
+    call_below(op, stack);
+  });
+}
+
+/// Whether an argument of a fused optimizer is a moment, and if its values have signs.
+std::optional<bool> is_signed_moment(const std::string& argument) {
+  if (argument == "exp_avgs" || argument == "momentum_buffer_list") return true;
+  if (argument == "exp_avg_sqs") return false;
+  return std::nullopt;
+}
+
+/// `moment` becomes what its codes say, in place.
+void code(at::Tensor moment, bool is_signed) {
+  const auto* segment = segment_of(moment);
+  const auto& domain = segment->domain();
+  const bool blocks = domain->moments == Moments::blocks8;
+  const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool homeless) {
+    return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
+                      {.homeless = homeless});
+  };
+  auto coding = std::make_unique<Coding>();
+  coding->is_signed = is_signed;
+  coding->codes = like(moment.sizes(), moment.strides(), blocks ? c10::kByte : c10::kBFloat16, false);
+  if (blocks) {
+    const auto count = static_cast<std::int64_t>(ceil_div(segment->elements(), kernels::kQuantum));
+    coding->scales = like(count, 1, c10::kFloat, false);
+  }
+  coding->seed = ++domain->codings * 0x9e3779b9u;
+  encode(*coding, moment);
+  at::Tensor coded = like(moment.sizes(), moment.strides(), c10::kFloat, /*homeless=*/true);
+  segment_of(coded)->set_coding(std::move(coding));
+  moment.set_data(coded);
+}
+
+}  // namespace
+
+void code_moments(Call& call) {
+  c10::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const auto is_signed = is_signed_moment(call.argument_name(i));
+    if (!is_signed || !call.argument(i).isTensorList()) continue;
+    for (const c10::IValue& element : call.argument(i).toListRef()) {
+      const at::Tensor& moment = element.toTensor();
+      const auto* segment = segment_of(moment);
+      if (!segment || segment->coding() || segment->domain()->moments == Moments::as_they_are) continue;
+      if (moment.scalar_type() == c10::kFloat && is_whole(moment)) code(moment, *is_signed);
+    }
+  }
+  call.paged.clear();
+  call.find_paged();
+}
+
+bool takes_coded(const Call& call) {
+  if (call.info.kind != OperatorKind::data) return false;
+  return std::any_of(call.paged.begin(), call.paged.end(),
+                     [](const PagedArgument& argument) { return argument.segment->coding() != nullptr; });
+}
+
+void run_decoded(Call& call, c10::function_ref<void(Call&)> run) {
+  struct Decoded {
+    StorageSegment* segment;
+    at::Tensor coded, value;
+    bool written = false;
+  };
+  std::vector<Decoded> all;
+  std::vector<std::pair<at::Tensor, at::Tensor>> stands_for;  // argument, what it was
+  c10::NoGradGuard no_grad;
+  const auto replace = [&](const at::Tensor& tensor, bool writes) {
+    auto* segment = segment_of(tensor);
+    if (!segment || !segment->coding()) return tensor;
+    auto known = std::find_if(all.begin(), all.end(), [&](const Decoded& d) { return d.segment == segment; });
+    if (known == all.end()) {
+      all.push_back({segment, tensor, decode(tensor)});
+      known = all.end() - 1;
+    }
+    known->written |= writes;
+    const at::Tensor& value = known->value;
+    const bool whole = value.sizes() == tensor.sizes() && value.strides() == tensor.strides();
+    at::Tensor stand = whole ? value : value.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    stands_for.emplace_back(stand, tensor);
+    return stand;
+  };
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    c10::IValue& value = call.argument(i);
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = replace(value.toTensor(), call.info.writes[i]);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& element : value.toListRef())
+        list.push_back(replace(element.toTensor(), call.info.writes[i]));
+      value = std::move(list);
+    }
+  }
+  call.paged.clear();
+  call.find_paged();
+  run(call);
+  for (Decoded& decoded : all) {
+    if (!decoded.written) continue;
+    encode(*decoded.segment->coding(), decoded.value);
+    bump_version(decoded.coded);
+  }
+  for (std::size_t i = call.first; i < call.stack.size(); ++i) {
+    if (!call.stack[i].isTensor()) continue;
+    for (const auto& [stand, tensor] : stands_for) {
+      if (call.stack[i].toTensor().is_same(stand)) {
+        call.stack[i] = tensor;
+        break;
+      }
+    }
+  }
+}
+
+}  // namespace zeropage
+
+TORCH_LIBRARY_FRAGMENT(zeropage, library) {
+  library.def("decode(Tensor codes, Tensor? scales, bool is_signed) -> Tensor");
+  library.def("encode_(Tensor(a!) codes, Tensor(b!)? scales, Tensor value, bool is_signed, int seed) -> Tensor(a!)");
+}
+
+TORCH_LIBRARY_IMPL(zeropage, CompositeExplicitAutograd, library) {
+  library.impl("decode", &zeropage::decode_ordinary);
+  library.impl("encode_", &zeropage::encode_ordinary);
+}

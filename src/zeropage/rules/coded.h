@@ -1,0 +1,23 @@
+// What an optimizer keeps, in fewer bits (kernels/formats.h). Such a tensor is float32 to whoever looks at it, but
+// has no home: its content is what its codes say (StorageSegment::coding). An operator that needs it is given a
+// temporary, decoded before and encoded again after if it was written; being deferred, the temporary lives in a
+// kernel's registers. What is coded are the moments of fused optimizers, for there alone is it known what a tensor is
+// for.
+#pragma once
+
+#include <c10/util/FunctionRef.h>
+
+#include "zeropage/rules/call.h"
+
+namespace zeropage {
+
+/// Of a fused optimizer's call: moments that are float32 as yet, and that the domain wants coded, are from now on.
+void code_moments(Call& call);
+
+/// Whether an operator that needs their content has arguments that are coded.
+bool takes_coded(const Call& call);
+
+/// Does `run` for the call with what its coded arguments stand for.
+void run_decoded(Call& call, c10::function_ref<void(Call&)> run);
+
+}  // namespace zeropage
