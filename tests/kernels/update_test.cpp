@@ -100,7 +100,7 @@ TEST_CASE("stochastic rounding keeps the mean, over values and over seeds, and i
   CHECK(std::fabs(sum / 4096 - kValue) < 5 * 0.0026 / 64);
 }
 
-TEST_CASE("moments of 8 bits are within a sixteenth, down to a thousandth of their block's largest") {
+TEST_CASE("moments of 8 bits are within a thirtieth, down to a small part of their block's largest") {
   for (const bool is_signed : {true, false}) {
     auto exact = random_floats(kCount, 0.01f, 3);
     if (!is_signed) {
@@ -112,9 +112,10 @@ TEST_CASE("moments of 8 bits are within a sixteenth, down to a thousandth of the
     encode(array, 0, kCount, exact.data());
     decode(array, 0, kCount, kept.data());
     for (std::size_t i = 0; i < kCount; ++i) {
-      const float largest = scales[i / kQuantum] * 1.875f;
-      if (std::fabs(exact[i]) > largest / 1000) CHECK(std::fabs(kept[i] - exact[i]) <= std::fabs(exact[i]) / 16);
-      CHECK(std::fabs(kept[i] - exact[i]) <= largest / 16);
+      const float largest = scales[i / kQuantum] * 1.9375f, error = std::fabs(kept[i] - exact[i]);
+      if (std::fabs(exact[i]) > largest / (is_signed ? 100 : 10000)) CHECK(error <= std::fabs(exact[i]) / 30);
+      CHECK((error <= largest / (is_signed ? 3000 : 400000) || error <= std::fabs(exact[i]) / 30));
+      CHECK((is_signed || exact[i] == 0) == (is_signed || kept[i] == 0));
     }
     encode(array, 0, kCount, kept.data());
     decode(array, 0, kCount, again.data());

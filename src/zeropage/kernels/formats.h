@@ -10,9 +10,9 @@
 //   array
 //                        is what operators see. float = (bfloat16 << 16) + signed remainder; ties round away from
 //                        zero
-//   blocks8              a float of 8 bits, times a scale that kQuantum elements share: their largest magnitude.
-//                        Signed: sign, 4 bits of exponent, 3 of mantissa. Unsigned: 5 bits of exponent, 3 of mantissa
-//                        (after Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021)
+//   blocks8              a float of 8 bits, times a scale that kQuantum elements share (after Dettmers et al., "8-bit
+//                        Optimizers via Block-wise Quantization", 2021). Signed: 3 bits of exponent, 4 of mantissa.
+//                        Unsigned: 4 and 4; what is not zero stays so
 #pragma once
 
 #include <bit>

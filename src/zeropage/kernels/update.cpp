@@ -41,53 +41,62 @@ ZEROPAGE_INLINE float largest_magnitude(const float* x, std::size_t n) {
   return largest;
 }
 
-/// Floats of 8 bits: `exponents` exponents below one, three bits of mantissa. The smallest exponent is denormal.
-template <int exponents>
-ZEROPAGE_INLINE float from_float8(std::uint32_t x) {
-  constexpr int kBias = exponents - 1;  // the largest exponent is that of numbers in [1, 2)
-  const float normal = std::bit_cast<float>((x << 20) + (std::uint32_t{127 - kBias} << 23));
-  const float denormal = std::bit_cast<float>(std::uint32_t{127 - kBias + 1 - 3} << 23) * static_cast<float>(x);
-  return x < 8 ? denormal : normal;
-}
-template <int exponents>
-ZEROPAGE_INLINE std::uint32_t to_float8(float x) {  // of x in [0, 1.9375]
-  constexpr int kBias = exponents - 1;
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x) - (std::uint32_t{127 - kBias} << 23);
-  const std::uint32_t normal = (bits + 0x7ffff + ((bits >> 20) & 1)) >> 20;
-  const float smallest = std::bit_cast<float>(std::uint32_t{127 - kBias + 1} << 23);
-  constexpr float kRound = 0x1.8p23f;
-  const float steps = x * (1 / std::bit_cast<float>(std::uint32_t{127 - kBias + 1 - 3} << 23));
-  const auto denormal = static_cast<std::uint32_t>(static_cast<std::int32_t>((steps + kRound) - kRound));
-  return x < smallest ? denormal : normal;
-}
+/// Floats of few bits: so many exponents, the largest that of numbers in [1, 2), and so many bits of mantissa. The
+/// smallest exponent is denormal.
+template <int exponents, int mantissa>
+struct SmallFloat {
+  static constexpr std::uint32_t kSteps = 1u << mantissa;          // in a power of two
+  static constexpr std::uint32_t kSmallest = 127 - exponents + 2;  // the exponent of the first normal one, as floats'
+  static constexpr float kTop = 2.0f - 1.0f / kSteps;
 
-constexpr float kTop = 1.875f;  // the largest float of 8 bits: 1.111 in binary
+  ZEROPAGE_INLINE static float decode(std::uint32_t x) {
+    const float normal = std::bit_cast<float>((x << (23 - mantissa)) + ((kSmallest - 1) << 23));
+    const float denormal = std::bit_cast<float>((kSmallest - mantissa) << 23) * static_cast<float>(x);
+    return x < kSteps ? denormal : normal;
+  }
+  ZEROPAGE_INLINE static std::uint32_t encode(float x) {  // of x in [0, kTop]
+    constexpr int kDrop = 23 - mantissa;
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(x) - ((kSmallest - 1) << 23);
+    const std::uint32_t normal = (bits + (1u << (kDrop - 1)) - 1 + ((bits >> kDrop) & 1)) >> kDrop;
+    constexpr float kRound = 0x1.8p23f;
+    const float steps = x * (1 / std::bit_cast<float>((kSmallest - mantissa) << 23));
+    const auto denormal = static_cast<std::uint32_t>(static_cast<std::int32_t>((steps + kRound) - kRound));
+    return x < std::bit_cast<float>(kSmallest << 23) ? denormal : normal;
+  }
+};
+
+using SignedCode = SmallFloat<8, 4>;
+using UnsignedCode = SmallFloat<16, 4>;
 
 ZEROPAGE_INLINE void decode_blocks8(float* __restrict to, const std::uint8_t* __restrict from, float scale,
                                     bool is_signed, std::size_t n) {
   if (is_signed) {
     for (std::size_t i = 0; i < n; ++i) {
-      const float magnitude = from_float8<16>(from[i] & 0x7fu) * scale;
+      const float magnitude = SignedCode::decode(from[i] & 0x7fu) * scale;
       to[i] = from[i] & 0x80 ? -magnitude : magnitude;
     }
   } else {
-    for (std::size_t i = 0; i < n; ++i) to[i] = from_float8<32>(from[i]) * scale;
+    for (std::size_t i = 0; i < n; ++i) to[i] = UnsignedCode::decode(from[i]) * scale;
   }
 }
 
 ZEROPAGE_INLINE void encode_blocks8(std::uint8_t* __restrict to, const float* __restrict from, float* scale_of_block,
                                     bool is_signed, std::size_t n) {
-  const float scale = largest_magnitude(from, n) / kTop;
+  const float top = is_signed ? SignedCode::kTop : UnsignedCode::kTop;
+  const float scale = largest_magnitude(from, n) / top;
   const float inverse = scale > 0x1p-120f ? 1 / scale : 0;
   *scale_of_block = inverse > 0 ? scale : 0;
   if (is_signed) {
     for (std::size_t i = 0; i < n; ++i) {
-      const float magnitude = std::min(__builtin_fabsf(from[i]) * inverse, kTop);
-      to[i] = static_cast<std::uint8_t>(to_float8<16>(magnitude) | (from[i] < 0 ? 0x80u : 0u));
+      const float magnitude = std::min(__builtin_fabsf(from[i]) * inverse, SignedCode::kTop);
+      to[i] = static_cast<std::uint8_t>(SignedCode::encode(magnitude) | (from[i] < 0 ? 0x80u : 0u));
     }
   } else {
+    // What is not zero stays so: updates are divided by its root.
     for (std::size_t i = 0; i < n; ++i) {
-      to[i] = static_cast<std::uint8_t>(to_float8<32>(std::min(std::max(from[i], 0.0f) * inverse, kTop)));
+      const std::uint32_t code =
+          UnsignedCode::encode(std::min(std::max(from[i], 0.0f) * inverse, UnsignedCode::kTop));
+      to[i] = static_cast<std::uint8_t>(code | (code == 0 && from[i] > 0 ? 1u : 0u));
     }
   }
 }
