@@ -15,11 +15,8 @@ namespace {
 
 kernels::Array array_of(const at::Tensor& codes, const std::optional<at::Tensor>& scales, bool is_signed,
                         std::int64_t seed = 0) {
-  const kernels::Format format = !scales     ? kernels::Format::stochastic_bfloat16
-                                 : is_signed ? kernels::Format::signed_blocks8
-                                             : kernels::Format::unsigned_blocks8;
-  return {format, codes.mutable_data_ptr(), scales ? scales->mutable_data_ptr() : nullptr,
-          static_cast<std::uint32_t>(seed)};
+  return {format_of_codes(scales.has_value(), is_signed), codes.mutable_data_ptr(),
+          scales ? scales->mutable_data_ptr() : nullptr, static_cast<std::uint32_t>(seed)};
 }
 
 at::Tensor decode_ordinary(const at::Tensor& codes, const std::optional<at::Tensor>& scales, bool is_signed) {

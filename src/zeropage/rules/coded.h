@@ -7,9 +7,16 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include "zeropage/kernels/formats.h"
 #include "zeropage/rules/call.h"
 
 namespace zeropage {
+
+/// What codes are: bfloat16 without scales, else 8 bits.
+inline kernels::Format format_of_codes(bool has_scales, bool is_signed) {
+  if (!has_scales) return kernels::Format::stochastic_bfloat16;
+  return is_signed ? kernels::Format::signed_blocks8 : kernels::Format::unsigned_blocks8;
+}
 
 /// Of a fused optimizer's call: moments that are float32 as yet, and that the domain wants coded, are from now on.
 void code_moments(Call& call);

@@ -1,7 +1,6 @@
 #include "zeropage/rules/split.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include "zeropage/kernels/update.h"

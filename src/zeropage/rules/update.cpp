@@ -2,6 +2,8 @@
 
 #include <ATen/Version.h>
 
+#include "zeropage/rules/coded.h"
+
 namespace zeropage {
 namespace {
 
@@ -170,9 +172,7 @@ bool add_decode(const Instruction& instruction, std::vector<Decoded>& decoded) {
   if (base_name(instruction) != "decode") return false;
   const Arguments arguments(instruction);
   const int scales = arguments.slot("scales");
-  const auto format = scales < 0                    ? kernels::Format::stochastic_bfloat16
-                      : arguments.flag("is_signed") ? kernels::Format::signed_blocks8
-                                                    : kernels::Format::unsigned_blocks8;
+  const auto format = format_of_codes(scales >= 0, arguments.flag("is_signed"));
   decoded.push_back({instruction.result, {arguments.slot("codes"), scales, format, 0}});
   return true;
 }
