@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include "pager_fixture.h"
+#include "cache_fixture.h"
 #include "queued_device.h"
 #include "zeropage/base/errors.h"
 
@@ -11,7 +11,7 @@ using namespace zeropage;
 
 namespace {
 
-struct DeviceFixture : PagerFixture {
+struct DeviceFixture : CacheFixture {
   std::shared_ptr<QueuedDevice> device;
 
   void make_apart(std::size_t device_bytes, std::size_t host_bytes, bool failing = false) {
@@ -24,12 +24,12 @@ struct DeviceFixture : PagerFixture {
   template <class OnByte>
   DeviceMemory::Mark run_later(TestSegment& segment, Access access, OnByte on_byte) {
     const PinRequest request{&segment, access};
-    pager->pin({&request, 1});
+    cache->pin({&request, 1});
     device->run([at = segment.data, bytes = segment.bytes(), on_byte] {
       for (std::size_t i = 0; i < bytes; ++i) on_byte(at[i], i);
     });
     auto mark = device->now();
-    pager->unpin({&request, 1});
+    cache->unpin({&request, 1});
     return mark;
   }
   void write_later(TestSegment& segment, unsigned seed) {
@@ -60,17 +60,17 @@ TEST_CASE_FIXTURE(DeviceFixture, "what operators wrote late is what later operat
     const unsigned i = random() % 8;
     check_later(*segments[i], seeds[i]);
     if (step % 3 == 0) write_later(*segments[i], seeds[i] = 100 + step);
-    if (step % 17 == 0) pager->evict(*segments[random() % 8]);
+    if (step % 17 == 0) cache->evict(*segments[random() % 8]);
   }
   device->finish();
   CHECK(wrong == 0);
-  const PagerStats stats = pager->stats();
+  const CacheStats stats = cache->stats();
   CHECK(stats.uploaded_bytes > 0);
   CHECK(stats.downloaded_bytes > 0);
   CHECK(stats.read_bytes > 0);
   CHECK(stats.written_bytes > 0);
   for (const Pool pool : {Pool::device, Pool::host}) {
-    CHECK(pager->budget(pool).peak() <= pager->budget(pool).limit());
+    CHECK(cache->usage(pool).peak <= cache->usage(pool).limit);
   }
 }
 
@@ -78,9 +78,9 @@ TEST_CASE_FIXTURE(DeviceFixture, "pages pinned one by one on the device become p
   make_apart(12 * kPage, 6 * kPage);
   auto tensor = segment(4 * kPage);
   write_later(*tensor, 1);
-  pager->evict(*tensor);
+  cache->evict(*tensor);
   for (std::size_t page = 0; page < tensor->pages(); page += 2) {
-    PagePin pin = pager->pin_page(*tensor, page, Access::write);
+    PagePin pin = cache->pin_page(*tensor, page, Access::write);
     pin.wait();
     device->run([at = pin.data(), page] {
       for (std::size_t i = 0; i < kPage; ++i) at[i] = pattern(2, page * kPage + i);
@@ -101,7 +101,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a tensor larger than the host's budget passes 
   check_later(*other, 2);
   device->finish();
   CHECK(wrong == 0);
-  CHECK(pager->budget(Pool::host).peak() <= 5 * kPage);
+  CHECK(cache->usage(Pool::host).peak <= 5 * kPage);
 }
 
 TEST_CASE_FIXTURE(DeviceFixture, "a frame filled for one stream is filled before another stream's operators") {
@@ -121,7 +121,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "memory that one stream still reads is not clea
   make_apart(4 * kPage, 6 * kPage);
   auto tensor = segment(3 * kPage), zeros = segment(3 * kPage);
   write_later(*tensor, 1);
-  pager->evict(*tensor);
+  cache->evict(*tensor);
   check_later(*tensor, 1);
   device->finish_transfers();
   device->use_stream(1);
@@ -136,12 +136,12 @@ TEST_CASE_FIXTURE(DeviceFixture, "homes on the device and in the host need no di
   auto in_host = segment(3 * kPage, Role::optimizer, Tier::host);
   write_later(*on_device, 1);
   write_later(*in_host, 2);
-  pager->evict(*in_host);
+  cache->evict(*in_host);
   check_later(*on_device, 1);
   check_later(*in_host, 2);
   device->finish();
   CHECK(wrong == 0);
-  const PagerStats stats = pager->stats();
+  const CacheStats stats = cache->stats();
   CHECK(stats.read_bytes + stats.written_bytes == 0);
   CHECK(stats.home_bytes[static_cast<int>(Role::parameter)][static_cast<int>(Tier::device)] == 3 * kPage);
   CHECK(stats.home_bytes[static_cast<int>(Role::optimizer)][static_cast<int>(Tier::host)] == 3 * kPage);
@@ -151,13 +151,13 @@ TEST_CASE_FIXTURE(DeviceFixture, "zeroed pages reach neither the link nor the di
   make_apart(8 * kPage, 6 * kPage);
   auto tensor = segment(3 * kPage);
   write_later(*tensor, 1);
-  pager->evict(*tensor);
-  const PagerStats before = pager->stats();
-  pager->zero(*tensor);
+  cache->evict(*tensor);
+  const CacheStats before = cache->stats();
+  cache->zero(*tensor);
   check_zeros_later(*tensor);
   device->finish();
   CHECK(wrong == 0);
-  CHECK(pager->stats().uploaded_bytes == before.uploaded_bytes);
+  CHECK(cache->stats().uploaded_bytes == before.uploaded_bytes);
 }
 
 TEST_CASE_FIXTURE(DeviceFixture, "small tensors share a page on the device as in the host") {
@@ -165,7 +165,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "small tensors share a page on the device as in
   std::vector<std::unique_ptr<TestSegment>> small;
   for (unsigned i = 0; i < 40; ++i) small.push_back(segment(200 + i));
   for (unsigned i = 0; i < 40; ++i) write_later(*small[i], i);
-  pager->evict(*small[0]);
+  cache->evict(*small[0]);
   small[5].reset();
   for (unsigned i = 0; i < 40; ++i) {
     if (i != 5) check_later(*small[i], i);
@@ -179,11 +179,11 @@ TEST_CASE_FIXTURE(DeviceFixture, "a disk that fails under an upload is an error,
   auto tensor = segment(3 * kPage), other = segment(7 * kPage);
   write_later(*tensor, 1);
   write_later(*other, 2);
-  pager->evict(*tensor);
-  io->outcome = [](const Transfer& t) { return t.direction == Direction::read ? -EIO : 1L; };
+  cache->evict(*tensor);
+  io->set_outcome([](const Transfer& t) { return t.direction == Direction::read ? -EIO : 1L; });
   const PinRequest request{tensor.get(), Access::read};
-  CHECK_THROWS_AS(pager->pin({&request, 1}), DiskError);
-  io->outcome = [](const Transfer&) { return 1L; };
+  CHECK_THROWS_AS(cache->pin({&request, 1}), DiskError);
+  io->set_outcome([](const Transfer&) { return 1L; });
   check_later(*tensor, 1);
   check_later(*other, 2);
   device->finish();
@@ -194,11 +194,11 @@ TEST_CASE_FIXTURE(DeviceFixture, "a disk that cannot be written leaves dirty pag
   make_apart(8 * kPage, 5 * kPage, /*failing=*/true);
   auto tensor = segment(7 * kPage), other = segment(7 * kPage);
   write_later(*tensor, 1);
-  io->outcome = [](const Transfer& t) { return t.direction == Direction::write ? -EIO : 1L; };
+  io->set_outcome([](const Transfer& t) { return t.direction == Direction::write ? -EIO : 1L; });
   const PinRequest request{other.get(), Access::overwrite};
-  CHECK_THROWS_AS(pager->pin({&request, 1}), DiskError);
+  CHECK_THROWS_AS(cache->pin({&request, 1}), DiskError);
   check_later(*tensor, 1);
-  io->outcome = [](const Transfer&) { return 1L; };
+  io->set_outcome([](const Transfer&) { return 1L; });
   write_later(*other, 2);
   check_later(*tensor, 1);
   check_later(*other, 2);
@@ -210,8 +210,8 @@ TEST_CASE_FIXTURE(DeviceFixture, "host memory is registered as it is used and gi
   make_apart(8 * kPage, 6 * kPage);
   auto tensor = segment(3 * kPage);
   write_later(*tensor, 1);
-  pager->evict(*tensor);
+  cache->evict(*tensor);
   CHECK(device->registered >= 6 * kPage);
-  pager->close();
+  cache->close();
   CHECK(device->registered == 0);
 }

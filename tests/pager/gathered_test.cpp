@@ -4,7 +4,7 @@
 #include <random>
 #include <thread>
 
-#include "pager_fixture.h"
+#include "cache_fixture.h"
 #include "thread_ranks.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/comm/stripes.h"
@@ -24,13 +24,13 @@ struct Tensor {
   bool written = false;
 };
 
-struct Rank : PagerFixture {
+struct Rank : CacheFixture {
   Rank(Meeting& meeting, int rank, std::size_t gathered_bytes) : ranks(std::make_shared<ThreadRanks>(meeting, rank)) {
     make(8 * kPage, 24 * kPage, kPage);
-    local = pager;
-    pager = Pager::make_gathered(local, ranks, gathered_bytes, nullptr);
+    local = cache;
+    cache = FrameCache::make_gathered(local, ranks, gathered_bytes, nullptr);
   }
-  ~Rank() { pager.reset(); }
+  ~Rank() { cache.reset(); }
 
   Tensor make_tensor(std::size_t elements, std::uint64_t number) {
     Tensor tensor;
@@ -38,14 +38,14 @@ struct Rank : PagerFixture {
     const std::size_t page_bytes = tensor.stripes.full_page() * kItem;
     local->bind(*tensor.share, {tensor.stripes.share() * kItem, 0, Role::parameter, Tier::disk,
                                 std::max(round_down(kPage, page_bytes / ranks->size()), page_bytes / ranks->size())});
-    pager->bind_gathered(*tensor.whole, {elements * kItem, tensor.stripes.padded() * kItem, page_bytes,
+    cache->bind_gathered(*tensor.whole, {elements * kItem, tensor.stripes.padded() * kItem, page_bytes,
                                          Role::parameter, tensor.share.get(), number, false});
     return tensor;
   }
 
   /// Writes this rank's share of the pattern, as an optimizer does.
   void write_share(Tensor& tensor, unsigned seed) {
-    pager->share_changes(*tensor.whole);
+    cache->share_changes(*tensor.whole);
     const Stripes& stripes = tensor.stripes;
     for (std::size_t i = 0; i < stripes.own(); ++i) {
       const std::size_t page_elements = tensor.share->page_bytes() / kItem, page = i / page_elements;
@@ -60,7 +60,7 @@ struct Rank : PagerFixture {
   }
 
   std::shared_ptr<ThreadRanks> ranks;
-  std::shared_ptr<Pager> local;
+  std::shared_ptr<FrameCache> local;
 };
 
 void on_every_rank(int ranks, const std::function<void(int)>& run) {
@@ -123,9 +123,9 @@ TEST_CASE("small tensors are gathered together, and a newborn beside them reads 
     {
       Tensor large = self.make_tensor(100'000, 100);
       self.write(*large.whole, 5);  // memory is no longer what the system gave
-      self.pager->share_changes(*large.whole);
+      self.cache->share_changes(*large.whole);
     }
-    self.pager->wait();
+    self.cache->wait();
     std::vector<Tensor> tensors;
     for (std::size_t i = 0; i < 6; ++i) tensors.push_back(self.make_tensor(60 + i, i + 1));
     for (Tensor& tensor : tensors) self.write_share(tensor, 3);
@@ -133,10 +133,10 @@ TEST_CASE("small tensors are gathered together, and a newborn beside them reads 
     CHECK(self.ranks->log.size() == 1);
     Tensor newborn = self.make_tensor(64, 9);
     const PinRequest request{newborn.whole.get(), Access::read};
-    self.pager->pin({&request, 1});
+    self.cache->pin({&request, 1});
     const std::byte* data = newborn.whole->data;
     CHECK(std::all_of(data, data + newborn.whole->bytes(), [](std::byte byte) { return byte == std::byte{0}; }));
-    self.pager->unpin({&request, 1});
+    self.cache->unpin({&request, 1});
   });
 }
 
@@ -145,10 +145,10 @@ TEST_CASE("a share that is about to change must not be pinned whole") {
   Rank self(meeting, 0, 64 * kPage);
   Tensor tensor = self.make_tensor(1000, 1);
   const PinRequest request{tensor.whole.get(), Access::read};
-  self.pager->pin({&request, 1});
-  CHECK_THROWS_AS(self.pager->share_changes(*tensor.whole), AccessError);
-  self.pager->unpin({&request, 1});
-  self.pager->share_changes(*tensor.whole);
+  self.cache->pin({&request, 1});
+  CHECK_THROWS_AS(self.cache->share_changes(*tensor.whole), AccessError);
+  self.cache->unpin({&request, 1});
+  self.cache->share_changes(*tensor.whole);
 }
 
 TEST_CASE("ranks run the same collectives in the same order, whatever their disks and deaths do") {
@@ -182,7 +182,7 @@ TEST_CASE("ranks run the same collectives in the same order, whatever their disk
       } else if (what == 4) {
         Tensor& tensor = alive[which % alive.size()];
         self.write(*tensor.whole, tensor.seed = step);
-        self.pager->store(*tensor.whole);
+        self.cache->store(*tensor.whole);
         tensor.written = true;
       } else {
         Tensor& tensor = alive[which % alive.size()];
@@ -195,7 +195,7 @@ TEST_CASE("ranks run the same collectives in the same order, whatever their disk
       if (own() % 16 == 0) dead.clear();
     }
     logs[rank] = self.ranks->log;
-    CHECK(self.pager->budget(Pool::device).peak() <= self.pager->budget(Pool::device).limit());
+    CHECK(self.cache->usage(Pool::device).peak <= self.cache->usage(Pool::device).limit);
     CHECK(self.local->stats().written_bytes > 0);
     alive.clear(), dead.clear();
     noise.reset();

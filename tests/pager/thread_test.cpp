@@ -4,13 +4,13 @@
 #include <random>
 #include <thread>
 
-#include "pager/pager_fixture.h"
+#include "pager/cache_fixture.h"
 
 using namespace zeropage;
 
 constexpr std::size_t K = kKiB;
 
-TEST_CASE_FIXTURE(PagerFixture, "threads that pin, page and evict at once see their own bytes") {
+TEST_CASE_FIXTURE(CacheFixture, "threads that pin, page and evict at once see their own bytes") {
   make(512 * K, 256 * K, 2 * kBlockBytes);
   std::atomic<int> wrong{0};
   std::vector<std::thread> threads;
@@ -24,8 +24,9 @@ TEST_CASE_FIXTURE(PagerFixture, "threads that pin, page and evict at once see th
       }
       for (unsigned round = 0; round < 100; ++round) {
         const unsigned i = random() % 6;
-        if (round % 3 == 0) pager->evict(*mine[i]);
-        if (round % 5 == 0) pager->prefetch_page(*mine[i], 0);
+        if (round % 3 == 0) cache->evict(*mine[i]);
+        const PinRequest request{mine[i].get(), Access::read};
+        if (round % 5 == 0) cache->announce({&request, 1});
         wrong += !holds(*mine[i], t * 100 + i);
       }
     });
@@ -34,13 +35,13 @@ TEST_CASE_FIXTURE(PagerFixture, "threads that pin, page and evict at once see th
   CHECK(wrong == 0);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "an operator waits for another thread's rule to let go of its pages") {
+TEST_CASE_FIXTURE(CacheFixture, "an operator waits for another thread's rule to let go of its pages") {
   make(256 * K, 256 * K);
   auto a = segment(100 * K);
   write(*a, 1);
-  pager->evict(*a);
+  cache->evict(*a);
   std::atomic<bool> let_go{false};
-  PagePin page = pager->pin_page(*a, 1, Access::read);
+  PagePin page = cache->pin_page(*a, 1, Access::read);
   page.wait();
   std::thread other([&] {
     CHECK(holds(*a, 1));

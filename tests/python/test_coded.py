@@ -124,8 +124,10 @@ def test_the_bytes_that_a_step_moves(kept, moment, config):
         optimizer.step()
         space.wait()
     after = space.report()
-    assert (after.read_bytes - before.read_bytes) / 2**22 == pytest.approx(8 + 2 * moment, abs=0.8)
-    assert (after.written_bytes - before.written_bytes) / 2**22 == pytest.approx(4 + 2 * moment, abs=0.8)
+    read = (after.read_bytes - before.read_bytes) / 2**22
+    written = (after.written_bytes - before.written_bytes) / 2**22
+    assert 8 + 2 * moment - 1 <= read <= 8 + 2 * moment + 0.1  # what of 4 MB stays in memory need not be read
+    assert 4 + 2 * moment - 1 <= written <= 4 + 2 * moment + 0.1
 
 
 @pytest.mark.parametrize("kept", KEPT)

@@ -20,11 +20,11 @@ struct Fixture {
   Fixture() {
     auto io = std::make_unique<FailingIo>();
     disk = io.get();
-    PagerOptions options;
+    CacheOptions options;
     options.device_bytes = kMiB, options.host_bytes = 256 * kKiB;
     options.disk_path = directory.path();
     options.page_bytes = 16 * kKiB;
-    domain->pager = Pager::make(options, std::move(io));
+    domain->cache = FrameCache::make(options, std::move(io));
     std::fill(std::begin(domain->placement), std::end(domain->placement), Placement::disk);
   }
 
@@ -55,7 +55,7 @@ TEST_CASE("a step that the disk interrupts goes on where it stopped, and nothing
     Fixture f;
     auto p = f.paged(start, Role::parameter), g = f.paged(gradient, Role::gradient);
     auto m = torch::zeros_like(p), v = torch::zeros_like(p);
-    for (const auto& tensor : {p, g, m, v}) f.domain->pager->evict(*segment_of(tensor));
+    for (const auto& tensor : {p, g, m, v}) f.domain->cache->evict(*segment_of(tensor));
     adam(p, g, m, v);
     g.reset();
     int seen = 0;
@@ -82,7 +82,7 @@ TEST_CASE("an error while deferred operators run is told once") {
   torch::NoGradGuard no_grad;
   Fixture f;
   auto p = f.paged(torch::ones({150, 150}), Role::parameter), g = f.paged(torch::ones({150, 150}), Role::gradient);
-  for (const auto& tensor : {p, g}) f.domain->pager->evict(*segment_of(tensor));
+  for (const auto& tensor : {p, g}) f.domain->cache->evict(*segment_of(tensor));
   p.add_(g, -0.5);
   bool broken = true;
   f.disk->outcome = [&](const Transfer& t) {

@@ -4,50 +4,55 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/io/transfer_state.h"
+#include "zeropage/io/transfer_queue.h"
 
 namespace zeropage {
-namespace {
 
-void throw_if_failed(const Ticket::State& state) {
-  const Transfer& t = state.transfer;
-  const int error = state.error.load();
-  const std::size_t done = state.bytes_done.load();
-  if (error == 0 && done == t.bytes) return;
-  throw DiskError(fmt::format(
-      "{} {} at offset {} of {} failed: {}; check the disk", t.direction == Direction::read ? "reading" : "writing",
-      format_bytes(t.bytes), t.offset, t.file->name(),
-      error ? std::strerror(error) : fmt::format("only {} were transferred", format_bytes(done))));
-}
+struct Ticket::State {
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool done = false;
+  std::exception_ptr error;
 
-}  // namespace
+  void wait() {
+    std::unique_lock lock(mutex);
+    ended.wait(lock, [&] { return done; });
+  }
+};
 
 Ticket::~Ticket() {
-  if (state_ && issuer_) {
-    try {
-      issuer_->wait(*state_);
-    } catch (...) {  // a seam that throws here has no one left to tell
-    }
-  }
+  if (state_) state_->wait();
 }
 
 void Ticket::wait() {
   if (!state_) return;
   const auto state = std::exchange(state_, nullptr);
-  issuer_->wait(*state);
-  throw_if_failed(*state);
+  state->wait();
+  if (state->error) std::rethrow_exception(state->error);
 }
 
-bool Ticket::done() const { return !state_ || issuer_->done(*state_); }
+bool Ticket::done() const {
+  if (!state_) return true;
+  std::lock_guard lock(state_->mutex);
+  return state_->done;
+}
 
-void Ticket::abandon() noexcept {
-  // Leaked on purpose: the state's owner is the parent's ring, of which this process has only a copy.
-  new std::shared_ptr<State>(std::exchange(state_, nullptr));
+Ticket Io::submit(const Transfer& transfer, Priority priority) {
+  Ticket ticket;
+  ticket.state_ = std::make_shared<Ticket::State>();
+  start(transfer, priority, [state = ticket.state_](std::exception_ptr error) {
+    std::lock_guard lock(state->mutex);
+    state->done = true;
+    state->error = std::move(error);
+    state->ended.notify_all();
+  });
+  return ticket;
 }
 
 void Io::sync(const File& file) {
@@ -55,24 +60,6 @@ void Io::sync(const File& file) {
   if (::fdatasync(file.descriptor()) != 0) {
     throw DiskError(fmt::format("syncing {} failed: {}; check the disk", file.name(), std::strerror(errno)));
   }
-}
-
-bool advance(Request& request, long result) {
-  Ticket::State& state = *request.state;
-  if (result == -EINTR || result == -EAGAIN) return true;
-  if (result > 0) {
-    state.bytes_done += result;
-    request.offset += result;
-    request.buffer += result;
-    request.bytes -= result;
-    if (request.bytes > 0) return true;
-  }
-  if (result < 0) {
-    int none = 0;
-    state.error.compare_exchange_strong(none, static_cast<int>(-result));
-  }
-  state.requests_left.fetch_sub(1, std::memory_order_release);
-  return false;
 }
 
 std::unique_ptr<Io> make_io(IoEngine engine) {

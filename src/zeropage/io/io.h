@@ -1,6 +1,6 @@
-// Asynchronous transfers between files and memory: submit reads and writes, each with a ticket of its own; wait for
-// one, or for all. This is the seam under the pager: io_uring, a thread pool, and in tests a disk that is short, late
-// or full. It knows nothing of tensors and can be used alone.
+// Asynchronous transfers between files and memory. Start one with a completion that runs when it ends, or with a
+// ticket to wait for. This is the seam under the cache: io_uring, a thread pool, and in tests a disk that is short,
+// late or full. It knows nothing of tensors and can be used alone.
 //
 // Offsets, sizes and addresses are multiples of 4 KiB when the file was opened with O_DIRECT.
 // All functions may be called from any thread.
@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -19,63 +21,60 @@ namespace zeropage {
 
 enum class Direction : std::uint8_t { read, write };
 
+/// What goes first when more is asked for than a disk takes at once.
+enum class Priority : std::uint8_t {
+  demanded,  // a thread waits for it
+  ahead,     // a read that will be waited for
+  behind,    // a write that frees memory later
+};
+inline constexpr int kPriorities = 3;
+
 struct Transfer {
   Direction direction;
-  const File* file;      // lives until the ticket is waited for
+  const File* file;      // lives until the transfer ends
   std::uint64_t offset;  // bytes
-  std::byte* buffer;     // lives until the ticket is waited for
+  std::byte* buffer;     // lives until the transfer ends
   std::size_t bytes;
 };
 
-/// Who a ticket waits with: an Io, or what moves bytes between a device and the host.
-class TicketIssuer;
+/// Runs once when a transfer ends, on a thread of the Io that holds no lock. The argument is null on success, else a
+/// DiskError that names the file, the offset and the sizes. It must not throw and must not wait for a transfer.
+using Completion = std::function<void(std::exception_ptr)>;
 
-/// A transfer under way. Move-only. Whoever drops one without waiting still waits here, so that no buffer is reused
-/// under a disk; the result is then lost, which only an unwinding stack may do.
+/// A transfer under way. Move-only. The destructor blocks until the transfer ends and discards its status.
 class Ticket {
  public:
-  struct State;  // an implementation's own
-
   Ticket() = default;
-  Ticket(TicketIssuer* issuer, std::shared_ptr<State> state) : issuer_(issuer), state_(std::move(state)) {}
   Ticket(Ticket&& other) noexcept { *this = std::move(other); }
   Ticket& operator=(Ticket&& other) noexcept {
-    std::swap(issuer_, other.issuer_);
     std::swap(state_, other.state_);
     return *this;
   }
   ~Ticket();
 
-  /// Returns when the transfer is complete. Throws DiskError, naming the file, the offset and the sizes, if it failed
-  /// or was short. Waiting again, or for an empty ticket, returns at once.
+  /// Returns when the transfer has ended. Throws DiskError if it failed or was short. Waiting again, or for an empty
+  /// ticket, returns at once.
   void wait();
   bool done() const;
   explicit operator bool() const { return state_ != nullptr; }
 
-  /// Forgets the transfer without waiting: only for a forked child, in which it does not exist.
-  void abandon() noexcept;
-
  private:
-  TicketIssuer* issuer_ = nullptr;
+  friend class Io;
+  struct State;
   std::shared_ptr<State> state_;
 };
 
-class TicketIssuer {
+class Io {
  public:
-  virtual ~TicketIssuer() = default;
+  virtual ~Io() = default;
 
- protected:
-  friend class Ticket;
-  /// Returns when the transfer is over; the ticket then looks at its outcome.
-  virtual void wait(Ticket::State& state) = 0;
-  virtual bool done(const Ticket::State& state) = 0;
-};
-
-class Io : public TicketIssuer {
- public:
-  /// Starts a transfer. Waits for nothing but room in the queue.
-  [[nodiscard]] virtual Ticket submit(const Transfer& transfer) = 0;
-  /// Returns when all that was submitted is complete; results stay with their tickets.
+  /// Starts a transfer and returns at once.
+  virtual void start(const Transfer& transfer, Priority priority, Completion completion) = 0;
+  /// The same for a caller that will wait.
+  [[nodiscard]] Ticket submit(const Transfer& transfer, Priority priority = Priority::demanded);
+  /// A thread waits for the transfer into or from `buffer`: if it is still queued, it goes first.
+  virtual void expedite(const std::byte* buffer) { (void)buffer; }
+  /// Returns when all that was started has ended and its completions have run.
   virtual void wait_all() = 0;
   /// Returns when what was written to `file` has reached the disk. Throws DiskError.
   virtual void sync(const File& file);
@@ -86,7 +85,7 @@ class Io : public TicketIssuer {
 
 enum class IoEngine : std::uint8_t { automatic, uring, threads };
 
-/// automatic: io_uring where it is built and allowed, else threads; which one is said once, on standard error, if it
+/// automatic: io_uring where it is built and allowed, else threads; which of them is said once, on standard error, if it
 /// is not io_uring. Throws SettingError for IoEngine::uring where that cannot be had.
 std::unique_ptr<Io> make_io(IoEngine engine = IoEngine::automatic);
 

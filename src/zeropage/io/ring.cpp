@@ -1,15 +1,19 @@
-// Io over io_uring: one ring, a deep queue, registered buffers; requests that complete in parts are submitted again
-// for their rest. What does not fit the queue waits in a list and follows as requests complete.
-#include "zeropage/io/transfer_state.h"
+// Io over io_uring: one ring, registered buffers, and one thread that submits and reaps. Only that thread submits,
+// since the kernel cancels what a thread has under way when the thread ends, and programs' threads end.
+#include "zeropage/io/transfer_queue.h"
 
 #ifdef ZEROPAGE_HAS_LIBURING
 #include <fmt/format.h>
 #include <liburing.h>
+#include <sys/eventfd.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "zeropage/base/errors.h"
@@ -19,44 +23,67 @@ namespace {
 
 constexpr unsigned kDepth = 64;
 constexpr unsigned kRegisteredBuffers = 4096;  // slots for regions; an arena announces 64 MiB at a time
+constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 
 class Ring final : public Io {
  public:
   static std::unique_ptr<Io> make(std::string& why) {
     auto ring = std::unique_ptr<Ring>(new Ring);
-    const int result = ::io_uring_queue_init(kDepth, &ring->ring_, 0);
+    const int result = ::io_uring_queue_init(kDepth + 1, &ring->ring_, 0);
     if (result < 0) {
       why = fmt::format("not allowed here ({})", std::strerror(-result));
       return nullptr;
     }
     ring->open_ = true;
+    ring->wake_up_ = ::eventfd(0, EFD_CLOEXEC);
+    if (ring->wake_up_ < 0) {
+      why = fmt::format("no eventfd ({})", std::strerror(errno));
+      return nullptr;
+    }
     ring->can_register_ = ::io_uring_register_buffers_sparse(&ring->ring_, kRegisteredBuffers) == 0;
     for (unsigned i = 0; i < kDepth; ++i) ring->free_slots_.push_back(i);
+    ring->thread_ = std::thread([self = ring.get()] { self->run(); });
     return ring;
   }
 
   ~Ring() override {
-    if (!open_) return;
-    wait_all();
-    ::io_uring_queue_exit(&ring_);
+    if (thread_.joinable()) {
+      wait_all();
+      {
+        std::lock_guard lock(mutex_);
+        closing_ = true;
+        wake();
+      }
+      thread_.join();
+    }
+    if (open_) ::io_uring_queue_exit(&ring_);
+    if (wake_up_ >= 0) ::close(wake_up_);
   }
 
-  Ticket submit(const Transfer& transfer) override {
-    auto state = std::make_shared<Ticket::State>(transfer);
+  void start(const Transfer& transfer, Priority priority, Completion completion) override {
+    auto state = std::make_shared<TransferState>(transfer, std::move(completion));
     std::lock_guard lock(mutex_);
-    cut_into_requests(state, [&](Request request) { waiting_.push_back(std::move(request)); });
-    reap();
-    start_waiting();
-    return Ticket(this, std::move(state));
+    if (refused_ != 0) {
+      throw DiskError(
+          fmt::format("io_uring refuses requests: {}; set io to \"threads\"", std::strerror(refused_)));
+    }
+    queue_.push(std::move(state), priority);
+    wake();
+  }
+
+  void expedite(const std::byte* buffer) override {
+    std::lock_guard lock(mutex_);
+    queue_.expedite(buffer);
+    wake();
   }
 
   void wait_all() override {
-    std::lock_guard lock(mutex_);
-    while (in_flight() > 0 || !waiting_.empty()) wait_for_one();
+    std::unique_lock lock(mutex_);
+    finished_.wait(lock, [&] { return queue_.idle() || refused_ != 0; });
   }
 
   void register_memory(std::span<std::byte> memory) override {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(regions_mutex_);
     if (!can_register_ || regions_.size() == kRegisteredBuffers) return;
     iovec range{memory.data(), memory.size()};
     __u64 tag = 0;
@@ -67,22 +94,19 @@ class Ring final : public Io {
 
   std::string_view name() const override { return "io_uring"; }
 
- protected:
-  void wait(Ticket::State& state) override {
-    std::lock_guard lock(mutex_);
-    reap();
-    while (!done(state)) wait_for_one();
-  }
-
-  bool done(const Ticket::State& state) override { return state.requests_left.load(std::memory_order_acquire) == 0; }
-
  private:
   Ring() = default;
 
-  std::size_t in_flight() const { return kDepth - free_slots_.size(); }
+  /// Under the lock. The thread looks at the queue again.
+  void wake() {
+    if (std::exchange(woken_, true)) return;
+    const std::uint64_t one = 1;
+    (void)!::write(wake_up_, &one, sizeof(one));
+  }
 
   /// Index of the registered region that holds the request whole, or -1.
-  int region_of(const Request& request) const {
+  int region_of(const Request& request) {
+    std::lock_guard lock(regions_mutex_);
     for (std::size_t i = 0; i < regions_.size(); ++i) {
       const auto& region = regions_[i];
       if (request.buffer >= region.data() && request.buffer + request.bytes <= region.data() + region.size()) {
@@ -92,7 +116,7 @@ class Ring final : public Io {
     return -1;
   }
 
-  void prepare(io_uring_sqe* sqe, const Request& request) const {
+  void prepare(io_uring_sqe* sqe, const Request& request) {
     const Transfer& t = request.state->transfer;
     const int file = t.file->descriptor(), region = region_of(request);
     const auto bytes = static_cast<unsigned>(request.bytes);
@@ -105,68 +129,97 @@ class Ring final : public Io {
     }
   }
 
-  void start_waiting() {
-    unsigned prepared = 0;
-    while (!waiting_.empty() && !free_slots_.empty()) {
-      io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
-      if (!sqe) break;
+  void listen() {
+    io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
+    ::io_uring_prep_read(sqe, wake_up_, &woken_count_, sizeof(woken_count_), 0);
+    ::io_uring_sqe_set_data64(sqe, kWakeUp);
+  }
+
+  /// False when the ring is to close.
+  bool prepare_queued() {
+    std::lock_guard lock(mutex_);
+    woken_ = false;
+    while (!free_slots_.empty()) {
+      auto request = queue_.pop();
+      if (!request) break;
       const unsigned slot = free_slots_.back();
       free_slots_.pop_back();
-      slots_[slot] = std::move(waiting_.front());
-      waiting_.pop_front();
+      slots_[slot] = std::move(*request);
+      io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
       prepare(sqe, slots_[slot]);
       ::io_uring_sqe_set_data64(sqe, slot);
-      ++prepared;
     }
-    if (prepared) submit_prepared();
+    return !closing_;
   }
 
-  void submit_prepared() {
-    while (::io_uring_sq_ready(&ring_) > 0) {
-      const int result = ::io_uring_submit(&ring_);
-      if (result >= 0 || result == -EINTR) continue;
-      if (result != -EAGAIN && result != -EBUSY) {
-        throw DiskError(fmt::format("io_uring refuses requests: {}; set io to \"threads\"", std::strerror(-result)));
-      }
-      reap();  // the kernel is short of room: let completions free some
+  void run() {
+    std::vector<std::shared_ptr<TransferState>> over;
+    listen();
+    while (prepare_queued()) {
+      const int result = ::io_uring_submit_and_wait(&ring_, 1);
+      if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) return stop(-result);
+      io_uring_cqe* cqe = nullptr;
+      while (::io_uring_peek_cqe(&ring_, &cqe) == 0) complete(cqe, over);
+      for (const auto& state : over) state->finish();
+      if (over.empty()) continue;
+      std::lock_guard lock(mutex_);
+      for (std::size_t i = 0; i < over.size(); ++i) queue_.finished();
+      over.clear();
+      if (queue_.idle()) finished_.notify_all();
     }
   }
 
-  void complete(io_uring_cqe* cqe) {
-    const auto slot = static_cast<unsigned>(::io_uring_cqe_get_data64(cqe));
+  void complete(io_uring_cqe* cqe, std::vector<std::shared_ptr<TransferState>>& over) {
+    const std::uint64_t data = ::io_uring_cqe_get_data64(cqe);
     const int result = cqe->res;
     ::io_uring_cqe_seen(&ring_, cqe);
+    if (data == kWakeUp) return listen();
+    const auto slot = static_cast<unsigned>(data);
     Request request = std::move(slots_[slot]);
     free_slots_.push_back(slot);
-    if (advance(request, result)) waiting_.push_front(std::move(request));
+    const Advance outcome = advance(request, result);
+    std::lock_guard lock(mutex_);
+    if (outcome == Advance::again) return queue_.again(std::move(request));
+    queue_.over(request);
+    if (outcome == Advance::transfer_over) over.push_back(std::move(request.state));
   }
 
-  void reap() {
-    io_uring_cqe* cqe = nullptr;
-    while (::io_uring_peek_cqe(&ring_, &cqe) == 0) complete(cqe);
-  }
-
-  void wait_for_one() {
-    start_waiting();
-    io_uring_cqe* cqe = nullptr;
-    const int result = ::io_uring_wait_cqe(&ring_, &cqe);
-    if (result == -EINTR || result == -EAGAIN) return;
-    if (result < 0) {
-      throw DiskError(fmt::format("io_uring cannot wait: {}; set io to \"threads\"", std::strerror(-result)));
+  /// The kernel takes nothing more: what has not been started fails. What is in flight cannot be told from it, so its
+  /// memory stays in use.
+  void stop(int error) {
+    std::vector<std::shared_ptr<TransferState>> failed;
+    {
+      std::lock_guard lock(mutex_);
+      refused_ = error;
+      while (auto request = queue_.pop()) {
+        queue_.over(*request);
+        request->state->error = error;
+        if (request->state->requests_left.fetch_sub(1) == 1) failed.push_back(std::move(request->state));
+      }
     }
-    complete(cqe);
-    reap();
-    start_waiting();
+    for (const auto& state : failed) state->finish();
+    finished_.notify_all();
   }
 
   std::mutex mutex_;
-  io_uring ring_{};
-  bool open_ = false;
+  std::condition_variable finished_;
+  TransferQueue queue_{kDepth};
+  bool woken_ = false;
+  bool closing_ = false;
+  int refused_ = 0;  // the errno with which the kernel stopped taking requests
+
+  std::mutex regions_mutex_;
   bool can_register_ = false;
   std::vector<std::span<std::byte>> regions_;
+
+  // The thread's own:
+  io_uring ring_{};
+  bool open_ = false;
+  int wake_up_ = -1;
+  std::uint64_t woken_count_ = 0;
   std::vector<unsigned> free_slots_;
   Request slots_[kDepth];
-  std::deque<Request> waiting_;
+  std::thread thread_;
 };
 
 }  // namespace

@@ -1,13 +1,13 @@
 // Io over a pool of threads that call preadv and pwritev: for kernels and containers without io_uring.
 #include <sys/uio.h>
 
+#include <cerrno>
 #include <condition_variable>
-#include <deque>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include "zeropage/io/transfer_state.h"
+#include "zeropage/io/transfer_queue.h"
 
 namespace zeropage {
 namespace {
@@ -21,6 +21,7 @@ class ThreadPoolIo final : public Io {
   }
 
   ~ThreadPoolIo() override {
+    wait_all();
     {
       std::lock_guard lock(mutex_);
       closing_ = true;
@@ -29,32 +30,25 @@ class ThreadPoolIo final : public Io {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  Ticket submit(const Transfer& transfer) override {
-    auto state = std::make_shared<Ticket::State>(transfer);
-    {
-      std::lock_guard lock(mutex_);
-      cut_into_requests(state, [&](Request request) {
-        queue_.push_back(std::move(request)), ++unfinished_;
-        wake_.notify_one();
-      });
-    }
-    return Ticket(this, std::move(state));
+  void start(const Transfer& transfer, Priority priority, Completion completion) override {
+    auto state = std::make_shared<TransferState>(transfer, std::move(completion));
+    std::lock_guard lock(mutex_);
+    queue_.push(std::move(state), priority);
+    wake_.notify_all();
+  }
+
+  void expedite(const std::byte* buffer) override {
+    std::lock_guard lock(mutex_);
+    queue_.expedite(buffer);
+    wake_.notify_all();
   }
 
   void wait_all() override {
     std::unique_lock lock(mutex_);
-    finished_.wait(lock, [&] { return unfinished_ == 0; });
+    finished_.wait(lock, [&] { return queue_.idle(); });
   }
 
   std::string_view name() const override { return "threads"; }
-
- protected:
-  void wait(Ticket::State& state) override {
-    std::unique_lock lock(mutex_);
-    finished_.wait(lock, [&] { return done(state); });
-  }
-
-  bool done(const Ticket::State& state) override { return state.requests_left.load(std::memory_order_acquire) == 0; }
 
  private:
   static long transfer(const Request& request) {
@@ -69,23 +63,24 @@ class ThreadPoolIo final : public Io {
   void work() {
     std::unique_lock lock(mutex_);
     while (true) {
-      wake_.wait(lock, [&] { return closing_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      Request request = std::move(queue_.front());
-      queue_.pop_front();
+      std::optional<Request> request;
+      wake_.wait(lock, [&] { return closing_ || (request = queue_.pop()); });
+      if (!request) return;
       lock.unlock();
-      while (advance(request, transfer(request))) {
-      }
+      Advance outcome = advance(*request, transfer(*request));
+      while (outcome == Advance::again) outcome = advance(*request, transfer(*request));
+      if (outcome == Advance::transfer_over) request->state->finish();
       lock.lock();
-      --unfinished_;
-      finished_.notify_all();
+      queue_.over(*request);
+      if (outcome == Advance::transfer_over) queue_.finished();
+      if (queue_.idle()) finished_.notify_all();
+      wake_.notify_one();  // what was held back while so much was in flight
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_, finished_;
-  std::deque<Request> queue_;
-  std::size_t unfinished_ = 0;
+  TransferQueue queue_{kThreads};
   bool closing_ = false;
   std::vector<std::thread> threads_;
 };

@@ -1,10 +1,8 @@
-// Pages, runs, frames and segments: what the pager keeps about each byte of training state. Plain records; only the
-// pager changes them, under its lock.
+// Pages, runs, frames and segments: what a cache keeps about each byte of training state. Plain records; only the
+// cache changes them, under its lock.
 //
 //   segment ──▶ run ──▶ page, page, page ──▶ frame (memory, if any)
-//                ├──▶ extent (disk, if that is its home)
-//                ├──▶ below (a segment of the host's pager, if the device has memory of its own)
-//                └──▶ shares (segments that hold this rank's part, if the tensor is split over ranks)
+//                └──▶ home: an extent on disk, pages of a lower cache, or this rank's shares; none: the frame is it
 //
 // A run is what lies together: in its home and, while an operator uses it, in one frame. A large tensor has a run of
 // its own with many pages; small tensors share a run of one page.
@@ -13,10 +11,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <list>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "zeropage/io/arena.h"
@@ -34,25 +33,27 @@ inline constexpr int kRoles = 4, kTiers = 3;
 std::string_view name_of(Role role);
 std::string_view name_of(Tier tier);
 
-/// Where a page's bytes are. One word, so that no two flags can disagree.
+/// Where a page's bytes are. One word, so that no two flags can disagree. A page that is zero or evicted and has a frame
+/// is about to be overwritten there by the holder of the frame's pin.
 enum class Residency : std::uint8_t {
   zero,       // never written: reads as zeros, and nothing holds it
-  home,       // on disk only
-  reading,    // on its way from disk into a frame
-  clean,      // in a frame, the same as on disk
-  dirty,      // in a frame, newer than on disk
-  writing,    // in a frame, the same as what is on its way to disk
-  rewritten,  // in a frame, newer than what is on its way to disk
+  evicted,    // at home only
+  reading,    // on its way from home into a frame
+  clean,      // in a frame, the same as at home
+  dirty,      // in a frame, newer than at home
+  writing,    // in a frame, the same as what is on its way home
+  rewritten,  // in a frame, newer than what is on its way home
 };
 
 /// What an operator does to a page. `overwrite` promises to write every byte, so nothing need be read.
 enum class Access : std::uint8_t { read, write, overwrite };
 
-/// Which budget pays for a frame.
+/// Which of a cache's two budgets.
 enum class Pool : std::uint8_t { device, host };
 
 struct Run;
 class Segment;
+class Home;
 
 /// One tensor of a gathered run: where it lies there, and the segment that holds this rank's part of it.
 struct Share {
@@ -69,19 +70,26 @@ struct Frame {
   std::size_t pages = 0;
   Block memory;
   Reservation charge;
-  Pool pool = Pool::device;
   bool permanent = false;
-  int pins = 0;
+  bool assembling = false;     // not all of its pages point to it
+  bool ahead = false;          // it was read ahead, and has not been used
+  bool transient = false;      // its last user says that it will not be used soon
+  int pins = 0;                // of operators and rules
+  int whole_pins = 0;          // of them, of operators
+  std::thread::id claimer;     // that is about to overwrite it
+  std::size_t transfers = 0;   // of its pages, under way
+  std::exception_ptr failure;  // of a read into it
+  DeviceMemory::Mark ready;      // of what filled it; null for CPU memory and once past
+  DeviceMemory::Mark last_mark;  // of what used it last
+  // Of the queue of victims:
+  int cost = -1;               // transfers that its eviction causes; -1: it is not in the queue
+  std::uint64_t next_use = 0;  // as planned, in the plan's time
   std::uint64_t last_use = 0;
-  DeviceMemory::Mark ready;              // of what filled it; null for CPU memory and once past
-  DeviceMemory::Mark last_mark;          // of what used it last
-  std::list<Frame*>::iterator position;  // in the eviction policy's list of its pool
 };
 
 struct Page {
   Residency state = Residency::zero;
   Frame* frame = nullptr;
-  Ticket transfer;  // of reading, writing and rewritten
 };
 
 struct Run {
@@ -92,10 +100,18 @@ struct Run {
   std::size_t bytes;
   std::size_t page_bytes;
   std::vector<Page> pages;
-  Extent extent;                   // of disk runs
-  std::unique_ptr<Segment> below;  // of device memory's pages whose home is in the host's pager
+  Home* home = nullptr;            // null: its frame
+  Extent extent;                   // on disk
+  std::unique_ptr<Segment> below;  // in a lower cache
   std::optional<FreeList> slots;   // of shared runs: what of the page is free
   std::size_t tensors = 0;         // segments alive in it
+  std::uint32_t ordinal = 0;       // in the plan
+  std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
+  std::size_t stream_page = ~std::size_t{0};  // the first of them that has not been taken yet
+  std::size_t transfers = 0;       // under way; a run that dies lives until they end
+  bool dead = false;
+  bool listed = false;             // among those that may have room
+  Frame* assembled = nullptr;      // the frame in which a thread is bringing it together
   // Of gathered runs:
   std::vector<Share> shares;
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
@@ -104,24 +120,24 @@ struct Run {
   bool gathered() const { return !shares.empty(); }
   bool packed() const { return packed_bytes > 0; }
   /// Whether its frames can leave memory.
-  bool has_home_elsewhere() const { return extent || below || gathered(); }
+  bool has_home_elsewhere() const { return home != nullptr; }
   bool shares_page() const { return slots || packed(); }
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
   Frame* whole_frame() const {
     Frame* frame = pages[0].frame;
-    return frame && frame->pages == pages.size() ? frame : nullptr;
+    return frame && frame->pages == pages.size() && !frame->assembling ? frame : nullptr;
   }
 };
 
-class Pager;
+class FrameCache;
 
 struct SegmentSpec {
   std::size_t bytes;
   std::size_t row_bytes;  // pages are cut on rows where rows and blocks allow it
   Role role;
   Tier tier;
-  std::size_t page_bytes = 0;  // 0: the pager's own, on rows
+  std::size_t page_bytes = 0;  // 0: the cache's own, on rows
 };
 
 /// A tensor that is split over ranks. Each page is every rank's part of it, in rank order.
@@ -144,9 +160,9 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  const std::shared_ptr<Pager>& pager() const { return pager_; }
+  const std::shared_ptr<FrameCache>& cache() const { return cache_; }
   std::size_t bytes() const { return bytes_; }
-  /// Whether it is exposed now: of use only to whoever exposes it himself.
+  /// True while pinned. Racy unless the caller holds a pin.
   bool is_pinned() const { return pins_ > 0; }
   Role role() const { return run_->role; }
   Tier tier() const { return run_->tier; }
@@ -158,13 +174,13 @@ class Segment {
   }
 
  protected:
-  /// Called under the pager's lock when the first pin is taken and the last one dropped.
+  /// Called under the cache's lock when the first pin is taken and the last one dropped.
   virtual void expose(std::byte* data) = 0;
   virtual void hide() = 0;
 
  private:
-  friend class Pager;
-  std::shared_ptr<Pager> pager_;
+  friend class FrameCache;
+  std::shared_ptr<FrameCache> cache_;
   Run* run_ = nullptr;
   std::size_t offset_ = 0;  // in the run: 0 unless shared
   std::size_t bytes_ = 0;

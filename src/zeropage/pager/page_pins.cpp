@@ -1,139 +1,154 @@
 // Pins of single pages: how rules stream a tensor.
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/pager.h"
+#include "zeropage/pager/waiting.h"
 
 namespace zeropage {
 
-/// Starts the pages of a new frame on their way into it.
-void Pager::read_into(Frame& frame) {
-  Run& run = *frame.run;
-  const std::size_t end = frame.first_page + frame.pages;
+PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access) {
+  check_usable();
+  Lock lock(mutex_);
+  Run& run = *segment.run_;
+  Page& page = run.pages[index];
+  Frame* held = nullptr;
+  if (run.stream_page <= index) run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
+  if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   try {
-    for (std::size_t i = frame.first_page; i < end; ++i) {
-      Page& page = run.pages[i];
-      page.transfer = start_read(run, i, frame.memory.data() + (i - frame.first_page) * run.page_bytes);
-      page.frame = &frame;
-      page.state = Residency::reading;
+    while (true) {
+      check_usable();
+      const bool claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
+      if (claimed && page.frame->claimer != std::this_thread::get_id()) {
+        wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
+        continue;
+      }
+      if (page.frame) {
+        add_pin(*(held = page.frame));
+        if (claimed && access != Access::overwrite) bring_claimed(lock, run, index);
+        break;
+      }
+      Frame& frame = make_frame(lock, run, index, 1);
+      if (page.frame) {  // another thread was quicker
+        frame.assembling = true;
+        drop_pin(frame);
+        continue;
+      }
+      ++stats_.faults;
+      page.frame = held = &frame;
+      frame.claimer = std::this_thread::get_id();
+      if (access != Access::overwrite) bring_claimed(lock, run, index);
+      break;
     }
-  } catch (...) {
-    abandon_reads(frame);
-    drop_frame(frame);
-    throw;
+  } catch (const Shortage&) {
+    throw BudgetError(fmt::format("device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
+                                  "or in use at once; raise {}",
+                                  format_bytes(device_limit_), format_bytes(host_limit_),
+                                  format_bytes(FrameMemory::bytes_of(run, index, 1)),
+                                  host_limit_ > 0 ? "host_memory" : "device_memory"));
+  }
+  return take_pin(*held, segment, index, access);
+}
+
+/// Of a page that this thread has claimed: its content comes after all.
+void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
+  Page& page = run.pages[index];
+  Frame& frame = *page.frame;
+  frame.claimer = {};
+  if (page.state == Residency::zero) {
+    memory_.clear(frame.memory.data(), frame.memory.bytes());
+    if (memory_.device()) frame.ready = memory_.device()->now();
+    page.state = run.gathered() ? Residency::clean : Residency::dirty;
+    changed_.notify_all();
+  } else if (page.state == Residency::evicted) {
+    start_reads(lock, frame, Priority::demanded);
   }
 }
 
-PagePin Pager::pin_page(Segment& segment, std::size_t index, Access access) {
-  check_usable();
-  std::lock_guard lock(mutex_);
-  check_usable();
-  Run& run = *segment.run_;
-  Page& page = run.pages[index];
-  if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
-  if (!page.frame) {
-    ++stats_.faults;
-    // The host pays for single pages; where it has nothing, the device does.
-    const Pool pool = host_.limit() >= 4 * page_bytes_ ? Pool::host : Pool::device;
-    if (page.state == Residency::home && access != Access::overwrite) {
-      read_into(*make_frame(run, index, 1, pool));
-    } else {
-      page.frame = make_frame(run, index, 1, pool);
-      if (page.state == Residency::zero && access != Access::overwrite) {
-        clear(page.frame->memory.data(), page.frame->memory.bytes());
-        mark_ready(*page.frame);
-      }
-      page.state = newborn_state(run);
-    }
-  } else {
-    if (page.state == Residency::reading && access != Access::read) settle(run, index);
-    order_after(*page.frame);
-    ++page.frame->pins;
-  }
+/// Of a frame on which the pin has been taken.
+PagePin FrameCache::take_pin(Frame& frame, Segment& segment, std::size_t index, Access access) {
   PagePin pin;
-  pin.pager_ = this;
-  pin.page_ = &page;
-  pin.frame_ = page.frame;
-  pin.data_ = address(run, index) + segment.offset_;
-  pin.write_ = access != Access::read;
-  if (page.state != Residency::reading && !page.frame->permanent) mark(run, index, access);
+  pin.cache_ = this;
+  pin.run_ = segment.run_;
+  pin.page_ = index;
+  pin.frame_ = &frame;
+  pin.access_ = access;
+  pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run_->page_bytes + segment.offset_;
+  order_after(frame);
   return pin;
 }
 
-bool Pager::prefetch_page(Segment& segment, std::size_t index) {
-  std::lock_guard lock(mutex_);
-  if (closed_ || gathers_) return false;  // [Note: gathered]: no gather may hang on whether memory is at hand
-  return prefetch_page(*segment.run_, index);
-}
-
-bool Pager::prefetch_page(Run& run, std::size_t index) {
-  Page& page = run.pages[index];
-  if (page.frame || page.state != Residency::home) return true;
-  return run.below ? below_->prefetch_page(*run.below, index) : read_into_spare_memory(run, index, 1);
-}
-
-bool Pager::prefetch(Segment& segment) {
-  std::lock_guard lock(mutex_);
-  if (closed_ || gathers_) return false;
+PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access access) {
+  check_usable();
+  Lock lock(mutex_);
+  check_usable();
   Run& run = *segment.run_;
-  // Into one frame, if none of it is here and there is memory for all of it together.
-  const bool absent = std::all_of(run.pages.begin(), run.pages.end(),
-                                  [](const Page& page) { return !page.frame && page.state == Residency::home; });
-  if (absent && !run.below && read_into_spare_memory(run, 0, run.pages.size())) return true;
-  for (std::size_t i = 0; i < run.pages.size(); ++i) {
-    if (!prefetch_page(run, i)) return false;
+  Page& page = run.pages[index];
+  if (access == Access::overwrite && run.shares_page()) access = Access::write;
+  const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
+  if (page.frame && !absent && page.state != Residency::reading) {
+    add_pin(*page.frame);
+    return take_pin(*page.frame, segment, index, access);
   }
-  return true;
+  if (page.frame || run.assembled) return {};
+  if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
+  Frame* const frame = try_make_frame(lock, run, index, 1, plan_.now());
+  if (!frame) return {};
+  page.frame = frame;
+  frame->claimer = std::this_thread::get_id();
+  if (access != Access::overwrite) bring_claimed(lock, run, index);
+  return take_pin(*frame, segment, index, access);
 }
 
-/// Starts reading pages that are at home into a new frame, if the host has memory for it, or what leaves at once
-/// makes room.
-bool Pager::read_into_spare_memory(Run& run, std::size_t first_page, std::size_t pages) {
-  if (host_.limit() < 4 * page_bytes_) return false;
-  std::size_t bytes = 0;
-  for (std::size_t i = first_page; i < first_page + pages; ++i) bytes += round_up(run.bytes_of(i), kBlockBytes);
-  Reservation charge = host_.try_reserve(bytes);
-  while (!charge) {
-    Frame* victim = policy_->victim(Pool::host);
-    if (!victim || !leaves_at_once(*victim)) return false;
-    evict_frame(*victim);
-    charge = host_.try_reserve(bytes);
+void FrameCache::let_go_of_page(PagePin& pin) noexcept {
+  Lock lock(mutex_);
+  Frame& frame = *pin.frame_;
+  if (closed_) {
+    drop_pin(frame);
+    return finish_close();
   }
-  auto memory = arena_->try_allocate(bytes);
-  if (!memory && evict_window(bytes, /*clean_only=*/true)) memory = arena_->try_allocate(bytes);
-  if (!memory) return false;
-  Frame& frame = *place_frame(run, first_page, pages, Pool::host, std::move(charge), std::move(*memory));
-  read_into(frame);
+  try {
+    mark_used(frame);
+  } catch (...) {  // as in unpin
+  }
+  if (frame.run) {
+    Page& page = pin.run_->pages[pin.page_];
+    const bool unused = page.frame == &frame && (page.state == Residency::evicted || page.state == Residency::zero);
+    if (unused && frame.pins == 1) {  // claimed, and not overwritten: its content is at home
+      frame.claimer = {};
+      frame.assembling = true;
+    }
+    frame.transient = pin.will_not_reuse_;
+  }
   drop_pin(frame);
-  return true;
+  clean_behind(lock);
+  if (!ranks_) ahead_.run(*this, lock);
+}
+
+void FrameCache::wait_for_page(PagePin& pin) {
+  Lock lock(mutex_);
+  check_usable();
+  Frame& frame = *pin.frame_;
+  wait_for_reads(lock, frame);
+  if (frame.failure) std::rethrow_exception(frame.failure);
+  order_after(frame);
+  if (pin.access_ == Access::read || frame.permanent) return;
+  frame.claimer = {};
+  mark(*pin.run_, pin.page_, pin.access_);
+  changed_.notify_all();
 }
 
 PagePin::~PagePin() {
-  if (!frame_) return;
-  std::lock_guard lock(pager_->mutex_);
-  if (pager_->closed_) return;
-  pager_->mark_used(*frame_);
-  const bool passes = passes_ && !pager_->gathers_ && frame_->pins == 1 && !frame_->permanent && frame_->run;
-  pager_->drop_pin(*frame_);
-  if (passes && page_->frame == frame_ && pager_->is_short(pager_->paying(frame_->pool))) {
-    pager_->clean(*frame_);
-    pager_->policy_->retire(*frame_);
-  }
-  pager_->clean_coldest();
+  if (frame_) cache_->let_go_of_page(*this);
 }
 
 void PagePin::wait() {
-  std::lock_guard lock(pager_->mutex_);
-  if (page_->state != Residency::reading) return;
-  Run& run = *frame_->run;
-  const std::size_t index = page_ - run.pages.data();
-  pager_->settle(run, index);
-  pager_->mark_ready(*frame_);
-  if (write_) pager_->mark(run, index, Access::write);
+  if (frame_) cache_->wait_for_page(*this);
 }
 
 void PagePin::fill(const std::byte* from, std::size_t bytes, std::size_t offset) {
-  pager_->copy(data_ + offset, from, bytes);
+  cache_->memory_.copy(data_ + offset, from, bytes);
 }
 
 }  // namespace zeropage

@@ -1,118 +1,178 @@
-// Bytes on their way: a page's state changes when a transfer starts and when its result has been checked.
+// Bytes on their way. A page's state changes when a transfer starts and when its result has been checked; a transfer
+// that ends books its outcome itself and lets the next ones start.
 #include <chrono>
 
-#include "zeropage/pager/pager.h"
+#include "zeropage/base/errors.h"
+#include "zeropage/pager/waiting.h"
 
 namespace zeropage {
 
-std::byte* Pager::address(const Run& run, std::size_t page) const {
+std::byte* FrameCache::address(const Run& run, std::size_t page) const {
   const Frame& frame = *run.pages[page].frame;
   return frame.memory.data() + (page - frame.first_page) * run.page_bytes;
 }
 
-Ticket Pager::start_read(Run& run, std::size_t page, std::byte* into) {
-  const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
-  stats_.read_bytes += bytes;
-  if (run.below) return uploads_->read(*run.below, page, into, run.bytes_of(page));
-  if (run.gathered()) return gathers_->read(run, page, into);
-  return io_->submit({Direction::read, &swap_->file(), run.extent.offset() + page * run.page_bytes, into, bytes});
-}
-
-void Pager::start_write(Run& run, std::size_t page) {
-  const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
-  Page& p = run.pages[page];
-  if (run.gathered()) {
-    order_after(*p.frame);
-    gathers_->write(run, page, address(run, page));
-    p.state = Residency::clean;
-    return;
+/// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. If one
+/// cannot start, those that did are waited for, all are evicted again, and the error is thrown.
+void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
+  Run& run = *frame.run;
+  std::vector<std::size_t> pages;
+  for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
+    Page& page = run.pages[i];
+    if (page.state != Residency::evicted || (page.frame && page.frame != &frame)) continue;
+    page.frame = &frame;
+    page.state = Residency::reading;
+    ++frame.transfers, ++run.transfers;
+    pages.push_back(i);
   }
-  p.transfer = run.below ? uploads_->write(*run.below, page, address(run, page), run.bytes_of(page),
-                                           p.frame->last_mark ? p.frame->last_mark : p.frame->ready)
-                         : io_->submit({Direction::write, &swap_->file(), run.extent.offset() + page * run.page_bytes,
-                                        address(run, page), bytes});
-  p.state = Residency::writing;
-  stats_.written_bytes += bytes;
-}
-
-void Pager::wait_for(Ticket& ticket) {
-  if (!ticket) return;
-  if (ticket.done()) return ticket.wait();
-  const auto start = std::chrono::steady_clock::now();
-  struct Clock {
-    PagerStats& stats;
-    std::chrono::steady_clock::time_point start;
-    ~Clock() {
-      stats.waited_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const bool blocks = home_->blocks() && (priority == Priority::demanded || ranks_);
+  for (const std::size_t i : pages) {
+    const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
+    stats_.read_bytes += bytes;
+    stats_.read_of[static_cast<int>(run.role)] += bytes;
+    reading_bytes_ += bytes;
+    std::byte* const into = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
+    auto done = [this, &run, &frame, i](Home::Outcome outcome) {
+      on_end([&] { read_ended(run, frame, i, std::move(outcome)); });
+    };
+    std::optional<Home::Outcome> outcome;
+    if (frame.failure) {
+      outcome = Home::Outcome{frame.failure, nullptr};
+    } else {
+      if (blocks) lock.unlock();
+      try {
+        outcome = home_->read(run, i, into, priority, std::move(done));
+      } catch (...) {
+        outcome = Home::Outcome{std::current_exception(), nullptr};
+      }
+      if (blocks) lock.lock();
     }
-  } clock{stats_, start};
-  ticket.wait();
-}
-
-/// Waits for a page's transfer, if it has one, and moves its state on. On failure the page is as before the transfer
-/// began and the error passes on: a page that could not be written stays dirty in its frame; one that could not be
-/// read is at home, without a frame.
-void Pager::settle(Run& run, std::size_t index) {
-  Page& page = run.pages[index];
-  const Residency state = page.state;
-  if (state == Residency::reading) return settle_reads(*page.frame);
-  if (state != Residency::writing && state != Residency::rewritten) return;
-  Ticket transfer = std::exchange(page.transfer, {});
-  try {
-    wait_for(transfer);
-  } catch (...) {
-    page.state = Residency::dirty;
-    throw;
+    if (outcome) read_ended(run, frame, i, std::move(*outcome));
   }
-  page.state = state == Residency::rewritten ? Residency::dirty : Residency::clean;
 }
 
 /// All pages of a frame are read together or not at all.
-void Pager::settle_reads(Frame& frame) {
-  Page* const pages = &frame.run->pages[frame.first_page];
-  try {
-    for (std::size_t i = 0; i < frame.pages; ++i) {
-      Ticket transfer = std::exchange(pages[i].transfer, {});
-      wait_for(transfer);
+void FrameCache::read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome) {
+  reading_bytes_ -= round_up(run.bytes_of(page), kBlockBytes);
+  if (outcome.error && !frame.failure) frame.failure = outcome.error;
+  if (outcome.ready) frame.ready = outcome.ready;
+  if (--frame.transfers == 0) {
+    for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
+      Page& p = run.pages[i];
+      if (p.frame != &frame || p.state != Residency::reading) continue;
+      p.state = frame.failure ? Residency::evicted : Residency::clean;
+      if (frame.failure) p.frame = nullptr;
     }
-  } catch (...) {
-    abandon_reads(frame);
-    if (frame.pins == 0) drop_frame(frame);  // else the last pin does
-    throw;
+    if (frame.pins == 0) settle(frame);  // else the last pin does
   }
-  for (std::size_t i = 0; i < frame.pages; ++i) pages[i].state = Residency::clean;
+  transfer_ended(run);
 }
 
-/// Its pages are at home again, and nothing is on its way.
-void Pager::abandon_reads(Frame& frame) noexcept {
+/// Starts writing home what of the frame is newer there. False if that would block; nothing has started then, or all
+/// that could.
+bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
+  Run& run = *frame.run;
+  std::vector<std::size_t> pages;
   for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
-    Page& page = frame.run->pages[i];
-    if (page.frame != &frame) continue;
-    Ticket ended = std::exchange(page.transfer, {});
-    page.state = Residency::home;
-    page.frame = nullptr;
+    if (run.pages[i].state != Residency::dirty) continue;
+    if (priority != Priority::demanded && !home_->ready_to_write(run, i)) break;
+    pages.push_back(i);
   }
-}
-
-/// Settles all pages in [first, end), then throws the first error among them: a disk that fails is told of once, not
-/// once a page.
-void Pager::settle_all(Run& run, std::size_t first, std::size_t end) {
-  std::exception_ptr error;
-  for (std::size_t i = first; i < end; ++i) {
+  if (pages.empty()) return false;
+  victims_.remove(frame);
+  for (const std::size_t i : pages) {
+    run.pages[i].state = Residency::writing;
+    ++frame.transfers, ++run.transfers;
+    const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
+    stats_.written_bytes += bytes;
+    stats_.written_of[static_cast<int>(run.role)] += bytes;
+    writing_bytes_ += bytes;
+  }
+  if (ranks_) order_after(frame);
+  add_pin(frame);  // the frame stays while the lock is given up
+  const bool blocks = home_->blocks() && (priority == Priority::demanded || ranks_);
+  for (const std::size_t i : pages) {
+    auto done = [this, &run, i](Home::Outcome outcome) {
+      on_end([&] { write_ended(run, i, outcome); });
+    };
+    std::byte* const from = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
+    const auto after = frame.last_mark ? frame.last_mark : frame.ready;
+    std::optional<Home::Outcome> outcome;
+    if (blocks) lock.unlock();
     try {
-      settle(run, i);
+      outcome = home_->write(run, i, from, after, priority, std::move(done));
     } catch (...) {
-      if (!error) error = std::current_exception();
+      outcome = Home::Outcome{std::current_exception(), nullptr};
     }
+    if (blocks) lock.lock();
+    if (outcome) write_ended(run, i, *outcome);
   }
-  if (error) std::rethrow_exception(error);
+  drop_pin(frame);
+  return true;
 }
 
-void Pager::settle_for_death(Run& run) noexcept {
-  for (Page& page : run.pages) {
-    Ticket transfer = std::exchange(page.transfer, {});
-    // Its destructor waits; what a dead tensor's write came to is of no interest.
+void FrameCache::write_ended(Run& run, std::size_t index, const Home::Outcome& outcome) {
+  Page& page = run.pages[index];
+  writing_bytes_ -= round_up(run.bytes_of(index), kBlockBytes);
+  if (outcome.error) {
+    page.state = Residency::dirty;
+    ++failed_writes_;
+    if (!run.dead) failed_write_ = outcome.error;
+  } else {
+    page.state = page.state == Residency::rewritten ? Residency::dirty : Residency::clean;
   }
+  Frame& frame = *page.frame;
+  if (--frame.transfers == 0 && frame.pins == 0) settle(frame);
+  transfer_ended(run);
+}
+
+void FrameCache::transfer_ended(Run& run) {
+  if (--run.transfers == 0 && run.dead) delete_run(run);
+  changed_.notify_all();
+}
+
+/// On the thread on which a transfer ended.
+void FrameCache::on_end(std::function<void()> book) {
+  {
+    Lock lock(mutex_);
+    book();
+    if (!ranks_) ahead_.run(*this, lock);
+  }
+  std::lock_guard lock(progress_mutex_);
+  if (upper_) upper_->progress();
+}
+
+void FrameCache::progress() {
+  Lock lock(mutex_);
+  if (!ranks_) ahead_.run(*this, lock);
+}
+
+/// Returns when nothing is being read into the frame, which may be gone then unless the caller has a pin on it.
+void FrameCache::wait_for_reads(Lock& lock, Frame& frame) {
+  Run* const run = frame.run;
+  const auto is_read = [&](std::size_t page) {
+    return run->pages[page].frame == &frame && run->pages[page].state == Residency::reading;
+  };
+  const auto first_read = [&] {
+    std::size_t page = frame.first_page;
+    while (page < frame.first_page + frame.pages && !is_read(page)) ++page;
+    return page;
+  };
+  if (frame.transfers == 0 || first_read() == frame.first_page + frame.pages) return;
+  struct Pin {
+    FrameCache& cache;
+    Frame& frame;
+    Pin(FrameCache& c, Frame& f) : cache(c), frame(f) { cache.add_pin(frame); }
+    ~Pin() { cache.drop_pin(frame); }
+  } pin{*this, frame};
+  for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
+    if (!is_read(page)) continue;
+    const Waiting waiting(stats_.waited_seconds);
+    lock.unlock();
+    home_->hurry(*run, page, frame.memory.data() + (page - frame.first_page) * run->page_bytes);
+    lock.lock();
+  }
+  wait_until(lock, [&] { return first_read() == frame.first_page + frame.pages; });
 }
 
 }  // namespace zeropage

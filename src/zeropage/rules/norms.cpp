@@ -94,7 +94,7 @@ bool run_norm(Call& call) {
   double norm = 0;
   if (is_split_whole(self)) {
     norm = norms_over_ranks(self, ord)[0];
-  } else if (segment->bytes() > segment->pager()->frame_limit() && is_operand(self, self)) {
+  } else if (segment->bytes() > segment->cache()->frame_limit() && is_operand(self, self)) {
     norm = norm_by_pages(self, ord, /*of_share=*/false).norm();
   } else {
     return false;

@@ -34,7 +34,7 @@ bool join_program(Call& call, const PagedArgument& target) {
   return true;
 }
 
-bool fits(const StorageSegment& segment) { return segment.bytes() <= segment.pager()->frame_limit(); }
+bool fits(const StorageSegment& segment) { return segment.bytes() <= segment.cache()->frame_limit(); }
 
 }  // namespace
 
@@ -46,9 +46,9 @@ bool run_zero(Call& call) {
   segment.refresh(Access::overwrite);
   if (segment.is_partitioned()) {
     segment.open_share(Access::overwrite);
-    segment.share_segment().pager()->zero(segment.share_segment());
+    segment.share_segment().cache()->zero(segment.share_segment());
   } else {
-    segment.pager()->zero(segment);
+    segment.cache()->zero(segment);
   }
   finish(call, target->tensor);
   return true;
@@ -93,14 +93,14 @@ bool run_random(Call& call) {
   segment.refresh(Access::overwrite);
   const std::size_t page_elements = segment.page_bytes() / target->tensor.itemsize();
   for (std::size_t i = 0; i * page_elements < segment.elements(); ++i) {
-    PagePin page = segment.pager()->pin_page(segment, i, Access::overwrite);
+    PagePin page = segment.cache()->pin_page(segment, i, Access::overwrite);
     page.wait();
     torch::jit::Stack stack(call.stack.begin() + call.first, call.stack.end());
     const auto elements = static_cast<std::int64_t>(std::min(page_elements, segment.elements() - i * page_elements));
     stack[0] = at::from_blob(page.data(), {elements}, target->tensor.options().requires_grad(false));
     call_below(call.op, stack);
   }
-  if (segment.is_partitioned()) segment.pager()->store(segment);
+  if (segment.is_partitioned()) segment.cache()->store(segment);
   finish(call, target->tensor);
   return true;
 }

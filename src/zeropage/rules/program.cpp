@@ -59,13 +59,11 @@ using ProgramPtr = std::shared_ptr<Program>;
 
 class Program final : public Deferred, public std::enable_shared_from_this<Program> {
  public:
-  explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {
-    progress_.next_page = [this] { zeropage::read_ahead(*domain_, this); };
-  }
+  explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
 
   bool run() override;
   bool adopt(std::unique_ptr<StorageSegment>& segment) override;
-  bool read_ahead(std::size_t& bytes, bool whole) override;
+  Access access_to(const StorageSegment& segment) const override;
 
   bool empty() const { return instructions_.empty(); }
   bool fits(std::size_t more_slots) const {
@@ -233,37 +231,12 @@ bool Program::run() {
   return true;
 }
 
-bool Program::read_ahead(std::size_t& bytes, bool whole) {
-  struct Reads {
-    StorageSegment* segment;
-    std::size_t next;
-  };
-  c10::SmallVector<Reads, 8> reads;
+Access Program::access_to(const StorageSegment& segment) const {
+  if (begun() || running_) return Access::read;
   for (const Slot& slot : slots_) {
-    StorageSegment* segment = slot.segment;
-    if (!segment || slot.access == Access::overwrite || segment->is_homeless()) continue;
-    if (segment->is_partitioned()) {
-      segment = &segment->share_segment();
-    } else if (domain_->partition.ranks) {
-      continue;  // of which this rank takes some elements of each page
-    } else if (whole && slot.segment->role() == Role::parameter && segment->bytes() <= bytes) {
-      bytes -= segment->bytes();
-      if (!segment->pager()->prefetch(*segment)) return false;
-      continue;
-    }
-    reads.push_back({segment, progress_.done / slot.per * slot.shape.itemsize() / segment->page_bytes()});
+    if (slot.segment == &segment) return slot.access;
   }
-  for (bool any = true; any;) {
-    any = false;
-    for (Reads& read : reads) {
-      if (read.next >= read.segment->pages()) continue;
-      if (bytes < read.segment->bytes_of(read.next)) return bytes = 0, true;
-      if (!read.segment->pager()->prefetch_page(*read.segment, read.next)) return false;
-      bytes -= read.segment->bytes_of(read.next++);
-      any = true;
-    }
-  }
-  return true;
+  return Access::read;
 }
 
 std::optional<UpdateProgram> Program::find_update() const {

@@ -36,21 +36,20 @@ class Cursor {
     return std::min((here / page_elements_ + 1) * page_elements_ - here + at, part_end);
   }
 
-  /// Holds the page or pages of the window and lets go of earlier ones. Reads of what follows start. True if there is
-  /// another page among them.
-  bool move_to(Cut window) {
+  /// Holds the page or pages of the window and lets go of earlier ones. `resumes`: what throws in the middle of a page
+  /// goes on there, so that what is to be overwritten need not be whole until then.
+  void move_to(Cut window, bool resumes) {
     window = shift(window);
-    if (!operand_.segment) return false;
+    if (!operand_.segment) return;
     const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
     if (held_[0].pin && held_[0].page < low) held_[0] = std::move(held_[1]), held_[1] = {};
-    const bool first = hold(held_[0], low);
-    const bool second = high > low && hold(held_[1], high);
-    if (high + 1 < operand_.segment->pages() && operand_.access != Access::overwrite) {
-      operand_.segment->pager()->prefetch_page(*operand_.segment, high + 1);
-    }
-    return first || second;
+    hold(held_[0], low, access_to(low, window, resumes));
+    if (high > low) hold(held_[1], high, access_to(high, window, resumes));
   }
 
+  bool reads() const { return operand_.access == Access::read; }
+
+  /// A page for overwriting keeps its content until it is waited for: after all that is read.
   void wait() {
     for (Held& held : held_) {
       if (held.pin) held.pin.wait();
@@ -95,13 +94,21 @@ class Cursor {
   }
   Cut place(Cut range) const { return {range.begin + shift_, range.end + shift_}; }
 
-  bool hold(Held& held, std::size_t page) {
-    if (held.pin && held.page == page) return false;
+  /// A page is given up for overwriting only from its beginning on, and, where an error would leave it so, in one window.
+  Access access_to(std::size_t page, Cut window, bool resumes) const {
+    if (operand_.access != Access::overwrite) return operand_.access;
+    const std::size_t begin = page * page_elements_;
+    const std::size_t end = std::min(begin + page_elements_, operand_.segment->bytes() / item_bytes_ * operand_.per);
+    const bool from_start = window.begin <= begin, in_one = window.end >= end;
+    return from_start && (resumes || in_one) ? Access::overwrite : Access::write;
+  }
+
+  void hold(Held& held, std::size_t page, Access access) {
+    if (held.pin && held.page == page) return;
     held.pin = {};
-    held.pin = operand_.segment->pager()->pin_page(*operand_.segment, page, operand_.access);
-    if (operand_.segment->role() == Role::optimizer) held.pin.pass();
+    held.pin = operand_.segment->cache()->pin_page(*operand_.segment, page, access);
+    if (operand_.segment->role() == Role::optimizer) held.pin.will_not_reuse();
     held.page = page;
-    return true;
   }
 
   void move_straddling(Cut window, bool into_pages) {
@@ -224,7 +231,24 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* split) {
   return reach;
 }
 
-void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress) {
+/// Says to each cache which of its segments are used now, page by page.
+void announce(const Reach& reach) {
+  c10::SmallVector<PinRequest, 8> requests;
+  FrameCache* cache = nullptr;
+  for (const Operand& operand : reach.operands) {
+    if (!operand.segment) continue;
+    if (cache && operand.segment->cache().get() != cache) {
+      cache->announce(requests);
+      requests.clear();
+    }
+    cache = operand.segment->cache().get();
+    requests.push_back({operand.segment, operand.access});
+  }
+  if (cache) cache->announce(requests);
+}
+
+void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes) {
+  announce(reach);
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
   const auto& operands = reach.operands;
   Cursors cursors;
@@ -240,10 +264,12 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
     std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, vector);
     for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
     const Cut window = window_at(at, edge, chunk, vector);
-    bool moved = false;
-    for (auto& cursor : cursors) moved |= cursor->move_to(window);
-    if (moved && progress.next_page) progress.next_page();
-    for (auto& cursor : cursors) cursor->wait();
+    for (auto& cursor : cursors) cursor->move_to(window, resumes);
+    for (const bool reads : {true, false}) {
+      for (auto& cursor : cursors) {
+        if (cursor->reads() == reads) cursor->wait();
+      }
+    }
     const bool straddling =
         std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
     if (straddling) {
@@ -263,11 +289,15 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   }
   const StorageSegment* split = split_among(operands);
   Progress whole;
-  run_windows(reach(operands, split), chunking, run, progress ? *progress : whole);
+  // What only overwrites cannot be stopped half-way by a page that cannot be read.
+  const bool resumes = progress || std::none_of(operands.begin(), operands.end(), [](const Operand& operand) {
+                         return operand.segment && operand.access != Access::overwrite;
+                       });
+  run_windows(reach(operands, split), chunking, run, progress ? *progress : whole, resumes);
   if (split) return;
   for (const Operand& operand : operands) {
     const bool written = operand.segment && operand.access != Access::read;
-    if (written && operand.segment->is_partitioned()) operand.segment->pager()->store(*operand.segment);
+    if (written && operand.segment->is_partitioned()) operand.segment->cache()->store(*operand.segment);
   }
 }
 
@@ -279,7 +309,7 @@ void copy_windows(const at::Tensor& to, const at::Tensor& from) {
 void for_each_window_of_share(const Operand& operand, RunSlices run) {
   operand.segment->complete();
   Progress whole;
-  run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole);
+  run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole, /*resumes=*/false);
 }
 
 bool is_split(const StorageSegment* segment) { return segment && (segment->is_partitioned() || segment->is_stale()); }

@@ -48,7 +48,6 @@ Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = 
 
 struct Progress {
   std::size_t done = 0;  // elements whose windows are behind: begins there, and goes on there after an error
-  std::function<void()> next_page;  // called when an operand comes to another page, before that is waited for
 };
 
 /// Calls `run` with one flat tensor an operand for consecutive windows that cover everything; of this rank's share,

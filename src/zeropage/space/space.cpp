@@ -237,7 +237,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   }
 
   const std::size_t free = free_memory() / (groups.shard ? ranks_here() : 1);
-  PagerOptions options;
+  CacheOptions options;
   const std::size_t device_free = domain->device.is_cpu() ? free : free_device_memory(domain->device);
   const std::size_t device_share = domain->device.is_cpu() ? free / 4 : device_free / 5 * 4;
   options.device_bytes = size_of("device_memory", config.device_memory, device_share);
@@ -289,7 +289,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
     return domain->device.is_cpu() ? make_cpu_apart(bytes) : make_torch_device(domain->device, bytes);
   };
   options.device = device_memory(options.device_bytes);
-  domain->pager = Pager::make(options);
+  domain->cache = FrameCache::make(options);
   if (groups.shard) {
     domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check);
     if (groups.replica && groups.replica->getSize() > 1) {
@@ -297,7 +297,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
     }
     if (gathered_bytes > 0) {
       domain->gathered =
-          Pager::make_gathered(domain->pager, domain->partition.ranks, gathered_bytes, device_memory(gathered_bytes));
+          FrameCache::make_gathered(domain->cache, domain->partition.ranks, gathered_bytes, device_memory(gathered_bytes));
     }
     domain->reducer = std::make_shared<Reducer>(*domain);
   }
@@ -308,7 +308,7 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   config.host_memory = std::to_string(options.host_bytes);
   config.page_size = std::to_string(options.page_bytes);
   config.resident_below = std::to_string(domain->resident_below);
-  config.io = std::string(domain->pager->io_name());
+  config.io = std::string(domain->cache->io_name());
   config.async_step = domain->async_step ? "true" : "false";
   config.memory = separate ? "separate" : "unified";
   return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
@@ -359,7 +359,7 @@ void Space::keep_whole(at::Tensor& tensor) {
 
 void Space::wait() {
   run_deferred(*domain_);
-  domain_->pager->wait();
+  domain_->cache->wait();
 }
 
 void step_ended(c10::ArrayRef<at::Tensor> parameters) {
@@ -370,21 +370,21 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
     domains.push_back(segment->domain());
   }
   for (const auto& domain : domains) {
-    domain->async_step ? read_ahead(*domain) : run_deferred(*domain);
+    if (!domain->async_step) run_deferred(*domain);
   }
 }
 
 void Space::close() {
   if (domain_->gathered) domain_->gathered->close();
-  domain_->pager->close();
+  domain_->cache->close();
 }
 
 Report Space::report() const {
-  const Pager& pager = *domain_->pager;
-  PagerStats stats = pager.stats();
-  const Pager* const gathered = domain_->gathered.get();
+  const FrameCache& cache = *domain_->cache;
+  CacheStats stats = cache.stats();
+  const FrameCache* const gathered = domain_->gathered.get();
   if (gathered) {
-    const PagerStats wholes = gathered->stats();
+    const CacheStats wholes = gathered->stats();
     stats.faults += wholes.faults, stats.evictions += wholes.evictions;
   }
   const auto& [ranks, replicas] = std::tie(domain_->partition.ranks, domain_->partition.replicas);
@@ -398,7 +398,7 @@ Report Space::report() const {
                 .written_bytes = stats.written_bytes,
                 .uploaded_bytes = stats.uploaded_bytes,
                 .downloaded_bytes = stats.downloaded_bytes,
-                .swap_bytes = pager.swap_bytes(),
+                .swap_bytes = cache.swap_bytes(),
                 .waited_seconds = stats.waited_seconds,
                 .ranks = domain_->partition.world(),
                 .gathered_bytes = traffic.gathered,
@@ -407,7 +407,7 @@ Report Space::report() const {
                 .control_bytes = traffic.control,
                 .non_finite = domain_->not_finite.load(),
                 .collectives = traffic.collectives,
-                .io = std::string(pager.io_name()),
+                .io = std::string(cache.io_name()),
                 .general_path = domain_->general_path.counts()};
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
@@ -418,11 +418,11 @@ Report Space::report() const {
     }
   }
   for (const Pool pool : {Pool::device, Pool::host}) {
-    const Budget& budget = pager.budget(pool);
-    Report::Memory memory{budget.name(), budget.used(), budget.peak(), budget.limit()};
+    const FrameCache::Usage used = cache.usage(pool);
+    Report::Memory memory{used.name, used.now, used.peak, used.limit};
     if (gathered && pool == Pool::device) {  // its part of device_memory
-      const Budget& part = gathered->budget(pool);
-      memory.now += part.used(), memory.peak += part.peak(), memory.limit += part.limit();
+      const FrameCache::Usage part = gathered->usage(pool);
+      memory.now += part.now, memory.peak += part.peak, memory.limit += part.limit;
     }
     report.budgets.push_back(memory);
   }
@@ -439,8 +439,8 @@ int ranks_of(const at::Tensor& tensor) {
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
   if (!segment || segment->is_homeless()) return;
-  segment->pager()->evict(*segment);
-  if (segment->is_partitioned()) segment->share_segment().pager()->evict(segment->share_segment());
+  segment->cache()->evict(*segment);
+  if (segment->is_partitioned()) segment->share_segment().cache()->evict(segment->share_segment());
 }
 
 std::uint64_t virtual_address(const at::Tensor& tensor) {

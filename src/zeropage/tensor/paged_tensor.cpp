@@ -36,8 +36,8 @@ Tier tier_for(const Domain& domain, Role role, std::size_t bytes) {
     case Placement::automatic:
       break;
   }
-  if (domain.pager->has_separate_memory() && domain.pager->has_room(Tier::device, bytes)) return Tier::device;
-  const bool to_disk = !domain.pager->has_room(Tier::host, bytes) && domain.pager->has_room(Tier::disk, bytes);
+  if (domain.cache->has_separate_memory() && domain.cache->has_room(Tier::device, bytes)) return Tier::device;
+  const bool to_disk = !domain.cache->has_room(Tier::host, bytes) && domain.cache->has_room(Tier::disk, bytes);
   return to_disk ? Tier::disk : Tier::host;
 }
 
@@ -78,7 +78,7 @@ struct Making {
   void bind(StorageSegment& segment) const {
     if (!domain->partition.ranks) {
       const Tier tier = bytes < domain->resident_below ? memory_tier() : tier_for(*domain, role, bytes);
-      domain->pager->bind(segment, {bytes, row_bytes, role, tier});
+      domain->cache->bind(segment, {bytes, row_bytes, role, tier});
     } else {
       const Layout layout = birth.layout.value_or(domain->layout_for(role, segment.elements_));
       layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
@@ -88,16 +88,16 @@ struct Making {
  private:
   std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 
-  Tier memory_tier() const { return domain->pager->has_separate_memory() ? Tier::device : Tier::host; }
+  Tier memory_tier() const { return domain->cache->has_separate_memory() ? Tier::device : Tier::host; }
 
   void bind_replicated(StorageSegment& segment) const {
     if (!segment.shareable_) {
-      domain->pager->bind(segment, {bytes, 0, role, memory_tier()});
+      domain->cache->bind(segment, {bytes, 0, role, memory_tier()});
       return;
     }
     // With every rank's last part full, so that shares can be gathered in place.
     const std::size_t padded = segment.stripes_.padded() * dtype.itemsize();
-    domain->pager->bind(segment, {padded, 0, role, tier_for(*domain, role, padded), page_bytes(segment.stripes_)});
+    domain->cache->bind(segment, {padded, 0, role, tier_for(*domain, role, padded), page_bytes(segment.stripes_)});
   }
 
   void bind_partitioned(StorageSegment& segment) const {
@@ -108,8 +108,8 @@ struct Making {
                                                              c10::DataPtr(nullptr, domain->device), nullptr, false);
     auto share = std::make_unique<StorageSegment>(segment.domain_, own_storage.get(), role, own);
     const std::size_t part_bytes = page_bytes(stripes) / stripes.ranks();
-    const std::size_t page = std::max(round_down(domain->pager->page_bytes(), part_bytes), part_bytes);
-    domain->pager->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
+    const std::size_t page = std::max(round_down(domain->cache->page_bytes(), part_bytes), part_bytes);
+    domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
     // What is born at another time on other ranks, or finds its home later, shares no page.
     const bool alone = birth.number != 0 || birth.homeless;
@@ -136,7 +136,7 @@ at::Tensor tensor_over(const Domain& domain, c10::intrusive_ptr<c10::StorageImpl
 /// Copies `bytes` at `data` into `segment` from its beginning on.
 void copy_in(StorageSegment& segment, const std::byte* data, std::size_t bytes) {
   for (std::size_t i = 0, at = 0; at < bytes; ++i, at += segment.page_bytes()) {
-    PagePin page = segment.pager()->pin_page(segment, i, Access::overwrite);
+    PagePin page = segment.cache()->pin_page(segment, i, Access::overwrite);
     page.wait();
     page.fill(data + at, std::min(segment.bytes_of(i), bytes - at));
   }
@@ -149,7 +149,7 @@ void copy_share_in(StorageSegment& segment, const std::byte* data, std::size_t i
   for (std::size_t i = 0, end = 0; i < stripes.own(); i = end) {
     end = std::min(stripes.part_end(i), stripes.own());
     const std::size_t page = i * item_bytes / share.page_bytes();
-    PagePin part = share.pager()->pin_page(share, page, Access::write);
+    PagePin part = share.cache()->pin_page(share, page, Access::write);
     part.wait();
     part.fill(data + stripes.in_tensor(i) * item_bytes, (end - i) * item_bytes,
               i * item_bytes - page * share.page_bytes());
@@ -173,8 +173,7 @@ StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl*
 }
 
 StorageSegment::~StorageSegment() {
-  if (foreseen_) domain_->foresight.forget(*this);
-  if (pager()) pager()->release(*this);
+  if (cache()) cache()->release(*this);
 }
 
 c10::weak_intrusive_ptr<c10::StorageImpl> StorageSegment::storage() const {
@@ -252,45 +251,9 @@ void run_deferred(Domain& domain) {
   if (error) std::rethrow_exception(error);
 }
 
-void read_ahead(Domain& domain, Deferred* running) {
-  std::unique_lock lock(domain.deferral_mutex, std::try_to_lock);
-  if (!lock) return;  // another thread is at it
-  std::size_t bytes = domain.pager->budget(Pool::host).limit() / 4;
-  if (running && !running->read_ahead(bytes, /*whole=*/false)) return;
-  if (domain.next_deferred > 0) {
-    for (std::size_t i = domain.next_deferred; i < domain.deferred.size() && bytes > 0; ++i) {
-      const auto deferred = domain.deferred[i].lock();
-      if (deferred && !deferred->read_ahead(bytes, /*whole=*/false)) return;
-    }
-    return;
-  }
-  domain.foresight.for_each_coming(
-      [&](Segment& segment) { return static_cast<StorageSegment&>(segment).read_ahead(bytes) && bytes > 0; });
-}
-
-bool StorageSegment::foresee() {
-  const Segment& at_home = is_partitioned() ? share_segment() : *this;
-  if (role_ != Role::parameter || at_home.tier() != Tier::disk) return false;
-  foreseen_ = true;
-  domain_->foresight.visit(*this);
-  return true;
-}
-
-bool StorageSegment::read_ahead(std::size_t& bytes) {
-  if (deferred_) return deferred_->read_ahead(bytes, /*whole=*/true);
-  if (is_partitioned()) return share_segment().read_pages_ahead(0, bytes);
-  if (this->bytes() > bytes) return read_pages_ahead(0, bytes);
-  bytes -= this->bytes();
-  return pager()->prefetch(*this);
-}
-
-bool StorageSegment::read_pages_ahead(std::size_t first, std::size_t& bytes) {
-  for (std::size_t page = first; page < pages(); ++page) {
-    if (bytes < bytes_of(page)) return bytes = 0, true;
-    if (!pager()->prefetch_page(*this, page)) return false;
-    bytes -= bytes_of(page);
-  }
-  return true;
+Access StorageSegment::deferred_access() const {
+  std::lock_guard lock(domain_->deferral_mutex);
+  return deferred_ ? deferred_->access_to(*this) : Access::read;
 }
 
 void StorageSegment::run_deferred() {
@@ -342,10 +305,11 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   return true;
 }
 
-TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
-  // What was deferred on a tensor runs in the frame that its operator will use.
+TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
+  // What was deferred on a tensor runs in the frame that its operator will use, and may overwrite all of it.
+  c10::SmallVector<PinRequest, 8> requests(asked.begin(), asked.end());
   c10::SmallVector<StorageSegment*, 4> deferred;
-  for (const PinRequest& request : requests) {
+  for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
     if (segment->coding()) {
       throw AccessError(
@@ -353,15 +317,20 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
           "tensor.clone()");
     }
     const bool in_frame = segment->is_deferred() && !segment->is_homeless() && request.access != Access::overwrite;
-    in_frame && !segment->domain()->partition.ranks ? deferred.push_back(segment) : segment->refresh(request.access);
+    if (!in_frame || segment->domain()->partition.ranks) {
+      segment->refresh(request.access);
+      continue;
+    }
+    deferred.push_back(segment);
+    if (segment->deferred_access() == Access::overwrite) request.access = Access::overwrite;
   }
-  // One call a pager; nearly always there is one.
+  // One call a cache; nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
-    Pager& pager = *requests[begin].segment->pager();
+    FrameCache& cache = *requests[begin].segment->cache();
     std::size_t end = begin + 1;
-    while (end < requests.size() && requests[end].segment->pager().get() == &pager) ++end;
+    while (end < requests.size() && requests[end].segment->cache().get() == &cache) ++end;
     try {
-      pager.pin({requests.data() + begin, end - begin});
+      cache.pin({requests.data() + begin, end - begin});
     } catch (...) {
       TensorPin held = std::move(*this);
       throw;
@@ -369,14 +338,8 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
     requests_.append(requests.begin() + begin, requests.begin() + end);
     begin = end;
   }
-  Domain* ahead = nullptr;  // in which there is something to read ahead
-  for (const PinRequest& request : requests) {
-    auto* segment = static_cast<StorageSegment*>(request.segment);
-    if (request.access != Access::overwrite && segment->foresee()) ahead = segment->domain().get();
-  }
   try {
     for (StorageSegment* segment : deferred) segment->run_deferred();
-    if (ahead) read_ahead(*ahead);
   } catch (...) {
     TensorPin held = std::move(*this);
     throw;
@@ -386,18 +349,18 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> requests) {
 void TensorPin::release() {
   c10::SmallVector<Segment*, 8> written;
   for (const PinRequest& request : requests_) {
-    if (request.access != Access::read && request.segment->pager()->is_gathered()) written.push_back(request.segment);
+    if (request.access != Access::read && request.segment->cache()->is_gathered()) written.push_back(request.segment);
   }
   { TensorPin dropped = std::move(*this); }
-  for (Segment* segment : written) segment->pager()->store(*segment);
+  for (Segment* segment : written) segment->cache()->store(*segment);
 }
 
 TensorPin::~TensorPin() {
   for (std::size_t begin = 0; begin < requests_.size();) {
-    Pager& pager = *requests_[begin].segment->pager();
+    FrameCache& cache = *requests_[begin].segment->cache();
     std::size_t end = begin + 1;
-    while (end < requests_.size() && requests_[end].segment->pager().get() == &pager) ++end;
-    pager.unpin({requests_.data() + begin, end - begin});
+    while (end < requests_.size() && requests_[end].segment->cache().get() == &cache) ++end;
+    cache.unpin({requests_.data() + begin, end - begin});
     begin = end;
   }
 }

@@ -18,8 +18,7 @@
 #include "zeropage/base/torch_compat.h"
 #include "zeropage/comm/collectives.h"
 #include "zeropage/comm/stripes.h"
-#include "zeropage/pager/foresight.h"
-#include "zeropage/pager/pager.h"
+#include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
 
@@ -94,15 +93,14 @@ class Deferred {
   virtual bool run() = 0;
   /// A segment's tensor died: true if the segment must outlive it, and does so here.
   virtual bool adopt(std::unique_ptr<StorageSegment>& segment) = 0;
-  /// Starts reads of what it has yet to read, up to `bytes`, from which it takes what it asked for. `whole`: it will
-  /// run for an operator that takes parameters whole. False: no more memory.
-  virtual bool read_ahead(std::size_t& bytes, bool whole) = 0;
+  /// What it will do to the content of `segment`.
+  virtual Access access_to(const StorageSegment& segment) const = 0;
 };
 
 /// What all tensors of one space share.
 struct Domain {
-  std::shared_ptr<Pager> pager;     // of what this rank holds
-  std::shared_ptr<Pager> gathered;  // of wholes that are gathered from all ranks' shares; null: none
+  std::shared_ptr<FrameCache> cache;     // of what this rank holds
+  std::shared_ptr<FrameCache> gathered;  // of wholes that are gathered from all ranks' shares; null: none
   c10::Device device{c10::kCPU};
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   Placement placement[kRoles] = {};
@@ -121,7 +119,6 @@ struct Domain {
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
   std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
-  Foresight foresight;                            // of the parameters on disk that operators take
   std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
@@ -139,7 +136,7 @@ struct Domain {
                                                                              : Layout::replicated;
   }
   Stripes stripes(std::size_t elements) const {
-    return {elements, pager->page_bytes(), partition.ranks->size(), partition.ranks->rank()};
+    return {elements, cache->page_bytes(), partition.ranks->size(), partition.ranks->rank()};
   }
 };
 
@@ -159,14 +156,10 @@ class StorageSegment final : public Segment {
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
   void defer(std::shared_ptr<Deferred> deferred);
   void run_deferred();
+  /// What those operators do to its content; `read` if there are none, or they have begun.
+  Access deferred_access() const;
   /// Whether it is to have no home until somebody needs its content (Birth::homeless).
   bool is_homeless() const { return homeless_ != nullptr; }
-  /// An operator took it whole. False if there is nothing to read ahead for it.
-  bool foresee();
-  /// As Deferred::read_ahead, for an operator that will take it whole.
-  bool read_ahead(std::size_t& bytes);
-  /// Starts reads of pages from `first` on.
-  bool read_pages_ahead(std::size_t first, std::size_t& bytes);
   void find_home();
   /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
   Coding* coding() const { return coding_.get(); }
@@ -237,7 +230,6 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false;
   std::shared_ptr<Deferred> deferred_;
-  bool foreseen_ = false;
   std::unique_ptr<Making> homeless_;
   std::unique_ptr<Coding> coding_;
 };
@@ -270,10 +262,6 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 
 /// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
 void run_deferred(Domain& domain);
-/// Starts reading what will be needed next, as far ahead as a part of host_memory allows: the rest of what is
-/// running, then what is likely to be asked for, with all that was deferred on it.
-void read_ahead(Domain& domain, Deferred* running = nullptr);
-
 /// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
 /// what is not split comes from rank 0. Throws RankError.
 void start_equal(Domain& domain);
@@ -298,7 +286,7 @@ class TensorPin {
   void release();
 
  private:
-  c10::SmallVector<PinRequest, 8> requests_;  // all of one pager after another's
+  c10::SmallVector<PinRequest, 8> requests_;  // all of one cache after another's
 };
 
 // --- the init scope: factories on this thread make paged tensors ---

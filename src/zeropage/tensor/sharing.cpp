@@ -50,7 +50,7 @@ void broadcast_packed(Domain& domain, const Storages& storages) {
 /// A large segment's pages, from the first rank of the group.
 void broadcast_pages(StorageSegment& segment, Collectives& group, const Subject& subject) {
   for (std::size_t i = 0; i < segment.pages(); ++i) {
-    PagePin page = segment.pager()->pin_page(segment, i, Access::write);
+    PagePin page = segment.cache()->pin_page(segment, i, Access::write);
     page.wait();
     const auto options = at::TensorOptions().dtype(at::kByte).device(segment.domain()->device);
     at::Tensor bytes = at::from_blob(
@@ -97,7 +97,7 @@ class Refresh {
     const Stripes& stripes = segment.stripes();
     for (std::size_t i = 0; i < stripes.pages(); ++i) {
       if (under_way_.size() == kGathersAhead) finish_oldest();
-      Gather gather{segment.pager()->pin_page(segment, i, Access::write), nullptr};
+      Gather gather{segment.cache()->pin_page(segment, i, Access::write), nullptr};
       gather.page.wait();
       const std::size_t part_bytes = stripes.part(i) * item_bytes(segment);
       std::byte* const page = gather.page.data();
@@ -128,7 +128,7 @@ class Refresh {
                       c10::function_ref<void(at::Tensor, std::int64_t, std::int64_t)> visit) {
     std::int64_t at = 0;
     for (StorageSegment* segment : segments) {
-      PagePin page = segment->pager()->pin_page(*segment, 0, Access::write);
+      PagePin page = segment->cache()->pin_page(*segment, 0, Access::write);
       page.wait();
       const std::int64_t bytes = part_bytes(*segment);
       const auto options = at::TensorOptions().dtype(at::kByte).device(domain_.device);
@@ -202,7 +202,7 @@ void StorageSegment::open_share(Access access) {
 
 void StorageSegment::claim_share(Access access) {
   if (is_partitioned()) {
-    access == Access::read ? pager()->store(*this) : pager()->share_changes(*this);
+    access == Access::read ? cache()->store(*this) : cache()->share_changes(*this);
   } else if (access != Access::read) {
     set_stale(true);
   }

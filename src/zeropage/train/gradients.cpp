@@ -1,6 +1,7 @@
 #include "zeropage/train/gradients.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -101,7 +102,16 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     c10::NoGradGuard no_grad;
     at::Tensor paged = make_paged(segment.domain(), leaf.sizes(), leaf.strides(),
                                   segment.home().defined() ? gradient_dtype(leaf) : gradient.dtype(), Role::gradient);
-    paged.copy_(gradient);
+    auto& made = *segment_of(paged);
+    // In one frame: norms take it whole. A very large one goes page by page.
+    if (made.bytes() <= made.cache()->frame_limit() / 2) {
+      const PinRequest request{&made, Access::overwrite};
+      const TensorPin pin(request);
+      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+      paged.copy_(gradient);
+    } else {
+      paged.copy_(gradient);
+    }
     return paged;
   }
 

@@ -424,7 +424,7 @@ void Reducer::write(StorageSegment& segment, std::size_t begin, const at::Tensor
     const std::size_t page = at / page_elements;
     next = std::min(end, (page + 1) * page_elements);
     const bool all = !add && (next - at) * item == segment.bytes_of(page);
-    PagePin pin = segment.pager()->pin_page(segment, page, all ? Access::overwrite : Access::write);
+    PagePin pin = segment.cache()->pin_page(segment, page, all ? Access::overwrite : Access::write);
     pin.wait();
     at::Tensor slice = at::from_blob(
         pin.data() + (at - page * page_elements) * item, {static_cast<std::int64_t>(next - at)}, [](void*) {},

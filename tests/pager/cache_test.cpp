@@ -1,4 +1,4 @@
-#include "zeropage/pager/pager.h"
+#include "zeropage/pager/frame_cache.h"
 
 #include <doctest/doctest.h>
 #include <sys/wait.h>
@@ -6,14 +6,14 @@
 
 #include <random>
 
-#include "pager/pager_fixture.h"
+#include "pager/cache_fixture.h"
 #include "zeropage/base/errors.h"
 
 using namespace zeropage;
 
 constexpr std::size_t K = kKiB;
 
-TEST_CASE_FIXTURE(PagerFixture, "a small tensor reads as zeros where a dead one lay on the shared page") {
+TEST_CASE_FIXTURE(CacheFixture, "a small tensor reads as zeros where a dead one lay on the shared page") {
   make(1 << 20, 1 << 20);
   auto neighbour = segment(100), dead = segment(100);
   write(*neighbour, 1);
@@ -21,25 +21,25 @@ TEST_CASE_FIXTURE(PagerFixture, "a small tensor reads as zeros where a dead one 
   dead.reset();
   auto born = segment(100);
   const PinRequest request{born.get(), Access::read};
-  pager->pin({&request, 1});
+  cache->pin({&request, 1});
   CHECK(std::all_of(born->data, born->data + 100, [](std::byte b) { return b == std::byte{0}; }));
-  pager->unpin({&request, 1});
+  cache->unpin({&request, 1});
   CHECK(holds(*neighbour, 1));
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "a newborn reads as zeros and touches neither memory nor disk before it is used") {
+TEST_CASE_FIXTURE(CacheFixture, "a newborn reads as zeros and touches neither memory nor disk before it is used") {
   make(256 * K, 256 * K);
   auto a = segment(100 * K);
-  CHECK(pager->budget(Pool::device).used() == 0);
+  CHECK(cache->usage(Pool::device).now == 0);
   const PinRequest request{a.get(), Access::read};
-  pager->pin({&request, 1});
+  cache->pin({&request, 1});
   for (std::size_t i = 0; i < a->bytes(); ++i) CHECK(a->data[i] == std::byte{0});
-  pager->unpin({&request, 1});
-  CHECK(pager->stats().read_bytes == 0);
+  cache->unpin({&request, 1});
+  CHECK(cache->stats().read_bytes == 0);
   CHECK(a->data == nullptr);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "more data than memory comes back as it was written, and no budget is passed") {
+TEST_CASE_FIXTURE(CacheFixture, "more data than memory comes back as it was written, and no budget is passed") {
   make(256 * K, 128 * K);
   std::vector<std::unique_ptr<TestSegment>> segments;
   for (unsigned i = 0; i < 40; ++i) {
@@ -49,34 +49,34 @@ TEST_CASE_FIXTURE(PagerFixture, "more data than memory comes back as it was writ
   for (unsigned round = 0; round < 2; ++round) {
     for (unsigned i = 0; i < 40; ++i) CHECK(holds(*segments[i], i));
   }
-  CHECK(pager->budget(Pool::device).peak() <= 256 * K);
-  CHECK(pager->budget(Pool::host).peak() <= 128 * K);
-  CHECK(pager->stats().evictions > 0);
+  CHECK(cache->usage(Pool::device).peak <= 256 * K);
+  CHECK(cache->usage(Pool::host).peak <= 128 * K);
+  CHECK(cache->stats().evictions > 0);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "only dirty pages are written") {
+TEST_CASE_FIXTURE(CacheFixture, "only dirty pages are written") {
   make(256 * K, 0);
   auto a = segment(200 * K), b = segment(200 * K);
   write(*a, 1);
-  pager->evict(*a);
-  const std::size_t written = pager->stats().written_bytes;
+  cache->evict(*a);
+  const std::size_t written = cache->stats().written_bytes;
   CHECK(written == 200 * K);
   for (int i = 0; i < 3; ++i) {
     CHECK(holds(*a, 1));
-    pager->evict(*a);
+    cache->evict(*a);
   }
-  CHECK(pager->stats().written_bytes == written);
+  CHECK(cache->stats().written_bytes == written);
   // One page of a written: one page goes to the disk.
   {
-    PagePin page = pager->pin_page(*a, 2, Access::write);
+    PagePin page = cache->pin_page(*a, 2, Access::write);
     page.wait();
     page.data()[0] = std::byte{9};
   }
-  pager->evict(*a);
-  CHECK(pager->stats().written_bytes == written + 16 * K);
+  cache->evict(*a);
+  CHECK(cache->stats().written_bytes == written + 16 * K);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "small segments share a page, large ones have pages of their own") {
+TEST_CASE_FIXTURE(CacheFixture, "small segments share a page, large ones have pages of their own") {
   make(256 * K, 0);
   std::vector<std::unique_ptr<TestSegment>> small;
   for (unsigned i = 0; i < 4; ++i) {
@@ -84,55 +84,55 @@ TEST_CASE_FIXTURE(PagerFixture, "small segments share a page, large ones have pa
     write(*small[i], i);
   }
   for (unsigned i = 0; i < 4; ++i) CHECK(holds(*small[i], i));
-  CHECK(pager->stats().home_bytes[0][static_cast<int>(Tier::disk)] == 4 * K);
+  CHECK(cache->stats().home_bytes[0][static_cast<int>(Tier::disk)] == 4 * K);
   small.erase(small.begin() + 1);
   auto again = segment(700);  // takes the dead one's place
-  CHECK(pager->stats().home_bytes[0][static_cast<int>(Tier::disk)] == 4 * K);
-  pager->zero(*again);
+  CHECK(cache->stats().home_bytes[0][static_cast<int>(Tier::disk)] == 4 * K);
+  cache->zero(*again);
   CHECK(holds(*small[0], 0));
   CHECK(holds(*small[1], 2));
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "pages written one by one are whole when an operator needs the tensor whole") {
+TEST_CASE_FIXTURE(CacheFixture, "pages written one by one are whole when an operator needs the tensor whole") {
   make(256 * K, 128 * K);
   auto a = segment(120 * K);
   for (std::size_t i = 0; i < a->pages(); ++i) {
-    PagePin page = pager->pin_page(*a, i, Access::overwrite);
+    PagePin page = cache->pin_page(*a, i, Access::overwrite);
     page.wait();
     for (std::size_t j = 0; j < a->bytes_of(i); ++j) page.data()[j] = pattern(5, i * a->page_bytes() + j);
   }
   CHECK(holds(*a, 5));
-  pager->evict(*a);
+  cache->evict(*a);
   CHECK(holds(*a, 5));
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "zeroing needs no transfer and holds after eviction") {
+TEST_CASE_FIXTURE(CacheFixture, "zeroing needs no transfer and holds after eviction") {
   make(256 * K, 0);
   auto a = segment(200 * K);
   write(*a, 1);
-  pager->evict(*a);
-  const auto before = pager->stats();
-  pager->zero(*a);
+  cache->evict(*a);
+  const auto before = cache->stats();
+  cache->zero(*a);
   const PinRequest request{a.get(), Access::read};
-  pager->pin({&request, 1});
+  cache->pin({&request, 1});
   for (std::size_t i = 0; i < a->bytes(); ++i) REQUIRE(a->data[i] == std::byte{0});
-  pager->unpin({&request, 1});
-  CHECK(pager->stats().read_bytes == before.read_bytes);
+  cache->unpin({&request, 1});
+  CHECK(cache->stats().read_bytes == before.read_bytes);
 }
 
-TEST_CASE_FIXTURE(PagerFixture,
+TEST_CASE_FIXTURE(CacheFixture,
                   "an operator that needs more than the budget is refused with sizes, and nothing changes") {
   make(128 * K, 64 * K);
   auto a = segment(100 * K), b = segment(100 * K);
   write(*a, 1);
   write(*b, 2);
   const PinRequest both[] = {{a.get(), Access::read}, {b.get(), Access::read}};
-  CHECK_THROWS_WITH_AS(pager->pin(both), doctest::Contains("device_memory = 131.1 kB"), BudgetError);
+  CHECK_THROWS_WITH_AS(cache->pin(both), doctest::Contains("device_memory = 131.1 kB"), BudgetError);
   CHECK(holds(*a, 1));
   CHECK(holds(*b, 2));
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "an operator that fits exactly is served however memory was cut up before") {
+TEST_CASE_FIXTURE(CacheFixture, "an operator that fits exactly is served however memory was cut up before") {
   make(256 * K, 0);
   std::vector<std::unique_ptr<TestSegment>> segments;
   for (unsigned i = 0; i < 30; ++i) {
@@ -145,49 +145,49 @@ TEST_CASE_FIXTURE(PagerFixture, "an operator that fits exactly is served however
   write(*b, 101);
   CHECK(holds(*segments[4], 4));
   const PinRequest both[] = {{a.get(), Access::read}, {segments[4].get(), Access::read}, {b.get(), Access::read}};
-  pager->evict(*segments[4]);
-  pager->pin({both, 1});
-  pager->unpin({both, 1});
+  cache->evict(*segments[4]);
+  cache->pin({both, 1});
+  cache->unpin({both, 1});
   const PinRequest exact[] = {{a.get(), Access::read}, {b.get(), Access::read}};
-  pager->pin(exact);
+  cache->pin(exact);
   CHECK(a->data[77] == pattern(100, 77));
   CHECK(b->data[77] == pattern(101, 77));
-  pager->unpin(exact);
+  cache->unpin(exact);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "a segment may be named twice in one operator and pinned inside a pin") {
+TEST_CASE_FIXTURE(CacheFixture, "a segment may be named twice in one operator and pinned inside a pin") {
   make(256 * K, 0);
   auto a = segment(100 * K);
   write(*a, 3);
   const PinRequest twice[] = {{a.get(), Access::read}, {a.get(), Access::write}};
-  pager->pin(twice);
+  cache->pin(twice);
   CHECK(holds(*a, 3));
   CHECK(a->data != nullptr);
-  pager->evict(*a);  // pinned: stays
+  cache->evict(*a);  // pinned: stays
   CHECK(a->data[5] == pattern(3, 5));
-  pager->unpin(twice);
+  cache->unpin(twice);
   CHECK(a->data == nullptr);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "host and device homes stay in memory and are paid for by their tier's budget") {
+TEST_CASE_FIXTURE(CacheFixture, "host and device homes stay in memory and are paid for by their tier's budget") {
   make(256 * K, 256 * K);
   auto device = segment(100 * K, Role::parameter, Tier::device), host = segment(90 * K, Role::optimizer, Tier::host);
-  CHECK(pager->budget(Pool::device).used() == 100 * K);
-  CHECK(pager->budget(Pool::host).used() == 92 * K);  // whole blocks
+  CHECK(cache->usage(Pool::device).now == 100 * K);
+  CHECK(cache->usage(Pool::host).now == 92 * K);  // whole blocks
   write(*device, 1);
   write(*host, 2);
-  pager->evict(*device);
-  pager->evict(*host);
+  cache->evict(*device);
+  cache->evict(*host);
   CHECK(holds(*device, 1));
   CHECK(holds(*host, 2));
-  CHECK(pager->stats().written_bytes == 0);
+  CHECK(cache->stats().written_bytes == 0);
   CHECK_THROWS_WITH_AS(segment(200 * K, Role::parameter, Tier::host), doctest::Contains("raise host_memory"),
                        BudgetError);
   host.reset();
-  CHECK(pager->budget(Pool::host).used() == 0);
+  CHECK(cache->usage(Pool::host).now == 0);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "evicted device frames are written behind while the host has memory") {
+TEST_CASE_FIXTURE(CacheFixture, "evicted device frames are written behind while the host has memory") {
   make(64 * K, 512 * K);
   std::vector<std::unique_ptr<TestSegment>> segments;
   for (unsigned i = 0; i < 8; ++i) {
@@ -195,39 +195,39 @@ TEST_CASE_FIXTURE(PagerFixture, "evicted device frames are written behind while 
     write(*segments[i], i);
   }
   // All eight are in memory still: one in a frame, seven in the host's cache.
-  CHECK(pager->stats().evictions == 0);
-  const std::size_t read = pager->stats().read_bytes;
+  CHECK(cache->stats().evictions == 0);
+  const std::size_t read = cache->stats().read_bytes;
   for (unsigned i = 0; i < 8; ++i) CHECK(holds(*segments[i], i));
-  CHECK(pager->stats().read_bytes == read);
+  CHECK(cache->stats().read_bytes == read);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "after close every use is refused and nothing is left on the disk") {
+TEST_CASE_FIXTURE(CacheFixture, "after close every use is refused and nothing is left on the disk") {
   make(256 * K, 0);
   auto a = segment(100 * K);
   write(*a, 1);
-  pager->close();
+  cache->close();
   CHECK(directory.empty());
   const PinRequest request{a.get(), Access::read};
-  CHECK_THROWS_WITH_AS(pager->pin({&request, 1}), doctest::Contains("space was closed"), AccessError);
+  CHECK_THROWS_WITH_AS(cache->pin({&request, 1}), doctest::Contains("space was closed"), AccessError);
   CHECK_THROWS_AS(segment(100), AccessError);
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "a forked child is refused, and its exit harms nothing") {
+TEST_CASE_FIXTURE(CacheFixture, "a forked child is refused, and its exit harms nothing") {
   make(256 * K, 64 * K);
   auto a = segment(200 * K);
   write(*a, 1);
-  pager->evict(*a);
+  cache->evict(*a);
   const pid_t child = ::fork();
   if (child == 0) {
     const PinRequest request{a.get(), Access::read};
     bool refused = false;
     try {
-      pager->pin({&request, 1});
+      cache->pin({&request, 1});
     } catch (const AccessError&) {
       refused = true;
     }
     a.reset();
-    pager.reset();
+    cache.reset();
     ::_exit(refused ? 0 : 1);
   }
   int status = 0;
@@ -236,7 +236,7 @@ TEST_CASE_FIXTURE(PagerFixture, "a forked child is refused, and its exit harms n
   CHECK(holds(*a, 1));
 }
 
-TEST_CASE_FIXTURE(PagerFixture, "any mixture of births, deaths, pins, pages and evictions keeps every byte") {
+TEST_CASE_FIXTURE(CacheFixture, "any mixture of births, deaths, pins, pages and evictions keeps every byte") {
   make(192 * K, 96 * K, 2 * kBlockBytes);
   std::mt19937 random(11);
   struct Alive {
@@ -256,18 +256,19 @@ TEST_CASE_FIXTURE(PagerFixture, "any mixture of births, deaths, pins, pages and 
       std::swap(one, alive.back());
       alive.pop_back();
     } else if (what == 2) {
-      pager->evict(*one.segment);
+      cache->evict(*one.segment);
     } else if (what == 3) {
       one.seed = i;
       for (std::size_t p = 0; p < one.segment->pages(); ++p) {
-        PagePin page = pager->pin_page(*one.segment, p, Access::overwrite);
+        PagePin page = cache->pin_page(*one.segment, p, Access::overwrite);
         page.wait();
         for (std::size_t j = 0; j < one.segment->bytes_of(p); ++j) {
           page.data()[j] = pattern(i, p * one.segment->page_bytes() + j);
         }
       }
     } else if (what == 4) {
-      for (std::size_t p = 0; p < one.segment->pages(); ++p) pager->prefetch_page(*one.segment, p);
+      const PinRequest request{one.segment.get(), Access::read};
+      cache->announce({&request, 1});
     } else if (what < 7) {
       one.seed = i;
       write(*one.segment, i);
@@ -276,9 +277,10 @@ TEST_CASE_FIXTURE(PagerFixture, "any mixture of births, deaths, pins, pages and 
     }
   }
   for (Alive& one : alive) CHECK(holds(*one.segment, one.seed));
-  CHECK(pager->budget(Pool::device).peak() <= 192 * K);
-  CHECK(pager->budget(Pool::host).peak() <= 96 * K);
+  CHECK(cache->usage(Pool::device).peak <= 192 * K);
+  CHECK(cache->usage(Pool::host).peak <= 96 * K);
   alive.clear();
-  CHECK(pager->budget(Pool::device).used() == 0);
-  CHECK(pager->budget(Pool::host).used() == 0);
+  cache->wait();  // for what was under way to those that died
+  CHECK(cache->usage(Pool::device).now == 0);
+  CHECK(cache->usage(Pool::host).now == 0);
 }

@@ -5,7 +5,7 @@
 
 #include "failing_io.h"
 #include "temporary_directory.h"
-#include "zeropage/pager/pager.h"
+#include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
 
@@ -14,7 +14,7 @@ class TestSegment final : public Segment {
  public:
   std::byte* data = nullptr;  // null outside pins
   ~TestSegment() override {
-    if (pager()) pager()->release(*this);
+    if (cache()) cache()->release(*this);
   }
 
  protected:
@@ -23,10 +23,10 @@ class TestSegment final : public Segment {
 };
 
 /// A pager on a small budget, with segments that hold a known pattern.
-struct PagerFixture {
+struct CacheFixture {
   TemporaryDirectory directory;
   FailingIo* io = nullptr;  // owned by the pager
-  std::shared_ptr<Pager> pager;
+  std::shared_ptr<FrameCache> cache;
 
   void make(std::size_t device_bytes, std::size_t host_bytes, std::size_t page_bytes = 4 * kBlockBytes,
             bool failing = false, std::shared_ptr<DeviceMemory> device = nullptr) {
@@ -36,7 +36,7 @@ struct PagerFixture {
       io = made.get();
       engine = std::move(made);
     }
-    pager = Pager::make({.device_bytes = device_bytes,
+    cache = FrameCache::make({.device_bytes = device_bytes,
                          .host_bytes = host_bytes,
                          .disk_path = directory.path(),
                          .page_bytes = page_bytes,
@@ -47,23 +47,23 @@ struct PagerFixture {
 
   std::unique_ptr<TestSegment> segment(std::size_t bytes, Role role = Role::parameter, Tier tier = Tier::disk) {
     auto made = std::make_unique<TestSegment>();
-    pager->bind(*made, {bytes, 0, role, tier});
+    cache->bind(*made, {bytes, 0, role, tier});
     return made;
   }
 
   void write(TestSegment& segment, unsigned seed) {
     const PinRequest request{&segment, Access::overwrite};
-    pager->pin({&request, 1});
+    cache->pin({&request, 1});
     for (std::size_t i = 0; i < segment.bytes(); ++i) segment.data[i] = pattern(seed, i);
-    pager->unpin({&request, 1});
+    cache->unpin({&request, 1});
   }
 
   bool holds(TestSegment& segment, unsigned seed) {
     const PinRequest request{&segment, Access::read};
-    pager->pin({&request, 1});
+    cache->pin({&request, 1});
     bool same = true;
     for (std::size_t i = 0; i < segment.bytes(); ++i) same = same && segment.data[i] == pattern(seed, i);
-    pager->unpin({&request, 1});
+    cache->unpin({&request, 1});
     return same;
   }
 

@@ -1,0 +1,93 @@
+#include "zeropage/io/transfer_queue.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "zeropage/base/errors.h"
+
+namespace zeropage {
+
+void TransferState::finish() {
+  std::exception_ptr failure;
+  const int number = error.load();
+  const std::size_t moved = bytes_done.load();
+  if (number != 0 || moved != transfer.bytes) {
+    failure = std::make_exception_ptr(DiskError(
+        fmt::format("{} {} at offset {} of {} failed: {}; check the disk",
+                    transfer.direction == Direction::read ? "reading" : "writing", format_bytes(transfer.bytes),
+                    transfer.offset, transfer.file->name(),
+                    number ? std::strerror(number) : fmt::format("only {} were transferred", format_bytes(moved)))));
+  }
+  // What the completion holds must be free before the next wait can return.
+  std::exchange(completion, nullptr)(std::move(failure));
+}
+
+Advance advance(Request& request, long result) {
+  TransferState& state = *request.state;
+  if (result == -EINTR || result == -EAGAIN) return Advance::again;
+  if (result > 0) {
+    state.bytes_done += result;
+    request.offset += result;
+    request.buffer += result;
+    request.bytes -= result;
+    if (request.bytes > 0) return Advance::again;
+  }
+  if (result < 0) {
+    int none = 0;
+    state.error.compare_exchange_strong(none, static_cast<int>(-result));
+  }
+  return state.requests_left.fetch_sub(1) == 1 ? Advance::transfer_over : Advance::over;
+}
+
+void TransferQueue::push(std::shared_ptr<TransferState> state, Priority priority) {
+  ++unfinished_;
+  const Transfer& t = state->transfer;
+  for (std::size_t at = 0; at < t.bytes; at += kRequestBytes) {
+    lane(priority).push_back(
+        {state, priority, t.offset + at, t.buffer + at, std::min(kRequestBytes, t.bytes - at)});
+  }
+}
+
+std::optional<Request> TransferQueue::pop() {
+  std::deque<Request>* from = &lane(Priority::demanded);
+  if (in_flight_ >= most_) return std::nullopt;
+  if (from->empty()) {
+    if (in_flight_ >= most_ / 2) return std::nullopt;
+    std::deque<Request>&reads = lane(Priority::ahead), &writes = lane(Priority::behind);
+    from = writes.empty() || (!write_next_ && !reads.empty()) ? &reads : &writes;
+    if (from->empty()) return std::nullopt;
+    write_next_ = from == &reads;
+  }
+  Request request = std::move(from->front());
+  from->pop_front();
+  ++in_flight_;
+  return request;
+}
+
+void TransferQueue::over(const Request&) { --in_flight_; }
+
+void TransferQueue::again(Request request) {
+  --in_flight_;
+  lane(request.priority).push_front(std::move(request));
+}
+
+void TransferQueue::expedite(const std::byte* buffer) {
+  for (const Priority priority : {Priority::ahead, Priority::behind}) {
+    auto& from = lane(priority);
+    const auto wanted = [&](const Request& request) { return request.state->transfer.buffer == buffer; };
+    for (auto request = from.begin(); request != from.end();) {
+      if (!wanted(*request)) {
+        ++request;
+        continue;
+      }
+      request->priority = Priority::demanded;
+      lane(Priority::demanded).push_back(std::move(*request));
+      request = from.erase(request);
+    }
+  }
+}
+
+}  // namespace zeropage

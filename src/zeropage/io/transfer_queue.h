@@ -1,0 +1,77 @@
+// What waits for a disk: transfers cut into requests of at most 1 MiB, in one lane a priority. What is demanded goes
+// first; reads ahead and writes behind take turns, and are bounded in flight, so that what is demanded meets a short
+// queue. Private to io/; the caller holds a lock of its own.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+
+#include "zeropage/base/units.h"
+#include "zeropage/io/io.h"
+
+namespace zeropage {
+
+inline constexpr std::size_t kRequestBytes = kMiB;
+
+/// A transfer that was started.
+struct TransferState {
+  TransferState(const Transfer& t, Completion c)
+      : transfer(t), completion(std::move(c)), requests_left(ceil_div(t.bytes, kRequestBytes)) {}
+
+  /// Runs the completion. Called once, when no request is left.
+  void finish();
+
+  Transfer transfer;
+  Completion completion;
+  std::atomic<std::size_t> requests_left;
+  std::atomic<std::size_t> bytes_done{0};
+  std::atomic<int> error{0};  // errno of the first request that failed; 0 with bytes_done short: end of file
+};
+
+/// The rest of one request.
+struct Request {
+  std::shared_ptr<TransferState> state;
+  Priority priority;
+  std::uint64_t offset;
+  std::byte* buffer;
+  std::size_t bytes;
+};
+
+/// Books the outcome of one system call: `result` bytes, or -errno.
+enum class Advance { again, over, transfer_over };
+Advance advance(Request& request, long result);
+
+class TransferQueue {
+ public:
+  /// `most_in_flight`: requests; of those that no thread waits for, at most half.
+  explicit TransferQueue(std::size_t most_in_flight) : most_(most_in_flight) {}
+
+  void push(std::shared_ptr<TransferState> state, Priority priority);
+  /// The request to start next; none if there is none, or enough is in flight.
+  std::optional<Request> pop();
+  /// A request that was popped is over.
+  void over(const Request& request);
+  /// A request that was popped must be started again for its rest.
+  void again(Request request);
+  void expedite(const std::byte* buffer);
+  bool idle() const { return unfinished_ == 0; }
+  /// A transfer's completion has run.
+  void finished() { --unfinished_; }
+
+ private:
+  std::deque<Request>& lane(Priority priority) { return lanes_[static_cast<int>(priority)]; }
+
+  std::size_t most_;
+  std::size_t in_flight_ = 0;
+  std::size_t unfinished_ = 0;  // transfers
+  bool write_next_ = false;
+  std::deque<Request> lanes_[kPriorities];
+};
+
+/// Null where io_uring is not built or not allowed; `why` then says which.
+std::unique_ptr<Io> make_ring(std::string& why);
+std::unique_ptr<Io> make_threads();
+
+}  // namespace zeropage

@@ -1,0 +1,163 @@
+#include "zeropage/pager/access_plan.h"
+
+#include <algorithm>
+
+namespace zeropage {
+namespace {
+
+constexpr std::uint64_t kBase = 0x9E3779B97F4A7C15;  // odd: powers of it never vanish modulo 2^64
+
+}  // namespace
+
+AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
+  if (take_over) {
+    for (std::size_t k = 0; k < kMakings; ++k) {
+      const auto next = likely(k);
+      if (!next) break;
+      Known& known = known_[next->use.ordinal];
+      if (known.alive || known.kind != kind) continue;
+      known.alive = true;
+      auto& spare = spare_[kind];
+      if (const auto at = std::find(spare.rbegin(), spare.rend(), next->use.ordinal); at != spare.rend()) {
+        spare.erase(std::next(at).base());
+      }
+      return next->use.ordinal;
+    }
+    // Where nothing repeats, ordinals of the long dead keep their number bounded.
+    if (auto& spare = spare_[kind]; spare.size() > 1024) {
+      const Ordinal oldest = spare.front();
+      spare.erase(spare.begin());
+      known_[oldest].alive = true;
+      return oldest;
+    }
+  }
+  known_.push_back({kind, true});
+  return static_cast<Ordinal>(known_.size() - 1);
+}
+
+void AccessPlan::destroy(Ordinal ordinal) {
+  known_[ordinal].alive = false;
+  spare_[known_[ordinal].kind].push_back(ordinal);
+}
+
+void AccessPlan::use(const Use& use, std::size_t bytes) {
+  if (!history_.empty() && history_.back().use.ordinal == use.ordinal) {
+    Use& latest = history_.back().use;
+    if (use.access != Access::read && latest.access == Access::read) latest.access = Access::write;
+    latest.whole |= use.whole;
+    return;
+  }
+  if (history_.size() == kMostUses) forget_oldest_half();
+  const bool expected = match_ != kNowhere && history_[match_ + 1].use.ordinal == use.ordinal;
+  const std::uint64_t before = history_.empty() ? 0 : history_.back().hash;
+  const Position here = history_.size();
+  history_.push_back({use, now_, before * kBase + use.ordinal + 1});
+  extend_powers(history_.size());
+  now_ += bytes + 1;
+  if (use.begins) latest_group_ = uses_;
+  ++uses_;
+  known_[use.ordinal].places.push_back(here);
+  if (expected) {
+    ++match_;
+    confident_ = true;
+  } else {
+    match_ = find_place();
+    ++surprises_;
+  }
+  index_latest();
+}
+
+void AccessPlan::extend_powers(std::size_t length) {
+  if (powers_.empty()) powers_.push_back(1);
+  while (powers_.size() <= length) powers_.push_back(powers_.back() * kBase);
+}
+
+/// Of the `length` uses that end at `end`.
+std::uint64_t AccessPlan::hash_of(Position end, std::size_t length) const {
+  const std::uint64_t before = end + 1 == length ? 0 : history_[end - length].hash;
+  return history_[end].hash - before * powers_[length];
+}
+
+/// How many uses before and with a and b are the same; a < b.
+std::size_t AccessPlan::common_length(Position a, Position b) const {
+  std::size_t low = 0, high = a + 1;
+  while (low < high) {
+    const std::size_t middle = (low + high + 1) / 2;
+    hash_of(a, middle) == hash_of(b, middle) ? low = middle : high = middle - 1;
+  }
+  return low;
+}
+
+/// The latest earlier place that was reached over the longest way we came by. The history's last use is not indexed yet.
+AccessPlan::Position AccessPlan::find_place() {
+  const Position here = history_.size() - 1;
+  for (std::size_t c = 0; c < 3; ++c) {
+    const std::size_t length = kContexts[c];
+    if (here + 1 < length) continue;
+    const auto found = latest_context_[c].find(hash_of(here, length));
+    if (found == latest_context_[c].end()) continue;
+    Position best = kNowhere;
+    std::size_t best_length = 0, tried = 0;
+    for (Position place = found->second; place != kNowhere && tried++ < kMostCandidates;
+         place = history_[place].before[c]) {
+      const std::size_t common = common_length(place, here);
+      if (common > best_length) best = place, best_length = common;
+    }
+    if (best == kNowhere) continue;
+    confident_ = length > 1;
+    return best;
+  }
+  return kNowhere;
+}
+
+void AccessPlan::index_latest() {
+  const Position here = history_.size() - 1;
+  for (std::size_t c = 0; c < 3; ++c) {
+    if (here + 1 < kContexts[c]) continue;
+    auto [at, is_new] = latest_context_[c].try_emplace(hash_of(here, kContexts[c]), here);
+    if (!is_new) history_[here].before[c] = std::exchange(at->second, here);
+  }
+}
+
+void AccessPlan::forget_oldest_half() {
+  const std::size_t gone = kMostUses / 2;
+  std::vector<Entry> kept(history_.begin() + gone, history_.end());
+  history_.clear();
+  for (auto& map : latest_context_) map.clear();
+  for (Known& known : known_) known.places.clear();
+  match_ = match_ == kNowhere || match_ < gone ? kNowhere : match_ - gone;
+  for (Entry& entry : kept) {
+    entry.hash = (history_.empty() ? 0 : history_.back().hash) * kBase + entry.use.ordinal + 1;
+    for (Position& before : entry.before) before = kNowhere;
+    known_[entry.use.ordinal].places.push_back(history_.size());
+    history_.push_back(entry);
+    index_latest();
+  }
+}
+
+std::optional<AccessPlan::Coming> AccessPlan::coming(std::int64_t k) const {
+  if (k >= 0) return knows() ? likely(static_cast<std::size_t>(k)) : std::nullopt;
+  if (history_.size() < static_cast<std::size_t>(-k)) return std::nullopt;
+  return Coming{history_[history_.size() + k].use, now_};
+}
+
+std::optional<AccessPlan::Coming> AccessPlan::likely(std::size_t k) const {
+  if (match_ == kNowhere) return std::nullopt;
+  // After what followed last time comes what it has followed by now, and so on.
+  const Position latest = history_.size() - 1;
+  const std::size_t period = latest - match_;
+  const Entry& entry = history_[match_ + 1 + k % period];
+  const Time length = now_ - history_[match_ + 1].time;
+  return Coming{entry.use, now_ + (k / period) * length + entry.time - history_[match_ + 1].time};
+}
+
+AccessPlan::NextUse AccessPlan::next_use(Ordinal ordinal) const {
+  if (!knows()) return {};
+  const auto& places = known_[ordinal].places;
+  const auto next = std::upper_bound(places.begin(), places.end(), match_);
+  if (next == places.end()) return {};  // not used within the period
+  const Entry& entry = history_[*next];
+  return {now_ + entry.time - history_[match_ + 1].time, entry.use.access};
+}
+
+}  // namespace zeropage

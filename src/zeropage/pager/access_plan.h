@@ -1,0 +1,106 @@
+// What will be used next: the history of uses of one cache's runs, and the place in it where the same came before. What
+// followed there is the plan. There is no notion of an iteration: forward, backward, recomputation, accumulation, the
+// optimizer's step and evaluation are found where they repeat. A wrong guess costs time, never bits.
+//
+// A run is an ordinal here. One that is made anew in each period, as a gradient is, takes the ordinal of the one that
+// was made at the same place before and has died since.
+//
+// Time is counted in bytes of uses, so that a distance says how much memory passes until then.
+//
+// Amortised O(log of the history) a use, O(1) memory. Not thread-safe: the cache's lock guards it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "zeropage/page/page.h"
+
+namespace zeropage {
+
+class AccessPlan {
+ public:
+  using Ordinal = std::uint32_t;
+  using Time = std::uint64_t;
+  static constexpr Time kNever = std::numeric_limits<Time>::max();
+
+  struct Use {
+    Ordinal ordinal;
+    Access access;
+    bool whole;   // in one frame; else page by page
+    bool begins;  // false: its pages take turns with those of the use before
+  };
+  struct Coming {
+    Use use;
+    Time time;
+  };
+
+  /// A run is created: its ordinal. `kind` tells apart what cannot stand for each other, such as role and size.
+  /// `take_over`: it may take the ordinal of one that died.
+  Ordinal create(std::uint64_t kind, bool take_over = true);
+  void destroy(Ordinal ordinal);
+
+  /// The same one again, with no other in between, is the same use.
+  void use(const Use& use, std::size_t bytes);
+
+  Time now() const { return now_; }
+  /// Uses so far, and how many there were when the latest that began a group had not come.
+  std::uint64_t uses() const { return uses_; }
+  std::uint64_t latest_group() const { return latest_group_; }
+  /// When the ordinal is used next, and how. Time kNever: the plan does not know.
+  struct NextUse {
+    Time time = kNever;
+    Access access = Access::read;
+  };
+  NextUse next_use(Ordinal ordinal) const;
+  /// The k-th use from now on, 0 the next, -1 the latest. None where the latest uses never came in this order before.
+  std::optional<Coming> coming(std::int64_t k) const;
+  bool knows() const { return match_ != kNowhere && confident_; }
+  /// Grows by one where a use was not the one that was planned.
+  std::uint64_t surprises() const { return surprises_; }
+
+ private:
+  using Position = std::size_t;  // in the history
+  static constexpr Position kNowhere = ~Position{0};
+  static constexpr std::size_t kMostUses = std::size_t{1} << 18;
+  // Uses that must be the same for a place to be found. After one alone the next use must confirm it.
+  static constexpr std::size_t kContexts[] = {4, 2, 1};
+  static constexpr std::size_t kMostCandidates = 32;  // places that are compared where several are found
+  static constexpr std::size_t kMakings = 64;         // uses ahead among which one that was made anew is found
+
+  struct Entry {
+    Use use;
+    Time time;                                  // when it began
+    std::uint64_t hash;                         // of the history up to and with it
+    Position before[3] = {kNowhere, kNowhere, kNowhere};  // where the same context ended before, by context
+  };
+  struct Known {
+    std::uint64_t kind;
+    bool alive;
+    std::vector<Position> places = {};  // in the history
+  };
+
+  std::uint64_t hash_of(Position end, std::size_t length) const;
+  std::size_t common_length(Position a, Position b) const;
+  Position find_place();
+  std::optional<Coming> likely(std::size_t k) const;
+  void extend_powers(std::size_t length);
+  void index_latest();
+  void forget_oldest_half();
+
+  std::vector<Entry> history_;
+  std::vector<std::uint64_t> powers_;  // of the hash's base
+  std::vector<Known> known_;           // by ordinal
+  std::unordered_map<std::uint64_t, Position> latest_context_[3];
+  std::unordered_map<std::uint64_t, std::vector<Ordinal>> spare_;  // dead, by kind
+  Position match_ = kNowhere;  // where the latest use came before, in the same way
+  bool confident_ = false;
+  Time now_ = 0;
+  std::uint64_t uses_ = 0, latest_group_ = 0;
+  std::uint64_t surprises_ = 0;
+};
+
+}  // namespace zeropage

@@ -1,0 +1,306 @@
+#include "zeropage/pager/frame_cache.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/pager/lower_cache_home.h"
+#include "zeropage/pager/sharded_home.h"
+#include "zeropage/pager/waiting.h"
+
+namespace zeropage {
+
+std::shared_ptr<FrameCache> FrameCache::make(const CacheOptions& options, std::unique_ptr<Io> io) {
+  return std::shared_ptr<FrameCache>(new FrameCache(options, std::move(io)));
+}
+
+std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks,
+                                                      std::size_t bytes, std::shared_ptr<DeviceMemory> device) {
+  return std::shared_ptr<FrameCache>(new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device)));
+}
+
+FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
+    : generation_(process_generation()),
+      page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
+      device_limit_(options.device_bytes),
+      host_limit_(options.device ? 0 : options.host_bytes),
+      memory_(device_limit_ + host_limit_, options.device,
+              [this, register_memory = options.register_memory](std::span<std::byte> slab) {
+                if (io_) io_->register_memory(slab);
+                if (register_memory) registered_.push_back(register_memory(slab));
+              }) {
+  if (options.device) {  // [Note: two memories]
+    CacheOptions host = options;
+    host.device = nullptr;
+    host.device_bytes = 0;
+    host.register_memory = [memory = options.device](std::span<std::byte> slab) {
+      return memory->register_host(slab);
+    };
+    lower_ = make(host, std::move(io));
+    lower_->upper_ = this;
+    lower_->serves_upper_ = true;
+    home_ = std::make_unique<LowerCacheHome>(*lower_, *options.device);
+  } else if (!options.disk_path.empty()) {
+    io_ = io ? std::move(io) : make_io(options.io);
+    swap_ = std::make_unique<SwapFile>(options.disk_path);
+    home_ = make_disk_home(*io_, *swap_);
+  }
+}
+
+FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
+                       std::shared_ptr<DeviceMemory> device)
+    : generation_(process_generation()),
+      page_bytes_(local->page_bytes_),
+      device_limit_(bytes),
+      host_limit_(0),
+      memory_(bytes, device, {}),
+      lower_(std::move(local)),
+      ranks_(std::move(ranks)),
+      home_(std::make_unique<ShardedHome>(*lower_, ranks_, device.get())) {
+  lower_->serves_upper_ = true;
+}
+
+FrameCache::~FrameCache() {
+  if (generation_ != process_generation()) {
+    // A forked child: the ring, its buffers and the disk are the parent's. Leave every copy as it is.
+    new auto(std::move(runs_));
+    memory_.abandon();
+    new auto(std::move(registered_));
+    (void)home_.release(), (void)io_.release(), (void)swap_.release();
+    return;
+  }
+  close();
+}
+
+void FrameCache::close() {
+  if (generation_ != process_generation()) return;
+  {
+    Lock lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    changed_.notify_all();
+  }
+  if (lower_) {
+    std::lock_guard lock(lower_->progress_mutex_);
+    lower_->upper_ = nullptr;
+  }
+  if (home_) {
+    while (home_->tidy(/*wait=*/true)) {
+    }
+  }
+  if (io_) io_->wait_all();
+  {
+    Lock lock(mutex_);
+    finish_close();
+  }
+  if (lower_ && !ranks_) lower_->close();
+}
+
+/// Of a closed cache: what no operator holds is given back, and with the last pin all of it.
+void FrameCache::finish_close() noexcept {
+  std::vector<Frame*> free;
+  for (const auto& [_, frame] : memory_.frames()) {
+    if (frame->pins == 0) free.push_back(frame.get());
+  }
+  for (Frame* frame : free) {
+    victims_.remove(*frame);
+    memory_.drop(*frame);
+  }
+  for (auto& [_, run] : runs_) {
+    run->extent = {};
+    for (Page& page : run->pages) {
+      if (std::find(free.begin(), free.end(), page.frame) != free.end()) page.frame = nullptr;
+    }
+    if (run->below) {
+      home_->forget(*run);
+      run->below.reset();
+    }
+  }
+  for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
+  if (pins_ > 0) return;
+  home_.reset();
+  swap_.reset();
+  registered_.clear();
+  memory_.close();
+}
+
+void FrameCache::check_usable() const {
+  if (generation_ != process_generation()) {
+    throw AccessError(
+        "this tensor is paged by the parent process and cannot be used in a forked child; use the spawn "
+        "start method, or pass the child a copy made with zeropage.pinned(tensor)");
+  }
+  if (closed_)
+    throw AccessError("this tensor's space was closed and its data is gone; close a space after its last use");
+}
+
+void FrameCache::zero(Segment& segment) {
+  check_usable();
+  Run& run = *segment.run_;
+  if (run.slots || run.gathered() || !run.home) {
+    for (std::size_t i = 0; i < run.pages.size(); ++i) {
+      PagePin pin = pin_page(segment, i, Access::overwrite);
+      pin.wait();
+      memory_.clear(pin.data(), segment.bytes_of(i));
+    }
+    return;
+  }
+  Lock lock(mutex_);
+  check_usable();
+  const auto busy = [](const Page& page) {
+    return page.frame && page.frame->pins == 0 && page.frame->transfers > 0;
+  };
+  // A transfer must end before its memory is given up; what it brought is of no interest.
+  wait_until(lock, [&] { return std::none_of(run.pages.begin(), run.pages.end(), busy); });
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    Page& page = run.pages[i];
+    if (page.frame && page.frame->pins > 0) {
+      wait_for_reads(lock, *page.frame);
+      order_after(*page.frame);
+      memory_.clear(address(run, i), run.bytes_of(i));
+      mark(run, i, Access::overwrite);
+    } else {
+      page.state = Residency::zero;
+      if (page.frame) give_up(*page.frame);
+    }
+  }
+  if (!run.below) return;
+  lock.unlock();
+  lower_->zero(*run.below);
+}
+
+/// Of a frame whose content is of no interest: its pages are what they are at home.
+void FrameCache::give_up(Frame& frame) {
+  for (std::size_t i = 0; i < frame.pages; ++i) {
+    Page& page = frame.run->pages[frame.first_page + i];
+    if (page.frame == &frame && page.state != Residency::zero) page.state = Residency::evicted;
+  }
+  drop_frame(frame);
+}
+
+/// Writes what is newer in frames home, and drops them. Pinned ones stay.
+void FrameCache::give_up_frames(Lock& lock, Run& run) {
+  for (Page& page : run.pages) {
+    while (page.frame && page.frame->pins == 0) {
+      Frame& frame = *page.frame;
+      if (frame.transfers > 0) {
+        wait_for_reads(lock, frame);
+        wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+      } else if (is_dirty(frame)) {
+        const std::size_t failed_before = failed_writes_;
+        write_back(lock, frame, Priority::demanded);
+        wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+        if (failed_writes_ != failed_before && failed_write_) {
+          std::rethrow_exception(std::exchange(failed_write_, nullptr));
+        }
+      } else {
+        evict_frame(frame);
+      }
+    }
+  }
+}
+
+void FrameCache::evict(Segment& segment) {
+  check_usable();
+  Lock lock(mutex_);
+  check_usable();
+  Run& run = *segment.run_;
+  if (!run.home) return;
+  give_up_frames(lock, run);
+  if (!run.below) return;
+  lock.unlock();
+  lower_->evict(*run.below);
+}
+
+void FrameCache::store(Segment& segment) {
+  check_usable();
+  Lock lock(mutex_);
+  Run& run = *segment.run_;
+  const bool dirty = std::any_of(run.pages.begin(), run.pages.end(), [](const Page& page) {
+    return page.state == Residency::dirty && page.frame->pins == 0;
+  });
+  if (dirty) give_up_frames(lock, run);
+}
+
+void FrameCache::share_changes(Segment& segment) {
+  check_usable();
+  Lock lock(mutex_);
+  Run& run = *segment.run_;
+  for (Page& page : run.pages) {
+    if (page.frame && page.frame->pins > 0) {
+      throw AccessError(
+          "a tensor that is split over ranks cannot be updated while it is pinned; let go of zeropage.pinned(tensor) "
+          "first");
+    }
+  }
+  give_up_frames(lock, run);
+  for (Page& page : run.pages) page.state = Residency::evicted;
+}
+
+bool FrameCache::resident(const Segment& segment) const {
+  Lock lock(mutex_);
+  if (closed_ || !segment.run_) return false;
+  return std::any_of(segment.run_->pages.begin(), segment.run_->pages.end(), [](const Page& p) { return p.frame; });
+}
+
+void FrameCache::wait() {
+  check_usable();
+  Lock lock(mutex_);
+  check_usable();
+  if (ranks_) return;
+  wait_until(lock, [&] { return reading_bytes_ == 0 && writing_bytes_ == 0; });
+  if (failed_write_) std::rethrow_exception(std::exchange(failed_write_, nullptr));
+  lock.unlock();
+  if (lower_) lower_->wait();
+}
+
+CacheStats FrameCache::stats() const {
+  const bool separate = lower_ && !ranks_;
+  CacheStats sum = separate ? lower_->stats() : CacheStats{};
+  Lock lock(mutex_);
+  for (int role = 0; role < kRoles; ++role) {
+    for (int tier = 0; tier < kTiers; ++tier) {
+      sum.home_bytes[role][tier] += stats_.home_bytes[role][tier];
+      sum.home_peak[role][tier] += stats_.home_peak[role][tier];
+    }
+  }
+  if (!separate) sum.read_bytes = stats_.read_bytes, sum.written_bytes = stats_.written_bytes;
+  if (separate) sum.uploaded_bytes = stats_.read_bytes, sum.downloaded_bytes = stats_.written_bytes;
+  sum.faults = stats_.faults;  // of operators: the pages of the host that they met are behind them
+  sum.evictions += stats_.evictions;
+  sum.surprises = plan_.surprises();
+  sum.waited_seconds += separate ? 0 : stats_.waited_seconds;
+  return sum;
+}
+
+std::size_t FrameCache::homes_in(Tier tier) const {
+  std::size_t bytes = 0;
+  for (const auto& row : stats_.home_bytes) bytes += row[static_cast<int>(tier)];
+  return bytes;
+}
+
+/// [Note: one memory]
+FrameCache::Usage FrameCache::usage(Pool pool) const {
+  if (pool == Pool::host && lower_ && !ranks_) return lower_->usage(pool);
+  Lock lock(mutex_);
+  const std::size_t total = memory_.budget().used();
+  const std::size_t device =
+      std::max(std::min(held_bytes_ + homes_in(Tier::device), total), total > host_limit_ ? total - host_limit_ : 0);
+  if (pool == Pool::device) return {"device_memory", device, device_peak_, device_limit_};
+  return {"host_memory", total - device, host_peak_, host_limit_};
+}
+
+void FrameCache::note_usage() {
+  const std::size_t total = memory_.budget().used();
+  const std::size_t device =
+      std::max(std::min(held_bytes_ + homes_in(Tier::device), total), total > host_limit_ ? total - host_limit_ : 0);
+  device_peak_ = std::max(device_peak_, device);
+  host_peak_ = std::max(host_peak_, total - device);
+}
+
+std::string_view FrameCache::io_name() const { return lower_ ? lower_->io_name() : io_ ? io_->name() : "none"; }
+
+std::size_t FrameCache::swap_bytes() const { return lower_ ? lower_->swap_bytes() : swap_ ? swap_->size() : 0; }
+
+}  // namespace zeropage

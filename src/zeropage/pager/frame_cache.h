@@ -1,0 +1,286 @@
+// A cache of frames: what of the pages of one memory is in it. It gives segments a home, brings pages into frames,
+// writes dirty ones back, and chooses by the plan what comes and what leaves. It knows nothing of tensors or operators.
+//
+// Contract: a budget is never exceeded. Every transfer's result is checked. An operation that throws has changed no
+// page's content. One lock guards all; it is never held while waiting: a thread that must wait sleeps on `changed_`
+// and looks again. After close(), and in a forked child, every call that needs the bytes throws AccessError.
+//
+// [Note: one memory] Where operators run on the CPU, frames and the cache of disk pages lie in one arena of
+// device_memory + host_memory bytes. What operators hold at once, and homes of tier device, never exceed device_memory;
+// homes of tier host never exceed host_memory; all of them with all cached pages never exceed the sum. Host and device
+// homes are frames that never leave.
+//
+// [Note: two memories] A device with memory of its own has two caches, one above the other. The upper one's frames lie
+// in device memory; to it, host and disk homes alike are pages of the lower one (LowerCacheHome).
+//
+// [Note: gathered] Tensors that are partitioned over ranks have a cache of their own, above the one that holds this rank's
+// shares (ShardedHome). What is in it, and so which collectives run, follows from the sequence of pins and of creations
+// and from sizes alone. Nothing local, such as how fast a disk is or when a tensor dies, may decide there: reads ahead
+// start when an operator pins, never when a transfer ends; the frame of a tensor that died stays until its turn; and a
+// parameter that died on this rank is gathered as long as the plan says so, since it may live on others.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "zeropage/base/process.h"
+#include "zeropage/base/units.h"
+#include "zeropage/comm/ranks.h"
+#include "zeropage/pager/access_plan.h"
+#include "zeropage/pager/frame_memory.h"
+#include "zeropage/pager/home.h"
+#include "zeropage/pager/read_ahead.h"
+#include "zeropage/pager/victim_queue.h"
+
+namespace zeropage {
+
+struct CacheOptions {
+  std::size_t device_bytes = 0;
+  std::size_t host_bytes = 0;
+  std::string disk_path;  // empty: no disk tier
+  std::size_t page_bytes = 4 * kMiB;
+  IoEngine io = IoEngine::automatic;
+  std::shared_ptr<DeviceMemory> device = nullptr;  // null: operators run on the CPU
+  /// Called for each slab of host memory when it is first used; the handle is kept as long as the slab.
+  std::function<std::shared_ptr<void>(std::span<std::byte>)> register_memory = nullptr;
+};
+
+struct CacheStats {
+  std::size_t faults = 0;                                // operators or rules that met a page with no frame
+  std::size_t evictions = 0;                             // frames that left memory
+  std::size_t read_bytes = 0;                            // from disk
+  std::size_t written_bytes = 0;                         // to disk
+  std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own
+  double waited_seconds = 0;                             // by threads, for transfers
+  std::size_t surprises = 0;                             // uses that were not planned
+  std::size_t read_of[kRoles] = {}, written_of[kRoles] = {};  // bytes to and from homes
+  std::size_t home_bytes[kRoles][kTiers] = {};
+  std::size_t home_peak[kRoles][kTiers] = {};
+};
+
+struct PinRequest {
+  Segment* segment;
+  Access access;
+};
+
+/// One page held in memory for a rule. Its read may still be under way: wait() before touching data().
+class PagePin {
+ public:
+  PagePin() = default;
+  PagePin(PagePin&& other) noexcept { *this = std::move(other); }
+  PagePin& operator=(PagePin&& other) noexcept {
+    std::swap(cache_, other.cache_);
+    std::swap(run_, other.run_);
+    std::swap(page_, other.page_);
+    std::swap(frame_, other.frame_);
+    std::swap(data_, other.data_);
+    std::swap(access_, other.access_);
+    std::swap(will_not_reuse_, other.will_not_reuse_);
+    return *this;
+  }
+  ~PagePin();
+
+  /// Returns when the bytes are there, or, of a page that is overwritten, when they may be written. Until then a page
+  /// for overwriting keeps its content. Throws DiskError if they could not be read.
+  void wait();
+  /// The segment's bytes of this page: on the device, if it has memory of its own.
+  std::byte* data() const { return data_; }
+  /// The page is not used again soon. A hint, for where the plan does not know.
+  void will_not_reuse() { will_not_reuse_ = true; }
+  /// Copies into the page from memory of the same kind.
+  void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
+  explicit operator bool() const { return frame_ != nullptr; }
+
+ private:
+  friend class FrameCache;
+  FrameCache* cache_ = nullptr;
+  Run* run_ = nullptr;
+  std::size_t page_ = 0;
+  Frame* frame_ = nullptr;
+  std::byte* data_ = nullptr;
+  Access access_ = Access::read;
+  bool will_not_reuse_ = false;
+};
+
+class FrameCache : public std::enable_shared_from_this<FrameCache> {
+ public:
+  /// `io` replaces the engine that options name: for tests. Throws SettingError, BudgetError, DiskError.
+  static std::shared_ptr<FrameCache> make(const CacheOptions& options, std::unique_ptr<Io> io = nullptr);
+  /// The cache of gathered tensors whose shares `local` holds. `device` is null where operators run on the CPU, else
+  /// memory of `bytes`.
+  static std::shared_ptr<FrameCache> make_gathered(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks,
+                                                   std::size_t bytes, std::shared_ptr<DeviceMemory> device);
+  ~FrameCache();
+
+  /// Gives `segment` a home of spec.bytes, which reads as zeros. Throws BudgetError or DiskError if its tier is full.
+  void bind(Segment& segment, const SegmentSpec& spec);
+  /// The same for a gathered tensor. It reads as its shares do.
+  void bind_gathered(Segment& segment, const GatheredSpec& spec);
+  void release(Segment& segment) noexcept;
+  /// True if a home of `bytes` can be had in `tier` without moving anything out.
+  bool has_room(Tier tier, std::size_t bytes) const;
+
+  /// Of a gathered segment: what operators wrote to it whole goes into this rank's share, and frames that may not be
+  /// the same on all ranks are given up. Pinned ones stay. Throws BudgetError, DiskError.
+  void store(Segment& segment);
+  /// This rank's share is about to be written: no frame may hold what was. Throws AccessError if one is pinned.
+  void share_changes(Segment& segment);
+
+  /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
+  void pin(std::span<const PinRequest> requests);
+  void unpin(std::span<const PinRequest> requests) noexcept;
+  /// Says that these segments will be used now, page by page and taking turns: a use in the plan.
+  void announce(std::span<const PinRequest> requests);
+  /// One page, for a rule.
+  [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access);
+  /// The same if the page is in memory and there is nothing to wait for, or a frame for overwriting it is free; else
+  /// none, and its read begins if memory is free.
+  [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access);
+
+  /// Makes the segment read as zeros, without touching memory or disk where it has pages of its own.
+  void zero(Segment& segment);
+  /// Writes the segment's pages home and gives up its frames. Pinned segments stay.
+  void evict(Segment& segment);
+  /// Whether any page of the segment is in memory.
+  bool resident(const Segment& segment) const;
+
+  void wait();   // until no transfer is under way; throws DiskError for a write that failed
+  void close();  // gives everything back; segments become husks
+
+  CacheStats stats() const;
+  /// What of a budget is used, at most was, and can be.
+  struct Usage {
+    std::string name;
+    std::size_t now, peak, limit;
+  };
+  Usage usage(Pool pool) const;
+  /// The most bytes that operators can have pinned at once.
+  std::size_t frame_limit() const { return device_limit_; }
+  bool is_gathered() const { return ranks_ != nullptr; }
+  bool has_separate_memory() const { return memory_.device() != nullptr; }
+  std::size_t page_bytes() const { return page_bytes_; }
+  std::string_view io_name() const;
+  std::size_t swap_bytes() const;
+
+ private:
+  friend class PagePin;
+  friend class ReadAhead;
+  using Lock = std::unique_lock<std::mutex>;
+  struct Hold;
+  struct Shortage {};  // memory cannot be had: told apart from a BudgetError of a home below
+
+  explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
+  FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
+             std::shared_ptr<DeviceMemory> device);
+  void check_usable() const;
+
+  // runs.cpp: which run a segment lies in, and where that is at home
+  Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
+  Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
+  void make_permanent(Lock& lock, Run& run);
+  void list_room(Run& run);
+  Run& gathered_run_for(const GatheredSpec& spec, std::size_t& offset);
+  Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes);
+  void add_run(std::unique_ptr<Run> run);
+  void let_die(Run& run);
+  void delete_run(Run& run);
+  void count_home(const Run& run, bool created);
+
+  // pins.cpp
+  std::vector<Hold> holds_for(std::span<const PinRequest> requests) const;
+  void hold(Lock& lock, std::vector<Hold>& holds);
+  void take_frame(Lock& lock, Hold& hold);
+  void wait_for_content(Lock& lock, std::vector<Hold>& holds);
+  void commit(Hold& hold);
+  void let_go(std::vector<Hold>& holds) noexcept;
+  void empty(Lock& lock);
+  void mark(Run& run, std::size_t page, Access access);
+  void add_pin(Frame& frame);
+  void drop_pin(Frame& frame) noexcept;
+  void count_pins(int more);
+  std::size_t pins_of_this_thread() const;
+  void settle(Frame& frame) noexcept;
+  void record_use(std::span<const PinRequest> requests, bool whole);
+  PagePin take_pin(Frame& frame, Segment& segment, std::size_t page, Access access);
+  void bring_claimed(Lock& lock, Run& run, std::size_t page);
+  void let_go_of_page(PagePin& pin) noexcept;
+  void wait_for_page(PagePin& pin);
+
+  // transfers.cpp: bytes
+  void start_reads(Lock& lock, Frame& frame, Priority priority);
+  void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
+  bool write_back(Lock& lock, Frame& frame, Priority priority);
+  void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
+  void transfer_ended(Run& run);
+  void on_end(std::function<void()> book);
+  template <class Ready>
+  void wait_until(Lock& lock, Ready ready);
+  void wait_for_reads(Lock& lock, Frame& frame);
+
+  // room.cpp: memory, and what leaves it
+  Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
+  Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
+  void drop_frame(Frame& frame);
+  void evict_frame(Frame& frame);
+  bool is_dirty(const Frame& frame) const;
+  void consider(Frame& frame);
+  void plan_anew();
+  bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
+  void clean_behind(Lock& lock);
+
+  std::byte* address(const Run& run, std::size_t page) const;
+  void order_after(Frame& frame);
+  void mark_used(Frame& frame);
+  void note_usage();
+  [[noreturn]] void refuse(std::size_t bytes) const;
+  void finish_close() noexcept;
+  void progress();
+  void give_up(Frame& frame);
+  void give_up_frames(Lock& lock, Run& run);
+  std::size_t homes_in(Tier tier) const;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;  // a page's state, a pin, or memory
+  const std::uint64_t generation_;
+  bool closed_ = false;
+  std::size_t page_bytes_;
+  std::size_t device_limit_, host_limit_;
+  std::unique_ptr<Io> io_;
+  std::unique_ptr<SwapFile> swap_;
+  std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
+  FrameMemory memory_;
+  std::shared_ptr<FrameCache> lower_;  // of the host, under a device's; of this rank's shares, under the gathered one
+  std::shared_ptr<Ranks> ranks_;       // null but for the gathered one
+  std::unique_ptr<Home> home_;         // of runs with no frame of their own
+  AccessPlan plan_;
+  VictimQueue victims_;
+  ReadAhead ahead_;
+  std::uint64_t planned_at_ = 0;                   // surprises when victims were last ordered
+  std::uint64_t uses_when_planned_ = 0;
+  std::unordered_map<Run*, std::unique_ptr<Run>> runs_;
+  std::vector<Run*> by_ordinal_;  // null: dead, or not to be gathered ahead
+  std::vector<std::size_t> bytes_of_ordinal_;
+  std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
+  std::map<Role, Run*> open_;  // the gathered run that takes the next small tensor
+  std::size_t held_bytes_ = 0;   // by operators
+  std::size_t ahead_bytes_ = 0;  // read ahead, and not used yet
+  std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
+  std::size_t pins_ = 0;
+  std::exception_ptr failed_write_;                // that no thread has been told of
+  std::size_t failed_writes_ = 0;
+  std::size_t device_peak_ = 0, host_peak_ = 0;
+  bool serves_upper_ = false;    // another cache's transfers pin pages here
+  std::mutex progress_mutex_;    // never taken under mutex_
+  FrameCache* upper_ = nullptr;  // which reads ahead when something has come here
+  CacheStats stats_;
+};
+
+}  // namespace zeropage

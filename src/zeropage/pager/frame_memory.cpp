@@ -1,0 +1,108 @@
+#include "zeropage/pager/frame_memory.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "zeropage/base/units.h"
+
+namespace zeropage {
+
+FrameMemory::FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use)
+    : device_(std::move(device)),
+      budget_("memory", bytes),
+      arena_(device_ ? std::make_unique<Arena>(device_->region())
+                     : std::make_unique<Arena>(bytes, std::move(on_first_use))) {}
+
+std::size_t FrameMemory::bytes_of(const Run& run, std::size_t first_page, std::size_t pages) {
+  const std::size_t end = std::min(run.bytes, (first_page + pages) * run.page_bytes);
+  return round_up(end - first_page * run.page_bytes, kBlockBytes);
+}
+
+Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented) {
+  const std::size_t bytes = bytes_of(run, first_page, pages);
+  fragmented = false;
+  Reservation charge = budget_.try_reserve(bytes);
+  if (!charge) return nullptr;
+  auto memory = arena_->try_allocate(bytes, permanent ? FreeList::Side::top : FreeList::Side::bottom);
+  if (!memory) {
+    fragmented = true;
+    return nullptr;
+  }
+  auto frame = std::make_unique<Frame>();
+  frame->run = &run;
+  frame->first_page = first_page;
+  frame->pages = pages;
+  frame->memory = std::move(*memory);
+  frame->charge = std::move(charge);
+  frame->permanent = permanent;
+  frame->pins = 1;
+  if (device_) device_->reuse();
+  Frame* made = frame.get();
+  frames_.emplace(made->memory.data(), std::move(frame));
+  return made;
+}
+
+void FrameMemory::drop(Frame& frame) {
+  if (device_) device_->retire(frame.last_mark ? frame.last_mark : frame.ready);
+  frames_.erase(frame.memory.data());
+}
+
+std::vector<Frame*> FrameMemory::window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const {
+  struct Candidate {
+    std::byte* begin;
+    std::byte* end;
+    Frame* frame;  // null: a hole
+  };
+  std::vector<Candidate> line;
+  std::byte* at = arena_->base();
+  for (const auto& [data, frame] : frames_) {
+    if (data > at) line.push_back({at, data, nullptr});
+    at = data + frame->memory.bytes();
+    line.push_back({data, at, frame.get()});
+  }
+  if (std::byte* end = arena_->base() + arena_->capacity(); end > at) line.push_back({at, end, nullptr});
+
+  std::uint64_t best = 0;
+  std::size_t best_first = 0, best_last = 0;
+  for (std::size_t first = 0; first < line.size(); ++first) {
+    std::uint64_t earliest = ~std::uint64_t{0};
+    for (std::size_t last = first; last < line.size(); ++last) {
+      if (Frame* frame = line[last].frame) {
+        if (!may_leave(*frame)) break;
+        earliest = std::min(earliest, frame->next_use);
+      }
+      if (best_last > 0 && earliest <= best) break;
+      if (line[last].end - line[first].begin >= static_cast<std::ptrdiff_t>(bytes)) {
+        best = earliest, best_first = first, best_last = last + 1;
+        break;
+      }
+    }
+  }
+  std::vector<Frame*> frames;
+  for (std::size_t i = best_first; i < best_last; ++i) {
+    if (line[i].frame) frames.push_back(line[i].frame);
+  }
+  return frames;
+}
+
+void FrameMemory::copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
+  device_ ? device_->copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
+}
+
+void FrameMemory::clear(std::byte* at, std::size_t bytes) const {
+  device_ ? device_->clear(at, bytes) : void(std::memset(at, 0, bytes));
+}
+
+void FrameMemory::abandon() noexcept {
+  new auto(std::move(frames_));
+  new auto(std::move(device_));
+  (void)arena_.release();
+}
+
+void FrameMemory::close() {
+  frames_.clear();
+  arena_.reset();
+  device_.reset();
+}
+
+}  // namespace zeropage

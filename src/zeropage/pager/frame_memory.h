@@ -1,0 +1,43 @@
+// The memory of one cache: a budget, an arena, and the frames that lie in it, by address. The cache's lock guards it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "zeropage/page/page.h"
+
+namespace zeropage {
+
+class FrameMemory {
+ public:
+  FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use);
+
+  /// A frame with one pin, or null: no budget for it, or no hole that is large enough (then `fragmented`).
+  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
+  void drop(Frame& frame);
+  /// Frames that lie next to each other and, with the holes between them, make `bytes`: of all such the one whose
+  /// earliest next use is the latest. `may_leave` says which frames count. Empty if there is none.
+  std::vector<Frame*> window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const;
+
+  const std::shared_ptr<DeviceMemory>& device() const { return device_; }
+  const Budget& budget() const { return budget_; }
+  std::size_t free() const { return budget_.limit() - budget_.used(); }
+  const std::map<std::byte*, std::unique_ptr<Frame>>& frames() const { return frames_; }
+
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
+  void clear(std::byte* at, std::size_t bytes) const;
+  /// In a forked child: nothing here is its own.
+  void abandon() noexcept;
+  void close();
+
+  static std::size_t bytes_of(const Run& run, std::size_t first_page, std::size_t pages);
+
+ private:
+  std::shared_ptr<DeviceMemory> device_;  // null: the CPU's
+  Budget budget_;
+  std::unique_ptr<Arena> arena_;
+  std::map<std::byte*, std::unique_ptr<Frame>> frames_;
+};
+
+}  // namespace zeropage

@@ -1,0 +1,122 @@
+#include "zeropage/pager/lower_cache_home.h"
+
+#include "zeropage/base/errors.h"
+
+namespace zeropage {
+
+LowerCacheHome::~LowerCacheHome() {
+  for (UnderWay& upload : uploads_) device_.wait(upload.mark);
+  for (UnderWay& download : downloads_) device_.wait(download.mark);
+}
+
+bool LowerCacheHome::is_ready(const Run& run, std::size_t page, Access access) {
+  PagePin pin = lower_.try_pin_page(*run.below, page, access);
+  if (!pin) {
+    const PinRequest request{run.below.get(), access};
+    if (access == Access::read) lower_.announce({&request, 1});
+    return false;
+  }
+  std::lock_guard lock(mutex_);
+  ready_.insert_or_assign({&run, page, access}, std::move(pin));
+  return true;
+}
+
+bool LowerCacheHome::ready_to_read(const Run& run, std::size_t page) { return is_ready(run, page, Access::read); }
+bool LowerCacheHome::ready_to_write(const Run& run, std::size_t page) {
+  return is_ready(run, page, Access::overwrite);
+}
+
+PagePin LowerCacheHome::pin(const Run& run, std::size_t page, Access access, Priority priority) {
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto found = ready_.find({&run, page, access}); found != ready_.end()) {
+      PagePin pin = std::move(found->second);
+      ready_.erase(found);
+      return pin;
+    }
+  }
+  const PinRequest request{run.below.get(), access};
+  lower_.announce({&request, 1});
+  while (true) {
+    try {
+      if (priority == Priority::demanded) return lower_.pin_page(*run.below, page, access);
+      if (PagePin pin = lower_.try_pin_page(*run.below, page, access)) return pin;
+      throw BudgetError("host_memory is in use");  // it was ready a moment ago; what is ahead starts again
+    } catch (const BudgetError&) {
+      // What passes between host and device holds pages too.
+      if (priority != Priority::demanded || !tidy(/*wait=*/true)) throw;
+    }
+  }
+}
+
+std::optional<Home::Outcome> LowerCacheHome::read(const Run& run, std::size_t page, std::byte* into,
+                                                  Priority priority, Done) {
+  PagePin host_page = pin(run, page, Access::read, priority);
+  host_page.wait();
+  const DeviceMemory::Mark mark = device_.upload(into, host_page.data(), run.bytes_of(page));
+  if (!device_.done(mark)) {
+    std::lock_guard lock(mutex_);
+    uploads_.push_back({&run, mark, std::move(host_page), nullptr});
+  }
+  return Outcome{nullptr, mark};
+}
+
+std::optional<Home::Outcome> LowerCacheHome::write(const Run& run, std::size_t page, const std::byte* from,
+                                                   const DeviceMemory::Mark& after, Priority priority, Done done) {
+  PagePin host_page = pin(run, page, Access::overwrite, priority);
+  host_page.wait();
+  const DeviceMemory::Mark mark = device_.download(host_page.data(), from, run.bytes_of(page), after);
+  if (device_.done(mark)) return Outcome{};
+  std::lock_guard lock(mutex_);
+  downloads_.push_back({&run, mark, std::move(host_page), std::move(done)});
+  return std::nullopt;
+}
+
+bool LowerCacheHome::tidy(bool wait) {
+  std::deque<UnderWay> ended;
+  DeviceMemory::Mark oldest;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto* queue : {&downloads_, &uploads_}) {
+      while (!queue->empty() && device_.done(queue->front().mark)) {
+        ended.push_back(std::move(queue->front()));
+        queue->pop_front();
+      }
+    }
+    if (ended.empty() && wait) {
+      if (auto& queue = downloads_.empty() ? uploads_ : downloads_; !queue.empty()) oldest = queue.front().mark;
+    }
+  }
+  if (oldest) {
+    device_.wait(oldest);
+    return tidy(/*wait=*/false);
+  }
+  if (ended.empty() && wait) {  // what was ready for transfers that have not started holds pages too
+    std::map<Key, PagePin> dropped;
+    std::lock_guard lock(mutex_);
+    dropped.swap(ready_);
+    return !dropped.empty();
+  }
+  for (UnderWay& transfer : ended) {
+    transfer.host_page = {};
+    if (transfer.done) transfer.done({});
+  }
+  return !ended.empty();
+}
+
+void LowerCacheHome::forget(const Run& run) {
+  std::deque<UnderWay> over;
+  std::lock_guard lock(mutex_);
+  for (auto upload = uploads_.begin(); upload != uploads_.end();) {
+    if (upload->run != &run) {
+      ++upload;
+      continue;
+    }
+    device_.wait(upload->mark);
+    over.push_back(std::move(*upload));
+    upload = uploads_.erase(upload);
+  }
+  std::erase_if(ready_, [&](const auto& entry) { return std::get<0>(entry.first) == &run; });
+}
+
+}  // namespace zeropage

@@ -1,0 +1,51 @@
+// The home of a device's pages in the cache of the host below it: uploads and downloads. To the device's cache this is
+// what a disk is to the host's.
+//
+// An upload has ended for the cache above as soon as the device was asked for it, since what uses its frame comes after
+// its mark. The host's page stays pinned until the device has read it.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "zeropage/pager/frame_cache.h"
+
+namespace zeropage {
+
+class LowerCacheHome final : public Home {
+ public:
+  LowerCacheHome(FrameCache& lower, DeviceMemory& device) : lower_(lower), device_(device) {}
+  ~LowerCacheHome() override;
+
+  std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
+                              Done done) override;
+  std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from,
+                               const DeviceMemory::Mark& after, Priority priority, Done done) override;
+  bool ready_to_read(const Run& run, std::size_t page) override;
+  bool ready_to_write(const Run& run, std::size_t page) override;
+  bool tidy(bool wait) override;
+  void forget(const Run& run) override;
+
+ private:
+  struct UnderWay {
+    const Run* run;
+    DeviceMemory::Mark mark;
+    PagePin host_page;
+    Done done;  // of downloads
+  };
+  using Key = std::tuple<const Run*, std::size_t, Access>;
+
+  PagePin pin(const Run& run, std::size_t page, Access access, Priority priority);
+  bool is_ready(const Run& run, std::size_t page, Access access);
+
+  FrameCache& lower_;
+  DeviceMemory& device_;
+  std::mutex mutex_;  // never held while waiting
+  std::deque<UnderWay> uploads_, downloads_;  // oldest first
+  std::map<Key, PagePin> ready_;              // pages that were found ready, until their transfers start
+};
+
+}  // namespace zeropage

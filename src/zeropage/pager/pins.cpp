@@ -1,0 +1,328 @@
+// Pins of whole segments: what every operator on the general path does first and last.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/pager/waiting.h"
+
+namespace zeropage {
+
+/// A run that an operator needs whole, and the frame in which it is or comes to be.
+struct FrameCache::Hold {
+  Run* run;
+  bool read;  // false: the operator overwrites all of it
+  Frame* frame = nullptr;
+  bool is_new = false;
+};
+
+namespace {
+
+struct ThreadPins {
+  const void* cache;
+  std::size_t pins;
+};
+thread_local std::vector<ThreadPins> thread_pins;
+
+}  // namespace
+
+std::size_t FrameCache::pins_of_this_thread() const {
+  const auto mine = std::find_if(thread_pins.begin(), thread_pins.end(), [&](auto& p) { return p.cache == this; });
+  return mine == thread_pins.end() ? 0 : mine->pins;
+}
+
+void FrameCache::count_pins(int more) {
+  pins_ += more;
+  const auto mine = std::find_if(thread_pins.begin(), thread_pins.end(), [&](auto& p) { return p.cache == this; });
+  if (mine == thread_pins.end()) {
+    if (more > 0) thread_pins.push_back({this, 1});
+  } else if (mine->pins += more; mine->pins == 0) {
+    thread_pins.erase(mine);
+  }
+}
+
+void FrameCache::mark(Run& run, std::size_t page, Access access) {
+  if (access == Access::read) return;
+  Residency& state = run.pages[page].state;
+  state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
+}
+
+void FrameCache::add_pin(Frame& frame) {
+  if (std::exchange(frame.ahead, false)) ahead_bytes_ -= frame.memory.bytes();
+  victims_.remove(frame);
+  ++frame.pins;
+  count_pins(1);
+}
+
+void FrameCache::drop_pin(Frame& frame) noexcept {
+  count_pins(-1);
+  if (--frame.pins > 0) return;
+  frame.last_use = plan_.now();
+  if (frame.transfers == 0) settle(frame);
+  changed_.notify_all();
+}
+
+/// Of a frame that no pin and no transfer holds any more.
+void FrameCache::settle(Frame& frame) noexcept {
+  if (frame.permanent) return;
+  if (frame.failure || frame.assembling) {
+    for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
+      Page& page = frame.run->pages[i];
+      if (page.frame == &frame && page.state == Residency::clean) page.state = Residency::evicted;
+    }
+    return drop_frame(frame);
+  }
+  consider(frame);
+}
+
+/// What a program that repeats itself will do again.
+void FrameCache::record_use(std::span<const PinRequest> requests, bool whole) {
+  const std::uint64_t surprises = plan_.surprises();
+  bool begins = true;
+  for (const PinRequest& request : requests) {
+    const Run& run = *request.segment->run_;
+    if (!run.home) continue;
+    plan_.use({run.ordinal, request.access, whole, begins}, run.bytes);
+    begins = whole;
+    if (!whole) request.segment->run_->stream_use = plan_.uses(), request.segment->run_->stream_page = 0;
+  }
+  if (plan_.surprises() != surprises) ahead_.restart();
+}
+
+void FrameCache::announce(std::span<const PinRequest> requests) {
+  check_usable();
+  Lock lock(mutex_);
+  check_usable();
+  record_use(requests, /*whole=*/false);
+  if (!ranks_) ahead_.run(*this, lock);
+}
+
+std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> requests) const {
+  std::vector<Hold> holds;
+  std::size_t needed = 0;
+  for (const PinRequest& request : requests) {
+    Run& run = *request.segment->run_;
+    const bool read = request.access != Access::overwrite || run.shares_page();
+    const auto known = std::find_if(holds.begin(), holds.end(), [&](const Hold& hold) { return hold.run == &run; });
+    if (known != holds.end()) {
+      known->read |= read;
+      continue;
+    }
+    holds.push_back({&run, read});
+    if (run.home) needed += round_up(run.bytes, kBlockBytes);
+  }
+  if (needed > device_limit_) refuse(needed);
+  return holds;
+}
+
+void FrameCache::refuse(std::size_t bytes) const {
+  throw BudgetError(fmt::format(
+      "{} = {} cannot hold the {} that it needs at once{}; raise {}", ranks_ ? "device_memory's part for gathered tensors"
+                                                                            : "device_memory",
+      format_bytes(device_limit_), format_bytes(bytes),
+      held_bytes_ + homes_in(Tier::device) > 0
+          ? fmt::format(" beside the {} that are homes or in use", format_bytes(held_bytes_ + homes_in(Tier::device)))
+          : "",
+      "device_memory"));
+}
+
+void FrameCache::pin(std::span<const PinRequest> requests) {
+  check_usable();
+  Lock lock(mutex_);
+  check_usable();
+  record_use(requests, /*whole=*/true);
+  std::vector<Hold> holds;
+  std::size_t more = 0;
+  const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
+    const Frame* frame = request.segment->run_->whole_frame();
+    if (!frame || frame->transfers > 0) return frame && frame->permanent;
+    if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
+    return true;
+  });
+  if (!resident || (more > 0 && held_bytes_ + homes_in(Tier::device) + more > device_limit_)) {
+    holds = holds_for(requests);
+    try {
+      hold(lock, holds);
+    } catch (const Shortage&) {
+      // What this operator needs may lie between what it has already. Move everything out and lay it down afresh.
+      let_go(holds);
+      for (Hold& hold : holds) hold = {hold.run, hold.read};
+      std::sort(holds.begin(), holds.end(), [](auto& a, auto& b) { return a.run->bytes > b.run->bytes; });
+      try {
+        empty(lock);
+        hold(lock, holds);
+      } catch (const Shortage&) {
+        let_go(holds);
+        std::size_t needed = 0;
+        for (const Hold& hold : holds) needed += hold.run->home ? round_up(hold.run->bytes, kBlockBytes) : 0;
+        refuse(needed);
+      } catch (...) {
+        let_go(holds);
+        throw;
+      }
+    } catch (...) {
+      let_go(holds);
+      throw;
+    }
+    for (Hold& hold : holds) commit(hold);
+  }
+  for (const PinRequest& request : requests) {
+    Segment& segment = *request.segment;
+    Run& run = *segment.run_;
+    Frame& frame = *run.whole_frame();
+    if (!frame.permanent) {
+      for (std::size_t i = 0; i < run.pages.size(); ++i) mark(run, i, request.access);
+    }
+    order_after(frame);
+    add_pin(frame);
+    if (frame.whole_pins++ == 0 && !frame.permanent) held_bytes_ += frame.memory.bytes();
+    if (segment.pins_++ == 0) segment.expose(frame.memory.data() + segment.offset_);
+  }
+  for (Hold& hold : holds) drop_pin(*hold.frame);
+  note_usage();
+  ahead_.run(*this, lock);
+}
+
+/// Brings every run into one frame, on which it takes a pin. On an error the caller lets go of what is held.
+void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
+  for (Hold& hold : holds) take_frame(lock, hold);
+  for (Hold& hold : holds) {
+    if (!hold.is_new) continue;
+    ++stats_.faults;
+    if (hold.read) start_reads(lock, *hold.frame, Priority::demanded);
+  }
+  wait_for_content(lock, holds);
+  // What operators hold at once is limited, whatever memory there is.
+  std::size_t more = 0;
+  for (const Hold& hold : holds) more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
+  if (held_bytes_ + homes_in(Tier::device) + more > device_limit_) throw Shortage{};
+}
+
+void FrameCache::take_frame(Lock& lock, Hold& hold) {
+  Run& run = *hold.run;
+  while (true) {
+    wait_until(lock, [&] { return run.assembled == nullptr; });
+    if (Frame* frame = run.whole_frame()) {
+      add_pin(*frame);
+      hold.frame = frame;
+      return;
+    }
+    Frame& frame = make_frame(lock, run, 0, run.pages.size());
+    frame.assembling = true;
+    if (run.assembled || run.whole_frame()) {  // another thread was quicker
+      drop_pin(frame);
+      continue;
+    }
+    run.assembled = &frame;
+    hold.frame = &frame;
+    hold.is_new = true;
+    return;
+  }
+}
+
+/// Returns when all that is read has come and no one else uses single pages of what is to become whole.
+void FrameCache::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
+  const auto in_use = [](const Hold& hold) {
+    return hold.is_new && std::any_of(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
+             return page.frame && page.frame != hold.frame && (page.frame->pins > 0 || page.frame->transfers > 0);
+           });
+  };
+  for (bool waited = true; waited;) {
+    waited = false;
+    for (Hold& hold : holds) {
+      wait_for_reads(lock, *hold.frame);
+      if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
+      if (!in_use(hold)) continue;
+      waited = true;
+      for (Page& page : hold.run->pages) {
+        if (page.frame && page.frame != hold.frame) wait_for_reads(lock, *page.frame);
+      }
+      wait_until(lock, [&] { return !in_use(hold); });
+    }
+  }
+  // A page that was read elsewhere meanwhile may have failed or left: then it is still missing here.
+  for (Hold& hold : holds) {
+    if (!hold.is_new || !hold.read) continue;
+    const bool missing = std::any_of(hold.run->pages.begin(), hold.run->pages.end(), [](const Page& page) {
+      return !page.frame && page.state == Residency::evicted;
+    });
+    if (!missing) continue;
+    start_reads(lock, *hold.frame, Priority::demanded);
+    return wait_for_content(lock, holds);
+  }
+}
+
+/// All pages of the run are in its new frame from now on. Throws nothing.
+void FrameCache::commit(Hold& hold) {
+  if (!hold.is_new) return;
+  Run& run = *hold.run;
+  Frame& frame = *hold.frame;
+  order_after(frame);
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    Page& page = run.pages[i];
+    std::byte* const into = frame.memory.data() + i * run.page_bytes;
+    if (page.frame == &frame) continue;
+    if (Frame* alone = page.frame) {
+      order_after(*alone);
+      memory_.copy(into, address(run, i), run.bytes_of(i));
+      mark_used(*alone);
+      drop_frame(*alone);
+    } else if (page.state == Residency::zero) {
+      if (hold.read) memory_.clear(into, run.bytes_of(i));
+      page.state = run.gathered() ? Residency::clean : Residency::dirty;
+    } else {
+      page.state = Residency::clean;  // it is about to be overwritten
+    }
+    page.frame = &frame;
+  }
+  if (memory_.device()) frame.ready = memory_.device()->now();
+  frame.assembling = false;
+  run.assembled = nullptr;
+}
+
+void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
+  for (Hold& hold : holds) {
+    if (!hold.frame) continue;
+    if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays marked as assembling, and is dropped
+    drop_pin(*std::exchange(hold.frame, nullptr));
+  }
+  changed_.notify_all();
+}
+
+/// Everything that can leave does.
+void FrameCache::empty(Lock& lock) {
+  const std::size_t failed_before = failed_writes_;
+  while (true) {
+    if (Frame* victim = victims_.best(plan_.now())) {
+      is_dirty(*victim) ? void(write_back(lock, *victim, Priority::demanded)) : evict_frame(*victim);
+    } else if (writing_bytes_ > 0) {
+      const std::size_t writing = writing_bytes_;
+      wait_until(lock, [&] { return writing_bytes_ != writing; });
+    } else {
+      return;
+    }
+    if (failed_writes_ != failed_before && failed_write_) {
+      std::rethrow_exception(std::exchange(failed_write_, nullptr));
+    }
+  }
+}
+
+void FrameCache::unpin(std::span<const PinRequest> requests) noexcept {
+  Lock lock(mutex_);
+  for (const PinRequest& request : requests) {
+    Segment& segment = *request.segment;
+    if (--segment.pins_ == 0) segment.hide();
+    Frame& frame = *segment.run_->whole_frame();
+    try {
+      mark_used(frame);
+    } catch (...) {  // a device that cannot record an event is lost, and so is what it computes
+    }
+    if (--frame.whole_pins == 0 && !frame.permanent) held_bytes_ -= frame.memory.bytes();
+    drop_pin(frame);
+  }
+  if (closed_) return finish_close();
+  clean_behind(lock);
+  if (!ranks_) ahead_.run(*this, lock);
+}
+
+}  // namespace zeropage

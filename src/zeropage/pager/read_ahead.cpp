@@ -1,0 +1,158 @@
+#include "zeropage/pager/read_ahead.h"
+
+#include <algorithm>
+
+#include "zeropage/pager/frame_cache.h"
+
+namespace zeropage {
+namespace {
+
+// Enough to keep a disk busy through one operator.
+constexpr std::size_t kMostAhead = 64 * kMiB, kMostWriting = 32 * kMiB;
+
+}  // namespace
+
+void ReadAhead::restart() {
+  group_ = 0;
+  members_.clear();
+  kept_.clear();
+  kept_bytes_ = 0;
+  reached_ = 0;
+}
+
+void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
+  if (running_ || cache.closed_ || !cache.plan_.knows()) return;  // running: where a read of ranks gave up the lock
+  running_ = true;
+  const std::uint64_t uses = cache.plan_.uses();
+  while (!kept_.empty() && kept_.front().use < uses) {
+    kept_bytes_ -= kept_.front().bytes;
+    kept_.pop_front();
+  }
+  // What is gone through now is looked at to its end.
+  if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
+  const std::size_t limit = cache.memory_.budget().limit();
+  try {
+    while (cache.ahead_bytes_ + kept_bytes_ < std::min(kMostAhead, limit / 8)) {
+      const auto next = target(cache);
+      if (!next || next->time - cache.plan_.now() > limit) break;
+      if (bring(cache, *next, lock) == Result::blocked) break;
+      reached_ = next->time + 1;
+      advance();
+    }
+  } catch (...) {
+    // What could not start ahead starts again when it is demanded, and its error is told then.
+  }
+  running_ = false;
+}
+
+bool ReadAhead::find_group(const FrameCache& cache) {
+  const std::uint64_t uses = cache.plan_.uses();
+  steps_ = 1, step_ = 0, member_ = 0;
+  for (auto k = static_cast<std::int64_t>(group_ - uses);; ++k) {
+    const auto coming = cache.plan_.coming(k);
+    if (!coming || (!members_.empty() && (coming->use.begins || members_.size() == 64))) break;
+    const Run* run = cache.by_ordinal_[coming->use.ordinal];
+    const std::size_t pages = run && !coming->use.whole ? run->pages.size() : 1;
+    steps_ = std::max(steps_, pages);
+    members_.push_back({coming->use, coming->time, pages});
+  }
+  return !members_.empty();
+}
+
+/// The pages of all members take turns, so that all come to their ends together.
+std::optional<ReadAhead::Target> ReadAhead::target(const FrameCache& cache) {
+  while (true) {
+    if (members_.empty() && !find_group(cache)) return std::nullopt;
+    const Member& member = members_[member_];
+    const std::size_t page = step_ * member.pages / steps_;
+    const bool is_new = step_ == 0 || page != (step_ - 1) * member.pages / steps_;
+    const Run* run = cache.by_ordinal_[member.use.ordinal];
+    if (is_new && (!run || page < run->pages.size())) {
+      const std::size_t pages = member.use.whole && run ? run->pages.size() : 1;
+      return Target{&member, page, pages, members_[0].time + page * (run ? run->page_bytes : 0) * members_.size()};
+    }
+    advance();
+  }
+}
+
+void ReadAhead::advance() {
+  if (++member_ < members_.size()) return;
+  member_ = 0;
+  if (++step_ < steps_) return;
+  group_ += members_.size();
+  members_.clear();
+}
+
+ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std::unique_lock<std::mutex>& lock) {
+  const AccessPlan::Use& use = target.member->use;
+  Run* const run = cache.by_ordinal_[use.ordinal];
+  if (!run) {  // it will be created
+    const std::size_t bytes = cache.bytes_of_ordinal_[use.ordinal];
+    if (make_room(cache, bytes, target.time, lock) == Result::blocked) return Result::blocked;
+    keep_room(bytes);
+    return Result::there;
+  }
+  if (!run->home || run->dead) return Result::there;
+  const bool is_now = group_ < cache.plan_.uses();
+  if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // it has been taken
+  const auto first = run->pages.begin() + static_cast<std::ptrdiff_t>(target.first_page);
+  const auto last = first + static_cast<std::ptrdiff_t>(target.pages);
+  if (std::any_of(first, last, [](const Page& page) { return page.frame != nullptr; })) {
+    if (target.pages == 1) return Result::there;
+    // Part of it is here: the rest comes page by page.
+    for (std::size_t i = 0; i < target.pages; ++i) {
+      const Page& page = run->pages[target.first_page + i];
+      if (page.frame || page.state != Residency::evicted || use.access == Access::overwrite) continue;
+      if (read(cache, *run, target.first_page + i, 1, target.time, lock) == Result::blocked) return Result::blocked;
+    }
+    return Result::there;
+  }
+  const bool reads = use.access != Access::overwrite || run->shares_page();
+  if (reads && std::all_of(first, last, [](const Page& page) { return page.state == Residency::evicted; })) {
+    return read(cache, *run, target.first_page, target.pages, target.time, lock);
+  }
+  const std::size_t bytes = FrameMemory::bytes_of(*run, target.first_page, target.pages);
+  if (make_room(cache, bytes, target.time, lock) == Result::blocked) return Result::blocked;
+  keep_room(bytes);
+  return Result::there;
+}
+
+void ReadAhead::keep_room(std::size_t bytes) {
+  kept_.push_back({group_ + members_.size() - 1, bytes});
+  kept_bytes_ += bytes;
+}
+
+ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first_page, std::size_t pages,
+                                  AccessPlan::Time time, std::unique_lock<std::mutex>& lock) {
+  for (std::size_t i = first_page; i < first_page + pages; ++i) {
+    if (!cache.home_->ready_to_read(run, i)) return Result::blocked;
+  }
+  if (make_room(cache, FrameMemory::bytes_of(run, first_page, pages), time, lock) == Result::blocked) {
+    return Result::blocked;
+  }
+  Frame* const frame = cache.try_make_frame(lock, run, first_page, pages, time);
+  if (!frame) return Result::blocked;
+  frame->ahead = true;
+  cache.ahead_bytes_ += frame->memory.bytes();
+  cache.start_reads(lock, *frame, Priority::ahead);
+  cache.drop_pin(*frame);
+  return Result::there;
+}
+
+/// Until `bytes` are free beside what is kept: clean frames that are used later leave, and dirty ones are written.
+ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time,
+                                       std::unique_lock<std::mutex>& lock) {
+  while (cache.memory_.free() < bytes + kept_bytes_) {
+    Frame* const victim = cache.victims_.best(cache.plan_.now());
+    if (!victim || victim->next_use <= time) return Result::blocked;
+    if (!cache.is_dirty(*victim)) {
+      cache.evict_frame(*victim);
+      continue;
+    }
+    const std::size_t most = std::min(kMostWriting, cache.memory_.budget().limit() / 4);
+    if (cache.writing_bytes_ >= most || !cache.write_back(lock, *victim, Priority::behind)) return Result::blocked;
+  }
+  return Result::there;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,200 @@
+// Memory: what it is given to, and what leaves when it is short.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/pager/waiting.h"
+
+namespace zeropage {
+namespace {
+
+/// How much is written behind where no plan says what leaves next.
+constexpr std::size_t kBehindShare = 4;  // a quarter of memory
+/// For memory that other threads have pinned.
+constexpr std::chrono::seconds kLongestWait{5};
+
+}  // namespace
+
+/// A frame with one pin. Waits for what must be written, and for what other threads hold. Throws Shortage if nothing
+/// is left that could leave, DiskError if what should leave cannot be written.
+Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
+  const std::size_t failed_before = failed_writes_;
+  const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
+  if (bytes > memory_.budget().limit()) throw Shortage{};
+  bool clearing = false;  // neighbours are being written
+  while (true) {
+    check_usable();
+    bool fragmented = false;
+    if (Frame* frame = memory_.try_make(run, first_page, pages, permanent, fragmented)) {
+      count_pins(1);
+      note_usage();
+      return *frame;
+    }
+    if (failed_writes_ != failed_before && failed_write_) {
+      if (Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); }); clean && !fragmented) {
+        evict_frame(*clean);
+        continue;
+      }
+      std::rethrow_exception(std::exchange(failed_write_, nullptr));
+    }
+    plan_anew();
+    const bool enough = writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
+    if (fragmented) {
+      if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
+      if (!clearing && clear_window(bytes, 0, false, lock)) {
+        clearing = true;
+        continue;
+      }
+      clearing = false;
+    } else if (Frame* victim = enough ? nullptr : victims_.best(plan_.now())) {
+      if (!is_dirty(*victim)) {
+        evict_frame(*victim);
+        continue;
+      }
+      // It is written now. What is clean and is not used soon leaves instead of being waited for.
+      Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
+      if (clean && clean->next_use > plan_.now() + memory_.budget().limit() / 2) evict_frame(*clean);
+      write_back(lock, *victim, Priority::demanded);
+      continue;
+    }
+    if (ranks_ && reading_bytes_ > 0) {  // a gather ends when it is waited for
+      const auto& frames = memory_.frames();
+      const auto reading = std::find_if(frames.begin(), frames.end(), [](auto& f) { return f.second->transfers > 0; });
+      if (reading != frames.end()) {
+        wait_for_reads(lock, *reading->second);
+        continue;
+      }
+    }
+    if (writing_bytes_ > 0 || reading_bytes_ > 0) {
+      // Until one of them has ended, or, where a hole is to come about, all.
+      const std::size_t writing = writing_bytes_, reading = reading_bytes_, queued = victims_.size();
+      wait_until(lock, [&] {
+        if (fragmented && writing > 0) return writing_bytes_ == 0;
+        return writing_bytes_ != writing || reading_bytes_ != reading || victims_.size() != queued;
+      });
+      continue;
+    }
+    // A cache above frees what its transfers hold here when it is refused.
+    if (!serves_upper_ && pins_ > pins_of_this_thread()) {
+      // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
+      const std::size_t pins = pins_;
+      const Waiting waiting(stats_.waited_seconds);
+      const bool fewer = changed_.wait_for(lock, kLongestWait, [&] { return pins_ < pins || victims_.size() > 0; });
+      if (fewer) continue;
+    }
+    throw Shortage{};
+  }
+}
+
+/// The same without waiting; what leaves is clean and used later than `before`. Null if that is not enough.
+Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
+                                  AccessPlan::Time before) {
+  bool fragmented = false;
+  Frame* frame = memory_.try_make(run, first_page, pages, false, fragmented);
+  if (!frame && fragmented && clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
+    frame = memory_.try_make(run, first_page, pages, false, fragmented);
+  }
+  if (!frame) return nullptr;
+  count_pins(1);
+  note_usage();
+  return frame;
+}
+
+/// Forgets a frame; its pages must not need it.
+void FrameCache::drop_frame(Frame& frame) {
+  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
+    Page& page = frame.run->pages[frame.first_page + i];
+    if (page.frame == &frame) page.frame = nullptr;
+  }
+  if (frame.ahead) ahead_bytes_ -= frame.memory.bytes();
+  victims_.remove(frame);
+  memory_.drop(frame);
+  changed_.notify_all();
+}
+
+bool FrameCache::is_dirty(const Frame& frame) const {
+  if (!frame.run) return false;
+  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
+  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
+                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::dirty; });
+}
+
+/// Of a clean frame that nothing uses.
+void FrameCache::evict_frame(Frame& frame) {
+  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
+    Page& page = frame.run->pages[frame.first_page + i];
+    if (page.frame == &frame) page.state = Residency::evicted;
+  }
+  ahead_.evicted(frame.next_use);
+  drop_frame(frame);
+  ++stats_.evictions;
+}
+
+/// Puts a frame that could leave in its place among the others.
+void FrameCache::consider(Frame& frame) {
+  if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
+  if (!frame.run) return victims_.insert(frame, AccessPlan::kNever - 1, 0);
+  const bool dirty = is_dirty(frame);
+  const auto next = plan_.next_use(frame.run->ordinal);
+  const bool is_read = next.access != Access::overwrite || frame.run->shares_page();
+  AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
+  if (next.time != AccessPlan::kNever) time = next.time + frame.first_page * frame.run->page_bytes;
+  // Of pages that are gone through now, those that have not been taken yet are next.
+  const Run& run = *frame.run;
+  constexpr std::size_t kLargestGroup = 8;
+  if (frame.first_page >= run.stream_page && run.stream_use + kLargestGroup >= plan_.uses()) {
+    time = plan_.now() + (frame.first_page - run.stream_page) * run.page_bytes;
+  }
+  victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
+}
+
+/// Where the plan is another one, what leaves next is too.
+void FrameCache::plan_anew() {
+  if (planned_at_ == plan_.surprises() || plan_.uses() - uses_when_planned_ < victims_.size() / 4) return;
+  planned_at_ = plan_.surprises();
+  uses_when_planned_ = plan_.uses();
+  victims_.for_each([this](Frame& frame) { consider(frame); });
+}
+
+/// Evicts neighbours that together with the holes between them make `bytes`. True if there is something new to look
+/// at: they have left, or are being written.
+bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock) {
+  const auto frames = memory_.window(bytes, [&](const Frame& frame) {
+    return frame.cost >= 0 && frame.next_use > before && (!clean_only || !is_dirty(frame));
+  });
+  std::vector<Frame*> dirty;
+  for (Frame* frame : frames) is_dirty(*frame) ? dirty.push_back(frame) : evict_frame(*frame);
+  for (Frame* frame : dirty) {
+    write_back(lock, *frame, Priority::demanded);
+    if (home_->blocks()) break;  // the lock was given up: what lies where has to be looked at anew
+  }
+  return !frames.empty();
+}
+
+/// Where there is no plan: once memory is short, what would leave next is kept on its way home.
+void FrameCache::clean_behind(Lock& lock) {
+  const std::size_t limit = memory_.budget().limit();
+  if (plan_.knows() || ranks_ || memory_.free() > limit / 2) return;
+  while (victims_.bytes(1) + writing_bytes_ < limit / kBehindShare) {
+    Frame* const victim = victims_.first(2);
+    if (!victim || !write_back(lock, *victim, Priority::behind)) return;
+  }
+}
+
+// [Note: streams and frames] in store/device_memory.h.
+
+void FrameCache::order_after(Frame& frame) {
+  const auto& device = memory_.device();
+  if (!device || !frame.ready) return;
+  device->done(frame.ready) ? frame.ready.reset() : device->order(frame.ready);
+}
+
+void FrameCache::mark_used(Frame& frame) {
+  const auto& device = memory_.device();
+  if (!device) return;
+  device->order(frame.last_mark);  // of another thread's stream, perhaps
+  frame.last_mark = device->now();
+}
+
+}  // namespace zeropage

@@ -1,0 +1,188 @@
+#include "zeropage/pager/sharded_home.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "zeropage/base/errors.h"
+
+namespace zeropage {
+namespace {
+
+/// Where this rank's part of a page lies in the segment of its share.
+struct Place {
+  std::size_t page;    // of the share's segment
+  std::size_t offset;  // in it
+  std::size_t bytes;
+  bool all;  // the part is all of that page
+};
+
+Place place_of(const Segment& share, std::size_t offset, std::size_t bytes) {
+  const std::size_t page = offset / std::max<std::size_t>(share.page_bytes(), 1);
+  return {page, offset - page * share.page_bytes(), bytes, bytes == share.bytes_of(page)};
+}
+
+}  // namespace
+
+struct ShardedHome::Gather {
+  const Run& run;
+  std::size_t page;
+  std::byte* into;
+  std::size_t bytes;
+  Done done;
+  std::size_t part_bytes;    // of a large tensor, by one rank
+  std::size_t packed_bytes;  // of small tensors, by all ranks
+  std::size_t part_offset = 0;
+  PagePin part = {};                              // of a large tensor
+  std::shared_ptr<std::byte> packed{}, parts{};   // of small ones: this rank's, all ranks'
+  std::unique_ptr<Ranks::Work> work = nullptr;
+  std::exception_ptr failure = nullptr;
+};
+
+ShardedHome::ShardedHome(FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device)
+    : local_(local), ranks_(std::move(ranks)), device_(device) {}
+
+ShardedHome::~ShardedHome() = default;
+
+void ShardedHome::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  device_ ? device_->copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
+}
+
+std::optional<Home::Outcome> ShardedHome::read(const Run& run, std::size_t page, std::byte* into, Priority,
+                                               Done done) {
+  std::lock_guard lock(mutex_);
+  auto gather = std::make_shared<Gather>(Gather{run, page, into, run.bytes_of(page), std::move(done),
+                                                run.bytes_of(page) / ranks_->size(), run.packed_bytes});
+  std::vector<PinRequest> shares;
+  for (const Share& share : run.shares) {
+    if (share.segment) shares.push_back({share.segment, Access::read});
+  }
+  local_.announce(shares);
+  // Whether it can be had is found out here, but said when it is waited for: all ranks launch what all asked for.
+  try {
+    if (!run.packed()) hold_part(*gather);
+  } catch (...) {
+    gather->failure = std::current_exception();
+  }
+  asked_for_.push_back(std::move(gather));
+  return std::nullopt;
+}
+
+void ShardedHome::hold_part(Gather& gather) {
+  if (!gather.run.shares[0].segment) {  // it died here, and may live on other ranks
+    gather.packed = ranks_->scratch(gather.part_bytes);
+    return;
+  }
+  Segment& share = *gather.run.shares[0].segment;
+  const Place place =
+      place_of(share, gather.page * (gather.run.page_bytes / ranks_->size()), gather.part_bytes);
+  gather.part_offset = place.offset;
+  while (true) {
+    try {
+      gather.part = local_.pin_page(share, place.page, Access::read);
+      return;
+    } catch (const BudgetError&) {
+      if (!finish_oldest()) throw;
+    }
+  }
+}
+
+void ShardedHome::launch_all() {
+  while (!asked_for_.empty()) {
+    const auto next = std::move(asked_for_.front());
+    asked_for_.pop_front();
+    try {
+      if (!next->failure) launch(*next);
+    } catch (...) {
+      next->failure = std::current_exception();
+    }
+    in_flight_.push_back(next);
+  }
+}
+
+void ShardedHome::launch(Gather& g) {
+  const Subject subject{name_of(g.run.role), g.run.number, g.page};
+  if (g.run.packed()) {
+    pack(g);
+    g.work = ranks_->all_gather(g.parts.get(), g.packed.get(), g.packed_bytes / ranks_->size(), subject);
+    return;
+  }
+  if (g.part) g.part.wait();
+  const std::byte* const part = g.part ? g.part.data() + g.part_offset : g.packed.get();
+  g.work = ranks_->all_gather(g.into, part, g.part_bytes, subject);
+}
+
+/// Lays this rank's parts of all tensors of the page together. Those that died keep their place, so that when they
+/// died, which ranks need not agree on, changes nothing.
+void ShardedHome::pack(Gather& g) {
+  const std::size_t bytes = g.packed_bytes / ranks_->size();
+  g.packed = ranks_->scratch(bytes);
+  g.parts = ranks_->scratch(g.packed_bytes);
+  for (const Share& share : g.run.shares) {
+    if (!share.segment || share.offset >= g.packed_bytes) continue;
+    PagePin part = local_.pin_page(*share.segment, 0, Access::read);
+    part.wait();
+    copy(g.packed.get() + share.offset / ranks_->size(), part.data(), share.part_bytes);
+  }
+}
+
+void ShardedHome::deal_out(Gather& g) {
+  const std::size_t ranks = ranks_->size(), bytes = g.packed_bytes / ranks;
+  device_ ? device_->clear(g.into, g.run.bytes) : void(std::memset(g.into, 0, g.run.bytes));
+  for (const Share& share : g.run.shares) {
+    if (share.offset >= g.packed_bytes) continue;
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      copy(g.into + share.offset + rank * share.part_bytes, g.parts.get() + rank * bytes + share.offset / ranks,
+           share.part_bytes);
+    }
+  }
+}
+
+void ShardedHome::finish(Gather& g) {
+  try {
+    if (!g.failure && g.work) g.work->wait();
+    if (!g.failure && g.run.packed()) deal_out(g);
+  } catch (...) {
+    g.failure = std::current_exception();
+  }
+  g.work.reset();
+  g.part = {};
+  g.packed.reset(), g.parts.reset();
+  std::exchange(g.done, nullptr)({g.failure, device_ && !g.failure ? device_->now() : nullptr});
+}
+
+/// Frees a page of a share that only a gather holds. False if there is none.
+bool ShardedHome::finish_oldest() {
+  launch_all();
+  if (in_flight_.empty()) return false;
+  const auto oldest = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  finish(*oldest);
+  return true;
+}
+
+void ShardedHome::hurry(const Run& run, std::size_t page, std::byte*) {
+  std::lock_guard lock(mutex_);
+  launch_all();
+  const auto wanted = std::find_if(in_flight_.begin(), in_flight_.end(),
+                                   [&](const auto& g) { return &g->run == &run && g->page == page; });
+  if (wanted == in_flight_.end()) return;
+  const auto gather = std::move(*wanted);
+  in_flight_.erase(wanted);
+  finish(*gather);
+}
+
+std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page, const std::byte* from,
+                                                const DeviceMemory::Mark&, Priority, Done) {
+  const std::size_t ranks = ranks_->size(), rank = ranks_->rank();
+  for (const Share& share : run.shares) {
+    if (!share.segment) continue;
+    const std::size_t bytes = run.packed() ? share.part_bytes : run.bytes_of(page) / ranks;
+    const Place place = place_of(*share.segment, run.packed() ? 0 : page * (run.page_bytes / ranks), bytes);
+    PagePin part = local_.pin_page(*share.segment, place.page, place.all ? Access::overwrite : Access::write);
+    part.wait();
+    part.fill(from + share.offset + rank * bytes, bytes, place.offset);
+  }
+  return Outcome{};
+}
+
+}  // namespace zeropage

@@ -1,0 +1,49 @@
+// The home of gathered pages in every rank's shares: a page is read by an all-gather of the ranks' parts of it, and
+// written by keeping this rank's part.
+//
+// Collectives start in the order of the reads, which is the order of the plan as counted in pins, whatever the disk
+// does. A page of a large tensor is gathered straight into its frame. Small tensors share a page and travel together:
+// their parts are packed, gathered at once, and dealt out.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "zeropage/pager/frame_cache.h"
+
+namespace zeropage {
+
+class ShardedHome final : public Home {
+ public:
+  /// `device` is null if operators run on the CPU.
+  ShardedHome(FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device);
+  ~ShardedHome() override;
+
+  /// Brings this rank's part of the page into memory. hurry() gathers it, after all that were read before.
+  std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
+                              Done done) override;
+  std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from,
+                               const DeviceMemory::Mark& after, Priority priority, Done done) override;
+  void hurry(const Run& run, std::size_t page, std::byte* frame) override;
+
+ private:
+  struct Gather;
+  void hold_part(Gather& gather);
+  void launch_all();
+  void launch(Gather& gather);
+  void pack(Gather& gather);
+  void deal_out(Gather& gather);
+  bool finish_oldest();
+  void finish(Gather& gather);
+  void copy(std::byte* to, const std::byte* from, std::size_t bytes);
+
+  FrameCache& local_;
+  std::shared_ptr<Ranks> ranks_;
+  DeviceMemory* device_;
+  std::recursive_mutex mutex_;  // what ranks do together, one thread does at a time
+  std::deque<std::shared_ptr<Gather>> asked_for_;  // oldest first, not launched
+  std::deque<std::shared_ptr<Gather>> in_flight_;  // oldest first
+};
+
+}  // namespace zeropage

@@ -1,0 +1,46 @@
+// Which frame leaves next. Frames that could leave are ordered by their next use; the one to leave spares the fewest
+// transfers for the time that it would stay. A frame's cost is 2 if it must be written and will be read again, 1 if
+// one of these, 0 if it will be overwritten before it is read, and is the same at home.
+//
+// O(log n) an operation. The cache's lock guards it.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <set>
+
+#include "zeropage/pager/access_plan.h"
+
+namespace zeropage {
+
+class VictimQueue {
+ public:
+  /// Frames with no planned use are ordered by their last one, later than all planned ones.
+  static AccessPlan::Time unplanned(AccessPlan::Time last_use) { return AccessPlan::kNever - 1 - last_use / 2; }
+  static bool is_planned(AccessPlan::Time next_use) { return next_use < AccessPlan::kNever / 2; }
+
+  void insert(Frame& frame, AccessPlan::Time next_use, int cost);
+  void remove(Frame& frame);
+  /// Null if there is none.
+  Frame* best(AccessPlan::Time now) const;
+  /// Of those that cost no write. `clean` says which frames of cost 1 do not.
+  Frame* best_clean(const std::function<bool(const Frame&)>& clean) const;
+  /// The first to leave of one cost, or null; and the bytes of all.
+  Frame* first(int cost) const { return frames_[cost].empty() ? nullptr : *frames_[cost].begin(); }
+  std::size_t bytes(int cost) const { return bytes_[cost]; }
+  std::size_t size() const { return frames_[0].size() + frames_[1].size() + frames_[2].size(); }
+  /// Calls `visit` for all, in no order.
+  void for_each(const std::function<void(Frame&)>& visit) const;
+
+ private:
+  struct Later {
+    bool operator()(const Frame* a, const Frame* b) const {
+      if (a->next_use != b->next_use) return a->next_use > b->next_use;
+      return a->memory.data() < b->memory.data();
+    }
+  };
+  std::array<std::set<Frame*, Later>, 3> frames_;  // by cost
+  std::array<std::size_t, 3> bytes_{};
+};
+
+}  // namespace zeropage

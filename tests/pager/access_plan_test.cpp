@@ -1,0 +1,124 @@
+#include "zeropage/pager/access_plan.h"
+
+#include <doctest/doctest.h>
+
+#include <string>
+
+using namespace zeropage;
+
+namespace {
+
+struct Program {
+  AccessPlan plan;
+  std::vector<AccessPlan::Ordinal> ordinals;
+
+  explicit Program(std::size_t runs) {
+    for (std::size_t i = 0; i < runs; ++i) ordinals.push_back(plan.create(i));
+  }
+  void use(const std::string& names, Access access = Access::read) {
+    for (const char name : names) plan.use({ordinals[name - 'a'], access, true, true}, 1000);
+  }
+  std::string coming(std::size_t most) const {
+    std::string names;
+    for (std::size_t k = 0; k < most; ++k) {
+      const auto next = plan.coming(k);
+      if (!next) break;
+      names += static_cast<char>('a' + next->use.ordinal);
+    }
+    return names;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("what comes next is what came next, forward and backward told apart by the way there") {
+  Program program(3);
+  program.use("abcb");
+  CHECK(program.coming(5).empty());
+  program.use("a");
+  program.use("abcb");
+  CHECK(program.coming(6) == "abcbab");  // goes on periodically
+  program.use("a");
+  program.use("bc");
+  CHECK(program.coming(3) == "bab");
+  program.use("b");
+  CHECK(program.coming(2) == "ab");
+}
+
+TEST_CASE("the plan finds its place again after something new") {
+  Program program(6);
+  program.use("abcdefabcdef");
+  CHECK(program.coming(2) == "ab");
+  program.use("c");  // as never before
+  CHECK(program.coming(2).empty());
+  program.use("d");
+  CHECK(program.coming(3) == "efc");
+  const auto surprises = program.plan.surprises();
+  program.use("efabcdef");
+  CHECK(program.plan.surprises() <= surprises + 1);
+}
+
+TEST_CASE("accumulation: the longest way back tells which of equal passes comes next") {
+  Program program(5);
+  const std::string pass = "abcdcb", step = "e";
+  const auto period = [&] {
+    for (int i = 0; i < 4; ++i) program.use(pass);
+    program.use(step);
+  };
+  period(), period(), period();
+  const auto surprises = program.plan.surprises();
+  for (int i = 0; i < 5; ++i) period();
+  CHECK(program.plan.surprises() == surprises);
+  for (int i = 0; i < 3; ++i) program.use(pass);
+  CHECK(program.coming(8) == pass + "ea");
+  program.use(pass);
+  CHECK(program.coming(4) == "eabc");
+}
+
+TEST_CASE("the next use is the first that comes, in bytes of uses from now") {
+  Program program(4);
+  program.use("abcdabcdab");
+  CHECK(program.plan.next_use(2).time == program.plan.now());
+  CHECK(program.plan.next_use(3).time > program.plan.now());
+  CHECK(program.plan.next_use(1).time - program.plan.next_use(0).time == 1001);
+  CHECK(program.plan.next_use(1).time - program.plan.now() == 3 * 1001);
+  const auto never = program.plan.create(9);
+  CHECK(program.plan.next_use(never).time == AccessPlan::kNever);
+}
+
+TEST_CASE("what is created anew takes the place of the one that died there, whatever was created between") {
+  AccessPlan plan;
+  const auto parameter = plan.create(1), other = plan.create(2);
+  std::vector<AccessPlan::Ordinal> gradients;
+  for (int step = 0; step < 6; ++step) {
+    plan.use({parameter, Access::read, true, true}, 100);
+    const auto gradient = plan.create(7);
+    plan.use({gradient, Access::overwrite, false, true}, 100);
+    plan.use({other, Access::read, true, true}, 100);
+    const auto second = plan.create(7);
+    plan.use({second, Access::overwrite, false, true}, 100);
+    if (step >= 3) {
+      CHECK(gradient == gradients[gradients.size() - 2]);
+      CHECK(second == gradients.back());
+    }
+    gradients.push_back(gradient);
+    gradients.push_back(second);
+    plan.use({gradient, Access::read, false, true}, 100);
+    plan.use({second, Access::read, false, false}, 100);
+    plan.destroy(gradient);
+    plan.destroy(second);
+  }
+}
+
+TEST_CASE("a long history is forgotten from its beginning, and the plan stands") {
+  Program program(26);
+  std::string pass;
+  for (char name = 'a'; name <= 'z'; ++name) pass += name;
+  program.use(pass);
+  program.use(pass);
+  const auto surprises = program.plan.surprises();
+  for (int i = 0; i < 25'000; ++i) program.use(pass);
+  CHECK(program.plan.surprises() <= surprises + 1);
+  CHECK(program.coming(3) == "abc");
+  CHECK(program.plan.next_use(0).time == program.plan.now());
+}
