@@ -111,6 +111,8 @@ class Pager : public std::enable_shared_from_this<Pager> {
                                               std::size_t bytes, std::shared_ptr<DeviceMemory> device);
   ~Pager();
 
+  /// Throws AccessError in a forked child, and after close().
+  void check_usable() const;
   /// Gives `segment` a home of spec.bytes, which reads as zeros. Throws BudgetError or DiskError if its tier is full.
   void bind(Segment& segment, const SegmentSpec& spec);
   /// True if a home of `bytes` can be had in `tier` without moving anything out.
@@ -164,7 +166,6 @@ class Pager : public std::enable_shared_from_this<Pager> {
         std::shared_ptr<DeviceMemory> device);
   void open_below(const PagerOptions& options, std::unique_ptr<Io> io);
 
-  void check_usable() const;
   Budget& paying(Pool pool) { return pool == Pool::device ? device_ : host_; }
 
   // homes.cpp: birth and death
