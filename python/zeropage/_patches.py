@@ -64,6 +64,19 @@ def _patch_tensor() -> None:
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
 
 
+def _patch_recurrent() -> None:
+    rnn: Any = torch.nn.RNNBase
+    flatten = rnn.flatten_parameters
+
+    @functools.wraps(flatten)
+    def flatten_parameters(self: torch.nn.RNNBase) -> None:
+        # cuDNN's faster path wants all weights in one piece of memory. Paged ones have none outside operators.
+        if not any(isinstance(w, torch.Tensor) and _core.is_paged(w) for w in self._flat_weights):
+            flatten(self)
+
+    rnn.flatten_parameters = flatten_parameters
+
+
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _core.step_ended([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -71,5 +84,6 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def install() -> None:
     register_optimizer_step_post_hook(_step_ended)
     _patch_tensor()
+    _patch_recurrent()
     _hugging_face.install(on_paged)
     _wrappers.install()

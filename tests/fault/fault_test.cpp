@@ -1,7 +1,11 @@
 #include <doctest/doctest.h>
 #include <torch/torch.h>
 
+#include <atomic>
+#include <thread>
+
 #include "temporary_directory.h"
+#include "zeropage/train/gradients.h"
 #include "zeropage/zeropage.h"
 
 using namespace zeropage;
@@ -80,4 +84,42 @@ TEST_CASE("errors of operators are typed and name the operator") {
                        BudgetError);
   space->close();
   CHECK_THROWS_AS(weight.zero_(), AccessError);
+}
+
+TEST_CASE("a tensor's segment is found while other threads pin it and let go") {
+  TemporaryDirectory directory;
+  auto space = Space::make(on_disk(directory.path()));
+  torch::Tensor tensor = torch::ones({60, 60});
+  REQUIRE(space->page(tensor));
+  std::atomic<bool> done = false;
+  std::atomic<int> missed = 0;
+  std::thread reader([&] {
+    while (!done) missed += segment_of(tensor) == nullptr;
+  });
+  for (int i = 0; i < 200000; ++i) const TensorPin held = pin(tensor);
+  done = true;
+  reader.join();
+  CHECK(missed == 0);
+}
+
+TEST_CASE("threads that meet a leaf at once put one hook before its node") {
+  TemporaryDirectory directory;
+  auto space = Space::make(on_disk(directory.path()));
+  for (int round = 0; round < 500; ++round) {
+    torch::Tensor leaf = torch::ones({4, 4});
+    REQUIRE(space->page(leaf));
+    leaf.requires_grad_();
+    const LeafHold node = torch::autograd::impl::grad_accumulator(leaf);
+    std::atomic<int> waiting = 2;
+    const auto meet = [&] {
+      --waiting;
+      while (waiting > 0) {
+      }
+      (void)hook_gradient(leaf);
+    };
+    std::thread other(meet);
+    meet();
+    other.join();
+    REQUIRE(node->pre_hooks().size() == 1);
+  }
 }

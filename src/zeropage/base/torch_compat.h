@@ -27,6 +27,16 @@ struct HasMutableCheck {
   using type = bool c10::StorageImpl::*;
   friend constexpr type member_of(HasMutableCheck);
 };
+struct PointerOfDataPtr {
+  using type = c10::detail::UniqueVoidPtr c10::DataPtr::*;
+  friend constexpr type member_of(PointerOfDataPtr);
+};
+struct DataOfPointer {
+  using type = void* c10::detail::UniqueVoidPtr::*;
+  friend constexpr type member_of(DataOfPointer);
+};
+template struct Expose<PointerOfDataPtr, &c10::DataPtr::ptr_>;
+template struct Expose<DataOfPointer, &c10::detail::UniqueVoidPtr::data_>;
 template struct Expose<ThrowOnImmutable, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
 template struct Expose<HasMutableCheck, &c10::StorageImpl::has_mutable_data_ptr_check_>;
 
@@ -40,6 +50,12 @@ inline void install_guard(c10::StorageImpl& storage, std::string message) {
 inline void set_guard(c10::StorageImpl& storage, bool closed) {
   storage.*member_of(ThrowOnImmutable{}) = closed;
   storage.*member_of(HasMutableCheck{}) = closed;
+}
+
+/// The storage's data is at `data`. Its context and deleter are not touched: another thread may be reading these, and
+/// through DataPtr's own members they would for a moment be null.
+inline void set_data(c10::StorageImpl& storage, void* data) {
+  storage._mutable_data_ptr_no_checks().*member_of(PointerOfDataPtr{}).*member_of(DataOfPointer{}) = data;
 }
 
 struct KeySetAccess : c10::TensorImpl {

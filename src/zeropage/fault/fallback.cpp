@@ -69,6 +69,22 @@ void drop_cpu_index(Call& call) {
   }
 }
 
+/// tensor_split may be told where to cut by a tensor, which is read and not viewed.
+TensorPin pin_cuts(Call& call) {
+  auto* segment = call.info.cuts_by_content ? segment_of(call.argument(1).toTensor()) : nullptr;
+  return segment ? TensorPin(PinRequest{segment, Access::read}) : TensorPin();
+}
+
+/// set_(): the tensor may let go of its segment, and an ordinary one may come to have another's.
+void set_storage(Call& call) {
+  const at::Tensor tensor = call.argument(0).toTensor();
+  call.run_whole();
+  auto& impl = *tensor.unsafeGetTensorImpl();
+  if (impl.has_storage() && segment_of(*impl.unsafe_storage().unsafeGetStorageImpl())) {
+    compat::add_key(impl, kPagedKey);
+  }
+}
+
 void run(Call& call) {
   if (call.paged.empty()) {
     choose_device(call);
@@ -80,10 +96,13 @@ void run(Call& call) {
     }
     return adopt_results(call, false);
   }
+  // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
+  if (call.info.kind == OperatorKind::data) call.paged[0].segment->domain()->cache->check_usable();
   if (takes_coded(call)) return run_decoded(call, run);
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {
     if (call.info.moves) drop_cpu_index(call);
+    const TensorPin cuts = pin_cuts(call);
     // Not excluded: reshape and its like are marked as views and may copy inside.
     call.op.redispatchBoxed(call.below, &call.stack);
     return;
@@ -94,9 +113,10 @@ void run(Call& call) {
       call.paged[0].segment->domain()->general_path.count(call.name());
     }
   }
+  if (call.info.sets) return set_storage(call);
   if (call.info.kind == OperatorKind::metadata) {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
-    call.op.redispatchBoxed(call.below, &call.stack);
+    call.redispatch();
     return;
   }
   const bool needs_autograd = scope_domain() && call.needs_autograd();

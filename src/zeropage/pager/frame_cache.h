@@ -155,6 +155,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void wait();   // until no transfer is under way; throws DiskError for a write that failed
   void close();  // gives everything back; segments become husks
 
+  /// Throws AccessError in a forked child and after close().
+  void check_usable() const;
   CacheStats stats() const;
   /// What of a budget is used, at most was, and can be.
   struct Usage {
@@ -180,8 +182,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
-  void check_usable() const;
-
   // runs.cpp: which run a segment lies in, and where that is at home
   Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
   Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);

@@ -5,11 +5,16 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <atomic>
+#include <deque>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/rules/rules.h"
 
 namespace zeropage {
@@ -85,6 +90,8 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
   if (is_view(schema)) info.kind = OperatorKind::view;
   if (!aten && !ours) return info;
   info.moves = name == "to";
+  info.sets = name == "set_" || name == "set_data";
+  info.cuts_by_content = name == "tensor_split" && schema.overload_name() == "tensor_indices_or_sections";
   if (asks_metadata(name)) info.kind = OperatorKind::metadata;
   const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
   const bool in_place = !info.writes.empty() && info.writes[0] && schema.returns().size() == 1;
@@ -101,15 +108,66 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
 
 }  // namespace
 
+namespace {
+
+/// What is known of operators. [Note: addresses of operators] An operator is known by the address of its name, which
+/// lies in the dispatcher's entry. When a library is unloaded the address may become another operator's, so the
+/// dispatcher tells us, and every thread forgets what it knows.
+class KnownOperators {
+ public:
+  static KnownOperators& instance() {
+    static auto* known = new KnownOperators;
+    return *known;
+  }
+
+  std::uint64_t unloads() const { return unloads_.load(std::memory_order_acquire); }
+
+  const OperatorInfo& find(const c10::OperatorHandle& op) {
+    OperatorInfo info = describe(op);
+    std::lock_guard lock(mutex_);
+    auto [place, is_new] = known_.try_emplace(&op.operator_name(), nullptr);
+    if (is_new) place->second = &infos_.emplace_back(std::move(info));
+    return *place->second;
+  }
+
+ private:
+  struct Listener final : c10::OpRegistrationListener {
+    explicit Listener(KnownOperators& known) : known_(known) {}
+    void onOperatorRegistered(const c10::OperatorHandle&) override {}
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override { known_.forget(&op.operator_name()); }
+    KnownOperators& known_;
+  };
+
+  KnownOperators()
+      : registration_(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>(*this))) {}
+
+  void forget(const void* key) {
+    std::lock_guard lock(mutex_);
+    known_.erase(key);
+    unloads_.fetch_add(1, std::memory_order_release);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<const void*, const OperatorInfo*> known_;
+  std::deque<OperatorInfo> infos_;  // of unloaded operators too: a call may be under way
+  std::atomic<std::uint64_t> unloads_ = 0;
+  c10::RegistrationHandleRAII registration_;
+};
+
+}  // namespace
+
 const OperatorInfo& info_of(const c10::OperatorHandle& op) {
-  // The name lives in the dispatcher's entry for the operator, so its address stands for the operator.
+  // [Note: addresses of operators]
   thread_local std::unordered_map<const void*, const OperatorInfo*> known;
+  thread_local std::uint64_t unloads = 0;
+  auto& all = KnownOperators::instance();
+  if (const auto now = all.unloads(); now != unloads) {
+    known.clear();
+    unloads = now;
+  }
   const void* key = &op.operator_name();
   if (auto found = known.find(key); found != known.end()) return *found->second;
-  static std::mutex mutex;
-  static auto* all = new std::unordered_map<const void*, OperatorInfo>;
-  std::lock_guard lock(mutex);
-  const auto& info = all->try_emplace(key, describe(op)).first->second;
+  const auto& info = all.find(op);
   known.emplace(key, &info);
   return info;
 }
@@ -124,23 +182,26 @@ void Call::find_paged() {
       see(value.toTensor(), info.writes[i]);
     } else if (value.isList()) {
       for (const c10::IValue& element : value.toListRef()) {
-        if (!element.isTensor()) break;
-        see(element.toTensor(), info.writes[i]);
+        if (element.isTensor()) see(element.toTensor(), info.writes[i]);
       }
     }
   }
 }
 
 bool Call::needs_autograd() {
-  if (!c10::GradMode::is_enabled()) return false;
+  const bool records = c10::GradMode::is_enabled();
+  const auto is_seen = [&](const c10::IValue& value) {
+    if (!value.isTensor() || !value.toTensor().defined()) return false;
+    const at::Tensor& tensor = value.toTensor();
+    if (records && tensor.requires_grad()) return true;
+    return torch::autograd::impl::get_autograd_meta(tensor) && tensor._fw_grad(/*level=*/0).defined();
+  };
   for (std::size_t i = 0; i < arguments; ++i) {
     const c10::IValue& value = argument(i);
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad()) return true;
-    if (value.isTensorList()) {
-      for (const c10::IValue& element : value.toListRef()) {
-        if (element.toTensor().defined() && element.toTensor().requires_grad()) return true;
-      }
-    }
+    if (is_seen(value)) return true;
+    if (!value.isList()) continue;
+    const auto list = value.toListRef();
+    if (std::any_of(list.begin(), list.end(), is_seen)) return true;
   }
   return false;
 }
@@ -171,15 +232,89 @@ class NoCastCache {
 
 }  // namespace
 
+namespace {
+
+/// [Note: sizes] An operator that is given an `out=` of another size sets the tensor's new size first, and asks for a
+/// larger storage then. A paged storage cannot grow, so the operator throws, and the tensor would reach beyond its
+/// storage: the sizes of all that it writes are put back.
+class WrittenShapes {
+ public:
+  explicit WrittenShapes(const Call& call) {
+    for (const PagedArgument& argument : call.paged) {
+      if (argument.access == Access::read) continue;
+      const at::Tensor& tensor = argument.tensor;
+      shapes_.push_back({&tensor, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()});
+    }
+  }
+  void put_back() const {
+    for (const Shape& shape : shapes_) {
+      shape.tensor->unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides, shape.offset);
+    }
+  }
+
+ private:
+  struct Shape {
+    const at::Tensor* tensor;
+    std::vector<std::int64_t> sizes, strides;
+    std::int64_t offset;
+  };
+  c10::SmallVector<Shape, 2> shapes_;
+};
+
+bool asks_for_larger_storage(const c10::Error& error) {
+  return std::string_view(error.what_without_backtrace()).find("storage that is not resizable") !=
+         std::string_view::npos;
+}
+
+/// Versions of what an operator says it only reads.
+class ReadVersions {
+ public:
+  explicit ReadVersions(const Call& call) {
+    for (const PagedArgument& argument : call.paged) {
+      if (argument.access == Access::read && !argument.tensor.is_inference()) {
+        read_.push_back({&argument, argument.tensor._version()});
+      }
+    }
+  }
+  /// Those that it wrote nevertheless, while they are pinned.
+  c10::SmallVector<PinRequest, 8> written() const {
+    c10::SmallVector<PinRequest, 8> requests;
+    for (const auto& [argument, version] : read_) {
+      if (argument->tensor._version() != version) requests.push_back({argument->segment, Access::write});
+    }
+    return requests;
+  }
+
+ private:
+  c10::SmallVector<std::pair<const PagedArgument*, std::int64_t>, 8> read_;
+};
+
+}  // namespace
+
+void Call::redispatch() {
+  const WrittenShapes shapes(*this);
+  try {
+    op.redispatchBoxed(below, &stack);
+  } catch (const c10::Error& error) {
+    if (!asks_for_larger_storage(error)) throw;
+    shapes.put_back();
+    throw AccessError(
+        "a paged tensor keeps the size it was made with, and this operator would have to make it larger; give out= "
+        "a tensor of the result's shape, or use an ordinary tensor");
+  }
+}
+
 void Call::run_whole() {
   c10::SmallVector<PinRequest, 8> requests;
   for (const PagedArgument& argument : paged) requests.push_back({argument.segment, argument.access});
   TensorPin pin(requests);
+  const ReadVersions versions(*this);
   {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
     const NoCastCache no_cache(paged[0].tensor.device().type());
-    op.redispatchBoxed(below, &stack);
+    redispatch();
   }
+  if (const auto written = versions.written(); !written.empty()) TensorPin(written).release();
   pin.release();
 }
 

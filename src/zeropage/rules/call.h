@@ -27,13 +27,15 @@ struct OperatorInfo {
   bool list = false;       // a _foreach_ or _fused_ operator: element i of the lists is a call of its own
   bool fused = false;
   bool takes_tensors = false;
-  bool moves = false;  // to(): a view where nothing changes, a copy where something does
-  bool fills = false;  // overwrites its first argument at random
+  bool moves = false;            // to(): a view where nothing changes, a copy where something does
+  bool fills = false;            // overwrites its first argument at random
+  bool sets = false;             // gives its first argument another storage
+  bool cuts_by_content = false;  // a view whose cuts are the content of its second argument
   Rule rule = nullptr;
   c10::SmallVector<bool, 16> writes;  // by argument
 };
 
-/// Found once an operator and thread; the reference stays.
+/// Found once an operator and thread; the reference stays, also when the operator's library is unloaded.
 const OperatorInfo& info_of(const c10::OperatorHandle& op);
 
 struct PagedArgument {
@@ -66,8 +68,11 @@ struct Call {
     torch::jit::drop(stack, arguments);
     stack.push_back(std::move(value));
   }
-  /// The general path: all paged arguments whole in memory while the operator runs.
+  /// The general path: all paged arguments whole in memory while the operator runs. A write of an argument that the
+  /// schema does not declare is kept if autograd's version counter shows it.
   void run_whole();
+  /// Hands the call to the keys below. Throws AccessError if a paged tensor would have to change its size.
+  void redispatch();
 };
 
 /// Runs `op` on tensors that are not ours to fault on and need no autograd: slices of pages. On any thread.

@@ -83,6 +83,15 @@ bool is_split_whole(const at::Tensor& tensor) {
 
 }  // namespace
 
+namespace {
+
+bool is_too_large(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment && segment->bytes() > segment->cache()->frame_limit() && is_operand(tensor, tensor);
+}
+
+}  // namespace
+
 bool run_norm(Call& call) {
   // linalg_vector_norm(self, ord, dim, keepdim, dtype)
   const at::Tensor self = call.argument(0).toTensor();
@@ -94,7 +103,7 @@ bool run_norm(Call& call) {
   double norm = 0;
   if (is_split_whole(self)) {
     norm = norms_over_ranks(self, ord)[0];
-  } else if (segment->bytes() > segment->cache()->frame_limit() && is_operand(self, self)) {
+  } else if (is_too_large(self)) {
     norm = norm_by_pages(self, ord, /*of_share=*/false).norm();
   } else {
     return false;
@@ -103,22 +112,34 @@ bool run_norm(Call& call) {
   return true;
 }
 
-bool run_split_norms(Call& call) {
+bool run_norms(Call& call) {
   // _foreach_norm(Tensor[] self, Scalar ord=2, ScalarType? dtype=None)
   const auto tensors = call.argument(0).toTensorVector();
-  std::vector<at::Tensor> split, whole;
-  for (const at::Tensor& tensor : tensors) (is_split_whole(tensor) ? split : whole).push_back(tensor);
-  if (split.empty()) return false;
+  const double ord = call.argument(1).toScalar().toDouble();
   const auto dtype = call.argument(2).toOptional<c10::ScalarType>();
-  const auto norms = norms_over_ranks(split, call.argument(1).toScalar().toDouble());
+  enum class Kind : std::uint8_t { whole, too_large, split };
+  std::vector<Kind> kinds;
+  std::vector<at::Tensor> split, whole;
+  for (const at::Tensor& tensor : tensors) {
+    kinds.push_back(is_split_whole(tensor) ? Kind::split : is_too_large(tensor) ? Kind::too_large : Kind::whole);
+    if (kinds.back() == Kind::split) split.push_back(tensor);
+    if (kinds.back() == Kind::whole) whole.push_back(tensor);
+  }
+  if (whole.size() == tensors.size()) return false;
+  const auto split_norms = norms_over_ranks(split, ord);
   torch::jit::Stack stack{whole, call.argument(1), call.argument(2)};
   if (!whole.empty()) call.op.callBoxed(stack);
   const auto whole_norms = whole.empty() ? std::vector<at::Tensor>{} : stack[0].toTensorVector();
   std::vector<at::Tensor> results;
   std::size_t next_split = 0, next_whole = 0;
-  for (const at::Tensor& tensor : tensors) {
-    const bool is_next_split = next_split < split.size() && split[next_split].is_same(tensor);
-    results.push_back(is_next_split ? as_result(norms[next_split++], tensor, dtype) : whole_norms[next_whole++]);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (kinds[i] == Kind::whole) {
+      results.push_back(whole_norms[next_whole++]);
+    } else {
+      const double norm = kinds[i] == Kind::split ? split_norms[next_split++]
+                                                  : norm_by_pages(tensors[i], ord, /*of_share=*/false).norm();
+      results.push_back(as_result(norm, tensors[i], dtype));
+    }
   }
   call.return_value(std::move(results));
   return true;

@@ -73,7 +73,7 @@ bool run_copy(Call& call) {
   if (call.needs_autograd() || !Call::plain_modes()) return false;
   const at::Tensor self = call.argument(0).toTensor(), source = call.argument(1).toTensor();
   if (self.dim() == 0 || self.is_same(source) || !is_operand(self, self) || !lies_like(source, self)) return false;
-  if (!segment_of(self) && !segment_of(source)) return false;
+  if ((!segment_of(self) && !segment_of(source)) || source._is_zerotensor()) return false;
   copy_windows(self, source);
   finish(call, self);
   return true;

@@ -50,8 +50,9 @@ std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substit
 
 at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
                                  Chunking chunking) {
-  if (auto result = run_later(op, call, written, chunking)) return *result;
+  // Also while the call is only deferred: its dtype and its scalars' values are asked for now.
   TensorPin scalars(call.scalars);
+  if (auto result = run_later(op, call, written, chunking)) return *result;
   if (written >= 0) {
     for_each_window(call.operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
       auto stack = call.stack(slices);
@@ -74,6 +75,13 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
 }
 
 namespace {
+
+/// The shape that the call's other operands must have: a paged tensor of no dimension is a scalar beside the others.
+const at::Tensor& shape_of(const Call& call) {
+  const auto with_dimensions = [](const PagedArgument& argument) { return argument.tensor.dim() > 0; };
+  const auto first = std::find_if(call.paged.begin(), call.paged.end(), with_dimensions);
+  return first == call.paged.end() ? call.paged[0].tensor : first->tensor;
+}
 
 /// sum += part, where part is a gradient whose reduction is under way: nobody waits, it is added when it comes.
 bool add_when_it_comes(Call& call) {
@@ -98,7 +106,7 @@ bool run_pointwise(Call& call) {
     call.return_value(std::move(sum));
     return true;
   }
-  const at::Tensor& shape = call.paged[0].tensor;
+  const at::Tensor& shape = shape_of(call);
   Substitution substitution;
   int written = -1;
   for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -108,6 +116,8 @@ bool run_pointwise(Call& call) {
       return false;
     if (call.info.writes[i] && substitution.operand_of.back() < 0) return false;
   }
+  // `out=` beside scalars alone has not the result's shape: PyTorch resizes it, or says what is wrong.
+  if (written >= 0 && !call.info.writes[0] && substitution.operands.size() == 1) return false;
   if (!substitution.has_paged_operand() || (written < 0 && substitution.holds_ranks_own_data())) return false;
   at::Tensor result = run_pointwise_windows(call.op, substitution, written, Chunking::iterator);
   if (written >= 0) bump_version(result);

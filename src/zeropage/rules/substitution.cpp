@@ -12,7 +12,8 @@ bool Substitution::add(const c10::IValue& value, bool is_list, const at::Tensor&
   list_.push_back(is_list);
   if (!value.isTensor() || !value.toTensor().defined()) return true;
   const at::Tensor& tensor = value.toTensor();
-  if (shape.dim() > 0 && is_operand(tensor, shape)) {
+  const bool has_memory = !tensor._is_zerotensor();
+  if (shape.dim() > 0 && has_memory && is_operand(tensor, shape)) {
     operand_of.back() = static_cast<int>(operands.size());
     operands.push_back({tensor, segment_of(tensor), access});
     return true;

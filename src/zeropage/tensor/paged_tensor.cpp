@@ -188,11 +188,7 @@ at::Tensor StorageSegment::whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef
 
 StorageSegment& StorageSegment::share_segment() const { return *segment_of(share_); }
 
-void StorageSegment::point_to(void* data) {
-  auto& held = storage_->_mutable_data_ptr_no_checks();
-  (void)held.release_context();
-  storage_->set_data_ptr_noswap(c10::DataPtr(data, this, &StorageSegment::destroy, domain_->device));
-}
+void StorageSegment::point_to(void* data) { compat::set_data(*storage_, data); }
 
 void StorageSegment::expose(std::byte* data) {
   point_to(data);
@@ -311,6 +307,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   c10::SmallVector<StorageSegment*, 4> deferred;
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
+    storages_.emplace_back(segment->storage().lock());
     if (segment->coding()) {
       throw AccessError(
           "what an optimizer keeps in fewer bits (optimizer_dtype) has no float32 memory to hold; use a copy of it: "
@@ -351,6 +348,7 @@ void TensorPin::release() {
   for (const PinRequest& request : requests_) {
     if (request.access != Access::read && request.segment->cache()->is_gathered()) written.push_back(request.segment);
   }
+  const auto storages = storages_;
   { TensorPin dropped = std::move(*this); }
   for (Segment* segment : written) segment->cache()->store(*segment);
 }

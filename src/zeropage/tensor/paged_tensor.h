@@ -276,9 +276,13 @@ class TensorPin {
  public:
   TensorPin() = default;
   explicit TensorPin(c10::ArrayRef<PinRequest> requests);
-  TensorPin(TensorPin&& other) noexcept : requests_(std::move(other.requests_)) { other.requests_.clear(); }
+  TensorPin(TensorPin&& other) noexcept
+      : requests_(std::move(other.requests_)), storages_(std::move(other.storages_)) {
+    other.requests_.clear();
+  }
   TensorPin& operator=(TensorPin&& other) noexcept {
     std::swap(requests_, other.requests_);
+    std::swap(storages_, other.storages_);
     return *this;
   }
   ~TensorPin();
@@ -286,7 +290,8 @@ class TensorPin {
   void release();
 
  private:
-  c10::SmallVector<PinRequest, 8> requests_;  // all of one cache after another's
+  c10::SmallVector<PinRequest, 8> requests_;    // all of one cache after another's
+  c10::SmallVector<c10::Storage, 8> storages_;  // of these: `tensor.data = other` may let go of them meanwhile
 };
 
 // --- the init scope: factories on this thread make paged tensors ---

@@ -1,5 +1,6 @@
 #include "zeropage/train/gradients.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -60,6 +61,8 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& gradients) override {
     try {
+      // A gradient that PyTorch knows to be zero has no memory. (What follows reads it.)
+      if (gradients[0].defined() && gradients[0]._is_zerotensor()) return page({materialised(gradients[0])});
       return page(gradients);
     } catch (const Error& error) {
       throw_translated(error);
@@ -67,6 +70,11 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
   }
 
  private:
+  static at::Tensor materialised(const at::Tensor& zeros) {
+    c10::NoGradGuard no_grad;
+    return at::zeros(zeros.sizes(), zeros.options());
+  }
+
   variable_list page(const variable_list& gradients) const {
     const at::Tensor& leaf = node_->variable;
     const at::Tensor& gradient = gradients[0];
@@ -129,9 +137,14 @@ caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
 }
 
 LeafHold hook_gradient(const at::Tensor& leaf) {
+  // Threads may meet one leaf at once: the node gets one hook.
+  static std::mutex mutex;
   auto& segment = *segment_of(leaf);
+  std::unique_lock lock(mutex);
   if (segment.domain()->partition.ranks && !std::exchange(segment.leaf_known, true)) {
+    lock.unlock();
     reducer_of(*segment.domain()).know(leaf);
+    lock.lock();
   }
   auto node = c10::GradMode::is_enabled() ? torch::autograd::impl::grad_accumulator(leaf)
                                           : torch::autograd::impl::try_get_grad_accumulator(leaf);
