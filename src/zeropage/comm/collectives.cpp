@@ -2,13 +2,15 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <map>
 #include <optional>
 #include <thread>
 
@@ -56,23 +58,26 @@ auto all_to_all_flat(c10d::ProcessGroup& group, at::Tensor out, at::Tensor in) {
 /// A collective of c10d and the tensors it works on.
 class Collectives::Pending : public Work {
  public:
-  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept)
-      : owner_(owner), work_(std::move(work)), kept_(std::move(kept)), during_(owner.last_) {}
+  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept, std::string during)
+      : owner_(owner), work_(std::move(work)), kept_(std::move(kept)), during_(std::move(during)) {}
 
+  /// Blocks until no transfer uses the tensors, and discards how it ended.
   ~Pending() override {
     try {
-      Pending::wait();  // no buffer is given up under a transfer
+      if (work_) work_->wait();
     } catch (...) {
     }
   }
 
   void wait() override {
+    if (failure_) std::rethrow_exception(failure_);
     if (!work_) return;
-    auto work = std::exchange(work_, nullptr);
+    const auto work = std::exchange(work_, nullptr);
     try {
       work->wait();
     } catch (const std::exception& error) {
-      owner_.fail(during_, error);
+      failure_ = owner_.failure(during_, error);
+      std::rethrow_exception(failure_);
     }
   }
 
@@ -81,6 +86,7 @@ class Collectives::Pending : public Work {
   c10::intrusive_ptr<c10d::Work> work_;
   std::vector<at::Tensor> kept_;
   std::string during_;
+  std::exception_ptr failure_;  // which every later wait() throws again
 };
 
 /// An all-to-all whose parts are then added up here. Gloo's own reduce-scatter takes 2.7 times as long on two ranks,
@@ -90,7 +96,7 @@ class Collectives::Summing final : public Pending {
   using Pending::Pending;
 
   void wait() override {
-    if (!work_) return;
+    if (kept_.empty()) return;
     Pending::wait();
     Below below;
     at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
@@ -111,10 +117,15 @@ Collectives::Collectives(Group group, c10::Device device, CheckRanks check)
 
 template <class Kind, class Start>
 std::unique_ptr<Ranks::Work> Collectives::start(Start&& start, std::vector<at::Tensor> kept) {
+  std::string during;
+  {
+    std::lock_guard lock(mutex_);
+    during = last_;
+  }
   try {
-    return std::make_unique<Kind>(*this, start(), std::move(kept));
+    return std::make_unique<Kind>(*this, start(), std::move(kept), during);
   } catch (const std::exception& error) {
-    fail(last_, error);
+    std::rethrow_exception(failure(during, error));
   }
 }
 
@@ -153,21 +164,56 @@ at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   return all.view({size(), kWords}).cpu();
 }
 
-void Collectives::differ(const std::string& what) {
+/// Texts of all ranks, cut to `bytes`. Gathers the same number of bytes whatever is said.
+std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_t bytes) {
   Below below;
-  std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
-  mine.resize(kTextBytes, ' ');
-  at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte).clone();
+  mine.resize(bytes, '\0');
+  at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(bytes)}, at::kByte).clone();
   text = text.to(control_device_);
   at::Tensor all = at::empty({size() * text.numel()}, text.options());
+  traffic_.control += bytes * (size() - 1);
   start<Pending>([&] { return gather_flat(*group_, all, text); }, {all, text})->wait();
   all = all.cpu();
-  std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
+  std::vector<std::string> texts;
   for (int i = 0; i < size(); ++i) {
-    std::string said(static_cast<const char*>(all.const_data_ptr()) + i * kTextBytes, kTextBytes);
-    said.erase(said.find_last_not_of(' ') + 1);
-    message += fmt::format("\n  rank {}: {}", i, said);
+    std::string said(static_cast<const char*>(all.const_data_ptr()) + i * bytes, bytes);
+    said.erase(std::min(said.find('\0'), said.size()));
+    texts.push_back(std::move(said));
   }
+  return texts;
+}
+
+std::vector<std::string> Collectives::all_gather_text(const std::string& mine, const Subject& subject) {
+  record("exchange", subject, 0);
+  const at::Tensor lengths = gather_words(static_cast<std::int64_t>(mine.size()));
+  const auto longest = lengths.select(1, 0).max().item<std::int64_t>();
+  return gather_padded(mine, static_cast<std::size_t>(longest) + 1);
+}
+
+std::vector<std::uint64_t> Collectives::common(const std::vector<std::uint64_t>& mine, const Subject& subject) {
+  std::uint64_t hash = 0;
+  for (const std::uint64_t number : mine) hash = mix(hash, number);
+  const Words words{static_cast<std::int64_t>(mine.size()), static_cast<std::int64_t>(hash), 0};
+  const std::vector<Words> all_words = agree(words, subject);
+  if (std::all_of(all_words.begin(), all_words.end(), [&](const Words& w) { return w == words; })) return mine;
+  std::int64_t most = 0;
+  for (const Words& w : all_words) most = std::max(most, w[0]);
+  at::Tensor numbers = at::zeros({most}, at::kLong);  // zeros are padding: no number is zero
+  std::copy(mine.begin(), mine.end(), numbers.mutable_data_ptr<std::int64_t>());
+  const at::Tensor all = all_gather_small(numbers, subject).contiguous();
+  std::map<std::uint64_t, int> holders;
+  for (std::int64_t i = 0; i < all.numel(); ++i) ++holders[all.const_data_ptr<std::int64_t>()[i]];
+  std::vector<std::uint64_t> everyones;
+  for (const std::uint64_t number : mine) {
+    if (holders[number] == size()) everyones.push_back(number);
+  }
+  return everyones;
+}
+
+void Collectives::differ(const std::string& what) {
+  const auto texts = gather_padded(fmt::format("{}, in {}", last_, Doing::now("no operator")), kTextBytes);
+  std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
+  for (int i = 0; i < size(); ++i) message += fmt::format("\n  rank {}: {}", i, texts[i]);
   message +=
       "\nEvery rank must use paged tensors in the same order. If only some ranks use a module, as experts are used, "
       "call zeropage.together(module); code for one rank alone must not touch paged tensors.";
@@ -296,8 +342,8 @@ std::string Collectives::where_all_are() {
   return answer->text.value_or(alone);
 }
 
-void Collectives::fail(const std::string& during, const std::exception& error) {
-  if (const auto* ours = dynamic_cast<const RankError*>(&error)) throw *ours;
+std::exception_ptr Collectives::failure(const std::string& during, const std::exception& error) {
+  if (const auto* ours = dynamic_cast<const RankError*>(&error)) return std::make_exception_ptr(*ours);
   std::lock_guard lock(mutex_);
   if (broken_.empty()) {
     std::string reason = error.what();
@@ -305,7 +351,7 @@ void Collectives::fail(const std::string& during, const std::exception& error) {
     broken_ = fmt::format("{} failed: a rank died, stalled, or is at another operator ({}).{}", during, reason,
                           where_all_are());
   }
-  throw RankError(broken_);
+  return std::make_exception_ptr(RankError(broken_));
 }
 
 Traffic Collectives::traffic() const {

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -61,6 +62,11 @@ class Collectives final : public Ranks {
   /// RankError on every rank if it does.
   using Words = std::array<std::int64_t, 3>;
   std::vector<Words> agree(const Words& mine, const Subject& subject);
+  /// What each rank says, in rank order. At once.
+  std::vector<std::string> all_gather_text(const std::string& mine, const Subject& subject);
+  /// Those of `mine` that every rank has, in the order of `mine`. Numbers are not zero, each occurs once, and ranks
+  /// that have the same give them in the same order. At once; one small exchange if all have the same.
+  std::vector<std::uint64_t> common(const std::vector<std::uint64_t>& mine, const Subject& subject);
   /// Throws on every rank, saying what each was doing.
   [[noreturn]] void differ(const std::string& what);
 
@@ -75,7 +81,8 @@ class Collectives final : public Ranks {
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
   template <class Kind, class Start>
   std::unique_ptr<Work> start(Start&& start, std::vector<at::Tensor> kept);
-  [[noreturn]] void fail(const std::string& during, const std::exception& error);
+  std::exception_ptr failure(const std::string& during, const std::exception& error);
+  std::vector<std::string> gather_padded(std::string mine, std::size_t bytes);
   std::string where_all_are();
 
   Group group_;
