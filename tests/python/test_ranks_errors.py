@@ -118,3 +118,68 @@ def collect_on_one_rank(when, stage):
 def test_when_the_collector_runs_changes_nothing_that_ranks_do_together(when, stage, pair):
     weights = pair.run(collect_on_one_rank, when, stage)
     assert weights[0] == weights[1]
+
+
+def differ_in(name, values):
+    with pytest.raises(zeropage.SettingError) as said, space(**{name: values[dist.get_rank()]}):
+        pass
+    return str(said.value)
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("page_size", ["16KiB", "32KiB"]),
+        ("device_memory", ["6MB", "8MB"]),
+        ("resident_below", [1, "64KB"]),
+        ("stage", [3, 1]),
+        ("partition", ["auto", "gradients"]),
+        ("visible_dtype", ["auto", "bfloat16"]),
+        ("reduce_dtype", ["bfloat16", "float32"]),
+        ("parameters", ["device", "disk"]),
+        ("check_ranks", ["never", "always"]),
+    ],
+)
+def test_settings_that_differ_between_ranks_are_named_with_each_value(name, values, two):
+    for said in two.run(differ_in, name, values):
+        assert f"{'stage' if name == 'partition' else name} differs between ranks: " in said, said
+        for rank, value in enumerate(values):
+            if name != "partition":
+                assert f'"{value}" on rank {rank}' in said, said
+
+
+def write_the_same_otherwise():
+    page_size, stage = [("16KiB", 3), (16384, "3")][dist.get_rank()]
+    with space(page_size=page_size, stage=stage, host_memory=["4MB", "5MB"][dist.get_rank()]) as made:
+        return made.config["page_size"], made.config["host_memory"]
+
+
+def test_settings_that_mean_the_same_or_decide_nothing_may_be_written_otherwise(two):
+    assert two.run(write_the_same_otherwise) == [("16384", "4000000"), ("16384", "5000000")]
+
+
+def leave_sizes_to_the_machine():
+    """This rank's machine seems to have room for as many ranks as it has a number."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 + dist.get_rank())
+    try:
+        with space(device_memory="auto", host_memory="auto", page_size="auto") as made:
+            return [made.config[name] for name in ("device_memory", "host_memory", "page_size")]
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+
+
+def test_sizes_left_to_the_machine_are_the_least_of_all_ranks(two):
+    first, second = two.run(leave_sizes_to_the_machine)
+    assert first == second
+
+
+def fail_on_one_rank():
+    with pytest.raises(zeropage.Error) as said, space(disk_path="/missing" if dist.get_rank() == 1 else "/var/tmp"):
+        pass
+    return type(said.value).__name__, str(said.value)
+
+
+def test_a_rank_that_cannot_make_its_space_tells_the_others(two):
+    (first, said), (second, cause) = two.run(fail_on_one_rank)
+    assert (first, second) == ("RankError", "DiskError")
+    assert f"rank 1 could not make its space: {cause}" in said and "/missing" in cause
