@@ -1,6 +1,5 @@
 """Over ranks: errors half-way lose nothing, and what ranks do together depends on nothing local."""
 
-import contextlib
 import gc
 import os
 
@@ -11,6 +10,7 @@ import torch.nn as nn
 from ranks import Ranks, space
 
 import zeropage
+
 
 @pytest.fixture
 def pair():
@@ -115,8 +115,8 @@ def collect_on_one_rank(when, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("when", ["in scope", "after a step"])
-def test_when_the_collector_runs_changes_nothing_that_ranks_do_together(when, stage, pair):
-    weights = pair.run(collect_on_one_rank, when, stage)
+def test_when_the_collector_runs_changes_nothing_that_ranks_do_together(when, stage, two):
+    weights = two.run(collect_on_one_rank, when, stage)
     assert weights[0] == weights[1]
 
 

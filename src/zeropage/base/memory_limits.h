@@ -7,9 +7,9 @@
 
 namespace zeropage {
 
-/// Bytes: the least of MemAvailable and, for the process's memory cgroup (version 1 or 2) and each above it, the limit
-/// less what is used. Files cached there that the kernel drops first count as free, as in MemAvailable. 1 GiB if
-/// /proc/meminfo cannot be read. `root` is where / is.
+/// Bytes: the least of MemAvailable and, for the process's memory cgroup (version 1 or 2) and each above it, the
+/// limit less what is used. Files cached there that the kernel drops first count as free, as in MemAvailable. 1 GiB
+/// if /proc/meminfo cannot be read. `root` is where / is.
 std::size_t available_memory(const std::filesystem::path& root = "/");
 
 }  // namespace zeropage

@@ -106,13 +106,26 @@ class Collectives::Summing final : public Pending {
   }
 };
 
-Collectives::Collectives(Group group, c10::Device device, CheckRanks check)
-    : group_(std::move(group)), device_(device), control_device_(device), check_(check) {
+Collectives::Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep)
+    : group_(group),
+      kept_(keep ? group : nullptr),
+      size_(group->getSize()),
+      rank_(group->getRank()),
+      device_(device),
+      control_device_(device),
+      check_(check) {
   try {
-    (void)group_->getBackend(c10::kCPU);
+    (void)group->getBackend(c10::kCPU);
     control_device_ = c10::kCPU;
   } catch (const std::exception&) {  // NCCL alone: small tensors go through the device
   }
+}
+
+Collectives::Group Collectives::group() const {
+  if (auto group = group_.lock()) return group;
+  throw RankError(
+      "the process group of this space was destroyed; use tensors that lie over ranks before "
+      "torch.distributed.destroy_process_group()");
 }
 
 template <class Kind, class Start>
@@ -160,7 +173,7 @@ at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   mine = mine.to(control_device_);
   at::Tensor all = at::empty({size() * kWords}, mine.options());
   traffic_.control += mine.nbytes() * (size() - 1);
-  start<Pending>([&] { return gather_flat(*group_, all, mine); }, {all, mine})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, mine); }, {all, mine})->wait();
   return all.view({size(), kWords}).cpu();
 }
 
@@ -172,7 +185,7 @@ std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_
   text = text.to(control_device_);
   at::Tensor all = at::empty({size() * text.numel()}, text.options());
   traffic_.control += bytes * (size() - 1);
-  start<Pending>([&] { return gather_flat(*group_, all, text); }, {all, text})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, text); }, {all, text})->wait();
   all = all.cpu();
   std::vector<std::string> texts;
   for (int i = 0; i < size(); ++i) {
@@ -248,16 +261,16 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
   enter("all-gather", subject, part_bytes);
   traffic_.gathered += part_bytes * (size() - 1);
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
-  return start<Pending>([&] { return gather_flat(*group_, whole, mine); }, {whole, mine});
+  return start<Pending>([&] { return gather_flat(*group(), whole, mine); }, {whole, mine});
 }
 
 std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject) {
   Below below;
   enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
-  if (!device_.is_cpu()) return start<Pending>([&] { return scatter_flat(*group_, out, in); }, {out, in});
+  if (!device_.is_cpu()) return start<Pending>([&] { return scatter_flat(*group(), out, in); }, {out, in});
   at::Tensor parts = at::empty_like(in);
-  return start<Summing>([&] { return all_to_all_flat(*group_, parts, in); }, {out, parts, in});
+  return start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in});
 }
 
 std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subject& subject) {
@@ -265,7 +278,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subje
   enter("all-reduce", subject, sum.nbytes());
   traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
   std::vector<at::Tensor> tensors{sum};
-  return start<Pending>([&] { return group_->allreduce(tensors); }, tensors);
+  return start<Pending>([&] { return group()->allreduce(tensors); }, tensors);
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
@@ -273,7 +286,7 @@ void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   enter("broadcast", subject, tensor.nbytes());
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   std::vector<at::Tensor> tensors{tensor};
-  start<Pending>([&] { return group_->broadcast(tensors); }, tensors)->wait();
+  start<Pending>([&] { return group()->broadcast(tensors); }, tensors)->wait();
 }
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
@@ -282,7 +295,7 @@ at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& 
   traffic_.control += mine.nbytes() * (size() - 1);
   at::Tensor part = mine.contiguous().view({-1}).to(control_device_);
   at::Tensor all = at::empty({size() * part.numel()}, part.options());
-  start<Pending>([&] { return gather_flat(*group_, all, part); }, {all, part})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, part); }, {all, part})->wait();
   return all.view({size(), part.numel()}).to(mine.device());
 }
 
@@ -322,12 +335,13 @@ std::string Collectives::where_all_are() {
   };
   const std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
   const auto alone = fmt::format("\n  rank {}: {}\n  the others cannot be asked", rank(), mine);
-  const auto store = group_->getStore();
+  const auto group = group_.lock();
+  const auto store = group ? group->getStore() : nullptr;
   if (!store) return alone;
   // A store that cannot be reached answers neither yes nor no: whoever asks may wait for good, so it is not us.
   const auto answer = std::make_shared<Answer>();
   std::thread([answer, store, mine, alone, rank = rank(), ranks = size(),
-               prefix = fmt::format("zeropage/where/{}/", group_->getGroupName())] {
+               prefix = fmt::format("zeropage/where/{}/", group->getGroupName())] {
     std::string text = alone;
     try {
       text = exchange_notes(*store, prefix, rank, ranks, mine);

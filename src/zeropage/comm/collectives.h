@@ -40,10 +40,13 @@ struct Traffic {
 class Collectives final : public Ranks {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  Collectives(Group group, c10::Device device, CheckRanks check);
+  /// [Note: whose group] A group of Python's is torch.distributed's own: destroy_process_group() must end its
+  /// threads, as in a program without us, for they must not outlive the interpreter. So `keep` is false there, and
+  /// collectives after its end throw RankError.
+  Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep);
 
-  int size() const override { return group_->getSize(); }
-  int rank() const override { return group_->getRank(); }
+  int size() const override { return size_; }
+  int rank() const override { return rank_; }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                    const Subject& subject) override;
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override;
@@ -85,7 +88,10 @@ class Collectives final : public Ranks {
   std::vector<std::string> gather_padded(std::string mine, std::size_t bytes);
   std::string where_all_are();
 
-  Group group_;
+  Group group() const;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  Group kept_;  // null: [Note: whose group]
+  int size_, rank_;
   c10::Device device_;
   c10::Device control_device_;  // of small tensors: the CPU where the group has a backend for it
   CheckRanks check_;

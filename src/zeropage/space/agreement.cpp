@@ -25,7 +25,8 @@ std::vector<std::string> fields_of(const std::string& text) {
 std::string values_by_rank(const std::vector<std::string>& values) {
   std::vector<std::pair<std::string, std::vector<std::size_t>>> ranks_of;
   for (std::size_t rank = 0; rank < values.size(); ++rank) {
-    const auto known = std::find_if(ranks_of.begin(), ranks_of.end(), [&](auto& v) { return v.first == values[rank]; });
+    const auto known =
+        std::find_if(ranks_of.begin(), ranks_of.end(), [&](auto& v) { return v.first == values[rank]; });
     known == ranks_of.end() ? ranks_of.push_back({values[rank], {rank}}) : known->second.push_back(rank);
   }
   std::string text;

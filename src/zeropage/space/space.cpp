@@ -253,19 +253,21 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
   Partition partition;
   const std::string partitioned = config.partition == "auto" ? "" : ", partition " + config.partition;
   const std::string stage = config.stage + partitioned;
-  add("stage", or_else(
-                   [&] {
-                     split_roles(config, partition);
-                     return fmt::format("{}", fmt::join(partition.split, " "));
-                   },
-                   stage),
+  add("stage",
+      or_else(
+          [&] {
+            split_roles(config, partition);
+            return fmt::format("{}", fmt::join(partition.split, " "));
+          },
+          stage),
       stage);
   dtype("visible_dtype", config.visible_dtype);
   config.home_dtype == "split" ? add("home_dtype", "split", "split") : dtype("home_dtype", config.home_dtype);
   dtype("gradient_dtype", config.gradient_dtype);
   dtype("reduce_dtype", config.reduce_dtype);
   add("optimizer_dtype", config.optimizer_dtype, config.optimizer_dtype);
-  add("async_step", or_else([&] { return std::to_string(flag_of("async_step", config.async_step)); }, config.async_step),
+  add("async_step",
+      or_else([&] { return std::to_string(flag_of("async_step", config.async_step)); }, config.async_step),
       config.async_step);
   add("check_ranks", config.check_ranks, config.check_ranks);
   return settings;
@@ -276,9 +278,11 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
 std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
   if (!groups.shard) return make_here(config, groups, memory_of(config, device_of(config), false));
   const c10::Device device = or_else([&] { return device_of(config); }, c10::Device(c10::kCPU));
-  Collectives ranks(groups.shard, device, CheckRanks::never);
+  Collectives ranks(groups.shard, device, CheckRanks::never, false);
   std::optional<Collectives> replicas;
-  if (groups.replica && groups.replica->getSize() > 1) replicas.emplace(groups.replica, device, CheckRanks::never);
+  if (groups.replica && groups.replica->getSize() > 1) {
+    replicas.emplace(groups.replica, device, CheckRanks::never, false);
+  }
   Agreement agreement(ranks, replicas ? &*replicas : nullptr);
   const std::map<std::string, std::size_t> unknown{{"device_memory", SIZE_MAX}, {"host_memory", SIZE_MAX}};
   const auto memory = agreement.settle(settings_of_all_ranks(config),
@@ -342,9 +346,8 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
                     format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free),
                     groups.shard ? " for each rank" : ""));
   }
-  options.page_bytes =
-      size_of("page_size", config.page_size,
-              automatic_page_size(memory.at("device_memory"), memory.at("host_memory"), separate));
+  options.page_bytes = size_of("page_size", config.page_size,
+                               automatic_page_size(memory.at("device_memory"), memory.at("host_memory"), separate));
   if (options.page_bytes < kBlockBytes || options.page_bytes % kBlockBytes != 0 || options.page_bytes > 64 * kMiB) {
     throw SettingError(
         fmt::format("page_size = {} bytes must be a multiple of 4KiB, up to 64MiB", options.page_bytes));
@@ -374,9 +377,9 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   options.device = device_memory(options.device_bytes);
   domain->pager = Pager::make(options);
   if (groups.shard) {
-    domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check);
+    domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check, groups.keep);
     if (groups.replica && groups.replica->getSize() > 1) {
-      domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check);
+      domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check, groups.keep);
     }
     if (gathered_bytes > 0) {
       domain->gathered =

@@ -50,6 +50,7 @@ struct Report {
 struct Groups {
   c10::intrusive_ptr<c10d::ProcessGroup> shard;    // null: one process
   c10::intrusive_ptr<c10d::ProcessGroup> replica;  // null: no replicas
+  bool keep = true;                                // the space keeps them alive; see [Note: whose group]
 };
 
 class Space : public std::enable_shared_from_this<Space> {
