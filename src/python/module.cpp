@@ -131,7 +131,7 @@ PYBIND11_MODULE(_core, module) {
              const auto group = [](const std::string& name) {
                return name.empty() ? nullptr : c10d::resolve_process_group(name);
              };
-             return Space::make(config, {group(shard), group(replica)});
+             return Space::make(config, {group(shard), group(replica), /*keep=*/false});
            }),
            py::arg("config"), py::arg("shard_group") = "", py::arg("replica_group") = "",
            py::call_guard<py::gil_scoped_release>())

@@ -2,13 +2,15 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <map>
 #include <optional>
 #include <thread>
 
@@ -56,23 +58,26 @@ auto all_to_all_flat(c10d::ProcessGroup& group, at::Tensor out, at::Tensor in) {
 /// A collective of c10d and the tensors it works on.
 class Collectives::Pending : public Work {
  public:
-  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept)
-      : owner_(owner), work_(std::move(work)), kept_(std::move(kept)), during_(owner.last_) {}
+  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept, std::string during)
+      : owner_(owner), work_(std::move(work)), kept_(std::move(kept)), during_(std::move(during)) {}
 
+  /// Blocks until no transfer uses the tensors, and discards how it ended.
   ~Pending() override {
     try {
-      Pending::wait();  // no buffer is given up under a transfer
+      if (work_) work_->wait();
     } catch (...) {
     }
   }
 
   void wait() override {
+    if (failure_) std::rethrow_exception(failure_);
     if (!work_) return;
-    auto work = std::exchange(work_, nullptr);
+    const auto work = std::exchange(work_, nullptr);
     try {
       work->wait();
     } catch (const std::exception& error) {
-      owner_.fail(during_, error);
+      failure_ = owner_.failure(during_, error);
+      std::rethrow_exception(failure_);
     }
   }
 
@@ -81,6 +86,7 @@ class Collectives::Pending : public Work {
   c10::intrusive_ptr<c10d::Work> work_;
   std::vector<at::Tensor> kept_;
   std::string during_;
+  std::exception_ptr failure_;  // which every later wait() throws again
 };
 
 /// An all-to-all whose parts are then added up here. Gloo's own reduce-scatter takes 2.7 times as long on two ranks,
@@ -90,7 +96,7 @@ class Collectives::Summing final : public Pending {
   using Pending::Pending;
 
   void wait() override {
-    if (!work_) return;
+    if (kept_.empty()) return;
     Pending::wait();
     Below below;
     at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
@@ -100,21 +106,39 @@ class Collectives::Summing final : public Pending {
   }
 };
 
-Collectives::Collectives(Group group, c10::Device device, CheckRanks check)
-    : group_(std::move(group)), device_(device), control_device_(device), check_(check) {
+Collectives::Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep)
+    : group_(group),
+      kept_(keep ? group : nullptr),
+      size_(group->getSize()),
+      rank_(group->getRank()),
+      device_(device),
+      control_device_(device),
+      check_(check) {
   try {
-    (void)group_->getBackend(c10::kCPU);
+    (void)group->getBackend(c10::kCPU);
     control_device_ = c10::kCPU;
   } catch (const std::exception&) {  // NCCL alone: small tensors go through the device
   }
 }
 
+Collectives::Group Collectives::group() const {
+  if (auto group = group_.lock()) return group;
+  throw RankError(
+      "the process group of this space was destroyed; use tensors that lie over ranks before "
+      "torch.distributed.destroy_process_group()");
+}
+
 template <class Kind, class Start>
 std::unique_ptr<Ranks::Work> Collectives::start(Start&& start, std::vector<at::Tensor> kept) {
+  std::string during;
+  {
+    std::lock_guard lock(mutex_);
+    during = last_;
+  }
   try {
-    return std::make_unique<Kind>(*this, start(), std::move(kept));
+    return std::make_unique<Kind>(*this, start(), std::move(kept), during);
   } catch (const std::exception& error) {
-    fail(last_, error);
+    std::rethrow_exception(failure(during, error));
   }
 }
 
@@ -149,25 +173,60 @@ at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   mine = mine.to(control_device_);
   at::Tensor all = at::empty({size() * kWords}, mine.options());
   traffic_.control += mine.nbytes() * (size() - 1);
-  start<Pending>([&] { return gather_flat(*group_, all, mine); }, {all, mine})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, mine); }, {all, mine})->wait();
   return all.view({size(), kWords}).cpu();
 }
 
-void Collectives::differ(const std::string& what) {
+/// Texts of all ranks, cut to `bytes`. Gathers the same number of bytes whatever is said.
+std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_t bytes) {
   Below below;
-  std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
-  mine.resize(kTextBytes, ' ');
-  at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte).clone();
+  mine.resize(bytes, '\0');
+  at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(bytes)}, at::kByte).clone();
   text = text.to(control_device_);
   at::Tensor all = at::empty({size() * text.numel()}, text.options());
-  start<Pending>([&] { return gather_flat(*group_, all, text); }, {all, text})->wait();
+  traffic_.control += bytes * (size() - 1);
+  start<Pending>([&] { return gather_flat(*group(), all, text); }, {all, text})->wait();
   all = all.cpu();
-  std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
+  std::vector<std::string> texts;
   for (int i = 0; i < size(); ++i) {
-    std::string said(static_cast<const char*>(all.const_data_ptr()) + i * kTextBytes, kTextBytes);
-    said.erase(said.find_last_not_of(' ') + 1);
-    message += fmt::format("\n  rank {}: {}", i, said);
+    std::string said(static_cast<const char*>(all.const_data_ptr()) + i * bytes, bytes);
+    said.erase(std::min(said.find('\0'), said.size()));
+    texts.push_back(std::move(said));
   }
+  return texts;
+}
+
+std::vector<std::string> Collectives::all_gather_text(const std::string& mine, const Subject& subject) {
+  record("exchange", subject, 0);
+  const at::Tensor lengths = gather_words(static_cast<std::int64_t>(mine.size()));
+  const auto longest = lengths.select(1, 0).max().item<std::int64_t>();
+  return gather_padded(mine, static_cast<std::size_t>(longest) + 1);
+}
+
+std::vector<std::uint64_t> Collectives::common(const std::vector<std::uint64_t>& mine, const Subject& subject) {
+  std::uint64_t hash = 0;
+  for (const std::uint64_t number : mine) hash = mix(hash, number);
+  const Words words{static_cast<std::int64_t>(mine.size()), static_cast<std::int64_t>(hash), 0};
+  const std::vector<Words> all_words = agree(words, subject);
+  if (std::all_of(all_words.begin(), all_words.end(), [&](const Words& w) { return w == words; })) return mine;
+  std::int64_t most = 0;
+  for (const Words& w : all_words) most = std::max(most, w[0]);
+  at::Tensor numbers = at::zeros({most}, at::kLong);  // zeros are padding: no number is zero
+  std::copy(mine.begin(), mine.end(), numbers.mutable_data_ptr<std::int64_t>());
+  const at::Tensor all = all_gather_small(numbers, subject).contiguous();
+  std::map<std::uint64_t, int> holders;
+  for (std::int64_t i = 0; i < all.numel(); ++i) ++holders[all.const_data_ptr<std::int64_t>()[i]];
+  std::vector<std::uint64_t> everyones;
+  for (const std::uint64_t number : mine) {
+    if (holders[number] == size()) everyones.push_back(number);
+  }
+  return everyones;
+}
+
+void Collectives::differ(const std::string& what) {
+  const auto texts = gather_padded(fmt::format("{}, in {}", last_, Doing::now("no operator")), kTextBytes);
+  std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
+  for (int i = 0; i < size(); ++i) message += fmt::format("\n  rank {}: {}", i, texts[i]);
   message +=
       "\nEvery rank must use paged tensors in the same order. If only some ranks use a module, as experts are used, "
       "call zeropage.together(module); code for one rank alone must not touch paged tensors.";
@@ -202,16 +261,16 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
   enter("all-gather", subject, part_bytes);
   traffic_.gathered += part_bytes * (size() - 1);
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
-  return start<Pending>([&] { return gather_flat(*group_, whole, mine); }, {whole, mine});
+  return start<Pending>([&] { return gather_flat(*group(), whole, mine); }, {whole, mine});
 }
 
 std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject) {
   Below below;
   enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
-  if (!device_.is_cpu()) return start<Pending>([&] { return scatter_flat(*group_, out, in); }, {out, in});
+  if (!device_.is_cpu()) return start<Pending>([&] { return scatter_flat(*group(), out, in); }, {out, in});
   at::Tensor parts = at::empty_like(in);
-  return start<Summing>([&] { return all_to_all_flat(*group_, parts, in); }, {out, parts, in});
+  return start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in});
 }
 
 std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subject& subject) {
@@ -219,7 +278,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subje
   enter("all-reduce", subject, sum.nbytes());
   traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
   std::vector<at::Tensor> tensors{sum};
-  return start<Pending>([&] { return group_->allreduce(tensors); }, tensors);
+  return start<Pending>([&] { return group()->allreduce(tensors); }, tensors);
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
@@ -227,7 +286,7 @@ void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   enter("broadcast", subject, tensor.nbytes());
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   std::vector<at::Tensor> tensors{tensor};
-  start<Pending>([&] { return group_->broadcast(tensors); }, tensors)->wait();
+  start<Pending>([&] { return group()->broadcast(tensors); }, tensors)->wait();
 }
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
@@ -236,7 +295,7 @@ at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& 
   traffic_.control += mine.nbytes() * (size() - 1);
   at::Tensor part = mine.contiguous().view({-1}).to(control_device_);
   at::Tensor all = at::empty({size() * part.numel()}, part.options());
-  start<Pending>([&] { return gather_flat(*group_, all, part); }, {all, part})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, part); }, {all, part})->wait();
   return all.view({size(), part.numel()}).to(mine.device());
 }
 
@@ -276,12 +335,13 @@ std::string Collectives::where_all_are() {
   };
   const std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
   const auto alone = fmt::format("\n  rank {}: {}\n  the others cannot be asked", rank(), mine);
-  const auto store = group_->getStore();
+  const auto group = group_.lock();
+  const auto store = group ? group->getStore() : nullptr;
   if (!store) return alone;
   // A store that cannot be reached answers neither yes nor no: whoever asks may wait for good, so it is not us.
   const auto answer = std::make_shared<Answer>();
   std::thread([answer, store, mine, alone, rank = rank(), ranks = size(),
-               prefix = fmt::format("zeropage/where/{}/", group_->getGroupName())] {
+               prefix = fmt::format("zeropage/where/{}/", group->getGroupName())] {
     std::string text = alone;
     try {
       text = exchange_notes(*store, prefix, rank, ranks, mine);
@@ -296,8 +356,8 @@ std::string Collectives::where_all_are() {
   return answer->text.value_or(alone);
 }
 
-void Collectives::fail(const std::string& during, const std::exception& error) {
-  if (const auto* ours = dynamic_cast<const RankError*>(&error)) throw *ours;
+std::exception_ptr Collectives::failure(const std::string& during, const std::exception& error) {
+  if (const auto* ours = dynamic_cast<const RankError*>(&error)) return std::make_exception_ptr(*ours);
   std::lock_guard lock(mutex_);
   if (broken_.empty()) {
     std::string reason = error.what();
@@ -305,7 +365,7 @@ void Collectives::fail(const std::string& during, const std::exception& error) {
     broken_ = fmt::format("{} failed: a rank died, stalled, or is at another operator ({}).{}", during, reason,
                           where_all_are());
   }
-  throw RankError(broken_);
+  return std::make_exception_ptr(RankError(broken_));
 }
 
 Traffic Collectives::traffic() const {

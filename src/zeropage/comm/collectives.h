@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <exception>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -39,10 +40,13 @@ struct Traffic {
 class Collectives final : public Ranks {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  Collectives(Group group, c10::Device device, CheckRanks check);
+  /// [Note: whose group] A group of Python's is torch.distributed's own: destroy_process_group() must end its
+  /// threads, as in a program without us, for they must not outlive the interpreter. So `keep` is false there, and
+  /// collectives after its end throw RankError.
+  Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep);
 
-  int size() const override { return group_->getSize(); }
-  int rank() const override { return group_->getRank(); }
+  int size() const override { return size_; }
+  int rank() const override { return rank_; }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                    const Subject& subject) override;
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override;
@@ -61,6 +65,11 @@ class Collectives final : public Ranks {
   /// RankError on every rank if it does.
   using Words = std::array<std::int64_t, 3>;
   std::vector<Words> agree(const Words& mine, const Subject& subject);
+  /// What each rank says, in rank order. At once.
+  std::vector<std::string> all_gather_text(const std::string& mine, const Subject& subject);
+  /// Those of `mine` that every rank has, in the order of `mine`. Numbers are not zero, each occurs once, and ranks
+  /// that have the same give them in the same order. At once; one small exchange if all have the same.
+  std::vector<std::uint64_t> common(const std::vector<std::uint64_t>& mine, const Subject& subject);
   /// Throws on every rank, saying what each was doing.
   [[noreturn]] void differ(const std::string& what);
 
@@ -75,10 +84,14 @@ class Collectives final : public Ranks {
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
   template <class Kind, class Start>
   std::unique_ptr<Work> start(Start&& start, std::vector<at::Tensor> kept);
-  [[noreturn]] void fail(const std::string& during, const std::exception& error);
+  std::exception_ptr failure(const std::string& during, const std::exception& error);
+  std::vector<std::string> gather_padded(std::string mine, std::size_t bytes);
   std::string where_all_are();
 
-  Group group_;
+  Group group() const;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  Group kept_;  // null: [Note: whose group]
+  int size_, rank_;
   c10::Device device_;
   c10::Device control_device_;  // of small tensors: the CPU where the group has a backend for it
   CheckRanks check_;

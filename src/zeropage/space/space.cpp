@@ -7,36 +7,34 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
-#include <fstream>
+#include <map>
+#include <optional>
 #include <sstream>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/memory_limits.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/mixed.h"
+#include "zeropage/space/agreement.h"
 #include "zeropage/space/torch_device.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
 namespace {
 
-std::size_t free_memory() {
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string word; meminfo >> word;) {
-    std::size_t kib = 0;
-    if (word == "MemAvailable:" && meminfo >> kib) return kib * kKiB;
-  }
-  return kGiB;
-}
-
 /// Ranks that share this machine's memory, as launchers say.
 std::size_t ranks_here() {
   const char* said = std::getenv("LOCAL_WORLD_SIZE");
   return said ? std::max(std::atoi(said), 1) : 1;
 }
+
+/// What this process may take of the machine's memory.
+std::size_t free_memory(bool over_ranks) { return available_memory() / (over_ranks ? ranks_here() : 1); }
 
 c10::Device device_of(const Config& config) {
   c10::Device device(at::hasCUDA() ? c10::kCUDA : c10::kCPU);
@@ -211,9 +209,98 @@ std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool 
   return round_down(share, kBlockBytes);
 }
 
+/// device_memory and host_memory, where they are left out: what suits this machine.
+std::map<std::string, std::size_t> memory_of(const Config& config, c10::Device device, bool over_ranks) {
+  const std::size_t free = free_memory(over_ranks);
+  const std::size_t device_share = device.is_cpu() ? free / 4 : free_device_memory(device) / 5 * 4;
+  return {{"device_memory", size_of("device_memory", config.device_memory, device_share)},
+          {"host_memory", size_of("host_memory", config.host_memory, free / 2)}};
+}
+
+/// `of()`, or `otherwise` where it throws: where settings are compared, each is only text until it is used.
+template <class Of, class Value>
+Value or_else(Of&& of, Value otherwise) {
+  try {
+    return of();
+  } catch (const Error&) {
+    return otherwise;
+  }
+}
+
+/// The settings from which it follows which collectives run. Homes on the device decide how much of device_memory
+/// gathered tensors have; whether other homes are in the host or on disk is for each rank to choose.
+std::vector<Agreed> settings_of_all_ranks(const Config& config) {
+  std::vector<Agreed> settings;
+  const auto add = [&](const char* name, const std::string& meaning, const std::string& text) {
+    settings.push_back({name, meaning, text});
+  };
+  const auto size = [&](const char* name, const std::string& text) {
+    add(name, or_else([&] { return std::to_string(size_of(name, text, 0)); }, text), text);
+  };
+  const auto dtype = [&](const char* name, const std::string& text) {
+    add(name, or_else([&] { return std::string(c10::toString(dtype_of(name, text))); }, text), text);
+  };
+  add("device", or_else([&] { return c10::DeviceTypeName(device_of(config).type()); }, config.device), config.device);
+  add("memory", config.memory, config.memory);
+  for (const auto& [name, tier] : {std::pair{"parameters", config.parameters},
+                                   {"gradients", config.gradients},
+                                   {"optimizer", config.optimizer}}) {
+    add(name, tier == "device" ? tier : "elsewhere", tier);
+  }
+  size("device_memory", config.device_memory);
+  size("page_size", config.page_size);
+  size("resident_below", config.resident_below);
+  Partition partition;
+  const std::string partitioned = config.partition == "auto" ? "" : ", partition " + config.partition;
+  const std::string stage = config.stage + partitioned;
+  add("stage",
+      or_else(
+          [&] {
+            split_roles(config, partition);
+            return fmt::format("{}", fmt::join(partition.split, " "));
+          },
+          stage),
+      stage);
+  dtype("visible_dtype", config.visible_dtype);
+  config.home_dtype == "split" ? add("home_dtype", "split", "split") : dtype("home_dtype", config.home_dtype);
+  dtype("gradient_dtype", config.gradient_dtype);
+  dtype("reduce_dtype", config.reduce_dtype);
+  add("optimizer_dtype", config.optimizer_dtype, config.optimizer_dtype);
+  add("async_step",
+      or_else([&] { return std::to_string(flag_of("async_step", config.async_step)); }, config.async_step),
+      config.async_step);
+  add("check_ranks", config.check_ranks, config.check_ranks);
+  return settings;
+}
+
 }  // namespace
 
-std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups) {
+std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
+  if (!groups.shard) return make_here(config, groups, memory_of(config, device_of(config), false));
+  const c10::Device device = or_else([&] { return device_of(config); }, c10::Device(c10::kCPU));
+  Collectives ranks(groups.shard, device, CheckRanks::never, false);
+  std::optional<Collectives> replicas;
+  if (groups.replica && groups.replica->getSize() > 1) {
+    replicas.emplace(groups.replica, device, CheckRanks::never, false);
+  }
+  Agreement agreement(ranks, replicas ? &*replicas : nullptr);
+  const std::map<std::string, std::size_t> unknown{{"device_memory", SIZE_MAX}, {"host_memory", SIZE_MAX}};
+  const auto memory = agreement.settle(settings_of_all_ranks(config),
+                                       or_else([&] { return memory_of(config, device, true); }, unknown));
+  std::shared_ptr<Space> made;
+  try {
+    made = make_here(config, groups, memory);
+  } catch (const Error& error) {
+    agreement.confirm(error.what());
+    throw;
+  }
+  agreement.confirm("");
+  return made;
+}
+
+/// `memory`: the least that any rank has, of those sizes that are left to the machine.
+std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups,
+                                        const std::map<std::string, std::size_t>& memory) {
   Config config = requested;
   auto domain = std::make_shared<Domain>();
   domain->device = device_of(config);
@@ -236,12 +323,11 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
                     config.disk_path));
   }
 
-  const std::size_t free = free_memory() / (groups.shard ? ranks_here() : 1);
+  const std::size_t free = free_memory(groups.shard != nullptr);
   CacheOptions options;
   const std::size_t device_free = domain->device.is_cpu() ? free : free_device_memory(domain->device);
-  const std::size_t device_share = domain->device.is_cpu() ? free / 4 : device_free / 5 * 4;
-  options.device_bytes = size_of("device_memory", config.device_memory, device_share);
-  options.host_bytes = size_of("host_memory", config.host_memory, free / 2);
+  options.device_bytes = size_of("device_memory", config.device_memory, memory.at("device_memory"));
+  options.host_bytes = size_of("host_memory", config.host_memory, memory.at("host_memory"));
   if (options.device_bytes < 16 * kBlockBytes) {
     throw SettingError(
         fmt::format("device_memory = {} cannot hold a frame; raise it, at least to the largest operator's "
@@ -260,8 +346,8 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
                     format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free),
                     groups.shard ? " for each rank" : ""));
   }
-  options.page_bytes =
-      size_of("page_size", config.page_size, automatic_page_size(options.device_bytes, options.host_bytes, separate));
+  options.page_bytes = size_of("page_size", config.page_size,
+                               automatic_page_size(memory.at("device_memory"), memory.at("host_memory"), separate));
   if (options.page_bytes < kBlockBytes || options.page_bytes % kBlockBytes != 0 || options.page_bytes > 64 * kMiB) {
     throw SettingError(
         fmt::format("page_size = {} bytes must be a multiple of 4KiB, up to 64MiB", options.page_bytes));
@@ -291,9 +377,9 @@ std::shared_ptr<Space> Space::make(const Config& requested, const Groups& groups
   options.device = device_memory(options.device_bytes);
   domain->cache = FrameCache::make(options);
   if (groups.shard) {
-    domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check);
+    domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check, groups.keep);
     if (groups.replica && groups.replica->getSize() > 1) {
-      domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check);
+      domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check, groups.keep);
     }
     if (gathered_bytes > 0) {
       domain->gathered =

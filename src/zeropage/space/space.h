@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -49,12 +50,14 @@ struct Report {
 struct Groups {
   c10::intrusive_ptr<c10d::ProcessGroup> shard;    // null: one process
   c10::intrusive_ptr<c10d::ProcessGroup> replica;  // null: no replicas
+  bool keep = true;                                // the space keeps them alive; see [Note: whose group]
 };
 
 class Space : public std::enable_shared_from_this<Space> {
  public:
   /// Throws SettingError for settings that are malformed or contradict each other, DiskError for an unusable
-  /// disk_path.
+  /// disk_path. Over ranks, all of them make it together: sizes left to the machine are the least that suits any
+  /// rank, and all throw if one cannot make it (RankError on the others) or has other settings.
   static std::shared_ptr<Space> make(const Config& config, const Groups& groups = {});
 
   /// While the scope lives, factories on this thread make paged parameters.
@@ -84,6 +87,8 @@ class Space : public std::enable_shared_from_this<Space> {
   const Config& config() const { return config_; }  // as resolved: no "auto" left but for tiers
 
  private:
+  static std::shared_ptr<Space> make_here(const Config& config, const Groups& groups,
+                                          const std::map<std::string, std::size_t>& memory);
   Space(Config config, std::shared_ptr<Domain> domain) : config_(std::move(config)), domain_(std::move(domain)) {}
   Config config_;
   std::shared_ptr<Domain> domain_;

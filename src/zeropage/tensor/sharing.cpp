@@ -4,10 +4,15 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/FunctionRef.h>
+#include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
+#include <set>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -149,24 +154,55 @@ class Refresh {
   std::deque<Gather> under_way_;
 };
 
+/// Which parameters are stale may depend on when Python's collector ran here. Ranks refresh those that all of them
+/// still have: a program that is the same on all ranks can use no other again.
 void gather_stale_parameters(Domain& domain) {
   run_deferred(domain);  // so that the same are stale on all ranks
-  std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
+  std::map<std::uint64_t, c10::intrusive_ptr<c10::StorageImpl>> alive;
   {
     std::lock_guard lock(domain.sharing_mutex);
-    for (auto& [_, weak] : domain.stale) {
-      if (auto storage = weak.lock()) alive.push_back(std::move(storage));
-    }
+    std::erase_if(domain.stale, [&](const auto& entry) {
+      auto storage = entry.second.lock();
+      if (!storage || !segment_of(*storage)) return true;
+      alive.emplace(entry.first, std::move(storage));
+      return false;
+    });
   }
+  std::vector<std::uint64_t> numbers;
+  for (const auto& [number, _] : alive) numbers.push_back(number);
   std::vector<StorageSegment*> segments;
-  for (const auto& storage : alive) {
-    if (auto* segment = segment_of(*storage)) segments.push_back(segment);
+  for (const std::uint64_t number : domain.partition.ranks->common(numbers, {"stale parameters", 0, 0})) {
+    segments.push_back(segment_of(*alive.at(number)));
   }
   for (StorageSegment* segment : segments) segment->complete();
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
   Refresh(domain).run(segments);
   for (StorageSegment* segment : segments) segment->set_stale(false);
+}
+
+/// Of what was born here and lives: which of it has died may differ between ranks by when Python's collector ran.
+Storages those_that_all_ranks_have(Domain& domain,
+                                   const std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& newborn) {
+  // A gradient has its parameter's number.
+  const auto key_of = [](const StorageSegment& segment) {
+    return segment.number() * kRoles + static_cast<std::uint64_t>(segment.role());
+  };
+  Storages alive;
+  std::vector<std::uint64_t> keys;
+  for (const auto& weak : newborn) {
+    auto storage = weak.lock();
+    const auto* segment = storage ? segment_of(*storage) : nullptr;
+    if (!segment || std::find(keys.begin(), keys.end(), key_of(*segment)) != keys.end()) continue;
+    keys.push_back(key_of(*segment));
+    alive.push_back(std::move(storage));
+  }
+  const Subject subject{"what was born", 0, 0};
+  auto common = domain.partition.ranks->common(keys, subject);
+  if (domain.partition.replicas) common = domain.partition.replicas->common(common, subject);
+  const std::set<std::uint64_t> everyones(common.begin(), common.end());
+  std::erase_if(alive, [&](const auto& storage) { return !everyones.contains(key_of(*segment_of(*storage))); });
+  return alive;
 }
 
 }  // namespace
@@ -177,7 +213,11 @@ void StorageSegment::complete() {
 }
 
 void StorageSegment::complete_pending() {
-  if (auto pending = std::exchange(pending_, nullptr)) pending->complete();
+  // It stays if this throws, so that the next use throws again or goes on. A gradient that has come clears it.
+  while (const auto pending = pending_) {
+    pending->complete();
+    if (pending_ == pending) pending_ = nullptr;
+  }
 }
 
 void StorageSegment::refresh(Access access) {
@@ -185,6 +225,12 @@ void StorageSegment::refresh(Access access) {
   if (stale_ && access != Access::overwrite) {
     // After a step, whichever parameter is used first: which that is may differ between ranks.
     role() == Role::parameter ? gather_stale_parameters(*domain_) : Refresh(*domain_).run({this});
+    if (role() == Role::parameter && stale_) {
+      throw RankError(
+          fmt::format("parameter {} is used here and no longer exists on another rank, which held a share of its "
+                      "last update; keep the same modules on every rank",
+                      number_));
+    }
   }
   set_stale(false);
 }
@@ -219,9 +265,7 @@ void start_equal(Domain& domain) {
   }
   Storages small;
   std::size_t bytes = 0;
-  for (auto& weak : newborn) {
-    auto storage = weak.lock();
-    if (!storage || !segment_of(*storage)) continue;
+  for (const auto& storage : those_that_all_ranks_have(domain, newborn)) {
     StorageSegment& segment = *segment_of(*storage);
     segment.complete();
     const auto& [ranks, replicas] = std::tie(domain.partition.ranks, domain.partition.replicas);

@@ -52,8 +52,9 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   }
 
   bool add_to(StorageSegment& sum) override {
-    if (delivered || sum.layout() != layout || sum.elements() != stripes.elements()) return false;
+    if (sum.layout() != layout || sum.elements() != stripes.elements()) return false;
     sum.run_deferred();
+    if (arrived) return false;
     add_target(sum, /*add=*/true);
     return true;
   }
@@ -74,7 +75,9 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Stripes stripes;
   std::vector<Target> targets;
   std::size_t pieces_left = 0;
-  bool sent = false, delivered = false;
+  bool sent = false;       // all of it
+  bool arrived = false;    // some of it: a target added now would miss that
+  bool delivered = false;  // all of it
 
  private:
   std::weak_ptr<Reducer> owner_;
@@ -94,6 +97,9 @@ struct Reducer::Piece {
   bool scaled = false;  // divided by the number of ranks already
   std::size_t bytes;
   std::vector<PiecePart> parts;
+  // How far it came. An error leaves it here, and the next attempt goes on from here: nothing is added twice.
+  bool over_replicas = false;
+  std::size_t part = 0, target = 0, element = 0;
 };
 
 Reducer::Reducer(const Domain& domain)
@@ -137,13 +143,27 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
   at::Tensor paged = std::exchange(reduction->newborn, {});
   watch_backward();
   add(std::move(reduction));
+  make_room();
   return paged;
+}
+
+/// Runs `exchange`, which all ranks do together. If it fails half-way, the other ranks may have gone further: no
+/// later exchange can succeed, and all throw its error again.
+template <class Exchange>
+void Reducer::together(Exchange&& exchange) {
+  if (failure_) std::rethrow_exception(failure_);
+  try {
+    exchange();
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
+  }
 }
 
 void Reducer::add(ReductionPtr reduction) {
   open_bytes_ += reduction->bytes;
   open_.push_back(std::move(reduction));
-  if (open_bytes_ >= kBucketBytes) send_open(Why::full);
+  if (open_bytes_ >= kBucketBytes) together([&] { send_open(Why::full); });
 }
 
 /// What is in the open bucket when backward ends goes on its way then.
@@ -166,7 +186,8 @@ void Reducer::settle() {
   std::lock_guard lock(mutex_);
   Below below;
   const Doing doing([](const void*) { return std::string("the sums of backward's last gradients"); }, nullptr);
-  piling_ ? settle_pile() : send_open(Why::end);
+  together([&] { piling_ ? settle_pile() : send_open(Why::end); });
+  make_room();
 }
 
 void Reducer::send_open(Why why) {
@@ -259,12 +280,15 @@ Reducer::ReductionPtr Reducer::missing(std::uint64_t number) {
 void Reducer::send(std::vector<ReductionPtr>& reductions) {
   std::vector<PackedPart> parts, wholes;  // what is to be packed
   for (const ReductionPtr& reduction : reductions) {
-    reduction->sent = true;
     reduction->scattered ? send_pages(reduction, parts) : wholes.push_back({reduction, 0});
   }
   if (!parts.empty()) send_packed_parts(parts);
   if (!wholes.empty()) send_packed_wholes(wholes);
-  for (const ReductionPtr& reduction : reductions) reduction->gradient.reset();
+  for (const ReductionPtr& reduction : reductions) {
+    reduction->gradient.reset();
+    reduction->sent = true;
+    finish(*reduction);
+  }
 }
 
 c10::ScalarType Reducer::wire_dtype(c10::ScalarType dtype) const {
@@ -366,37 +390,57 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) ++part.reduction->pieces_left;
   bytes_under_way_ += piece->bytes;
   under_way_.push_back(std::move(piece));
+  try {
+    make_room();
+  } catch (const Error&) {
+    // Nothing is lost. What is being sent goes on its way first, for the other ranks' sake; whoever sends calls
+    // make_room() once more, which throws again or goes on.
+  }
+}
+
+void Reducer::make_room() {
   while (bytes_under_way_ > kBytesUnderWay) complete_oldest();
 }
 
 void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   Below below;
-  if (!reduction.sent) piling_ ? settle_pile() : send_open(Why::full);
-  if (!reduction.sent) settle_pile();
+  if (!reduction.sent) together([&] { piling_ ? settle_pile() : send_open(Why::full); });
+  if (!reduction.sent) together([&] { settle_pile(); });
   while (reduction.pieces_left > 0) complete_oldest();
 }
 
+/// Strong guarantee: on an error the piece stays the oldest.
 void Reducer::complete_oldest() {
-  const auto piece = std::move(under_way_.front());
-  under_way_.pop_front();
-  bytes_under_way_ -= piece->bytes;
-  piece->work->wait();
-  if (replicas_) {
-    replicas_->all_reduce(piece->result, {"gradients", piece->parts[0].reduction->number, 0})->wait();
+  Piece& piece = *under_way_.front();
+  piece.work->wait();
+  if (replicas_ && !piece.over_replicas) {
+    replicas_->all_reduce(piece.result, {"gradients", piece.parts[0].reduction->number, 0})->wait();
+    piece.over_replicas = true;
   }
-  if (!piece->scaled) piece->result.mul_(1.0 / domain_.partition.world());
-  for (const PiecePart& part : piece->parts) deliver(part, piece->result);
+  if (!piece.scaled) piece.result.mul_(1.0 / domain_.partition.world());
+  piece.scaled = true;
+  for (; piece.part < piece.parts.size(); ++piece.part) {
+    deliver(piece);
+    piece.target = 0;
+    Reduction& reduction = *piece.parts[piece.part].reduction;
+    --reduction.pieces_left;
+    finish(reduction);
+  }
+  bytes_under_way_ -= piece.bytes;
+  under_way_.pop_front();
 }
 
-void Reducer::deliver(const PiecePart& part, const at::Tensor& result) {
+/// Brings the content of the piece's next part to each of its targets that lives.
+void Reducer::deliver(Piece& piece) {
+  const PiecePart& part = piece.parts[piece.part];
   Reduction& reduction = *part.reduction;
-  --reduction.pieces_left;
-  for (Reduction::Target& target : reduction.targets) {
+  reduction.arrived = true;
+  for (; piece.target < reduction.targets.size(); ++piece.target, piece.element = 0) {
+    const Reduction::Target& target = reduction.targets[piece.target];
     const auto storage = target.storage.lock();
     StorageSegment* segment = storage ? segment_of(*storage) : nullptr;
     if (!segment) continue;
-    if (reduction.pieces_left == 0 && segment->pending().get() == &reduction) segment->will_come(nullptr);
     std::size_t begin = part.begin, elements = part.elements;
     if (reduction.scattered) {
       const std::size_t own = reduction.stripes.own();
@@ -409,18 +453,29 @@ void Reducer::deliver(const PiecePart& part, const at::Tensor& result) {
       }
     }
     const at::Tensor content =
-        result.narrow(0, static_cast<std::int64_t>(part.in_result), static_cast<std::int64_t>(elements));
-    if (elements > 0) write(*segment, begin, content, reduction.dtype, target.add);
+        piece.result.narrow(0, static_cast<std::int64_t>(part.in_result), static_cast<std::int64_t>(elements));
+    write(*segment, begin, content, reduction.dtype, target.add, piece.element);
   }
-  reduction.delivered = reduction.pieces_left == 0;
 }
 
-/// Writes or adds `content` to elements [begin, …) of a segment, page by page.
+/// If all of it came, its targets wait no longer.
+void Reducer::finish(Reduction& reduction) {
+  if (!reduction.sent || reduction.pieces_left > 0) return;
+  reduction.delivered = true;
+  for (const Reduction::Target& target : reduction.targets) {
+    const auto storage = target.storage.lock();
+    StorageSegment* segment = storage ? segment_of(*storage) : nullptr;
+    if (segment && segment->pending().get() == &reduction) segment->will_come(nullptr);
+  }
+}
+
+/// Writes or adds `content` to elements [begin, …) of a segment, page by page. Goes on after the first `done`
+/// elements, and counts there what it has done.
 void Reducer::write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype,
-                    bool add) {
+                    bool add, std::size_t& done) {
   const std::size_t item = c10::elementSize(dtype), page_elements = segment.page_bytes() / item;
   const std::size_t end = begin + content.numel();
-  for (std::size_t at = begin, next = 0; at < end; at = next) {
+  for (std::size_t at = begin + done, next = 0; at < end; at = next) {
     const std::size_t page = at / page_elements;
     next = std::min(end, (page + 1) * page_elements);
     const bool all = !add && (next - at) * item == segment.bytes_of(page);
@@ -431,6 +486,7 @@ void Reducer::write(StorageSegment& segment, std::size_t begin, const at::Tensor
         options(dtype), domain_.device);
     const at::Tensor part = content.narrow(0, static_cast<std::int64_t>(at - begin), slice.numel());
     add ? slice.add_(part) : slice.copy_(part);
+    done = next - begin;
   }
 }
 

@@ -13,6 +13,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <deque>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -45,6 +46,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::size_t page;
   };
 
+  template <class Exchange>
+  void together(Exchange&& exchange);
   ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient);
   void add(ReductionPtr reduction);
   void watch_backward();
@@ -67,8 +70,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void push(std::unique_ptr<Piece> piece);
   void complete(const Reduction& reduction);
   void complete_oldest();
-  void deliver(const PiecePart& part, const at::Tensor& result);
-  void write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype, bool add);
+  void make_room();
+  void deliver(Piece& piece);
+  void finish(Reduction& reduction);
+  void write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype, bool add,
+             std::size_t& done);
 
   const Domain& domain_;
   Collectives& ranks_;
@@ -80,7 +86,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool piling_ = false;
   std::size_t open_bytes_ = 0, bytes_under_way_ = 0;
   std::deque<std::unique_ptr<Piece>> under_way_;
-  int backward_ = -1;  // the graph task whose end is watched
+  std::exception_ptr failure_;  // of an exchange that ranks did not end together
+  int backward_ = -1;           // the graph task whose end is watched
 };
 
 }  // namespace zeropage

@@ -1,0 +1,41 @@
+// What ranks settle before they share tensors. Which collectives run follows from settings, so ranks with different
+// ones would wait for each other until their group's timeout; here they get one error that names the setting. Sizes
+// that are left to the machine become the least of all ranks.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "zeropage/comm/collectives.h"
+
+namespace zeropage {
+
+/// A setting that must be the same on all ranks.
+struct Agreed {
+  std::string name;
+  std::string meaning;  // what is compared: the same for "1MiB" and "1048576"
+  std::string text;     // what the user wrote, for the error
+};
+
+class Agreement {
+ public:
+  /// Over a group of ranks and, unless it is null, over its replicas. All ranks of both make it together.
+  Agreement(Collectives& ranks, Collectives* replicas) : ranks_(ranks), replicas_(replicas) {}
+
+  /// Throws SettingError on every rank if ranks differ, with each one's values. Else returns the least of all ranks'
+  /// `sizes`, by name. Every rank gives the same names in the same order.
+  std::map<std::string, std::size_t> settle(const std::vector<Agreed>& settings,
+                                            const std::map<std::string, std::size_t>& sizes);
+
+  /// Returns if `failure` is empty on every rank. Else throws RankError where it is empty, with what the others say.
+  void confirm(const std::string& failure);
+
+ private:
+  std::vector<std::string> everyones(const std::string& mine, const Subject& subject);
+  Collectives& ranks_;
+  Collectives* replicas_;
+};
+
+}  // namespace zeropage
