@@ -1,116 +1,154 @@
-"""A training step of the demo's model with everything on disk, against what no such step can beat.
+"""A training step as users run it, with everything on disk, against what no such step can beat.
 
-ratio: time of a paged step / the larger of the time of a plain step in memory, and of what the paged step moved at
-fio's rate for the same mix of reads and writes; all alternating in one run. Also says how much of the disk's time ran
-under compute: what was not waited for.
+bfloat16 over float32 masters, clipping by the global norm, fused AdamW, budgets of a quarter of the state. The same by
+hand in memory ("plain") and fio alternate with it in one run.
+
+limit: over the two phases, backward, and forward with the step, the sum of the larger of plain's seconds and of what the
+paged phase moved at fio's rate for its mix of reads and writes. ratio: seconds of a paged step / limit.
 """
 
 import argparse
-import pathlib
 import statistics
-import sys
 import tempfile
 import time
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from _common import finish, turns
 from _disk import FIO, fio, huge_pages, mixed
+from _gpt import GPT, SHAPES, Shape
 
 import zeropage
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-from train_gpt import GPT
+PHASES = ("forward and step", "backward")
 
 
-def stepper(args: argparse.Namespace, scope=None, **options: object):
-    """A function that trains a model of its own for some steps."""
-    torch.manual_seed(0)
-    if scope:
-        with scope:
-            model = GPT(args.width, args.layers, args.heads, args.length)
-    else:
-        model = GPT(args.width, args.layers, args.heads, args.length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **options)
-    generator = torch.Generator().manual_seed(1)
+class Paged:
+    def __init__(self, shape: Shape, space: zeropage.Space) -> None:
+        torch.manual_seed(0)
+        with space:
+            self.model = GPT(shape)
+        self.space = space
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
 
-    def steps(count: int) -> float:
-        loss = torch.zeros(())
-        for _ in range(count):
-            text = torch.randint(0, 256, (args.batch, args.length + 1), generator=generator)
-            logits = model(text[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-            loss.backward()
-            if args.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.item()
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    return steps
+    def moved(self) -> tuple[int, int]:
+        report = self.space.report()
+        return report.read_bytes, report.written_bytes
+
+
+class Plain:
+    """The same by hand: operators see bfloat16, the optimizer steps float32 masters."""
+
+    def __init__(self, shape: Shape) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(shape)
+        self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.model.bfloat16()
+        self.optimizer = torch.optim.AdamW(self.masters, lr=3e-4, weight_decay=0.1, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        parameters = list(self.model.parameters())
+        for master, parameter in zip(self.masters, parameters, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch._foreach_copy_(parameters, self.masters)
+
+    def moved(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class Meter:
+    """Seconds and bytes of each phase, a step."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.bytes = {phase: [0, 0] for phase in PHASES}
+
+    def run(self, phase: str, program: Paged | Plain, what) -> torch.Tensor:
+        before, start = program.moved(), time.perf_counter()
+        result = what()
+        self.seconds[phase] += time.perf_counter() - start
+        for i, (a, b) in enumerate(zip(before, program.moved(), strict=True)):
+            self.bytes[phase][i] += b - a
+        return result
+
+
+def train(program: Paged | Plain, batch: int, shape: Shape, steps: int) -> Meter:
+    generator, meter = torch.Generator().manual_seed(1), Meter()
+    for _ in range(steps):
+        text = torch.randint(0, shape.vocabulary, (batch, shape.length + 1), generator=generator)
+        tokens, labels = text[:, :-1], text[:, 1:]
+        loss = meter.run("forward and step", program, lambda t=tokens, la=labels: program.model(t, la))
+        meter.run("backward", program, loss.backward)
+        meter.run("forward and step", program, program.step)
+    return meter
+
+
+def measure(model: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
+    shape = SHAPES[model]
+    state = 18 * sum(p.numel() for p in GPT(shape).parameters())  # 2 visible, 4 master, 4 gradient, 8 moments
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
+        space = zeropage.init(
+            device="cpu",
+            visible_dtype="bfloat16",
+            device_memory=state // 8,
+            host_memory=state // 8,
+            disk_path=directory,
+            **dict.fromkeys(["parameters", "gradients", "optimizer"], "disk"),
+        )
+        programs = {"paged": Paged(shape, space), "plain": Plain(shape)}
+        for program in programs.values():
+            train(program, batch, shape, 3)
+        meters: dict[str, list[Meter]] = {"paged": [], "plain": []}
+        ratios, to_plain, hidden = [], [], []
+        for name in turns(args.rounds, ["plain", "paged"]):
+            meters[name].append(train(programs[name], batch, shape, args.steps))
+            if len(meters["plain"]) != len(meters["paged"]):
+                continue
+            paged, plain = meters["paged"][-1], meters["plain"][-1]
+            limit = 0.0
+            for phase in PHASES:
+                read, written = paged.bytes[phase]
+                rates = fio(FIO["fio io_uring"], directory, 1 << 30, 1.5, mixed(read, written), may)
+                on_disk = (read + written) / (rates["read"] + rates["write"])
+                limit += max(plain.seconds[phase], on_disk)
+            seconds = sum(paged.seconds.values())
+            ratios.append(seconds / limit)
+            to_plain.append(seconds / sum(plain.seconds.values()))
+            hidden.append(limit / args.steps)
+        programs.clear()
+        space.close()
+    middle = statistics.median
+    paged, plain = meters["paged"][len(ratios) // 2], meters["plain"][len(ratios) // 2]
+    rows = [[phase, plain.seconds[phase] / args.steps, paged.seconds[phase] / args.steps] for phase in PHASES]
+    moved = [sum(m.bytes[p][i] for p in PHASES) / args.steps / 1e9 for m in [paged] for i in (0, 1)]
+    rows += [["limit", "", middle(hidden)], ["read, GB", "", moved[0]], ["written, GB", "", moved[1]]]
+    name = f"{model}_{batch * shape.length}"
+    finish(rows, [f"{model}, {batch * shape.length} tokens a step", "plain, s", "paged, s"])
+    return {f"ratio_{name}": round(middle(ratios), 4), f"to_plain_{name}": round(middle(to_plain), 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"width": 768, "layers": 12, "heads": 12, "length": 128, "batch": 4, "rounds": 7, "steps": 3}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device-memory", default="256MB")
-    parser.add_argument("--host-memory", default="256MB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="a round")
+    parser.add_argument("--models", default="125m,350m")
+    parser.add_argument("--batches", default="4,16", help="of 128 tokens")
     parser.add_argument("--directory", default="build", help="on the disk to measure")
-    parser.add_argument(
-        "--clip", action="store_true", help="clip by the global norm, which reads all gradients first"
-    )
-    parser.add_argument("--sync", action="store_true", help="async_step=False")
     args = parser.parse_args()
-    roles = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk")
-
-    with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
-        space = zeropage.init(
-            device="cpu",
-            device_memory=args.device_memory,
-            host_memory=args.host_memory,
-            disk_path=directory,
-            async_step=not args.sync,
-            **roles,
-        )
-        paged, plain = stepper(args, space, fused=True), stepper(args, None, fused=True)
-        assert paged(2) == plain(2), "the paged model does not train as the plain one does"
-        seconds: dict[str, list[float]] = {"paged": [], "plain": []}
-        moved, waited, limits = [], [], []
-        for name in turns(args.rounds, ["plain", "paged"]):
-            before, start = space.report(), time.perf_counter()
-            (paged if name == "paged" else plain)(args.steps)
-            seconds[name].append((time.perf_counter() - start) / args.steps)
-            if name == "plain":
-                continue
-            after = space.report()
-            read = (after.read_bytes - before.read_bytes) / args.steps
-            written = (after.written_bytes - before.written_bytes) / args.steps
-            rates = fio(FIO["fio io_uring"], directory, 1 << 30, 1.5, mixed(read, written), may)
-            moved.append((read, written))
-            waited.append((after.waited_seconds - before.waited_seconds) / args.steps)
-            limits.append((read + written) / (rates["read"] + rates["write"]))
-
-    ratios = [p / max(m, d) for p, m, d in zip(seconds["paged"], seconds["plain"], limits, strict=True)]
-    hidden = [max(0.0, 1 - w / d) for w, d in zip(waited, limits, strict=True)]
-    middle = statistics.median
-    finish(
-        [
-            ["paged, everything on disk", middle(seconds["paged"])],
-            ["  of which waited for the disk", middle(waited)],
-            ["plain, everything in memory", middle(seconds["plain"])],
-            ["the disk alone, at fio's rate", middle(limits)],
-            ["read, GB a step", middle(r for r, _ in moved) / 1e9],
-            ["written, GB a step", middle(w for _, w in moved) / 1e9],
-            ["share of the disk's time under compute", middle(hidden)],
-        ],
-        ["", "seconds a step"],
-        ratio=round(middle(ratios), 4),
-        hidden=round(middle(hidden), 4),
-        disk_over_memory=round(middle(d / m for d, m in zip(limits, seconds["plain"], strict=True)), 4),
-    )
+    figures: dict[str, float] = {}
+    for model in args.models.split(","):
+        for batch in args.batches.split(","):
+            figures |= measure(model, int(batch), args)
+    finish([[name, value] for name, value in figures.items()], ["", ""], **figures)
 
 
 if __name__ == "__main__":

@@ -29,19 +29,20 @@ def without(*names):
 
 def moved(space, parameter, optimizer, step):
     """What a step over one parameter reads and writes, in arrays as long as it is, with everything on disk."""
+    space.wait()
+    first = space.report()
     zeropage.evict(parameter)
     zeropage.evict(parameter.grad)
     for state in states_of(optimizer):
-        zeropage.evict(state)
+        zeropage.evict(state)  # what is planned next may be read again at once, and is counted
     space.wait()
     before = space.report()
     step()
-    read = space.report().read_bytes - before.read_bytes
+    read = space.report().read_bytes - first.read_bytes
     for tensor in [parameter, *states_of(optimizer)]:
-        zeropage.evict(tensor)  # after which what is planned is read again
-    after = space.report()
+        zeropage.evict(tensor)
     array = 4 * ELEMENTS
-    return read / array, (after.written_bytes - before.written_bytes) / array
+    return read / array, (space.report().written_bytes - before.written_bytes) / array
 
 
 @pytest.mark.parametrize("make", [*without("Rprop", "LBFGS", "Adafactor"), pytest.param(zeropage.Lion, id="Lion")])
@@ -61,8 +62,9 @@ def test_a_step_is_one_pass_over_the_states(make, config):
         read, written = moved(space, layer.weight, optimizer, step)
         if last:
             arrays = sum(state.numel() == ELEMENTS for state in states_of(optimizer))
-            # What is planned may have been read ahead already.
-            assert 2 + arrays - 0.25 <= read <= 2 + arrays and written == 1 + arrays
+            # ASGD's average is a copy of what it has just updated, which is in memory still.
+            overwritten = isinstance(optimizer, torch.optim.ASGD)
+            assert (read, written) == (2 + arrays - overwritten, 1 + arrays)
 
 
 def test_scaling_and_clipping_add_nothing_to_the_pass(config):
@@ -81,7 +83,7 @@ def test_scaling_and_clipping_add_nothing_to_the_pass(config):
 
         read, written = moved(space, layer.weight, optimizer, step)
         if last:
-            assert 3.75 <= read <= 4 and written == 3
+            assert (read, written) == (4, 3)
 
 
 def test_a_step_runs_nothing_until_somebody_asks(config):

@@ -37,6 +37,7 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
 
 void AccessPlan::destroy(Ordinal ordinal) {
   known_[ordinal].alive = false;
+  if (!known_[ordinal].places.empty()) history_[known_[ordinal].places.back()].use.last = true;
   spare_[known_[ordinal].kind].push_back(ordinal);
 }
 

@@ -32,6 +32,7 @@ class AccessPlan {
     Access access;
     bool whole;   // in one frame; else page by page
     bool begins;  // false: its pages take turns with those of the use before
+    bool last = false;  // it died after this use
   };
   struct Coming {
     Use use;

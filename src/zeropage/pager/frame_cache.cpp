@@ -274,12 +274,6 @@ CacheStats FrameCache::stats() const {
   return sum;
 }
 
-std::size_t FrameCache::homes_in(Tier tier) const {
-  std::size_t bytes = 0;
-  for (const auto& row : stats_.home_bytes) bytes += row[static_cast<int>(tier)];
-  return bytes;
-}
-
 /// [Note: one memory]
 FrameCache::Usage FrameCache::usage(Pool pool) const {
   if (pool == Pool::host && lower_ && !ranks_) return lower_->usage(pool);

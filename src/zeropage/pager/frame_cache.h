@@ -245,7 +245,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void progress();
   void give_up(Frame& frame);
   void give_up_frames(Lock& lock, Run& run);
-  std::size_t homes_in(Tier tier) const;
+  std::size_t homes_in(Tier tier) const { return permanent_bytes_[static_cast<int>(tier)]; }
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // a page's state, a pin, or memory
@@ -271,6 +271,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;  // the gathered run that takes the next small tensor
   std::size_t held_bytes_ = 0;   // by operators
+  std::size_t permanent_bytes_[kTiers] = {};  // of frames that are homes
   std::size_t ahead_bytes_ = 0;  // read ahead, and not used yet
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
   std::size_t pins_ = 0;

@@ -32,7 +32,8 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
   if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
   const std::size_t limit = cache.memory_.budget().limit();
   try {
-    while (cache.ahead_bytes_ + kept_bytes_ < std::min(kMostAhead, limit / 8)) {
+    const auto most = static_cast<std::int64_t>(std::min(kMostAhead, limit / 16));
+    while (static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
       const auto next = target(cache);
       if (!next || next->time - cache.plan_.now() > limit) break;
       if (bring(cache, *next, lock) == Result::blocked) break;
@@ -54,7 +55,7 @@ bool ReadAhead::find_group(const FrameCache& cache) {
     const Run* run = cache.by_ordinal_[coming->use.ordinal];
     const std::size_t pages = run && !coming->use.whole ? run->pages.size() : 1;
     steps_ = std::max(steps_, pages);
-    members_.push_back({coming->use, coming->time, pages});
+    members_.push_back({coming->use, coming->time, pages, cache.bytes_of_ordinal_[coming->use.ordinal]});
   }
   return !members_.empty();
 }
@@ -79,6 +80,10 @@ void ReadAhead::advance() {
   if (++member_ < members_.size()) return;
   member_ = 0;
   if (++step_ < steps_) return;
+  // What dies then leaves its room to what comes after.
+  std::int64_t dying = 0;
+  for (const Member& member : members_) dying += member.use.last ? static_cast<std::int64_t>(member.bytes) : 0;
+  if (dying > 0) keep_room(-dying);
   group_ += members_.size();
   members_.clear();
 }
@@ -117,7 +122,8 @@ ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std:
   return Result::there;
 }
 
-void ReadAhead::keep_room(std::size_t bytes) {
+/// Until the group that is looked at is behind.
+void ReadAhead::keep_room(std::int64_t bytes) {
   kept_.push_back({group_ + members_.size() - 1, bytes});
   kept_bytes_ += bytes;
 }
@@ -142,15 +148,20 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
 /// Until `bytes` are free beside what is kept: clean frames that are used later leave, and dirty ones are written.
 ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time,
                                        std::unique_lock<std::mutex>& lock) {
-  while (cache.memory_.free() < bytes + kept_bytes_) {
+  const std::size_t limit = cache.memory_.budget().limit();
+  const auto lacking = [&] {
+    return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
+  };
+  while (lacking() > 0) {
     Frame* const victim = cache.victims_.best(cache.plan_.now());
     if (!victim || victim->next_use <= time) return Result::blocked;
     if (!cache.is_dirty(*victim)) {
       cache.evict_frame(*victim);
       continue;
     }
-    const std::size_t most = std::min(kMostWriting, cache.memory_.budget().limit() / 4);
-    if (cache.writing_bytes_ >= most || !cache.write_back(lock, *victim, Priority::behind)) return Result::blocked;
+    // Enough is on its way home to make the room, or to keep a disk busy.
+    const auto writing = static_cast<std::int64_t>(cache.writing_bytes_);
+    if (writing >= std::max(lacking(), static_cast<std::int64_t>(std::min(kMostWriting, limit / 64))) || !cache.write_back(lock, *victim, Priority::behind)) return Result::blocked;
   }
   return Result::there;
 }

@@ -5,7 +5,7 @@
 //
 // [Note: how far ahead] Who leaves is best decided late: of 12 pages used in turn, 6 of which fit, 6.5 are read in each
 // turn if each is read when it is needed, and all 12 if as early as can be, since then memory always holds the next six.
-// So what has been read and not been used, and the room that is kept, are at most an eighth of memory.
+// So what has been read and not been used, and the room that is kept, are at most a sixteenth of memory.
 //
 // Under the cache's lock; it never waits. The cache calls it when an operator has pinned or let go, and, where ranks
 // need not agree, when a transfer has ended: so that one transfer starts the next while no thread waits.
@@ -36,7 +36,7 @@ class ReadAhead {
   struct Member {
     AccessPlan::Use use;
     AccessPlan::Time time;
-    std::size_t pages;
+    std::size_t pages, bytes;
   };
   struct Target {
     const Member* member;
@@ -52,18 +52,18 @@ class ReadAhead {
   Result read(FrameCache& cache, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time time,
               std::unique_lock<std::mutex>& lock);
   Result make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time, std::unique_lock<std::mutex>& lock);
-  void keep_room(std::size_t bytes);
+  void keep_room(std::int64_t bytes);
 
   struct Room {
-    std::uint64_t use;  // of which it is kept, counted from the first
-    std::size_t bytes;
+    std::uint64_t use;    // for which it is kept, or after which it is free, counted from the first
+    std::int64_t bytes;   // kept; negative: will be free
   };
 
   std::uint64_t group_ = 0;  // the first use of what is looked at, counted from the first
   std::vector<Member> members_;
   std::size_t steps_ = 0, step_ = 0, member_ = 0;
   std::deque<Room> kept_;
-  std::size_t kept_bytes_ = 0;
+  std::int64_t kept_bytes_ = 0;
   AccessPlan::Time reached_ = 0;  // up to here everything was looked at
   bool running_ = false;
 };

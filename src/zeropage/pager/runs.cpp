@@ -150,11 +150,11 @@ void FrameCache::add_run(std::unique_ptr<Run> owned) {
 }
 
 void FrameCache::count_home(const Run& run, bool created) {
-  if (run.below || run.gathered()) return;  // it is counted there
+  if (run.below || ranks_) return;  // it is counted there
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
-  const std::size_t size = run.home ? run.bytes : round_up(run.bytes, kBlockBytes);
   std::size_t& bytes = stats_.home_bytes[role][tier];
-  bytes += created ? size : -size;
+  bytes += created ? run.bytes : -run.bytes;
+  if (!run.home) permanent_bytes_[tier] += (created ? 1 : -1) * round_up(run.bytes, kBlockBytes);
   stats_.home_peak[role][tier] = std::max(stats_.home_peak[role][tier], bytes);
 }
 
