@@ -65,7 +65,9 @@ struct Share {
 /// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
 /// rule works page by page. `permanent` frames are the home of their run and never leave.
 struct Frame {
-  Run* run = nullptr;  // null: of a gathered tensor that died
+  Run* run = nullptr;  // null: it died
+  std::uint32_t ordinal = 0;  // of the run, in the plan
+  bool shares_page = false;   // the run has several tensors
   std::size_t first_page = 0;
   std::size_t pages = 0;
   Block memory;
@@ -116,6 +118,8 @@ struct Run {
   std::vector<Share> shares;
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
   std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
+
+  Segment* whole = nullptr;      // of a gathered run with one tensor
 
   bool gathered() const { return !shares.empty(); }
   bool packed() const { return packed_bytes > 0; }
@@ -172,6 +176,9 @@ class Segment {
   std::size_t bytes_of(std::size_t page) const {
     return run_->shares_page() ? bytes_ : std::min(run_->bytes_of(page), bytes_ - page * run_->page_bytes);
   }
+
+  /// Operators that write it have been called and have yet to run. The same on all ranks.
+  virtual bool will_change() const { return false; }
 
  protected:
   /// Called under the cache's lock when the first pin is taken and the last one dropped.

@@ -92,6 +92,7 @@ void FrameCache::close() {
   if (io_) io_->wait_all();
   {
     Lock lock(mutex_);
+    drained_ = true;
     finish_close();
   }
   if (lower_ && !ranks_) lower_->close();
@@ -99,6 +100,7 @@ void FrameCache::close() {
 
 /// Of a closed cache: what no operator holds is given back, and with the last pin all of it.
 void FrameCache::finish_close() noexcept {
+  if (!drained_) return;
   std::vector<Frame*> free;
   for (const auto& [_, frame] : memory_.frames()) {
     if (frame->pins == 0) free.push_back(frame.get());
@@ -118,7 +120,7 @@ void FrameCache::finish_close() noexcept {
     }
   }
   for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
-  if (pins_ > 0) return;
+  if (pins_ > 0 || waiters_ > 0) return;
   home_.reset();
   swap_.reset();
   registered_.clear();
@@ -152,11 +154,16 @@ void FrameCache::zero(Segment& segment) {
     return page.frame && page.frame->pins == 0 && page.frame->transfers > 0;
   };
   // A transfer must end before its memory is given up; what it brought is of no interest.
-  wait_until(lock, [&] { return std::none_of(run.pages.begin(), run.pages.end(), busy); });
+  const auto read_and_pinned = [](const Page& page) { return page.frame && is_reading(*page.frame); };
+  while (true) {
+    wait_until(lock, [&] { return std::none_of(run.pages.begin(), run.pages.end(), busy); });
+    const auto reading = std::find_if(run.pages.begin(), run.pages.end(), read_and_pinned);
+    if (reading == run.pages.end()) break;
+    wait_for_reads(lock, *reading->frame);
+  }
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
     if (page.frame && page.frame->pins > 0) {
-      wait_for_reads(lock, *page.frame);
       order_after(*page.frame);
       memory_.clear(address(run, i), run.bytes_of(i));
       mark(run, i, Access::overwrite);

@@ -187,7 +187,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
   void make_permanent(Lock& lock, Run& run);
   void list_room(Run& run);
-  Run& gathered_run_for(const GatheredSpec& spec, std::size_t& offset);
+  Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
   Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes);
   void add_run(std::unique_ptr<Run> run);
   void let_die(Run& run);
@@ -231,6 +231,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void drop_frame(Frame& frame);
   void evict_frame(Frame& frame);
   bool is_dirty(const Frame& frame) const;
+  static bool is_reading(const Frame& frame);
   void consider(Frame& frame);
   void plan_anew();
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
@@ -251,6 +252,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::condition_variable changed_;  // a page's state, a pin, or memory
   const std::uint64_t generation_;
   bool closed_ = false;
+  bool drained_ = false;  // closed, and no transfer is under way
+  int waiters_ = 0;       // threads that wait for transfers
   std::size_t page_bytes_;
   std::size_t device_limit_, host_limit_;
   std::unique_ptr<Io> io_;

@@ -30,6 +30,8 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   }
   auto frame = std::make_unique<Frame>();
   frame->run = &run;
+  frame->ordinal = run.ordinal;
+  frame->shares_page = run.shares_page();
   frame->first_page = first_page;
   frame->pages = pages;
   frame->memory = std::move(*memory);

@@ -102,6 +102,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
 }
 
 void FrameCache::let_go_of_page(PagePin& pin) noexcept {
+  if (generation_ != process_generation()) return;
   Lock lock(mutex_);
   Frame& frame = *pin.frame_;
   if (closed_) {
@@ -131,8 +132,11 @@ void FrameCache::wait_for_page(PagePin& pin) {
   check_usable();
   Frame& frame = *pin.frame_;
   wait_for_reads(lock, frame);
-  if (frame.failure) std::rethrow_exception(frame.failure);
+  if (frame.failure && (!frame.run || pin.run_->pages[pin.page_].frame != &frame)) {
+    std::rethrow_exception(frame.failure);
+  }
   order_after(frame);
+  if (!frame.run) return;  // it died, and what was to be read is there
   if (pin.access_ == Access::read || frame.permanent) return;
   frame.claimer = {};
   mark(*pin.run_, pin.page_, pin.access_);

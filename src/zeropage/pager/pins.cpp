@@ -65,7 +65,8 @@ void FrameCache::drop_pin(Frame& frame) noexcept {
 /// Of a frame that no pin and no transfer holds any more.
 void FrameCache::settle(Frame& frame) noexcept {
   if (frame.permanent) return;
-  if (frame.failure || frame.assembling) {
+  if (!frame.run) return ranks_ ? consider(frame) : drop_frame(frame);  // [Note: gathered]
+  if ((frame.failure || frame.assembling) && !is_dirty(frame)) {
     for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
       Page& page = frame.run->pages[i];
       if (page.frame == &frame && page.state == Residency::clean) page.state = Residency::evicted;
@@ -112,6 +113,10 @@ std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> 
     if (run.home) needed += round_up(run.bytes, kBlockBytes);
   }
   if (needed > device_limit_) refuse(needed);
+  // The same order in all threads: none waits for a run that another brings in while that one waits for the first.
+  std::sort(holds.begin(), holds.end(), [](const Hold& a, const Hold& b) {
+    return a.run->bytes != b.run->bytes ? a.run->bytes > b.run->bytes : a.run->ordinal < b.run->ordinal;
+  });
   return holds;
 }
 
@@ -147,7 +152,6 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
       // What this operator needs may lie between what it has already. Move everything out and lay it down afresh.
       let_go(holds);
       for (Hold& hold : holds) hold = {hold.run, hold.read};
-      std::sort(holds.begin(), holds.end(), [](auto& a, auto& b) { return a.run->bytes > b.run->bytes; });
       try {
         empty(lock);
         hold(lock, holds);
@@ -220,35 +224,37 @@ void FrameCache::take_frame(Lock& lock, Hold& hold) {
   }
 }
 
-/// Returns when all that is read has come and no one else uses single pages of what is to become whole.
+/// Returns, without having given up the lock since it looked, when all that is read has come and nothing else uses
+/// single pages of what is to become whole.
 void FrameCache::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   const auto in_use = [](const Hold& hold) {
     return hold.is_new && std::any_of(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
              return page.frame && page.frame != hold.frame && (page.frame->pins > 0 || page.frame->transfers > 0);
            });
   };
-  for (bool waited = true; waited;) {
-    waited = false;
-    for (Hold& hold : holds) {
-      wait_for_reads(lock, *hold.frame);
-      if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
-      if (!in_use(hold)) continue;
-      waited = true;
-      for (Page& page : hold.run->pages) {
-        if (page.frame && page.frame != hold.frame) wait_for_reads(lock, *page.frame);
-      }
-      wait_until(lock, [&] { return !in_use(hold); });
-    }
-  }
   // A page that was read elsewhere meanwhile may have failed or left: then it is still missing here.
-  for (Hold& hold : holds) {
-    if (!hold.is_new || !hold.read) continue;
-    const bool missing = std::any_of(hold.run->pages.begin(), hold.run->pages.end(), [](const Page& page) {
-      return !page.frame && page.state == Residency::evicted;
-    });
-    if (!missing) continue;
-    start_reads(lock, *hold.frame, Priority::demanded);
-    return wait_for_content(lock, holds);
+  const auto misses = [](const Hold& hold) {
+    return hold.is_new && hold.read &&
+           std::any_of(hold.run->pages.begin(), hold.run->pages.end(),
+                       [](const Page& page) { return !page.frame && page.state == Residency::evicted; });
+  };
+  for (std::size_t i = 0; i < holds.size(); ++i) {
+    Hold& hold = holds[i];
+    if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
+    if (is_reading(*hold.frame)) {
+      wait_for_reads(lock, *hold.frame);
+    } else if (in_use(hold)) {
+      const auto reading = std::find_if(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
+        return page.frame && page.frame != hold.frame && is_reading(*page.frame);
+      });
+      reading != hold.run->pages.end() ? wait_for_reads(lock, *reading->frame)
+                                       : wait_until(lock, [&] { return !in_use(hold); });
+    } else if (misses(hold)) {
+      start_reads(lock, *hold.frame, Priority::demanded);
+    } else {
+      continue;
+    }
+    i = ~std::size_t{0};  // from the first again
   }
 }
 
@@ -257,16 +263,17 @@ void FrameCache::commit(Hold& hold) {
   if (!hold.is_new) return;
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
+  std::vector<Frame*> others;
   order_after(frame);
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
     std::byte* const into = frame.memory.data() + i * run.page_bytes;
     if (page.frame == &frame) continue;
-    if (Frame* alone = page.frame) {
-      order_after(*alone);
+    if (Frame* other = page.frame) {
+      order_after(*other);
       memory_.copy(into, address(run, i), run.bytes_of(i));
-      mark_used(*alone);
-      drop_frame(*alone);
+      mark_used(*other);
+      if (std::find(others.begin(), others.end(), other) == others.end()) others.push_back(other);
     } else if (page.state == Residency::zero) {
       if (hold.read) memory_.clear(into, run.bytes_of(i));
       page.state = run.gathered() ? Residency::clean : Residency::dirty;
@@ -275,9 +282,11 @@ void FrameCache::commit(Hold& hold) {
     }
     page.frame = &frame;
   }
+  for (Frame* other : others) drop_frame(*other);
   if (memory_.device()) frame.ready = memory_.device()->now();
   frame.assembling = false;
   run.assembled = nullptr;
+  changed_.notify_all();
 }
 
 void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
@@ -308,6 +317,7 @@ void FrameCache::empty(Lock& lock) {
 }
 
 void FrameCache::unpin(std::span<const PinRequest> requests) noexcept {
+  if (generation_ != process_generation()) return;
   Lock lock(mutex_);
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;

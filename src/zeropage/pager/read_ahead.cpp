@@ -18,6 +18,7 @@ void ReadAhead::restart() {
   kept_.clear();
   kept_bytes_ = 0;
   reached_ = 0;
+  again_ = false;
 }
 
 void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
@@ -28,12 +29,13 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
     kept_bytes_ -= kept_.front().bytes;
     kept_.pop_front();
   }
-  // What is gone through now is looked at to its end.
-  if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
   const std::size_t limit = cache.memory_.budget().limit();
   try {
-    const auto most = static_cast<std::int64_t>(std::min(kMostAhead, limit / 16));
+    const auto most = static_cast<std::int64_t>(std::min(kMostAhead, limit / 8));
     while (static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
+      if (again_) restart();
+      // What is gone through now is looked at to its end.
+      if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
       const auto next = target(cache);
       if (!next || next->time - cache.plan_.now() > limit) break;
       if (bring(cache, *next, lock) == Result::blocked) break;
@@ -89,7 +91,7 @@ void ReadAhead::advance() {
 }
 
 ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std::unique_lock<std::mutex>& lock) {
-  const AccessPlan::Use& use = target.member->use;
+  const AccessPlan::Use use = target.member->use;
   Run* const run = cache.by_ordinal_[use.ordinal];
   if (!run) {  // it will be created
     const std::size_t bytes = cache.bytes_of_ordinal_[use.ordinal];
@@ -97,7 +99,8 @@ ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std:
     keep_room(bytes);
     return Result::there;
   }
-  if (!run->home || run->dead) return Result::there;
+  if (!run->home || run->dead || run->assembled) return Result::there;
+  if (run->whole && run->whole->will_change()) return Result::there;  // it would be gathered again
   const bool is_now = group_ < cache.plan_.uses();
   if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // it has been taken
   const auto first = run->pages.begin() + static_cast<std::ptrdiff_t>(target.first_page);
@@ -133,7 +136,9 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
   for (std::size_t i = first_page; i < first_page + pages; ++i) {
     if (!cache.home_->ready_to_read(run, i)) return Result::blocked;
   }
-  if (make_room(cache, FrameMemory::bytes_of(run, first_page, pages), time, lock) == Result::blocked) {
+  // Room that will be free does not serve a read that starts now.
+  const std::int64_t later = std::min<std::int64_t>(kept_bytes_, 0);
+  if (make_room(cache, FrameMemory::bytes_of(run, first_page, pages) - later, time, lock) == Result::blocked) {
     return Result::blocked;
   }
   Frame* const frame = cache.try_make_frame(lock, run, first_page, pages, time);
@@ -161,7 +166,7 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
     }
     // Enough is on its way home to make the room, or to keep a disk busy.
     const auto writing = static_cast<std::int64_t>(cache.writing_bytes_);
-    if (writing >= std::max(lacking(), static_cast<std::int64_t>(std::min(kMostWriting, limit / 64))) || !cache.write_back(lock, *victim, Priority::behind)) return Result::blocked;
+    if (writing >= std::max(lacking(), static_cast<std::int64_t>(std::min(kMostWriting, limit / 16))) || !cache.write_back(lock, *victim, Priority::behind)) return Result::blocked;
   }
   return Result::there;
 }

@@ -5,7 +5,7 @@
 //
 // [Note: how far ahead] Who leaves is best decided late: of 12 pages used in turn, 6 of which fit, 6.5 are read in each
 // turn if each is read when it is needed, and all 12 if as early as can be, since then memory always holds the next six.
-// So what has been read and not been used, and the room that is kept, are at most a sixteenth of memory.
+// So what has been read and not been used, and the room that is kept, are at most an eighth of memory.
 //
 // Under the cache's lock; it never waits. The cache calls it when an operator has pinned or let go, and, where ranks
 // need not agree, when a transfer has ended: so that one transfer starts the next while no thread waits.
@@ -29,7 +29,7 @@ class ReadAhead {
   void restart();
   /// A frame left that is used next at `time`.
   void evicted(AccessPlan::Time time) {
-    if (time < reached_) restart();
+    if (time < reached_) again_ = true;
   }
 
  private:
@@ -65,6 +65,7 @@ class ReadAhead {
   std::deque<Room> kept_;
   std::int64_t kept_bytes_ = 0;
   AccessPlan::Time reached_ = 0;  // up to here everything was looked at
+  bool again_ = false;    // from where the program is
   bool running_ = false;
 };
 

@@ -60,7 +60,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     }
     if (ranks_ && reading_bytes_ > 0) {  // a gather ends when it is waited for
       const auto& frames = memory_.frames();
-      const auto reading = std::find_if(frames.begin(), frames.end(), [](auto& f) { return f.second->transfers > 0; });
+      const auto reading = std::find_if(frames.begin(), frames.end(), [](auto& f) { return is_reading(*f.second); });
       if (reading != frames.end()) {
         wait_for_reads(lock, *reading->second);
         continue;
@@ -75,7 +75,17 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       });
       continue;
     }
-    // A cache above frees what its transfers hold here when it is refused.
+    if (upper_) {  // transfers of the cache above hold pages here, and may have ended without a word
+      lock.unlock();
+      bool ended = false;
+      {
+        std::lock_guard progress(progress_mutex_);
+        ended = upper_ && upper_->home_->tidy(/*wait=*/true);
+      }
+      lock.lock();
+      if (ended) continue;
+    }
+    // ShardedHome frees what its gathers hold when it is refused.
     if (!serves_upper_ && pins_ > pins_of_this_thread()) {
       // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
       const std::size_t pins = pins_;
@@ -113,6 +123,14 @@ void FrameCache::drop_frame(Frame& frame) {
   changed_.notify_all();
 }
 
+bool FrameCache::is_reading(const Frame& frame) {
+  if (!frame.run || frame.transfers == 0) return false;
+  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
+  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages), [&](const Page& page) {
+    return page.frame == &frame && page.state == Residency::reading;
+  });
+}
+
 bool FrameCache::is_dirty(const Frame& frame) const {
   if (!frame.run) return false;
   const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
@@ -134,12 +152,12 @@ void FrameCache::evict_frame(Frame& frame) {
 /// Puts a frame that could leave in its place among the others.
 void FrameCache::consider(Frame& frame) {
   if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
-  if (!frame.run) return victims_.insert(frame, AccessPlan::kNever - 1, 0);
   const bool dirty = is_dirty(frame);
-  const auto next = plan_.next_use(frame.run->ordinal);
-  const bool is_read = next.access != Access::overwrite || frame.run->shares_page();
+  const auto next = plan_.next_use(frame.ordinal);
+  const bool is_read = next.access != Access::overwrite || frame.shares_page;
   AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
-  if (next.time != AccessPlan::kNever) time = next.time + frame.first_page * frame.run->page_bytes;
+  if (next.time != AccessPlan::kNever) time = next.time + frame.first_page * page_bytes_;
+  if (!frame.run) return victims_.insert(frame, time, static_cast<int>(is_read));
   // Of pages that are gone through now, those that have not been taken yet are next.
   const Run& run = *frame.run;
   constexpr std::size_t kLargestGroup = 8;

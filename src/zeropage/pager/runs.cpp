@@ -95,8 +95,17 @@ Run& FrameCache::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes,
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
   if (has_separate_memory() && spec.tier != Tier::device) {
+    // Not under this cache's lock: it may wait below for transfers whose ends come here.
     run.below = std::make_unique<LowerSegment>();
-    lower_->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
+    lock.unlock();
+    try {
+      lower_->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
+    } catch (...) {
+      lock.lock();
+      throw;
+    }
+    lock.lock();
+    check_usable();
     run.home = home_.get();
   } else if (spec.tier == Tier::disk) {
     if (!swap_)
@@ -123,6 +132,12 @@ void FrameCache::make_permanent(Lock& lock, Run& run) {
   if (used + bytes > limit) refuse_home();
   try {
     Frame& frame = make_frame(lock, run, 0, run.pages.size(), /*permanent=*/true);
+    if (homes_in(run.tier) + (on_device ? held_bytes_ : 0) + bytes > limit) {  // another thread was quicker
+      frame.permanent = false;
+      frame.assembling = true;
+      drop_pin(frame);
+      refuse_home();
+    }
     memory_.clear(frame.memory.data(), frame.memory.bytes());
     if (memory_.device()) frame.ready = memory_.device()->now();
     for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
@@ -173,6 +188,7 @@ void FrameCache::release(Segment& segment) noexcept {
   if (!segment.run_) return;
   Run& run = *std::exchange(segment.run_, nullptr);
   if (closed_) return;
+  if (run.whole == &segment) run.whole = nullptr;
   for (Share& share : run.shares) {
     if (share.offset == segment.offset_) share.segment = nullptr;
   }
@@ -199,15 +215,12 @@ void FrameCache::delete_run(Run& run) {
   for (Page& page : run.pages) {
     Frame* frame = page.frame;
     if (!frame) continue;
-    if (run.gathered() && frame->pins == 0) {  // [Note: gathered]
-      for (Page& other : run.pages) {
-        if (other.frame == frame) other.frame = nullptr;
-      }
-      frame->run = nullptr;
-      consider(*frame);
-    } else {
-      drop_frame(*frame);
+    for (Page& other : run.pages) {
+      if (other.frame == frame) other.frame = nullptr;
     }
+    frame->run = nullptr;
+    frame->permanent = false;
+    if (frame->pins == 0) settle(*frame);  // else the last pin does
   }
   if (run.below) home_->forget(run);
   runs_.erase(&run);
@@ -218,7 +231,7 @@ void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
   Lock lock(mutex_);
   check_usable();
   std::size_t offset = 0;
-  Run& run = gathered_run_for(spec, offset);
+  Run& run = gathered_run_for(segment, spec, offset);
   ++run.tensors;
   segment.cache_ = shared_from_this();
   segment.run_ = &run;
@@ -228,11 +241,12 @@ void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
 
 /// Small tensors take their places in a page one after another, and no place is taken twice: which is whose follows
 /// from creations alone, not from deaths.
-Run& FrameCache::gathered_run_for(const GatheredSpec& spec, std::size_t& offset) {
+Run& FrameCache::gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = round_up(std::max(page_bytes_ / 4, kBlockBytes), kBlockBytes);
   if (spec.alone || spec.padded_bytes > shared_bytes / 4) {
     Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes);
     run.shares.push_back({spec.share, 0, 0});
+    run.whole = &segment;
     return run;
   }
   Run*& open = open_[spec.role];

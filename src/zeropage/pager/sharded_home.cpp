@@ -76,24 +76,42 @@ void ShardedHome::hold_part(Gather& gather) {
   const Place place =
       place_of(share, gather.page * (gather.run.page_bytes / ranks_->size()), gather.part_bytes);
   gather.part_offset = place.offset;
+  gather.part = pin_part(share, place.page);
+}
+
+/// A page of a share. Where this rank is short of memory, what gathers hold of it is let go of as they end; that they
+/// have ended is told when they are waited for, as on the other ranks.
+PagePin ShardedHome::pin_part(Segment& share, std::size_t page) {
   while (true) {
     try {
-      gather.part = local_.pin_page(share, place.page, Access::read);
-      return;
+      return local_.pin_page(share, page, Access::read);
     } catch (const BudgetError&) {
-      if (!finish_oldest()) throw;
+      const auto holds = [](const auto& gather) { return gather->work != nullptr; };
+      auto oldest = std::find_if(in_flight_.begin(), in_flight_.end(), holds);
+      if (oldest == in_flight_.end()) {
+        if (asked_for_.empty() || launching_) throw;
+        launch_all();
+        continue;
+      }
+      complete(**oldest);
     }
   }
 }
 
+/// Launches what all ranks asked for: also what this rank has nothing to give to, since the others wait for it.
 void ShardedHome::launch_all() {
+  struct Launching {
+    bool& flag;
+    explicit Launching(bool& f) : flag(f) { flag = true; }
+    ~Launching() { flag = false; }
+  } launching(launching_);
   while (!asked_for_.empty()) {
     const auto next = std::move(asked_for_.front());
     asked_for_.pop_front();
     try {
-      if (!next->failure) launch(*next);
+      launch(*next);
     } catch (...) {
-      next->failure = std::current_exception();
+      if (!next->failure) next->failure = std::current_exception();
     }
     in_flight_.push_back(next);
   }
@@ -102,11 +120,20 @@ void ShardedHome::launch_all() {
 void ShardedHome::launch(Gather& g) {
   const Subject subject{name_of(g.run.role), g.run.number, g.page};
   if (g.run.packed()) {
-    pack(g);
+    try {
+      pack(g);
+    } catch (...) {
+      g.failure = std::current_exception();
+    }
     g.work = ranks_->all_gather(g.parts.get(), g.packed.get(), g.packed_bytes / ranks_->size(), subject);
     return;
   }
-  if (g.part) g.part.wait();
+  try {
+    if (g.part) g.part.wait();
+  } catch (...) {
+    g.failure = std::current_exception();
+  }
+  if (g.failure) g.part = {}, g.packed = ranks_->scratch(g.part_bytes);
   const std::byte* const part = g.part ? g.part.data() + g.part_offset : g.packed.get();
   g.work = ranks_->all_gather(g.into, part, g.part_bytes, subject);
 }
@@ -119,7 +146,7 @@ void ShardedHome::pack(Gather& g) {
   g.parts = ranks_->scratch(g.packed_bytes);
   for (const Share& share : g.run.shares) {
     if (!share.segment || share.offset >= g.packed_bytes) continue;
-    PagePin part = local_.pin_page(*share.segment, 0, Access::read);
+    PagePin part = pin_part(*share.segment, 0);
     part.wait();
     copy(g.packed.get() + share.offset / ranks_->size(), part.data(), share.part_bytes);
   }
@@ -137,27 +164,17 @@ void ShardedHome::deal_out(Gather& g) {
   }
 }
 
-void ShardedHome::finish(Gather& g) {
+/// Waits for the collective and lets go of what it needed.
+void ShardedHome::complete(Gather& g) {
   try {
-    if (!g.failure && g.work) g.work->wait();
+    if (g.work) g.work->wait();
     if (!g.failure && g.run.packed()) deal_out(g);
   } catch (...) {
-    g.failure = std::current_exception();
+    if (!g.failure) g.failure = std::current_exception();
   }
   g.work.reset();
   g.part = {};
   g.packed.reset(), g.parts.reset();
-  std::exchange(g.done, nullptr)({g.failure, device_ && !g.failure ? device_->now() : nullptr});
-}
-
-/// Frees a page of a share that only a gather holds. False if there is none.
-bool ShardedHome::finish_oldest() {
-  launch_all();
-  if (in_flight_.empty()) return false;
-  const auto oldest = std::move(in_flight_.front());
-  in_flight_.pop_front();
-  finish(*oldest);
-  return true;
 }
 
 void ShardedHome::hurry(const Run& run, std::size_t page, std::byte*) {
@@ -168,7 +185,8 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::byte*) {
   if (wanted == in_flight_.end()) return;
   const auto gather = std::move(*wanted);
   in_flight_.erase(wanted);
-  finish(*gather);
+  if (gather->work || gather->part) complete(*gather);
+  std::exchange(gather->done, nullptr)({gather->failure, device_ && !gather->failure ? device_->now() : nullptr});
 }
 
 std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page, const std::byte* from,

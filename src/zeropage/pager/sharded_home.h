@@ -34,8 +34,8 @@ class ShardedHome final : public Home {
   void launch(Gather& gather);
   void pack(Gather& gather);
   void deal_out(Gather& gather);
-  bool finish_oldest();
-  void finish(Gather& gather);
+  PagePin pin_part(Segment& share, std::size_t page);
+  void complete(Gather& gather);
   void copy(std::byte* to, const std::byte* from, std::size_t bytes);
 
   FrameCache& local_;
@@ -44,6 +44,7 @@ class ShardedHome final : public Home {
   std::recursive_mutex mutex_;  // what ranks do together, one thread does at a time
   std::deque<std::shared_ptr<Gather>> asked_for_;  // oldest first, not launched
   std::deque<std::shared_ptr<Gather>> in_flight_;  // oldest first
+  bool launching_ = false;
 };
 
 }  // namespace zeropage

@@ -74,7 +74,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
   Run& run = *frame.run;
   std::vector<std::size_t> pages;
   for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
-    if (run.pages[i].state != Residency::dirty) continue;
+    if (run.pages[i].state != Residency::dirty || run.pages[i].frame != &frame) continue;
     if (priority != Priority::demanded && !home_->ready_to_write(run, i)) break;
     pages.push_back(i);
   }
@@ -150,15 +150,15 @@ void FrameCache::progress() {
 /// Returns when nothing is being read into the frame, which may be gone then unless the caller has a pin on it.
 void FrameCache::wait_for_reads(Lock& lock, Frame& frame) {
   Run* const run = frame.run;
-  const auto is_read = [&](std::size_t page) {
-    return run->pages[page].frame == &frame && run->pages[page].state == Residency::reading;
+  const auto is_read = [&](std::size_t page) {  // the run may die meanwhile, the frame does not
+    return frame.run && run->pages[page].frame == &frame && run->pages[page].state == Residency::reading;
   };
   const auto first_read = [&] {
     std::size_t page = frame.first_page;
     while (page < frame.first_page + frame.pages && !is_read(page)) ++page;
     return page;
   };
-  if (frame.transfers == 0 || first_read() == frame.first_page + frame.pages) return;
+  if (!is_reading(frame)) return;
   struct Pin {
     FrameCache& cache;
     Frame& frame;

@@ -25,6 +25,14 @@ template <class Ready>
 void FrameCache::wait_until(Lock& lock, Ready ready) {
   if (ready()) return;
   const Waiting waiting(stats_.waited_seconds);
+  struct Counted {
+    FrameCache& cache;
+    explicit Counted(FrameCache& c) : cache(c) { ++cache.waiters_; }
+    ~Counted() {
+      --cache.waiters_;
+      if (cache.closed_) cache.finish_close();
+    }
+  } counted(*this);
   while (!ready()) {
     bool ended = false;
     if (has_separate_memory()) {

@@ -152,6 +152,7 @@ class StorageSegment final : public Segment {
 
   /// Operators that read or write it have yet to run.
   bool is_deferred() const { return is_deferred_.load(std::memory_order_acquire); }
+  bool will_change() const override { return is_deferred(); }
   /// Under the domain's deferral_mutex.
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
   void defer(std::shared_ptr<Deferred> deferred);
