@@ -48,7 +48,7 @@ test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
 	# The same again with the CPU's memory treated as a GPU's is: everything passes through uploads and downloads.
 	$(PYTHON) -m pytest -q $(addprefix tests/python/test_,equality.py programs.py rules.py tensors.py) --memory separate
 
-# ASan+UBSan and TSan over the rooms without torch; ASan over the rest of the C++ tests too.
+# ASan+UBSan and TSan over the modules without torch; ASan over the rest of the C++ tests too.
 sanitize: build
 	@for kind in address thread; do
 	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo ON || echo OFF) \
@@ -57,12 +57,12 @@ sanitize: build
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
 
-lint: build ## formatting, types, and which room uses which
+lint: build ## formatting, types, and which module uses which
 	$(PYTHON) -m ruff check python tests examples bench tools
 	$(PYTHON) -m ruff format --check python tests examples bench tools
 	$(PYTHON) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
-	$(PYTHON) tools/check_rooms.py
+	$(PYTHON) tools/check_modules.py
 
 format: build ## what lint asks for
 	$(PYTHON) -m ruff check --fix -q python tests examples bench tools || true

@@ -3,14 +3,15 @@
 bfloat16 over float32 masters, clipping by the global norm, fused AdamW, budgets of a quarter of the state. The same by
 hand in memory ("plain") and fio alternate with it in one run.
 
-limit: over the two phases, backward, and forward with the step, the sum of the larger of plain's seconds and of what the
-paged phase moved at fio's rate for its mix of reads and writes. ratio: seconds of a paged step / limit.
+limit: over the two phases, backward, and forward with the step, the sum of the larger of plain's seconds and of what
+the paged phase moved at fio's rate for its mix of reads and writes. ratio: seconds of a paged step / limit.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -72,7 +73,7 @@ class Meter:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.bytes = {phase: [0, 0] for phase in PHASES}
 
-    def run(self, phase: str, program: Paged | Plain, what) -> torch.Tensor:
+    def run(self, phase: str, program: Paged | Plain, what: Callable[[], torch.Tensor]) -> torch.Tensor:
         before, start = program.moved(), time.perf_counter()
         result = what()
         self.seconds[phase] += time.perf_counter() - start

@@ -37,12 +37,12 @@ struct CacheFixture {
       engine = std::move(made);
     }
     cache = FrameCache::make({.device_bytes = device_bytes,
-                         .host_bytes = host_bytes,
-                         .disk_path = directory.path(),
-                         .page_bytes = page_bytes,
-                         .io = IoEngine::automatic,
-                         .device = std::move(device)},
-                        std::move(engine));
+                              .host_bytes = host_bytes,
+                              .disk_path = directory.path(),
+                              .page_bytes = page_bytes,
+                              .io = IoEngine::automatic,
+                              .device = std::move(device)},
+                             std::move(engine));
   }
 
   std::unique_ptr<TestSegment> segment(std::size_t bytes, Role role = Role::parameter, Tier tier = Tier::disk) {

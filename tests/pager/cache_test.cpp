@@ -1,5 +1,3 @@
-#include "zeropage/pager/frame_cache.h"
-
 #include <doctest/doctest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -8,6 +6,7 @@
 
 #include "pager/cache_fixture.h"
 #include "zeropage/base/errors.h"
+#include "zeropage/pager/frame_cache.h"
 
 using namespace zeropage;
 
@@ -153,6 +152,24 @@ TEST_CASE_FIXTURE(CacheFixture, "an operator that fits exactly is served however
   CHECK(a->data[77] == pattern(100, 77));
   CHECK(b->data[77] == pattern(101, 77));
   cache->unpin(exact);
+}
+
+TEST_CASE_FIXTURE(CacheFixture, "holes between frames become one without a transfer") {
+  make(256 * K, 0);
+  std::vector<std::unique_ptr<TestSegment>> segments;
+  for (unsigned i = 0; i < 16; ++i) {
+    segments.push_back(segment(16 * K));
+    write(*segments[i], i);
+  }
+  for (unsigned i = 0; i < 16; i += 2) segments[i].reset();
+  cache->wait();
+  const auto before = cache->stats();
+  auto large = segment(120 * K);  // 128 are free, 16 at a place
+  write(*large, 100);
+  CHECK(cache->stats().evictions == before.evictions);
+  CHECK(cache->stats().read_bytes == before.read_bytes);
+  for (unsigned i = 1; i < 16; i += 2) CHECK(holds(*segments[i], i));
+  CHECK(holds(*large, 100));
 }
 
 TEST_CASE_FIXTURE(CacheFixture, "a segment may be named twice in one operator and pinned inside a pin") {

@@ -33,7 +33,8 @@ TEST_CASE_FIXTURE(CacheFixture, "a write that fails leaves the page dirty in mem
   make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);
   auto a = segment(200 * K), b = segment(200 * K);
   write(*a, 1);
-  io->set_outcome([](const Transfer& t) { return t.direction == Direction::write ? -static_cast<long>(ENOSPC) : 1L; });
+  io->set_outcome(
+      [](const Transfer& t) { return t.direction == Direction::write ? -static_cast<long>(ENOSPC) : 1L; });
   CHECK_THROWS_WITH_AS(write(*b, 2), doctest::Contains("No space left on device"), DiskError);
   CHECK(holds(*a, 1));
   CHECK_THROWS_AS(cache->evict(*a), DiskError);

@@ -35,7 +35,8 @@ struct CycleFixture : CacheFixture {
 
 }  // namespace
 
-TEST_CASE_FIXTURE(CycleFixture, "what the plan says comes next is read before it is asked for, whole, and read once") {
+TEST_CASE_FIXTURE(CycleFixture,
+                  "what the plan says comes next is read before it is asked for, whole, and read once") {
   make(100 * K, 150 * K);
   make_segments(4, 60 * K);
   cycle(), cycle();
@@ -82,7 +83,8 @@ TEST_CASE_FIXTURE(CycleFixture, "what cannot be read ahead for want of memory is
   cache->unpin({&request, 1});
 }
 
-TEST_CASE_FIXTURE(CycleFixture, "a read ahead that fails is read again when it is needed, and its error is told then") {
+TEST_CASE_FIXTURE(CycleFixture,
+                  "a read ahead that fails is read again when it is needed, and its error is told then") {
   make(100 * K, 150 * K, 4 * kBlockBytes, /*failing=*/true);
   make_segments(4, 60 * K);
   cycle(), cycle();

@@ -39,11 +39,12 @@ std::vector<Step> training_step(int layers) {
   return steps;
 }
 
-/// A lower bound of the transfers for these uses, repeated `periods` times from empty memory, with room for `capacity`
-/// runs, of which one is in use. Between two uses a run stays or does not: staying spares a read if the second reads.
-/// What stays at once is bounded by the capacity: a flow of maximal worth (interval scheduling on k machines). What was
-/// written is written home once if any gap until it is overwritten or dies does not keep it; a split of that one
-/// transfer over the gaps, `share` to the first and the rest to the last, gives a bound for every share.
+/// A lower bound of the transfers for these uses, repeated `periods` times from empty memory, with room for
+/// `capacity` runs, of which one is in use. Between two uses a run stays or does not: staying spares a read if the
+/// second reads. What stays at once is bounded by the capacity: a flow of maximal worth (interval scheduling on k
+/// machines). What was written is written home once if any gap until it is overwritten or dies does not keep it; a
+/// split of that one transfer over the gaps, `share` to the first and the rest to the last, gives a bound for every
+/// share.
 struct Optimum {
   struct Edge {
     int to;
@@ -68,7 +69,8 @@ struct Optimum {
     for (int node = 0; node < nodes; ++node) potential[node] = node == 0 ? 0 : 1e18;
     for (int node = 0; node < nodes; ++node) {
       for (const int e : from[node]) {
-        if (edges[e].room > 0) potential[edges[e].to] = std::min(potential[edges[e].to], potential[node] + edges[e].cost);
+        if (edges[e].room > 0)
+          potential[edges[e].to] = std::min(potential[edges[e].to], potential[node] + edges[e].cost);
       }
     }
     double total = 0;
@@ -147,7 +149,8 @@ double least_transfers(const std::vector<Step>& period, int periods, int capacit
 double least_a_period(const std::vector<Step>& period, int capacity) {
   double least = 0;
   for (const double share : {0.0, 0.5, 1.0}) {
-    least = std::max(least, (least_transfers(period, 7, capacity, share) - least_transfers(period, 3, capacity, share)) / 4);
+    least = std::max(least,
+                     (least_transfers(period, 7, capacity, share) - least_transfers(period, 3, capacity, share)) / 4);
   }
   return least;
 }
@@ -210,14 +213,15 @@ TEST_CASE_FIXTURE(CacheFixture, "bytes moved are near the least that any cache c
     for (int i = 0; i < periods; ++i) play();
     cache->wait();
     const auto after = cache->stats();
-    const double moved = static_cast<double>(after.read_bytes - before.read_bytes + after.written_bytes -
-                                             before.written_bytes) / kUnit / periods;
+    const double moved =
+        static_cast<double>(after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes) /
+        kUnit / periods;
     const double least = least_a_period(period, capacity);
     const double lru = (transfers_of_lru(period, 9, capacity) - transfers_of_lru(period, 3, capacity)) / 6;
     std::cout << percent << " %\t " << least << "\t " << moved << "\t " << (least > 0 ? moved / least : 1) << "\t "
               << lru << "\n";
-    // Beside the least, what has been read ahead, an eighth of memory, is not there to keep anything.
-    CHECK(moved <= 1.05 * least + 2 * (capacity / 8 + 1));
+    // Beside the least: what has been read ahead, an eighth of memory, keeps nothing, nor does what is being written.
+    CHECK(moved <= 1.05 * least + 3 * (capacity / 8 + 1));
     CHECK(moved <= lru);
     alive.clear();
     cache.reset();

@@ -62,6 +62,14 @@ std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side)
   return Block(this, base_ + *offset, bytes);
 }
 
+void Arena::slide(Block& block, std::byte* to) {
+  std::lock_guard lock(mutex_);
+  free_.release(block.data_ - base_, block.bytes_);
+  free_.take_at(to - base_, block.bytes_);
+  std::memmove(to, block.data_, block.bytes_);
+  block.data_ = to;
+}
+
 void Arena::give_back(std::byte* data, std::size_t bytes) {
   std::lock_guard lock(mutex_);
   free_.release(data - base_, bytes);

@@ -58,6 +58,9 @@ class Arena {
   /// Empty if no hole is large enough. Bytes are rounded up to 4 KiB.
   std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom);
 
+  /// Moves a block and what it holds down to `to`, within holes and the block itself.
+  void slide(Block& block, std::byte* to);
+
   std::size_t capacity() const { return capacity_; }
   std::byte* base() const { return base_; }
 

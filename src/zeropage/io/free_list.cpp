@@ -54,4 +54,12 @@ std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) {
   return offset + size - bytes;
 }
 
+void FreeList::take_at(std::size_t offset, std::size_t bytes) {
+  const auto range = std::prev(by_offset_.upper_bound(offset));
+  const auto [begin, length] = *range;
+  erase(range);
+  if (offset > begin) insert(begin, offset - begin);
+  if (begin + length > offset + bytes) insert(offset + bytes, begin + length - offset - bytes);
+}
+
 }  // namespace zeropage

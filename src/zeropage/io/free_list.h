@@ -21,6 +21,9 @@ class FreeList {
   /// its end, which keeps what lives long away from what comes and goes. Empty if no range is large enough.
   std::optional<std::size_t> take(std::size_t bytes, Side side = Side::bottom);
 
+  /// Takes [offset, offset + bytes), which must be free.
+  void take_at(std::size_t offset, std::size_t bytes);
+
   std::size_t free_bytes() const { return free_bytes_; }
   std::size_t largest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
   std::size_t ranges() const { return by_offset_.size(); }

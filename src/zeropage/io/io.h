@@ -85,8 +85,8 @@ class Io {
 
 enum class IoEngine : std::uint8_t { automatic, uring, threads };
 
-/// automatic: io_uring where it is built and allowed, else threads; which of them is said once, on standard error, if it
-/// is not io_uring. Throws SettingError for IoEngine::uring where that cannot be had.
+/// automatic: io_uring where it is built and allowed, else threads; which of them is said once, on standard error, if
+/// it is not io_uring. Throws SettingError for IoEngine::uring where that cannot be had.
 std::unique_ptr<Io> make_io(IoEngine engine = IoEngine::automatic);
 
 }  // namespace zeropage

@@ -64,8 +64,7 @@ class Ring final : public Io {
     auto state = std::make_shared<TransferState>(transfer, std::move(completion));
     std::lock_guard lock(mutex_);
     if (refused_ != 0) {
-      throw DiskError(
-          fmt::format("io_uring refuses requests: {}; set io to \"threads\"", std::strerror(refused_)));
+      throw DiskError(fmt::format("io_uring refuses requests: {}; set io to \"threads\"", std::strerror(refused_)));
     }
     queue_.push(std::move(state), priority);
     wake();

@@ -46,8 +46,7 @@ void TransferQueue::push(std::shared_ptr<TransferState> state, Priority priority
   ++unfinished_;
   const Transfer& t = state->transfer;
   for (std::size_t at = 0; at < t.bytes; at += kRequestBytes) {
-    lane(priority).push_back(
-        {state, priority, t.offset + at, t.buffer + at, std::min(kRequestBytes, t.bytes - at)});
+    lane(priority).push_back({state, priority, t.offset + at, t.buffer + at, std::min(kRequestBytes, t.bytes - at)});
   }
 }
 

@@ -33,8 +33,8 @@ inline constexpr int kRoles = 4, kTiers = 3;
 std::string_view name_of(Role role);
 std::string_view name_of(Tier tier);
 
-/// Where a page's bytes are. One word, so that no two flags can disagree. A page that is zero or evicted and has a frame
-/// is about to be overwritten there by the holder of the frame's pin.
+/// Where a page's bytes are. One word, so that no two flags can disagree. A page that is zero or evicted and has a
+/// frame is about to be overwritten there by the holder of the frame's pin.
 enum class Residency : std::uint8_t {
   zero,       // never written: reads as zeros, and nothing holds it
   evicted,    // at home only
@@ -65,7 +65,7 @@ struct Share {
 /// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
 /// rule works page by page. `permanent` frames are the home of their run and never leave.
 struct Frame {
-  Run* run = nullptr;  // null: it died
+  Run* run = nullptr;         // null: it died
   std::uint32_t ordinal = 0;  // of the run, in the plan
   bool shares_page = false;   // the run has several tensors
   std::size_t first_page = 0;
@@ -73,14 +73,14 @@ struct Frame {
   Block memory;
   Reservation charge;
   bool permanent = false;
-  bool assembling = false;     // not all of its pages point to it
-  bool ahead = false;          // it was read ahead, and has not been used
-  bool transient = false;      // its last user says that it will not be used soon
-  int pins = 0;                // of operators and rules
-  int whole_pins = 0;          // of them, of operators
-  std::thread::id claimer;     // that is about to overwrite it
-  std::size_t transfers = 0;   // of its pages, under way
-  std::exception_ptr failure;  // of a read into it
+  bool assembling = false;       // not all of its pages point to it
+  bool ahead = false;            // it was read ahead, and has not been used
+  bool transient = false;        // its last user says that it will not be used soon
+  int pins = 0;                  // of operators and rules
+  int whole_pins = 0;            // of them, of operators
+  std::thread::id claimer;       // that is about to overwrite it
+  std::size_t transfers = 0;     // of its pages, under way
+  std::exception_ptr failure;    // of a read into it
   DeviceMemory::Mark ready;      // of what filled it; null for CPU memory and once past
   DeviceMemory::Mark last_mark;  // of what used it last
   // Of the queue of victims:
@@ -110,16 +110,16 @@ struct Run {
   std::uint32_t ordinal = 0;       // in the plan
   std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
   std::size_t stream_page = ~std::size_t{0};  // the first of them that has not been taken yet
-  std::size_t transfers = 0;       // under way; a run that dies lives until they end
+  std::size_t transfers = 0;                  // under way; a run that dies lives until they end
   bool dead = false;
-  bool listed = false;             // among those that may have room
-  Frame* assembled = nullptr;      // the frame in which a thread is bringing it together
+  bool listed = false;         // among those that may have room
+  Frame* assembled = nullptr;  // the frame in which a thread is bringing it together
   // Of gathered runs:
   std::vector<Share> shares;
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
   std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
 
-  Segment* whole = nullptr;      // of a gathered run with one tensor
+  Segment* whole = nullptr;  // of a gathered run with one tensor
 
   bool gathered() const { return !shares.empty(); }
   bool packed() const { return packed_bytes > 0; }

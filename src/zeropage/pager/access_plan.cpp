@@ -89,7 +89,8 @@ std::size_t AccessPlan::common_length(Position a, Position b) const {
   return low;
 }
 
-/// The latest earlier place that was reached over the longest way we came by. The history's last use is not indexed yet.
+/// The latest earlier place that was reached over the longest way we came by. The history's last use is not indexed
+/// yet.
 AccessPlan::Position AccessPlan::find_place() {
   const Position here = history_.size() - 1;
   for (std::size_t c = 0; c < 3; ++c) {

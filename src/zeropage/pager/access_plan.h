@@ -1,6 +1,7 @@
-// What will be used next: the history of uses of one cache's runs, and the place in it where the same came before. What
-// followed there is the plan. There is no notion of an iteration: forward, backward, recomputation, accumulation, the
-// optimizer's step and evaluation are found where they repeat. A wrong guess costs time, never bits.
+// What will be used next: the history of uses of one cache's runs, and the place in it where the same came before.
+// What followed there is the plan. There is no notion of an iteration: forward, backward, recomputation,
+// accumulation, the optimizer's step and evaluation are found where they repeat. A wrong guess costs time, never
+// bits.
 //
 // A run is an ordinal here. One that is made anew in each period, as a gradient is, takes the ordinal of the one that
 // was made at the same place before and has died since.
@@ -30,8 +31,8 @@ class AccessPlan {
   struct Use {
     Ordinal ordinal;
     Access access;
-    bool whole;   // in one frame; else page by page
-    bool begins;  // false: its pages take turns with those of the use before
+    bool whole;         // in one frame; else page by page
+    bool begins;        // false: its pages take turns with those of the use before
     bool last = false;  // it died after this use
   };
   struct Coming {
@@ -74,8 +75,8 @@ class AccessPlan {
 
   struct Entry {
     Use use;
-    Time time;                                  // when it began
-    std::uint64_t hash;                         // of the history up to and with it
+    Time time;                                            // when it began
+    std::uint64_t hash;                                   // of the history up to and with it
     Position before[3] = {kNowhere, kNowhere, kNowhere};  // where the same context ended before, by context
   };
   struct Known {

@@ -150,9 +150,7 @@ void FrameCache::zero(Segment& segment) {
   }
   Lock lock(mutex_);
   check_usable();
-  const auto busy = [](const Page& page) {
-    return page.frame && page.frame->pins == 0 && page.frame->transfers > 0;
-  };
+  const auto busy = [](const Page& page) { return page.frame && page.frame->pins == 0 && page.frame->transfers > 0; };
   // A transfer must end before its memory is given up; what it brought is of no interest.
   const auto read_and_pinned = [](const Page& page) { return page.frame && is_reading(*page.frame); };
   while (true) {

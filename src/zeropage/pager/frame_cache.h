@@ -1,23 +1,25 @@
 // A cache of frames: what of the pages of one memory is in it. It gives segments a home, brings pages into frames,
-// writes dirty ones back, and chooses by the plan what comes and what leaves. It knows nothing of tensors or operators.
+// writes dirty ones back, and chooses by the plan what comes and what leaves. It knows nothing of tensors or
+// operators.
 //
 // Contract: a budget is never exceeded. Every transfer's result is checked. An operation that throws has changed no
 // page's content. One lock guards all; it is never held while waiting: a thread that must wait sleeps on `changed_`
 // and looks again. After close(), and in a forked child, every call that needs the bytes throws AccessError.
 //
 // [Note: one memory] Where operators run on the CPU, frames and the cache of disk pages lie in one arena of
-// device_memory + host_memory bytes. What operators hold at once, and homes of tier device, never exceed device_memory;
-// homes of tier host never exceed host_memory; all of them with all cached pages never exceed the sum. Host and device
-// homes are frames that never leave.
+// device_memory + host_memory bytes. What operators hold at once, and homes of tier device, never exceed
+// device_memory; homes of tier host never exceed host_memory; all of them with all cached pages never exceed the sum.
+// Host and device homes are frames that never leave.
 //
-// [Note: two memories] A device with memory of its own has two caches, one above the other. The upper one's frames lie
-// in device memory; to it, host and disk homes alike are pages of the lower one (LowerCacheHome).
+// [Note: two memories] A device with memory of its own has two caches, one above the other. The upper one's frames
+// lie in device memory; to it, host and disk homes alike are pages of the lower one (LowerCacheHome).
 //
-// [Note: gathered] Tensors that are partitioned over ranks have a cache of their own, above the one that holds this rank's
-// shares (ShardedHome). What is in it, and so which collectives run, follows from the sequence of pins and of creations
-// and from sizes alone. Nothing local, such as how fast a disk is or when a tensor dies, may decide there: reads ahead
-// start when an operator pins, never when a transfer ends; the frame of a tensor that died stays until its turn; and a
-// parameter that died on this rank is gathered as long as the plan says so, since it may live on others.
+// [Note: gathered] Tensors that are partitioned over ranks have a cache of their own, above the one that holds this
+// rank's shares (ShardedHome). What is in it, and so which collectives run, follows from the sequence of pins and of
+// creations and from sizes alone. Nothing local, such as how fast a disk is or when a tensor dies, may decide there:
+// reads ahead start when an operator pins, never when a transfer ends; the frame of a tensor that died stays until
+// its turn; and a parameter that died on this rank is gathered as long as the plan says so, since it may live on
+// others.
 #pragma once
 
 #include <condition_variable>
@@ -54,13 +56,13 @@ struct CacheOptions {
 };
 
 struct CacheStats {
-  std::size_t faults = 0;                                // operators or rules that met a page with no frame
-  std::size_t evictions = 0;                             // frames that left memory
-  std::size_t read_bytes = 0;                            // from disk
-  std::size_t written_bytes = 0;                         // to disk
-  std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own
-  double waited_seconds = 0;                             // by threads, for transfers
-  std::size_t surprises = 0;                             // uses that were not planned
+  std::size_t faults = 0;                                     // operators or rules that met a page with no frame
+  std::size_t evictions = 0;                                  // frames that left memory
+  std::size_t read_bytes = 0;                                 // from disk
+  std::size_t written_bytes = 0;                              // to disk
+  std::size_t uploaded_bytes = 0, downloaded_bytes = 0;       // to and from a device with memory of its own
+  double waited_seconds = 0;                                  // by threads, for transfers
+  std::size_t surprises = 0;                                  // uses that were not planned
   std::size_t read_of[kRoles] = {}, written_of[kRoles] = {};  // bytes to and from homes
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
@@ -234,6 +236,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   static bool is_reading(const Frame& frame);
   void consider(Frame& frame);
   void plan_anew();
+  bool compact(std::size_t bytes);
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
   void clean_behind(Lock& lock);
 
@@ -266,19 +269,19 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   AccessPlan plan_;
   VictimQueue victims_;
   ReadAhead ahead_;
-  std::uint64_t planned_at_ = 0;                   // surprises when victims were last ordered
+  std::uint64_t planned_at_ = 0;  // surprises when victims were last ordered
   std::uint64_t uses_when_planned_ = 0;
   std::unordered_map<Run*, std::unique_ptr<Run>> runs_;
   std::vector<Run*> by_ordinal_;  // null: dead, or not to be gathered ahead
   std::vector<std::size_t> bytes_of_ordinal_;
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
-  std::map<Role, Run*> open_;  // the gathered run that takes the next small tensor
-  std::size_t held_bytes_ = 0;   // by operators
-  std::size_t permanent_bytes_[kTiers] = {};  // of frames that are homes
-  std::size_t ahead_bytes_ = 0;  // read ahead, and not used yet
+  std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
+  std::size_t held_bytes_ = 0;                                 // by operators
+  std::size_t permanent_bytes_[kTiers] = {};                   // of frames that are homes
+  std::size_t ahead_bytes_ = 0;                                // read ahead, and not used yet
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
   std::size_t pins_ = 0;
-  std::exception_ptr failed_write_;                // that no thread has been told of
+  std::exception_ptr failed_write_;  // that no thread has been told of
   std::size_t failed_writes_ = 0;
   std::size_t device_peak_ = 0, host_peak_ = 0;
   bool serves_upper_ = false;    // another cache's transfers pin pages here

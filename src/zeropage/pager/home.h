@@ -1,8 +1,8 @@
-// Where a run's pages are when they are not in a cache's frames: on disk, in a lower cache, or in every rank's shares. To
-// the cache they are the same.
+// Where a run's pages are when they are not in a cache's frames: on disk, in a lower cache, or in every rank's
+// shares. To the cache they are the same.
 //
-// A home keeps no state of pages. The cache never starts two transfers of one page at once, nor a read before a write of
-// the same page has ended.
+// A home keeps no state of pages. The cache never starts two transfers of one page at once, nor a read before a write
+// of the same page has ended.
 #pragma once
 
 #include <functional>
@@ -27,8 +27,8 @@ class Home {
   virtual ~Home() = default;
 
   /// Starts to bring a page to `into`. Returns an outcome if it has ended already; then `done` is not called. With
-  /// Priority::demanded it may block for memory below and throw BudgetError, DiskError or RankError; otherwise it does
-  /// not block, and is called under the cache's lock where ready_to_read said yes.
+  /// Priority::demanded it may block for memory below and throw BudgetError, DiskError or RankError; otherwise it
+  /// does not block, and is called under the cache's lock where ready_to_read said yes.
   [[nodiscard]] virtual std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into,
                                                     Priority priority, Done done) = 0;
   /// The same for a write of what lies at `from` and was last used at `after`.
@@ -40,7 +40,8 @@ class Home {
   /// Whether a transfer can start without blocking. If not, the home may begin what makes it so.
   virtual bool ready_to_read(const Run&, std::size_t) { return true; }
   virtual bool ready_to_write(const Run&, std::size_t) { return true; }
-  /// A thread waits for the transfer at `frame`: returns when it has ended or will end without help. Not under a lock.
+  /// A thread waits for the transfer at `frame`: returns when it has ended or will end without help. Not under a
+  /// lock.
   virtual void hurry(const Run&, std::size_t, std::byte*) {}
   /// Ends what has come to its end without a word, as transfers of a device do; waits for the oldest of them if
   /// `wait`. True if one ended. Not under a lock.

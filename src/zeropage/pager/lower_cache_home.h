@@ -1,8 +1,8 @@
-// The home of a device's pages in the cache of the host below it: uploads and downloads. To the device's cache this is
-// what a disk is to the host's.
+// The home of a device's pages in the cache of the host below it: uploads and downloads. To the device's cache this
+// is what a disk is to the host's.
 //
-// An upload has ended for the cache above as soon as the device was asked for it, since what uses its frame comes after
-// its mark. The host's page stays pinned until the device has read it.
+// An upload has ended for the cache above as soon as the device was asked for it, since what uses its frame comes
+// after its mark. The host's page stays pinned until the device has read it.
 #pragma once
 
 #include <deque>
@@ -43,7 +43,7 @@ class LowerCacheHome final : public Home {
 
   FrameCache& lower_;
   DeviceMemory& device_;
-  std::mutex mutex_;  // never held while waiting
+  std::mutex mutex_;                          // never held while waiting
   std::deque<UnderWay> uploads_, downloads_;  // oldest first
   std::map<Key, PagePin> ready_;              // pages that were found ready, until their transfers start
 };

@@ -42,11 +42,11 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
       break;
     }
   } catch (const Shortage&) {
-    throw BudgetError(fmt::format("device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
-                                  "or in use at once; raise {}",
-                                  format_bytes(device_limit_), format_bytes(host_limit_),
-                                  format_bytes(FrameMemory::bytes_of(run, index, 1)),
-                                  host_limit_ > 0 ? "host_memory" : "device_memory"));
+    throw BudgetError(fmt::format(
+        "device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
+        "or in use at once; raise {}",
+        format_bytes(device_limit_), format_bytes(host_limit_), format_bytes(FrameMemory::bytes_of(run, index, 1)),
+        host_limit_ > 0 ? "host_memory" : "device_memory"));
   }
   return take_pin(*held, segment, index, access);
 }

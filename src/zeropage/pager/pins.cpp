@@ -122,9 +122,9 @@ std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> 
 
 void FrameCache::refuse(std::size_t bytes) const {
   throw BudgetError(fmt::format(
-      "{} = {} cannot hold the {} that it needs at once{}; raise {}", ranks_ ? "device_memory's part for gathered tensors"
-                                                                            : "device_memory",
-      format_bytes(device_limit_), format_bytes(bytes),
+      "{} = {} cannot hold the {} that it needs at once{}; raise {}",
+      ranks_ ? "device_memory's part for gathered tensors" : "device_memory", format_bytes(device_limit_),
+      format_bytes(bytes),
       held_bytes_ + homes_in(Tier::device) > 0
           ? fmt::format(" beside the {} that are homes or in use", format_bytes(held_bytes_ + homes_in(Tier::device)))
           : "",
@@ -198,7 +198,8 @@ void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
   wait_for_content(lock, holds);
   // What operators hold at once is limited, whatever memory there is.
   std::size_t more = 0;
-  for (const Hold& hold : holds) more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
+  for (const Hold& hold : holds)
+    more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
   if (held_bytes_ + homes_in(Tier::device) + more > device_limit_) throw Shortage{};
 }
 

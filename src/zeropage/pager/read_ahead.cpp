@@ -8,7 +8,7 @@ namespace zeropage {
 namespace {
 
 // Enough to keep a disk busy through one operator.
-constexpr std::size_t kMostAhead = 64 * kMiB, kMostWriting = 32 * kMiB;
+constexpr std::size_t kMostAhead = 64 * kMiB, kMostWriting = 64 * kMiB;
 
 }  // namespace
 
@@ -166,7 +166,9 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
     }
     // Enough is on its way home to make the room, or to keep a disk busy.
     const auto writing = static_cast<std::int64_t>(cache.writing_bytes_);
-    if (writing >= std::max(lacking(), static_cast<std::int64_t>(std::min(kMostWriting, limit / 16))) || !cache.write_back(lock, *victim, Priority::behind)) return Result::blocked;
+    if (writing >= std::max(lacking(), static_cast<std::int64_t>(std::min(kMostWriting, limit / 8))) ||
+        !cache.write_back(lock, *victim, Priority::behind))
+      return Result::blocked;
   }
   return Result::there;
 }

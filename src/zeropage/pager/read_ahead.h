@@ -1,11 +1,11 @@
 // What a cache does before it is asked: along the plan, it reads what will be needed and keeps room for what will be
-// created or overwritten. The next page that is missing comes first; the page whose next use is furthest leaves for it (of
-// equal ones that whose leaving causes fewer transfers); and none leaves for a page that is used later than itself (Cao,
-// Felten, Karlin and Li, "A study of integrated prefetching and caching strategies", 1995).
+// created or overwritten. The next page that is missing comes first; the page whose next use is furthest leaves for
+// it (of equal ones that whose leaving causes fewer transfers); and none leaves for a page that is used later than
+// itself (Cao, Felten, Karlin and Li, "A study of integrated prefetching and caching strategies", 1995).
 //
-// [Note: how far ahead] Who leaves is best decided late: of 12 pages used in turn, 6 of which fit, 6.5 are read in each
-// turn if each is read when it is needed, and all 12 if as early as can be, since then memory always holds the next six.
-// So what has been read and not been used, and the room that is kept, are at most an eighth of memory.
+// [Note: how far ahead] Who leaves is best decided late: of 12 pages used in turn, 6 of which fit, 6.5 are read in
+// each turn if each is read when it is needed, and all 12 if as early as can be, since then memory always holds the
+// next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory.
 //
 // Under the cache's lock; it never waits. The cache calls it when an operator has pinned or let go, and, where ranks
 // need not agree, when a transfer has ended: so that one transfer starts the next while no thread waits.
@@ -55,8 +55,8 @@ class ReadAhead {
   void keep_room(std::int64_t bytes);
 
   struct Room {
-    std::uint64_t use;    // for which it is kept, or after which it is free, counted from the first
-    std::int64_t bytes;   // kept; negative: will be free
+    std::uint64_t use;   // for which it is kept, or after which it is free, counted from the first
+    std::int64_t bytes;  // kept; negative: will be free
   };
 
   std::uint64_t group_ = 0;  // the first use of what is looked at, counted from the first
@@ -65,7 +65,7 @@ class ReadAhead {
   std::deque<Room> kept_;
   std::int64_t kept_bytes_ = 0;
   AccessPlan::Time reached_ = 0;  // up to here everything was looked at
-  bool again_ = false;    // from where the program is
+  bool again_ = false;            // from where the program is
   bool running_ = false;
 };
 

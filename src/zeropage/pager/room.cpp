@@ -41,7 +41,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     plan_anew();
     const bool enough = writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
     if (fragmented) {
-      if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
+      if (compact(bytes) || clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
       if (!clearing && clear_window(bytes, 0, false, lock)) {
         clearing = true;
         continue;
@@ -102,6 +102,9 @@ Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, 
                                   AccessPlan::Time before) {
   bool fragmented = false;
   Frame* frame = memory_.try_make(run, first_page, pages, false, fragmented);
+  if (!frame && fragmented && compact(FrameMemory::bytes_of(run, first_page, pages))) {
+    frame = memory_.try_make(run, first_page, pages, false, fragmented);
+  }
   if (!frame && fragmented && clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
     frame = memory_.try_make(run, first_page, pages, false, fragmented);
   }
@@ -126,9 +129,8 @@ void FrameCache::drop_frame(Frame& frame) {
 bool FrameCache::is_reading(const Frame& frame) {
   if (!frame.run || frame.transfers == 0) return false;
   const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
-  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages), [&](const Page& page) {
-    return page.frame == &frame && page.state == Residency::reading;
-  });
+  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
+                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::reading; });
 }
 
 bool FrameCache::is_dirty(const Frame& frame) const {
@@ -173,6 +175,21 @@ void FrameCache::plan_anew() {
   planned_at_ = plan_.surprises();
   uses_when_planned_ = plan_.uses();
   victims_.for_each([this](Frame& frame) { consider(frame); });
+}
+
+/// Makes a hole of holes, by moving frames that nothing uses.
+bool FrameCache::compact(std::size_t bytes) {
+  int cost = -1;
+  return memory_.compact(
+      bytes, [](const Frame& frame) { return frame.cost >= 0; },
+      [&](Frame& frame, bool before) {
+        if (before) {
+          cost = frame.cost;
+          victims_.remove(frame);
+        } else {
+          victims_.insert(frame, frame.next_use, cost);
+        }
+      });
 }
 
 /// Evicts neighbours that together with the holes between them make `bytes`. True if there is something new to look

@@ -123,11 +123,13 @@ Run& FrameCache::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes,
 void FrameCache::make_permanent(Lock& lock, Run& run) {
   const bool on_device = run.tier == Tier::device;
   const std::size_t limit = on_device ? device_limit_ : host_limit_;
-  const std::size_t used = homes_in(run.tier) + (on_device ? held_bytes_ : 0), bytes = round_up(run.bytes, kBlockBytes);
+  const std::size_t used = homes_in(run.tier) + (on_device ? held_bytes_ : 0),
+                    bytes = round_up(run.bytes, kBlockBytes);
   const auto refuse_home = [&] {
     throw BudgetError(fmt::format("{} = {} cannot hold {} more: {} of it are homes or in use at once; raise {}",
                                   on_device ? "device_memory" : "host_memory", format_bytes(limit),
-                                  format_bytes(bytes), format_bytes(used), on_device ? "device_memory" : "host_memory"));
+                                  format_bytes(bytes), format_bytes(used),
+                                  on_device ? "device_memory" : "host_memory"));
   };
   if (used + bytes > limit) refuse_home();
   try {
@@ -149,8 +151,8 @@ void FrameCache::make_permanent(Lock& lock, Run& run) {
 
 void FrameCache::add_run(std::unique_ptr<Run> owned) {
   Run& run = *owned;
-  const std::uint64_t kind = (run.bytes << 8) | (static_cast<std::uint64_t>(run.role) << 4) |
-                             static_cast<std::uint64_t>(run.tier);
+  const std::uint64_t kind =
+      (run.bytes << 8) | (static_cast<std::uint64_t>(run.role) << 4) | static_cast<std::uint64_t>(run.tier);
   run.ordinal = plan_.create(kind, /*take_over=*/!ranks_);
   if (by_ordinal_.size() <= run.ordinal) {
     by_ordinal_.resize(run.ordinal + 1, nullptr);

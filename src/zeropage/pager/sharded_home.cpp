@@ -32,8 +32,8 @@ struct ShardedHome::Gather {
   std::size_t part_bytes;    // of a large tensor, by one rank
   std::size_t packed_bytes;  // of small tensors, by all ranks
   std::size_t part_offset = 0;
-  PagePin part = {};                              // of a large tensor
-  std::shared_ptr<std::byte> packed{}, parts{};   // of small ones: this rank's, all ranks'
+  PagePin part = {};                             // of a large tensor
+  std::shared_ptr<std::byte> packed{}, parts{};  // of small ones: this rank's, all ranks'
   std::unique_ptr<Ranks::Work> work = nullptr;
   std::exception_ptr failure = nullptr;
 };
@@ -73,8 +73,7 @@ void ShardedHome::hold_part(Gather& gather) {
     return;
   }
   Segment& share = *gather.run.shares[0].segment;
-  const Place place =
-      place_of(share, gather.page * (gather.run.page_bytes / ranks_->size()), gather.part_bytes);
+  const Place place = place_of(share, gather.page * (gather.run.page_bytes / ranks_->size()), gather.part_bytes);
   gather.part_offset = place.offset;
   gather.part = pin_part(share, place.page);
 }

@@ -41,7 +41,7 @@ class ShardedHome final : public Home {
   FrameCache& local_;
   std::shared_ptr<Ranks> ranks_;
   DeviceMemory* device_;
-  std::recursive_mutex mutex_;  // what ranks do together, one thread does at a time
+  std::recursive_mutex mutex_;                     // what ranks do together, one thread does at a time
   std::deque<std::shared_ptr<Gather>> asked_for_;  // oldest first, not launched
   std::deque<std::shared_ptr<Gather>> in_flight_;  // oldest first
   bool launching_ = false;

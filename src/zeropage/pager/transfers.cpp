@@ -92,9 +92,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
   add_pin(frame);  // the frame stays while the lock is given up
   const bool blocks = home_->blocks() && (priority == Priority::demanded || ranks_);
   for (const std::size_t i : pages) {
-    auto done = [this, &run, i](Home::Outcome outcome) {
-      on_end([&] { write_ended(run, i, outcome); });
-    };
+    auto done = [this, &run, i](Home::Outcome outcome) { on_end([&] { write_ended(run, i, outcome); }); };
     std::byte* const from = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     const auto after = frame.last_mark ? frame.last_mark : frame.ready;
     std::optional<Home::Outcome> outcome;

@@ -36,8 +36,8 @@ class Cursor {
     return std::min((here / page_elements_ + 1) * page_elements_ - here + at, part_end);
   }
 
-  /// Holds the page or pages of the window and lets go of earlier ones. `resumes`: what throws in the middle of a page
-  /// goes on there, so that what is to be overwritten need not be whole until then.
+  /// Holds the page or pages of the window and lets go of earlier ones. `resumes`: what throws in the middle of a
+  /// page goes on there, so that what is to be overwritten need not be whole until then.
   void move_to(Cut window, bool resumes) {
     window = shift(window);
     if (!operand_.segment) return;
@@ -94,7 +94,8 @@ class Cursor {
   }
   Cut place(Cut range) const { return {range.begin + shift_, range.end + shift_}; }
 
-  /// A page is given up for overwriting only from its beginning on, and, where an error would leave it so, in one window.
+  /// A page is given up for overwriting only from its beginning on, and, where an error would leave it so, in one
+  /// window.
   Access access_to(std::size_t page, Cut window, bool resumes) const {
     if (operand_.access != Access::overwrite) return operand_.access;
     const std::size_t begin = page * page_elements_;

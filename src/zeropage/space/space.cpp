@@ -382,8 +382,8 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
       domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check, groups.keep);
     }
     if (gathered_bytes > 0) {
-      domain->gathered =
-          FrameCache::make_gathered(domain->cache, domain->partition.ranks, gathered_bytes, device_memory(gathered_bytes));
+      domain->gathered = FrameCache::make_gathered(domain->cache, domain->partition.ranks, gathered_bytes,
+                                                   device_memory(gathered_bytes));
     }
     domain->reducer = std::make_shared<Reducer>(*domain);
   }

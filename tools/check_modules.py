@@ -1,4 +1,4 @@
-"""Checks that each room of src/zeropage includes only what it may: the table in docs/architecture.md, in code."""
+"""Checks that each module of src/zeropage includes only what it may: the table in docs/architecture.md, in code."""
 
 import pathlib
 import re
@@ -23,15 +23,15 @@ WITHOUT_TORCH = ["io", "store", "page", "pager", "kernels"]
 root = pathlib.Path("src/zeropage")
 wrong = []
 for source in sorted(root.glob("*/*")):
-    room = source.parent.name
-    if room not in MAY_USE:
-        wrong.append(f"{source}: no such room; add it to tools/check_rooms.py and docs/architecture.md")
+    module = source.parent.name
+    if module not in MAY_USE:
+        wrong.append(f"{source}: no such module; add it to tools/check_modules.py and docs/architecture.md")
         continue
     for line, text in enumerate(source.read_text().splitlines(), 1):
         if match := re.match(r'#include "zeropage/(\w+)/', text):
-            if match[1] != room and match[1] not in MAY_USE[room]:
-                wrong.append(f"{source}:{line}: {room} may not use {match[1]}")
-        elif room in WITHOUT_TORCH and re.match(r"#include <(ATen|c10|torch)/", text):
-            wrong.append(f"{source}:{line}: {room} knows nothing of torch")
-print("\n".join(wrong) or "rooms: as the table says")
+            if match[1] != module and match[1] not in MAY_USE[module]:
+                wrong.append(f"{source}:{line}: {module} may not use {match[1]}")
+        elif module in WITHOUT_TORCH and re.match(r"#include <(ATen|c10|torch)/", text):
+            wrong.append(f"{source}:{line}: {module} knows nothing of torch")
+print("\n".join(wrong) or "modules: as the table says")
 sys.exit(bool(wrong))
