@@ -1,7 +1,7 @@
 """A training step as users run it, with everything on disk, against what no such step can beat.
 
-bfloat16 over float32 masters, clipping by the global norm, fused AdamW, budgets of a quarter of the state. The same by
-hand in memory ("plain") and fio alternate with it in one run.
+bfloat16 over float32 masters, clipping by the global norm, fused AdamW, budgets of a quarter of the state. The same
+by hand in memory ("plain") and fio alternate with it in one run.
 
 limit: over the two phases, backward, and forward with the step, the sum of the larger of plain's seconds and of what
 the paged phase moved at fio's rate for its mix of reads and writes. ratio: seconds of a paged step / limit.

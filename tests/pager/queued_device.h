@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <vector>
 
 #include "zeropage/store/device_memory.h"
@@ -16,15 +17,23 @@ class QueuedDevice final : public DeviceMemory {
   explicit QueuedDevice(std::size_t bytes) : memory_(bytes + 4096) {}
 
   /// What follows is asked for on this stream: 0 or 1.
-  void use_stream(int stream) { current_ = &operators_[stream]; }
+  void use_stream(int stream) {
+    std::lock_guard lock(mutex_);
+    current_ = &operators_[stream];
+  }
   /// An operator of the test's, on the stream in use.
-  void run(std::function<void()> work) { current_->push(std::move(work)); }
+  void run(std::function<void()> work) {
+    std::lock_guard lock(mutex_);
+    current_->push(std::move(work));
+  }
   void finish_transfers() {
+    std::lock_guard lock(mutex_);
     uploads_.run_until(uploads_.asked);
     downloads_.run_until(downloads_.asked);
   }
   /// Runs everything.
   void finish() {
+    std::lock_guard lock(mutex_);
     for (Queue* queue : {&operators_[0], &operators_[1], &uploads_, &downloads_}) queue->run_until(queue->asked);
   }
   std::size_t registered = 0;  // bytes, now
@@ -35,36 +44,50 @@ class QueuedDevice final : public DeviceMemory {
     return {aligned, memory_.size() - 4096};
   }
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    std::lock_guard lock(mutex_);
     current_->push([=] { std::memmove(to, from, bytes); });
   }
   void clear(std::byte* at, std::size_t bytes) override {
+    std::lock_guard lock(mutex_);
     current_->push([=] { std::memset(at, 0, bytes); });
   }
-  Mark now() override { return mark(*current_); }
-  void order(const Mark& mark) override { after(*current_, mark); }
+  Mark now() override {
+    std::lock_guard lock(mutex_);
+    return mark(*current_);
+  }
+  void order(const Mark& mark) override {
+    std::lock_guard lock(mutex_);
+    after(*current_, mark);
+  }
   Mark upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
+    std::lock_guard lock(mutex_);
     uploads_.push([=] { std::memcpy(to, from, bytes); });
     return mark(uploads_);
   }
   Mark download(std::byte* to, const std::byte* from, std::size_t bytes, const Mark& last_use) override {
+    std::lock_guard lock(mutex_);
     after(downloads_, last_use);
     downloads_.push([=] { std::memcpy(to, from, bytes); });
     return mark(downloads_);
   }
   void retire(const Mark& mark) override {
+    std::lock_guard lock(mutex_);
     after(uploads_, mark);
     retired_.push_back(mark);
   }
   void reuse() override {
+    std::lock_guard lock(mutex_);
     for (const Mark& mark : retired_) after(*current_, mark);
     retired_.clear();
   }
   bool done(const Mark& mark) override {
+    std::lock_guard lock(mutex_);
     if (!mark) return true;
     const auto& point = *std::static_pointer_cast<Point>(mark);
     return point.queue->ran >= point.position;
   }
   void wait(const Mark& mark) override {
+    std::lock_guard lock(mutex_);
     if (!mark) return;
     const auto& point = *std::static_pointer_cast<Point>(mark);
     point.queue->run_until(point.position);
@@ -75,6 +98,7 @@ class QueuedDevice final : public DeviceMemory {
   }
 
  private:
+  std::recursive_mutex mutex_;  // transfers start on threads of the Io too
   struct Queue {
     std::deque<std::function<void()>> work;
     std::size_t asked = 0, ran = 0;

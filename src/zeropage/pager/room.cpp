@@ -42,7 +42,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     const bool enough = writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
     if (fragmented) {
       if (compact(bytes) || clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
-      if (!clearing && clear_window(bytes, 0, false, lock)) {
+      if ((!clearing || writing_bytes_ == 0) && clear_window(bytes, 0, false, lock)) {
         clearing = true;
         continue;
       }
