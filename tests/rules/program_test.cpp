@@ -1,6 +1,8 @@
 #include <doctest/doctest.h>
 #include <torch/torch.h>
 
+#include <atomic>
+
 #include "failing_io.h"
 #include "temporary_directory.h"
 #include "zeropage/base/errors.h"
@@ -59,9 +61,9 @@ TEST_CASE("a step that the disk interrupts goes on where it stopped, and nothing
     adam(p, g, m, v);
     g.reset();
     int seen = 0;
-    f.disk->outcome = [&](const Transfer& t) {
+    f.disk->set_outcome([&](const Transfer& t) {
       return t.direction == Direction::read && seen++ == bad ? -static_cast<long>(EIO) : 1L;
-    };
+    });
     bool failed = false;
     try {
       p.sum();
@@ -69,13 +71,13 @@ TEST_CASE("a step that the disk interrupts goes on where it stopped, and nothing
       failed = true;
     }
     failures += failed;
-    f.disk->outcome = [](const Transfer&) { return 1L; };
+    f.disk->set_outcome([](const Transfer&) { return 1L; });
     CHECK(torch::equal(p, expected));
     CHECK(torch::equal(m, m0));
     CHECK(torch::equal(v, v0));
     CHECK_FALSE(segment_of(p)->is_deferred());
   }
-  CHECK(failures > 6);  // of 12 reads; the others were read ahead
+  CHECK(failures > 3);  // of 12 reads; the others were read ahead, and are read again
 }
 
 TEST_CASE("an error while deferred operators run is told once") {
@@ -84,10 +86,9 @@ TEST_CASE("an error while deferred operators run is told once") {
   auto p = f.paged(torch::ones({150, 150}), Role::parameter), g = f.paged(torch::ones({150, 150}), Role::gradient);
   for (const auto& tensor : {p, g}) f.domain->cache->evict(*segment_of(tensor));
   p.add_(g, -0.5);
-  bool broken = true;
-  f.disk->outcome = [&](const Transfer& t) {
-    return broken && t.direction == Direction::read ? -static_cast<long>(EIO) : 1L;
-  };
+  std::atomic<bool> broken = true;
+  f.disk->set_outcome(
+      [&](const Transfer& t) { return broken && t.direction == Direction::read ? -static_cast<long>(EIO) : 1L; });
   CHECK_THROWS_AS(run_deferred(*f.domain), DiskError);
   broken = false;
   CHECK_NOTHROW(run_deferred(*f.domain));
