@@ -62,9 +62,9 @@ def test_a_step_is_one_pass_over_the_states(make, config):
         read, written = moved(space, layer.weight, optimizer, step)
         if last:
             arrays = sum(state.numel() == ELEMENTS for state in states_of(optimizer))
-            # ASGD's average is a copy of what it has just updated, which is in memory still.
-            overwritten = isinstance(optimizer, torch.optim.ASGD)
-            assert (read, written) == (2 + arrays - overwritten, 1 + arrays)
+            # ASGD's average is a copy of what it has just updated, which may be in memory still.
+            spared = isinstance(optimizer, torch.optim.ASGD)
+            assert 2 + arrays - spared <= read <= 2 + arrays and written == 1 + arrays
 
 
 def test_scaling_and_clipping_add_nothing_to_the_pass(config):
