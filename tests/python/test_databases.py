@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 import zeropage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64]
-SAMPLES = 6  # of each operator, at most
+SAMPLES = 2  # of each operator, at most: what CI has time for; 16 passed when they were chosen
 PARTS = 6
 
 #: Not run: why.
