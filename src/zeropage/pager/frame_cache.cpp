@@ -196,9 +196,7 @@ void FrameCache::give_up_frames(Lock& lock, Run& run) {
         const std::size_t failed_before = failed_writes_;
         write_back(lock, frame, Priority::demanded);
         wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-        if (failed_writes_ != failed_before && failed_write_) {
-          std::rethrow_exception(std::exchange(failed_write_, nullptr));
-        }
+        throw_failed_write(failed_before);
       } else {
         evict_frame(frame);
       }
@@ -221,6 +219,7 @@ void FrameCache::evict(Segment& segment) {
 void FrameCache::store(Segment& segment) {
   check_usable();
   Lock lock(mutex_);
+  check_usable();
   Run& run = *segment.run_;
   const bool dirty = std::any_of(run.pages.begin(), run.pages.end(), [](const Page& page) {
     return page.state == Residency::dirty && page.frame->pins == 0;
@@ -231,6 +230,7 @@ void FrameCache::store(Segment& segment) {
 void FrameCache::share_changes(Segment& segment) {
   check_usable();
   Lock lock(mutex_);
+  check_usable();
   Run& run = *segment.run_;
   for (Page& page : run.pages) {
     if (page.frame && page.frame->pins > 0) {
@@ -280,20 +280,22 @@ CacheStats FrameCache::stats() const {
 }
 
 /// [Note: one memory]
+std::size_t FrameCache::device_bytes() const {
+  const std::size_t total = memory_.budget().used();
+  return std::max(std::min(held_bytes_ + homes_in(Tier::device), total),
+                  total > host_limit_ ? total - host_limit_ : 0);
+}
+
 FrameCache::Usage FrameCache::usage(Pool pool) const {
   if (pool == Pool::host && lower_ && !ranks_) return lower_->usage(pool);
   Lock lock(mutex_);
-  const std::size_t total = memory_.budget().used();
-  const std::size_t device =
-      std::max(std::min(held_bytes_ + homes_in(Tier::device), total), total > host_limit_ ? total - host_limit_ : 0);
+  const std::size_t total = memory_.budget().used(), device = device_bytes();
   if (pool == Pool::device) return {"device_memory", device, device_peak_, device_limit_};
   return {"host_memory", total - device, host_peak_, host_limit_};
 }
 
 void FrameCache::note_usage() {
-  const std::size_t total = memory_.budget().used();
-  const std::size_t device =
-      std::max(std::min(held_bytes_ + homes_in(Tier::device), total), total > host_limit_ ? total - host_limit_ : 0);
+  const std::size_t total = memory_.budget().used(), device = device_bytes();
   device_peak_ = std::max(device_peak_, device);
   host_peak_ = std::max(host_peak_, total - device);
 }

@@ -56,14 +56,13 @@ struct CacheOptions {
 };
 
 struct CacheStats {
-  std::size_t faults = 0;                                     // operators or rules that met a page with no frame
-  std::size_t evictions = 0;                                  // frames that left memory
-  std::size_t read_bytes = 0;                                 // from disk
-  std::size_t written_bytes = 0;                              // to disk
-  std::size_t uploaded_bytes = 0, downloaded_bytes = 0;       // to and from a device with memory of its own
-  double waited_seconds = 0;                                  // by threads, for transfers
-  std::size_t surprises = 0;                                  // uses that were not planned
-  std::size_t read_of[kRoles] = {}, written_of[kRoles] = {};  // bytes to and from homes
+  std::size_t faults = 0;                                // operators or rules that met a page with no frame
+  std::size_t evictions = 0;                             // frames that left memory
+  std::size_t read_bytes = 0;                            // from disk
+  std::size_t written_bytes = 0;                         // to disk
+  std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own
+  double waited_seconds = 0;                             // by threads, for transfers
+  std::size_t surprises = 0;                             // uses that were not planned
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
 };
@@ -185,6 +184,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
   // runs.cpp: which run a segment lies in, and where that is at home
+  void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
   Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
   Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
   void make_permanent(Lock& lock, Run& run);
@@ -221,6 +221,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
   bool write_back(Lock& lock, Frame& frame, Priority priority);
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
+  void throw_failed_write(std::size_t before);
   void transfer_ended(Run& run);
   void on_end(std::function<void()> book);
   template <class Ready>
@@ -243,6 +244,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::byte* address(const Run& run, std::size_t page) const;
   void order_after(Frame& frame);
   void mark_used(Frame& frame);
+  std::size_t device_bytes() const;
   void note_usage();
   [[noreturn]] void refuse(std::size_t bytes) const;
   void finish_close() noexcept;

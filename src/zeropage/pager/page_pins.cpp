@@ -128,6 +128,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
 }
 
 void FrameCache::wait_for_page(PagePin& pin) {
+  check_usable();  // before the lock, which a forked child may have found taken
   Lock lock(mutex_);
   check_usable();
   Frame& frame = *pin.frame_;

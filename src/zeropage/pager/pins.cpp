@@ -311,9 +311,7 @@ void FrameCache::empty(Lock& lock) {
     } else {
       return;
     }
-    if (failed_writes_ != failed_before && failed_write_) {
-      std::rethrow_exception(std::exchange(failed_write_, nullptr));
-    }
+    throw_failed_write(failed_before);
   }
 }
 

@@ -32,6 +32,14 @@ class LowerSegment final : public Segment {
 
 }  // namespace
 
+void FrameCache::attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes) {
+  ++run.tensors;
+  segment.cache_ = shared_from_this();
+  segment.run_ = &run;
+  segment.offset_ = offset;
+  segment.bytes_ = bytes;
+}
+
 void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
   check_usable();
   bool used_before = false;
@@ -40,11 +48,7 @@ void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
     check_usable();
     std::size_t offset = 0;
     Run& run = run_for(lock, spec, offset);
-    ++run.tensors;
-    segment.cache_ = shared_from_this();
-    segment.run_ = &run;
-    segment.offset_ = offset;
-    segment.bytes_ = spec.bytes;
+    attach(segment, run, offset, spec.bytes);
     used_before = run.slots && run.pages[0].state != Residency::zero;
   }
   if (!used_before) return;
@@ -234,11 +238,7 @@ void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
   check_usable();
   std::size_t offset = 0;
   Run& run = gathered_run_for(segment, spec, offset);
-  ++run.tensors;
-  segment.cache_ = shared_from_this();
-  segment.run_ = &run;
-  segment.offset_ = offset;
-  segment.bytes_ = spec.bytes;
+  attach(segment, run, offset, spec.bytes);
 }
 
 /// Small tensors take their places in a page one after another, and no place is taken twice: which is whose follows

@@ -12,8 +12,8 @@ std::byte* FrameCache::address(const Run& run, std::size_t page) const {
   return frame.memory.data() + (page - frame.first_page) * run.page_bytes;
 }
 
-/// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. If one
-/// cannot start, those that did are waited for, all are evicted again, and the error is thrown.
+/// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. Throws
+/// nothing: if one cannot start, the frame has failed, and the thread that waits for it throws the error.
 void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
   Run& run = *frame.run;
   std::vector<std::size_t> pages;
@@ -29,7 +29,6 @@ void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
   for (const std::size_t i : pages) {
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     stats_.read_bytes += bytes;
-    stats_.read_of[static_cast<int>(run.role)] += bytes;
     reading_bytes_ += bytes;
     std::byte* const into = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     auto done = [this, &run, &frame, i](Home::Outcome outcome) {
@@ -85,7 +84,6 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     ++frame.transfers, ++run.transfers;
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     stats_.written_bytes += bytes;
-    stats_.written_of[static_cast<int>(run.role)] += bytes;
     writing_bytes_ += bytes;
   }
   if (ranks_) order_after(frame);
@@ -122,6 +120,11 @@ void FrameCache::write_ended(Run& run, std::size_t index, const Home::Outcome& o
   Frame& frame = *page.frame;
   if (--frame.transfers == 0 && frame.pins == 0) settle(frame);
   transfer_ended(run);
+}
+
+/// If a write failed since there were `before` of them, and no thread has been told.
+void FrameCache::throw_failed_write(std::size_t before) {
+  if (failed_writes_ != before && failed_write_) std::rethrow_exception(std::exchange(failed_write_, nullptr));
 }
 
 void FrameCache::transfer_ended(Run& run) {

@@ -393,8 +393,8 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
   try {
     make_room();
   } catch (const Error&) {
-    // Nothing is lost. What is being sent goes on its way first, for the other ranks' sake; whoever sends calls
-    // make_room() once more, which throws again or goes on.
+    // Nothing is lost. What is being sent goes on its way first, since the other ranks wait for it; its sender then
+    // calls make_room() once more, which throws again or goes on.
   }
 }
 
