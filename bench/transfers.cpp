@@ -57,7 +57,7 @@ int main(int count, char** arguments) try {
   const auto io = make_io(engine);
   SwapFile swap(arguments[3]);
   const Extent extent = swap.allocate(bytes);
-  Arena arena(kBuffers * kRequestBytes, [&](std::span<std::byte> slab) { io->register_memory(slab); });
+  Arena arena(kBuffers * kRequestBytes);
   const auto buffers = arena.try_allocate(kBuffers * kRequestBytes);
   fill_at_random(buffers->data(), buffers->bytes());
   move(*io, swap, extent, Direction::write, *buffers, bytes, 0);  // the first write of a block costs more

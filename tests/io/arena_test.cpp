@@ -2,7 +2,10 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <random>
+#include <vector>
 
 #include "zeropage/base/units.h"
 
@@ -39,4 +42,68 @@ TEST_CASE("each slab is announced once, before it is used") {
   CHECK(announced == Arena::kSlabBytes);
   auto b = arena.try_allocate(Arena::kSlabBytes);
   CHECK(announced == 2 * Arena::kSlabBytes);
+}
+
+TEST_CASE("holes of all sizes join, and no block moves") {
+  Arena arena(64 * kMiB);
+  CHECK(arena.joins_holes());
+  std::vector<Block> blocks;
+  std::mt19937 random(1);
+  std::size_t used = 0;
+  // Blocks of 4 KiB to 6 MiB until nothing fits, then every second one dies.
+  while (true) {
+    auto block = arena.try_allocate(kBlockBytes * (1 + random() % 1536));
+    if (!block) break;
+    std::memset(block->data(), static_cast<int>(blocks.size()), block->bytes());
+    used += block->bytes();
+    blocks.push_back(std::move(*block));
+  }
+  std::vector<std::byte*> places;
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (i % 2) used -= blocks[i].bytes(), blocks[i] = {};
+    places.push_back(blocks[i].data());
+  }
+  auto rest = arena.try_allocate(arena.capacity() - used);
+  REQUIRE(rest);
+  std::memset(rest->data(), 0xEE, rest->bytes());
+  CHECK_FALSE(arena.try_allocate(kBlockBytes));
+  for (std::size_t i = 0; i < blocks.size(); i += 2) {
+    CHECK(blocks[i].data() == places[i]);
+    const auto value = static_cast<std::byte>(i);
+    CHECK(std::all_of(blocks[i].data(), blocks[i].data() + blocks[i].bytes(), [&](std::byte b) { return b == value; }));
+  }
+}
+
+TEST_CASE("an arena that joins holes for ever keeps its memory and finds addresses") {
+  Arena arena(16 * kMiB);
+  std::mt19937 random(2);
+  std::vector<Block> blocks;
+  std::size_t used = 0, refused = 0;
+  for (int i = 0; i < 20000; ++i) {
+    const std::size_t bytes = kBlockBytes * (1 + random() % 1024);
+    while (used + bytes > arena.capacity()) {
+      const std::size_t victim = random() % blocks.size();
+      used -= blocks[victim].bytes();
+      std::swap(blocks[victim], blocks.back());
+      blocks.pop_back();
+    }
+    auto block = arena.try_allocate(bytes);
+    if (!block) {
+      ++refused;
+      continue;
+    }
+    std::memset(block->data(), i, 64);
+    used += block->bytes();
+    blocks.push_back(std::move(*block));
+  }
+  CHECK(refused == 0);
+}
+
+TEST_CASE("memory that is registered is not mapped anew") {
+  Arena arena(8 * kMiB, [](std::span<std::byte>) {});
+  CHECK_FALSE(arena.joins_holes());
+  auto a = arena.try_allocate(3 * kMiB), b = arena.try_allocate(2 * kMiB), c = arena.try_allocate(3 * kMiB);
+  REQUIRE((a && b && c));
+  a.reset(), c.reset();
+  CHECK_FALSE(arena.try_allocate(6 * kMiB));
 }

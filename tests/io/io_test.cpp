@@ -39,7 +39,7 @@ TEST_CASE("what was written is read, for sizes of one block to many requests") {
   for (auto& io : engines()) {
     CAPTURE(io->name());
     File file = File::make_unnamed(directory.path());
-    Arena arena(64 * kMiB, [&](std::span<std::byte> slab) { io->register_memory(slab); });
+    Arena arena(64 * kMiB);
     for (std::size_t bytes : {kBlockBytes, kMiB, kMiB + kBlockBytes, 9 * kMiB}) {
       auto out = arena.try_allocate(bytes), in = arena.try_allocate(bytes);
       fill_random(*out, static_cast<unsigned>(bytes));

@@ -78,12 +78,12 @@ TEST_CASE("accumulation: the longest way back tells which of equal passes comes 
 TEST_CASE("the next use is the first that comes, in bytes of uses from now") {
   Program program(4);
   program.use("abcdabcdab");
-  CHECK(program.plan.next_use(2).time == program.plan.now());
-  CHECK(program.plan.next_use(3).time > program.plan.now());
-  CHECK(program.plan.next_use(1).time - program.plan.next_use(0).time == 1001);
-  CHECK(program.plan.next_use(1).time - program.plan.now() == 3 * 1001);
+  CHECK(program.plan.next_use(2).begin == program.plan.now());
+  CHECK(program.plan.next_use(3).begin > program.plan.now());
+  CHECK(program.plan.next_use(1).begin - program.plan.next_use(0).begin == 1001);
+  CHECK(program.plan.next_use(1).begin - program.plan.now() == 3 * 1001);
   const auto never = program.plan.create(9);
-  CHECK(program.plan.next_use(never).time == AccessPlan::kNever);
+  CHECK(program.plan.next_use(never).begin == AccessPlan::kNever);
 }
 
 TEST_CASE("what is created anew takes the place of the one that died there, whatever was created between") {
@@ -120,5 +120,5 @@ TEST_CASE("a long history is forgotten from its beginning, and the plan stands")
   for (int i = 0; i < 25'000; ++i) program.use(pass);
   CHECK(program.plan.surprises() <= surprises + 1);
   CHECK(program.coming(3) == "abc");
-  CHECK(program.plan.next_use(0).time == program.plan.now());
+  CHECK(program.plan.next_use(0).begin == program.plan.now());
 }

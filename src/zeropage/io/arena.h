@@ -1,13 +1,18 @@
 // One region of memory on huge pages, from which every buffer that a disk reads into or writes from is cut.
-// Physically contiguous buffers are worth a factor of two with O_DIRECT: the kernel pins one huge page instead of 512
-// small ones.
+// Physically contiguous buffers are worth a factor of two with O_DIRECT: the kernel merges what lies together.
 //
-// The region is mapped whole and touched as it is used, slab by slab; each slab is announced to a hook when it is
-// first used, for registration with a ring or a device. A forked child does not see the region.
+// [Note: no fragmentation] Blocks of many sizes come and go, and soon no hole is as large as what is asked for, though
+// holes in all are. Here a hole is then made of holes: their memory is mapped anew, one piece behind the other, at
+// addresses that were kept free for this (mremap: nothing is copied, no block moves, about 10 us a piece). Pieces are
+// whole units, few enough for the kernel's count of mappings (vm.max_map_count, 65,530 by default).
+//
+// Memory that is registered with a device cannot be mapped anew: with a hook, the region is touched slab by slab, and
+// each slab is announced when it is first used. A forked child does not see the region.
 #pragma once
 
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -55,25 +60,36 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  /// Empty if no hole is large enough. Bytes are rounded up to 4 KiB.
+  /// Empty if no hole is large enough, nor can be made. Bytes are rounded up to 4 KiB.
   std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom);
 
-  /// Moves a block and what it holds down to `to`, within holes and the block itself.
-  void slide(Block& block, std::byte* to);
-
   std::size_t capacity() const { return capacity_; }
+  /// Whether holes can be joined. If not, blocks lie in [base, base + capacity).
+  bool joins_holes() const { return span_ > capacity_; }
   std::byte* base() const { return base_; }
 
  private:
   friend class Block;
+  struct Range {
+    std::size_t offset, bytes;
+  };
+  void reserve(std::size_t span);
   void give_back(std::byte* data, std::size_t bytes);
   void announce(std::size_t offset, std::size_t bytes);
+  bool join_holes(std::size_t bytes);
+  std::vector<Range> mappings_in(Range range);
+  bool map_anew(Range mapping, std::size_t to);
+  void keep_addresses(Range range);
 
   std::mutex mutex_;
   std::byte* base_ = nullptr;
   std::size_t capacity_;
-  bool mapped_ = true;  // by us
-  FreeList free_;
+  std::size_t span_;  // of addresses
+  std::size_t unit_ = 0;
+  bool mapped_ = true;                           // by us
+  FreeList free_;                                // memory
+  FreeList bare_;                                // addresses with no memory
+  std::map<std::size_t, std::size_t> mappings_;  // that the kernel may keep apart, by offset: bytes
   SlabHook on_first_use_;
   std::vector<bool> announced_;
 };

@@ -54,6 +54,11 @@ std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) {
   return offset + size - bytes;
 }
 
+void FreeList::visit_largest(const std::function<bool(std::size_t, std::size_t)>& visit) const {
+  for (auto range = by_size_.rbegin(); range != by_size_.rend() && visit(range->second, range->first); ++range) {
+  }
+}
+
 void FreeList::take_at(std::size_t offset, std::size_t bytes) {
   const auto range = std::prev(by_offset_.upper_bound(offset));
   const auto [begin, length] = *range;

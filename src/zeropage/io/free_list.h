@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -23,6 +24,9 @@ class FreeList {
 
   /// Takes [offset, offset + bytes), which must be free.
   void take_at(std::size_t offset, std::size_t bytes);
+
+  /// Calls `visit` with offset and bytes of each range, the largest first, until it returns false.
+  void visit_largest(const std::function<bool(std::size_t offset, std::size_t bytes)>& visit) const;
 
   std::size_t free_bytes() const { return free_bytes_; }
   std::size_t largest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }

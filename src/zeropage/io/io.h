@@ -78,8 +78,6 @@ class Io {
   virtual void wait_all() = 0;
   /// Returns when what was written to `file` has reached the disk. Throws DiskError.
   virtual void sync(const File& file);
-  /// Memory that transfers will use, to be registered with the kernel if that makes them faster.
-  virtual void register_memory(std::span<std::byte> memory) { (void)memory; }
   virtual std::string_view name() const = 0;
 };
 

@@ -1,12 +1,12 @@
-// Io over io_uring: one ring, registered buffers, and one thread that submits and reaps. Only that thread submits,
-// since the kernel cancels what a thread has under way when the thread ends, and programs' threads end.
+// Io over io_uring: one ring, and one thread that submits and reaps. Only that thread submits, since the kernel cancels
+// what a thread has under way when the thread ends, and programs' threads end. Buffers are not registered: on huge
+// pages that gains nothing (bench-io), and memory that is registered cannot be mapped anew.
 #include "zeropage/io/transfer_queue.h"
 
 #ifdef ZEROPAGE_HAS_LIBURING
 #include <fmt/format.h>
 #include <liburing.h>
 #include <sys/eventfd.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -22,7 +22,6 @@ namespace zeropage {
 namespace {
 
 constexpr unsigned kDepth = 64;
-constexpr unsigned kRegisteredBuffers = 4096;  // slots for regions; an arena announces 64 MiB at a time
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 
 class Ring final : public Io {
@@ -40,7 +39,6 @@ class Ring final : public Io {
       why = fmt::format("no eventfd ({})", std::strerror(errno));
       return nullptr;
     }
-    ring->can_register_ = ::io_uring_register_buffers_sparse(&ring->ring_, kRegisteredBuffers) == 0;
     for (unsigned i = 0; i < kDepth; ++i) ring->free_slots_.push_back(i);
     ring->thread_ = std::thread([self = ring.get()] { self->run(); });
     return ring;
@@ -81,16 +79,6 @@ class Ring final : public Io {
     finished_.wait(lock, [&] { return queue_.idle() || refused_ != 0; });
   }
 
-  void register_memory(std::span<std::byte> memory) override {
-    std::lock_guard lock(regions_mutex_);
-    if (!can_register_ || regions_.size() == kRegisteredBuffers) return;
-    iovec range{memory.data(), memory.size()};
-    __u64 tag = 0;
-    // Refused when the process may not lock so much memory: transfers then pin their buffers one by one.
-    can_register_ = ::io_uring_register_buffers_update_tag(&ring_, regions_.size(), &range, &tag, 1) == 1;
-    if (can_register_) regions_.push_back(memory);
-  }
-
   std::string_view name() const override { return "io_uring"; }
 
  private:
@@ -103,29 +91,12 @@ class Ring final : public Io {
     (void)!::write(wake_up_, &one, sizeof(one));
   }
 
-  /// Index of the registered region that holds the request whole, or -1.
-  int region_of(const Request& request) {
-    std::lock_guard lock(regions_mutex_);
-    for (std::size_t i = 0; i < regions_.size(); ++i) {
-      const auto& region = regions_[i];
-      if (request.buffer >= region.data() && request.buffer + request.bytes <= region.data() + region.size()) {
-        return static_cast<int>(i);
-      }
-    }
-    return -1;
-  }
-
-  void prepare(io_uring_sqe* sqe, const Request& request) {
+  static void prepare(io_uring_sqe* sqe, const Request& request) {
     const Transfer& t = request.state->transfer;
-    const int file = t.file->descriptor(), region = region_of(request);
     const auto bytes = static_cast<unsigned>(request.bytes);
-    if (t.direction == Direction::read) {
-      region < 0 ? ::io_uring_prep_read(sqe, file, request.buffer, bytes, request.offset)
-                 : ::io_uring_prep_read_fixed(sqe, file, request.buffer, bytes, request.offset, region);
-    } else {
-      region < 0 ? ::io_uring_prep_write(sqe, file, request.buffer, bytes, request.offset)
-                 : ::io_uring_prep_write_fixed(sqe, file, request.buffer, bytes, request.offset, region);
-    }
+    t.direction == Direction::read
+        ? ::io_uring_prep_read(sqe, t.file->descriptor(), request.buffer, bytes, request.offset)
+        : ::io_uring_prep_write(sqe, t.file->descriptor(), request.buffer, bytes, request.offset);
   }
 
   void listen() {
@@ -206,10 +177,6 @@ class Ring final : public Io {
   bool woken_ = false;
   bool closing_ = false;
   int refused_ = 0;  // the errno with which the kernel stopped taking requests
-
-  std::mutex regions_mutex_;
-  bool can_register_ = false;
-  std::vector<std::span<std::byte>> regions_;
 
   // The thread's own:
   io_uring ring_{};

@@ -109,7 +109,8 @@ struct Run {
   std::size_t tensors = 0;         // segments alive in it
   std::uint32_t ordinal = 0;       // in the plan
   std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
-  std::size_t stream_page = ~std::size_t{0};  // the first of them that has not been taken yet
+  std::uint64_t stream_begin = 0, stream_end = 0;  // of its group, in the plan's time
+  std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
   std::size_t transfers = 0;                  // under way; a run that dies lives until they end
   bool dead = false;
   bool listed = false;         // among those that may have room

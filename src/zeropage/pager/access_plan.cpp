@@ -54,8 +54,8 @@ void AccessPlan::use(const Use& use, std::size_t bytes) {
   const Position here = history_.size();
   history_.push_back({use, now_, before * kBase + use.ordinal + 1});
   extend_powers(history_.size());
+  if (use.begins) latest_group_ = uses_, latest_group_began_ = now_;
   now_ += bytes + 1;
-  if (use.begins) latest_group_ = uses_;
   ++uses_;
   known_[use.ordinal].places.push_back(here);
   if (expected) {
@@ -140,7 +140,8 @@ void AccessPlan::forget_oldest_half() {
 std::optional<AccessPlan::Coming> AccessPlan::coming(std::int64_t k) const {
   if (k >= 0) return knows() ? likely(static_cast<std::size_t>(k)) : std::nullopt;
   if (history_.size() < static_cast<std::size_t>(-k)) return std::nullopt;
-  return Coming{history_[history_.size() + k].use, now_};
+  const Entry& past = history_[history_.size() + k];
+  return Coming{past.use, past.time};
 }
 
 std::optional<AccessPlan::Coming> AccessPlan::likely(std::size_t k) const {
@@ -158,8 +159,11 @@ AccessPlan::NextUse AccessPlan::next_use(Ordinal ordinal) const {
   const auto& places = known_[ordinal].places;
   const auto next = std::upper_bound(places.begin(), places.end(), match_);
   if (next == places.end()) return {};  // not used within the period
-  const Entry& entry = history_[*next];
-  return {now_ + entry.time - history_[match_ + 1].time, entry.use.access};
+  Position first = *next, after = *next + 1;
+  while (!history_[first].use.begins && first > match_ + 1) --first;
+  while (after < history_.size() && !history_[after].use.begins) ++after;
+  const Time now_then = history_[match_ + 1].time, end = after < history_.size() ? history_[after].time : now_;
+  return {now_ + history_[first].time - now_then, now_ + end - now_then, history_[*next].use.access};
 }
 
 }  // namespace zeropage

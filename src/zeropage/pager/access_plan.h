@@ -48,16 +48,22 @@ class AccessPlan {
   /// The same one again, with no other in between, is the same use.
   void use(const Use& use, std::size_t bytes);
 
+  /// When all uses so far are over.
   Time now() const { return now_; }
-  /// Uses so far, and how many there were when the latest that began a group had not come.
+  /// Uses so far, and how many there were when the latest that began a group had not come; when that began.
   std::uint64_t uses() const { return uses_; }
   std::uint64_t latest_group() const { return latest_group_; }
+  Time latest_group_began() const { return latest_group_began_; }
   /// When the ordinal is used next, and how. Time kNever: the plan does not know.
   struct NextUse {
-    Time time = kNever;
+    Time begin = kNever, end = kNever;  // of the group in which it is
     Access access = Access::read;
   };
   NextUse next_use(Ordinal ordinal) const;
+  /// Of a group that goes through its members' pages between `begin` and `end`: when it comes to one of them.
+  static Time time_of_page(Time begin, Time end, std::size_t page, std::size_t pages) {
+    return begin + static_cast<Time>(static_cast<double>(end - begin) * static_cast<double>(page) / pages);
+  }
   /// The k-th use from now on, 0 the next, -1 the latest. None where the latest uses never came in this order before.
   std::optional<Coming> coming(std::int64_t k) const;
   bool knows() const { return match_ != kNowhere && confident_; }
@@ -102,6 +108,7 @@ class AccessPlan {
   bool confident_ = false;
   Time now_ = 0;
   std::uint64_t uses_ = 0, latest_group_ = 0;
+  Time latest_group_began_ = 0;
   std::uint64_t surprises_ = 0;
 };
 

@@ -20,16 +20,18 @@ std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache
   return std::shared_ptr<FrameCache>(new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device)));
 }
 
+Arena::SlabHook FrameCache::register_slab(const CacheOptions& options) {
+  return [this, register_memory = options.register_memory](std::span<std::byte> slab) {
+    registered_.push_back(register_memory(slab));
+  };
+}
+
 FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
     : generation_(process_generation()),
       page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
       device_limit_(options.device_bytes),
       host_limit_(options.device ? 0 : options.host_bytes),
-      memory_(device_limit_ + host_limit_, options.device,
-              [this, register_memory = options.register_memory](std::span<std::byte> slab) {
-                if (io_) io_->register_memory(slab);
-                if (register_memory) registered_.push_back(register_memory(slab));
-              }) {
+      memory_(device_limit_ + host_limit_, options.device, options.register_memory ? register_slab(options) : nullptr) {
   if (options.device) {  // [Note: two memories]
     CacheOptions host = options;
     host.device = nullptr;

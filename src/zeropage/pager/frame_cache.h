@@ -183,6 +183,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
+  Arena::SlabHook register_slab(const CacheOptions& options);
   // runs.cpp: which run a segment lies in, and where that is at home
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
   Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
@@ -211,6 +212,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::size_t pins_of_this_thread() const;
   void settle(Frame& frame) noexcept;
   void record_use(std::span<const PinRequest> requests, bool whole);
+  void note_progress(Run& run, std::size_t index);
   PagePin take_pin(Frame& frame, Segment& segment, std::size_t page, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t page);
   void let_go_of_page(PagePin& pin) noexcept;
@@ -237,7 +239,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   static bool is_reading(const Frame& frame);
   void consider(Frame& frame);
   void plan_anew();
-  bool compact(std::size_t bytes);
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
   void clean_behind(Lock& lock);
 
@@ -269,6 +270,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::shared_ptr<Ranks> ranks_;       // null but for the gathered one
   std::unique_ptr<Home> home_;         // of runs with no frame of their own
   AccessPlan plan_;
+  AccessPlan::Time now_ = 0;  // in the plan, and within a group whose pages are gone through
   VictimQueue victims_;
   ReadAhead ahead_;
   std::uint64_t planned_at_ = 0;  // surprises when victims were last ordered

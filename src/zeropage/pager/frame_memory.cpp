@@ -87,53 +87,6 @@ std::vector<Frame*> FrameMemory::window(std::size_t bytes, const std::function<b
   return frames;
 }
 
-bool FrameMemory::compact(std::size_t bytes, const std::function<bool(const Frame&)>& may_move,
-                          const std::function<void(Frame&, bool)>& moves) {
-  if (device_) return false;
-  struct Piece {
-    Frame* frame;
-    std::size_t hole;  // before it, or, of a null frame, at the end
-  };
-  std::vector<Piece> line;
-  const std::byte* at = arena_->base();
-  for (const auto& [data, frame] : frames_) {
-    line.push_back({frame.get(), static_cast<std::size_t>(data - at)});
-    at = data + frame->memory.bytes();
-  }
-  line.push_back({nullptr, static_cast<std::size_t>(arena_->base() + arena_->capacity() - at)});
-
-  // Of the frames [first, last) that move, the holes before each and before the next make the hole.
-  std::size_t best = ~std::size_t{0}, best_first = 0, best_last = 0;
-  std::size_t first = 0, moved = 0, holes = line.empty() ? 0 : line[0].hole;
-  for (std::size_t last = 0; last + 1 < line.size(); ++last) {
-    if (!may_move(*line[last].frame)) {
-      first = last + 1, moved = 0, holes = line[last + 1].hole;
-      continue;
-    }
-    moved += line[last].frame->memory.bytes();
-    holes += line[last + 1].hole;
-    while (first < last && holes - line[first].hole >= bytes) {
-      holes -= line[first].hole;
-      moved -= line[first].frame->memory.bytes();
-      ++first;
-    }
-    if (holes >= bytes && moved < best) best = moved, best_first = first, best_last = last + 1;
-  }
-  if (best == ~std::size_t{0}) return false;
-  std::byte* to = line[best_first].frame->memory.data() - line[best_first].hole;
-  for (std::size_t i = best_first; i < best_last; ++i) {
-    Frame& frame = *line[i].frame;
-    moves(frame, /*before=*/true);
-    auto node = frames_.extract(frame.memory.data());
-    arena_->slide(frame.memory, to);
-    node.key() = to;
-    frames_.insert(std::move(node));
-    moves(frame, /*before=*/false);
-    to += frame.memory.bytes();
-  }
-  return true;
-}
-
 void FrameMemory::copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
   device_ ? device_->copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
 }

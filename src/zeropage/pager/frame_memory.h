@@ -20,12 +20,8 @@ class FrameMemory {
   /// earliest next use is the latest. `may_leave` says which frames count. Empty if there is none.
   std::vector<Frame*> window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const;
 
-  /// Slides neighbours together, so that a hole of `bytes` comes about where holes were; the fewest bytes that do.
-  /// Calls `moves` before and after with each frame. `may_move` says which can: none that has a pin or a transfer.
-  /// False if there are no such neighbours, or the memory is a device's.
-  bool compact(std::size_t bytes, const std::function<bool(const Frame&)>& may_move,
-               const std::function<void(Frame&, bool before)>& moves);
-
+  /// Whether all that is free serves any frame: else frames need a hole, and `window` finds what makes one.
+  bool joins_holes() const { return arena_->joins_holes(); }
   const std::shared_ptr<DeviceMemory>& device() const { return device_; }
   const Budget& budget() const { return budget_; }
   std::size_t free() const { return budget_.limit() - budget_.used(); }

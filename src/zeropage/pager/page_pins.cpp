@@ -14,7 +14,7 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
   Run& run = *segment.run_;
   Page& page = run.pages[index];
   Frame* held = nullptr;
-  if (run.stream_page <= index) run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
+  note_progress(run, index);
   if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   try {
     while (true) {
@@ -49,6 +49,14 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
         host_limit_ > 0 ? "host_memory" : "device_memory"));
   }
   return take_pin(*held, segment, index, access);
+}
+
+/// Where the program is, when it takes a page of those that it goes through.
+void FrameCache::note_progress(Run& run, std::size_t index) {
+  if (run.stream_page > index) return;
+  run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
+  if (run.stream_use <= plan_.latest_group()) return;
+  now_ = std::max(now_, AccessPlan::time_of_page(run.stream_begin, run.stream_end, index, run.pages.size()));
 }
 
 /// Of a page that this thread has claimed: its content comes after all.
@@ -93,7 +101,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
   }
   if (page.frame || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
-  Frame* const frame = try_make_frame(lock, run, index, 1, plan_.now());
+  Frame* const frame = try_make_frame(lock, run, index, 1, now_);
   if (!frame) return {};
   page.frame = frame;
   frame->claimer = std::this_thread::get_id();

@@ -57,7 +57,7 @@ void FrameCache::add_pin(Frame& frame) {
 void FrameCache::drop_pin(Frame& frame) noexcept {
   count_pins(-1);
   if (--frame.pins > 0) return;
-  frame.last_use = plan_.now();
+  frame.last_use = now_;
   if (frame.transfers == 0) settle(frame);
   changed_.notify_all();
 }
@@ -87,6 +87,12 @@ void FrameCache::record_use(std::span<const PinRequest> requests, bool whole) {
     begins = whole;
     if (!whole) request.segment->run_->stream_use = plan_.uses(), request.segment->run_->stream_page = 0;
   }
+  for (const PinRequest& request : requests) {
+    if (whole) break;
+    request.segment->run_->stream_begin = plan_.latest_group_began();
+    request.segment->run_->stream_end = plan_.now();
+  }
+  now_ = whole ? plan_.now() : plan_.latest_group_began();
   if (plan_.surprises() != surprises) ahead_.restart();
 }
 
@@ -303,7 +309,7 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
 void FrameCache::empty(Lock& lock) {
   const std::size_t failed_before = failed_writes_;
   while (true) {
-    if (Frame* victim = victims_.best(plan_.now())) {
+    if (Frame* victim = victims_.best(now_)) {
       is_dirty(*victim) ? void(write_back(lock, *victim, Priority::demanded)) : evict_frame(*victim);
     } else if (writing_bytes_ > 0) {
       const std::size_t writing = writing_bytes_;

@@ -37,7 +37,7 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
       // What is gone through now is looked at to its end.
       if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
       const auto next = target(cache);
-      if (!next || next->time - cache.plan_.now() > limit) break;
+      if (!next || next->time > cache.now_ + limit) break;
       if (bring(cache, *next, lock) == Result::blocked) break;
       reached_ = next->time + 1;
       advance();
@@ -57,7 +57,10 @@ bool ReadAhead::find_group(const FrameCache& cache) {
     const Run* run = cache.by_ordinal_[coming->use.ordinal];
     const std::size_t pages = run && !coming->use.whole ? run->pages.size() : 1;
     steps_ = std::max(steps_, pages);
-    members_.push_back({coming->use, coming->time, pages, cache.bytes_of_ordinal_[coming->use.ordinal]});
+    const std::size_t bytes = cache.bytes_of_ordinal_[coming->use.ordinal];
+    if (members_.empty()) begin_ = coming->time;
+    end_ = coming->time + bytes;
+    members_.push_back({coming->use, pages, bytes});
   }
   return !members_.empty();
 }
@@ -72,7 +75,7 @@ std::optional<ReadAhead::Target> ReadAhead::target(const FrameCache& cache) {
     const Run* run = cache.by_ordinal_[member.use.ordinal];
     if (is_new && (!run || page < run->pages.size())) {
       const std::size_t pages = member.use.whole && run ? run->pages.size() : 1;
-      return Target{&member, page, pages, members_[0].time + page * (run ? run->page_bytes : 0) * members_.size()};
+      return Target{&member, page, pages, AccessPlan::time_of_page(begin_, end_, page, member.pages)};
     }
     advance();
   }
@@ -158,8 +161,8 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
     return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
   };
   while (lacking() > 0) {
-    Frame* const victim = cache.victims_.best(cache.plan_.now());
-    if (!victim || victim->next_use <= time) return Result::blocked;
+    Frame* const victim = cache.victims_.best(cache.now_, time);
+    if (!victim) return Result::blocked;
     if (!cache.is_dirty(*victim)) {
       cache.evict_frame(*victim);
       continue;

@@ -35,7 +35,6 @@ class ReadAhead {
  private:
   struct Member {
     AccessPlan::Use use;
-    AccessPlan::Time time;
     std::size_t pages, bytes;
   };
   struct Target {
@@ -61,6 +60,7 @@ class ReadAhead {
 
   std::uint64_t group_ = 0;  // the first use of what is looked at, counted from the first
   std::vector<Member> members_;
+  AccessPlan::Time begin_ = 0, end_ = 0;
   std::size_t steps_ = 0, step_ = 0, member_ = 0;
   std::deque<Room> kept_;
   std::int64_t kept_bytes_ = 0;

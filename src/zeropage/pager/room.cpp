@@ -40,21 +40,21 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     }
     plan_anew();
     const bool enough = writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
-    if (fragmented) {
-      if (compact(bytes) || clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
+    if (fragmented && !memory_.joins_holes()) {
+      if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
       if ((!clearing || writing_bytes_ == 0) && clear_window(bytes, 0, false, lock)) {
         clearing = true;
         continue;
       }
       clearing = false;
-    } else if (Frame* victim = enough ? nullptr : victims_.best(plan_.now())) {
+    } else if (Frame* victim = enough ? nullptr : victims_.best(now_)) {
       if (!is_dirty(*victim)) {
         evict_frame(*victim);
         continue;
       }
       // It is written now. What is clean and is not used soon leaves instead of being waited for.
       Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
-      if (clean && clean->next_use > plan_.now() + memory_.budget().limit() / 2) evict_frame(*clean);
+      if (clean && clean->next_use > now_ + memory_.budget().limit() / 2) evict_frame(*clean);
       write_back(lock, *victim, Priority::demanded);
       continue;
     }
@@ -102,10 +102,14 @@ Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, 
                                   AccessPlan::Time before) {
   bool fragmented = false;
   Frame* frame = memory_.try_make(run, first_page, pages, false, fragmented);
-  if (!frame && fragmented && compact(FrameMemory::bytes_of(run, first_page, pages))) {
+  if (!frame && fragmented && !memory_.joins_holes() &&
+      clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
     frame = memory_.try_make(run, first_page, pages, false, fragmented);
   }
-  if (!frame && fragmented && clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
+  while (!frame && fragmented && memory_.joins_holes()) {  // what is free is less than the pieces that can be joined
+    Frame* const victim = victims_.best(now_, before);
+    if (!victim || is_dirty(*victim)) break;
+    evict_frame(*victim);
     frame = memory_.try_make(run, first_page, pages, false, fragmented);
   }
   if (!frame) return nullptr;
@@ -158,13 +162,16 @@ void FrameCache::consider(Frame& frame) {
   const auto next = plan_.next_use(frame.ordinal);
   const bool is_read = next.access != Access::overwrite || frame.shares_page;
   AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
-  if (next.time != AccessPlan::kNever) time = next.time + frame.first_page * page_bytes_;
+  if (next.begin != AccessPlan::kNever) time = next.begin;
   if (!frame.run) return victims_.insert(frame, time, static_cast<int>(is_read));
-  // Of pages that are gone through now, those that have not been taken yet are next.
   const Run& run = *frame.run;
+  if (next.begin != AccessPlan::kNever) {
+    time = AccessPlan::time_of_page(next.begin, next.end, frame.first_page, run.pages.size());
+  }
+  // Of pages that are gone through now, those that have not been taken yet are next.
   constexpr std::size_t kLargestGroup = 8;
   if (frame.first_page >= run.stream_page && run.stream_use + kLargestGroup >= plan_.uses()) {
-    time = plan_.now() + (frame.first_page - run.stream_page) * run.page_bytes;
+    time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
   }
   victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
 }
@@ -175,21 +182,6 @@ void FrameCache::plan_anew() {
   planned_at_ = plan_.surprises();
   uses_when_planned_ = plan_.uses();
   victims_.for_each([this](Frame& frame) { consider(frame); });
-}
-
-/// Makes a hole of holes, by moving frames that nothing uses.
-bool FrameCache::compact(std::size_t bytes) {
-  int cost = -1;
-  return memory_.compact(
-      bytes, [](const Frame& frame) { return frame.cost >= 0; },
-      [&](Frame& frame, bool before) {
-        if (before) {
-          cost = frame.cost;
-          victims_.remove(frame);
-        } else {
-          victims_.insert(frame, frame.next_use, cost);
-        }
-      });
 }
 
 /// Evicts neighbours that together with the holes between them make `bytes`. True if there is something new to look

@@ -19,12 +19,13 @@ void VictimQueue::remove(Frame& frame) {
   frame.cost = -1;
 }
 
-Frame* VictimQueue::best(AccessPlan::Time now) const {
+Frame* VictimQueue::best(AccessPlan::Time now, AccessPlan::Time after) const {
   Frame* best = nullptr;
   double best_worth = -1;
   for (int cost = 0; cost < 3; ++cost) {
     if (frames_[cost].empty()) continue;
     Frame* frame = *frames_[cost].begin();
+    if (frame->next_use <= after) continue;
     // How long it would stay for one transfer spared. What has no planned use goes first, the least recently used of
     // them.
     const auto distance = static_cast<double>(frame->next_use > now ? frame->next_use - now : 1);

@@ -21,8 +21,8 @@ class VictimQueue {
 
   void insert(Frame& frame, AccessPlan::Time next_use, int cost);
   void remove(Frame& frame);
-  /// Null if there is none.
-  Frame* best(AccessPlan::Time now) const;
+  /// Of those whose next use is later than `after`. Null if there is none.
+  Frame* best(AccessPlan::Time now, AccessPlan::Time after = 0) const;
   /// Of those that cost no write. `clean` says which frames of cost 1 do not.
   Frame* best_clean(const std::function<bool(const Frame&)>& clean) const;
   /// The first to leave of one cost, or null; and the bytes of all.
