@@ -278,6 +278,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::unordered_map<Run*, std::unique_ptr<Run>> runs_;
   std::vector<Run*> by_ordinal_;  // null: dead, or not to be gathered ahead
   std::vector<std::size_t> bytes_of_ordinal_;
+  std::size_t pageable_bytes_ = 0, pageable_peak_ = 0;         // of all runs whose home is elsewhere
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
   std::size_t held_bytes_ = 0;                                 // by operators

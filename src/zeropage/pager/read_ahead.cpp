@@ -7,10 +7,16 @@
 namespace zeropage {
 namespace {
 
-// Enough to keep a disk busy through one operator.
-constexpr std::size_t kMostAhead = 64 * kMiB, kMostWriting = 64 * kMiB;
+constexpr std::size_t kMostAhead = 64 * kMiB;  // enough to keep a disk busy through one operator
 
 }  // namespace
+
+/// [Note: how far ahead]
+std::size_t ReadAhead::window(const FrameCache& cache) {
+  const std::size_t limit = cache.memory_.budget().limit();
+  const std::size_t missing = cache.pageable_peak_ > limit ? cache.pageable_peak_ - limit : 0;
+  return std::min({kMostAhead, limit / 8, std::max(missing / 16, cache.page_bytes_)});
+}
 
 void ReadAhead::restart() {
   group_ = 0;
@@ -31,17 +37,20 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
   }
   const std::size_t limit = cache.memory_.budget().limit();
   try {
-    const auto most = static_cast<std::int64_t>(std::min(kMostAhead, limit / 8));
+    const auto most = static_cast<std::int64_t>(window(cache));
+    bool all = false;  // that comes soon was looked at
     while (static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
       if (again_) restart();
       // What is gone through now is looked at to its end.
       if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
       const auto next = target(cache);
-      if (!next || next->time > cache.now_ + limit) break;
+      all = !next || next->time > cache.now_ + limit;
+      if (all) break;
       if (bring(cache, *next, lock) == Result::blocked) break;
       reached_ = next->time + 1;
       advance();
     }
+    if (!all && cache.pageable_peak_ > limit) write_behind(cache, static_cast<std::size_t>(most) / 2, lock);
   } catch (...) {
     // What could not start ahead starts again when it is demanded, and its error is told then.
   }
@@ -153,10 +162,21 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
   return Result::there;
 }
 
+/// There is more to read than may be read yet: what will leave for it is written home, so that it can leave at once.
+void ReadAhead::write_behind(FrameCache& cache, std::size_t most, std::unique_lock<std::mutex>& lock) {
+  while (cache.memory_.free() + cache.writing_bytes_ < most) {
+    Frame* const victim = cache.victims_.first(2);
+    if (!victim || victim->next_use <= reached_) return;
+    const std::size_t lacking = most - cache.memory_.free() - cache.writing_bytes_;
+    const auto clean = [&](const Frame& frame) { return !cache.is_dirty(frame); };
+    if (cache.victims_.bytes_before(*victim, cache.now_, lacking, clean) >= lacking) return;
+    if (!cache.write_back(lock, *victim, Priority::behind)) return;
+  }
+}
+
 /// Until `bytes` are free beside what is kept: clean frames that are used later leave, and dirty ones are written.
 ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time,
                                        std::unique_lock<std::mutex>& lock) {
-  const std::size_t limit = cache.memory_.budget().limit();
   const auto lacking = [&] {
     return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
   };
@@ -169,7 +189,7 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
     }
     // Enough is on its way home to make the room, or to keep a disk busy.
     const auto writing = static_cast<std::int64_t>(cache.writing_bytes_);
-    if (writing >= std::max(lacking(), static_cast<std::int64_t>(std::min(kMostWriting, limit / 8))) ||
+    if (writing >= std::max(lacking(), static_cast<std::int64_t>(window(cache))) ||
         !cache.write_back(lock, *victim, Priority::behind))
       return Result::blocked;
   }

@@ -5,7 +5,11 @@
 //
 // [Note: how far ahead] Who leaves is best decided late: of 12 pages used in turn, 6 of which fit, 6.5 are read in
 // each turn if each is read when it is needed, and all 12 if as early as can be, since then memory always holds the
-// next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory.
+// next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory, and a
+// sixteenth of what memory lacks: the less is missing, the less the disk has to do.
+//
+// [Note: written before it must leave] While more is to be read than may be yet, what will leave for it is written
+// home already: a read that waits for a write takes twice the time.
 //
 // Under the cache's lock; it never waits. The cache calls it when an operator has pinned or let go, and, where ranks
 // need not agree, when a transfer has ended: so that one transfer starts the next while no thread waits.
@@ -44,12 +48,14 @@ class ReadAhead {
   };
   enum class Result { there, blocked };
 
+  static std::size_t window(const FrameCache& cache);
   bool find_group(const FrameCache& cache);
   std::optional<Target> target(const FrameCache& cache);
   void advance();
   Result bring(FrameCache& cache, const Target& target, std::unique_lock<std::mutex>& lock);
   Result read(FrameCache& cache, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time time,
               std::unique_lock<std::mutex>& lock);
+  void write_behind(FrameCache& cache, std::size_t most, std::unique_lock<std::mutex>& lock);
   Result make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time, std::unique_lock<std::mutex>& lock);
   void keep_room(std::int64_t bytes);
 

@@ -171,6 +171,8 @@ void FrameCache::add_run(std::unique_ptr<Run> owned) {
 }
 
 void FrameCache::count_home(const Run& run, bool created) {
+  pageable_bytes_ += run.home ? (created ? 1 : -1) * round_up(run.bytes, kBlockBytes) : 0;
+  pageable_peak_ = std::max(pageable_peak_, pageable_bytes_);
   if (run.below || ranks_) return;  // it is counted there
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
   std::size_t& bytes = stats_.home_bytes[role][tier];

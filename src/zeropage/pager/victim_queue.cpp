@@ -26,13 +26,30 @@ Frame* VictimQueue::best(AccessPlan::Time now, AccessPlan::Time after) const {
     if (frames_[cost].empty()) continue;
     Frame* frame = *frames_[cost].begin();
     if (frame->next_use <= after) continue;
-    // How long it would stay for one transfer spared. What has no planned use goes first, the least recently used of
-    // them.
-    const auto distance = static_cast<double>(frame->next_use > now ? frame->next_use - now : 1);
-    const double worth = is_planned(frame->next_use) ? (cost == 0 ? 1e18 : distance / cost) : distance;
+    const double worth = worth_of_leaving(*frame, now);
     if (worth > best_worth) best = frame, best_worth = worth;
   }
   return best;
+}
+
+/// How long it would stay for one transfer spared. What has no planned use goes first, the least recently used of them.
+double VictimQueue::worth_of_leaving(const Frame& frame, AccessPlan::Time now) {
+  const auto distance = static_cast<double>(frame.next_use > now ? frame.next_use - now : 1);
+  if (!is_planned(frame.next_use)) return distance;
+  return frame.cost == 0 ? 1e18 : distance / frame.cost;
+}
+
+std::size_t VictimQueue::bytes_before(const Frame& frame, AccessPlan::Time now, std::size_t enough,
+                                      const std::function<bool(const Frame&)>& counts) const {
+  const double worth = worth_of_leaving(frame, now);
+  std::size_t bytes = 0;
+  for (int cost = 0; cost < frame.cost; ++cost) {
+    for (const Frame* other : frames_[cost]) {
+      if (bytes >= enough || worth_of_leaving(*other, now) <= worth) break;
+      if (counts(*other)) bytes += other->memory.bytes();
+    }
+  }
+  return bytes;
 }
 
 Frame* VictimQueue::best_clean(const std::function<bool(const Frame&)>& clean) const {

@@ -23,6 +23,9 @@ class VictimQueue {
   void remove(Frame& frame);
   /// Of those whose next use is later than `after`. Null if there is none.
   Frame* best(AccessPlan::Time now, AccessPlan::Time after = 0) const;
+  /// Bytes of frames that `counts` counts and that leave before `frame`; no more are looked at once there are `enough`.
+  std::size_t bytes_before(const Frame& frame, AccessPlan::Time now, std::size_t enough,
+                           const std::function<bool(const Frame&)>& counts) const;
   /// Of those that cost no write. `clean` says which frames of cost 1 do not.
   Frame* best_clean(const std::function<bool(const Frame&)>& clean) const;
   /// The first to leave of one cost, or null; and the bytes of all.
@@ -33,6 +36,7 @@ class VictimQueue {
   void for_each(const std::function<void(Frame&)>& visit) const;
 
  private:
+  static double worth_of_leaving(const Frame& frame, AccessPlan::Time now);
   struct Later {
     bool operator()(const Frame* a, const Frame* b) const {
       if (a->next_use != b->next_use) return a->next_use > b->next_use;
