@@ -4,23 +4,14 @@ ratio: the worse of read and write, of both engines, against the best of fio's c
 """
 
 import argparse
-import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
 
+from _build import build
 from _common import finish, turns
 from _disk import FIO, fio, huge_pages
-
-BUILD = pathlib.Path("build/bench")
-
-
-def build() -> pathlib.Path:
-    configure = ["cmake", "-S.", f"-B{BUILD}", "-GNinja", "-DZEROPAGE_BENCH=ON", "-DZEROPAGE_TORCH=OFF"]
-    for command in ([*configure, f"-DPython3_EXECUTABLE={sys.executable}"], ["ninja", "-C", str(BUILD), "transfers"]):
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return BUILD / "bench" / "transfers"
 
 
 def main() -> None:
@@ -30,7 +21,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
-    transfers = build()
+    transfers = build("transfers")
 
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
         if not may:

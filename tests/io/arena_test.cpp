@@ -70,7 +70,8 @@ TEST_CASE("holes of all sizes join, and no block moves") {
   for (std::size_t i = 0; i < blocks.size(); i += 2) {
     CHECK(blocks[i].data() == places[i]);
     const auto value = static_cast<std::byte>(i);
-    CHECK(std::all_of(blocks[i].data(), blocks[i].data() + blocks[i].bytes(), [&](std::byte b) { return b == value; }));
+    CHECK(
+        std::all_of(blocks[i].data(), blocks[i].data() + blocks[i].bytes(), [&](std::byte b) { return b == value; }));
   }
 }
 

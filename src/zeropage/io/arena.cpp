@@ -53,10 +53,7 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
 }
 
 Arena::Arena(std::span<std::byte> region)
-    : base_(region.data()),
-      capacity_(round_down(region.size(), kBlockBytes)),
-      span_(capacity_),
-      mapped_(false) {
+    : base_(region.data()), capacity_(round_down(region.size(), kBlockBytes)), span_(capacity_), mapped_(false) {
   free_.release(0, capacity_);
 }
 
@@ -153,8 +150,8 @@ bool Arena::map_anew(Range mapping, std::size_t to) {
   return true;
 }
 
-/// Addresses that memory has left are free for other memory to come; if another thread's mapping was quicker, they are
-/// lost to us.
+/// Addresses that memory has left are free for other memory to come; if another thread's mapping was quicker, they
+/// are lost to us.
 void Arena::keep_addresses(Range range) {
   constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
   void* const wanted = base_ + range.offset;

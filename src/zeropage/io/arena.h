@@ -1,10 +1,10 @@
 // One region of memory on huge pages, from which every buffer that a disk reads into or writes from is cut.
 // Physically contiguous buffers are worth a factor of two with O_DIRECT: the kernel merges what lies together.
 //
-// [Note: no fragmentation] Blocks of many sizes come and go, and soon no hole is as large as what is asked for, though
-// holes in all are. Here a hole is then made of holes: their memory is mapped anew, one piece behind the other, at
-// addresses that were kept free for this (mremap: nothing is copied, no block moves, about 10 us a piece). Pieces are
-// whole units, few enough for the kernel's count of mappings (vm.max_map_count, 65,530 by default).
+// [Note: no fragmentation] Blocks of many sizes come and go, and soon no hole is as large as what is asked for,
+// though holes in all are. Here a hole is then made of holes: their memory is mapped anew, one piece behind the
+// other, at addresses that were kept free for this (mremap: nothing is copied, no block moves, about 10 us a piece).
+// Pieces are whole units, few enough for the kernel's count of mappings (vm.max_map_count, 65,530 by default).
 //
 // Memory that is registered with a device cannot be mapped anew: with a hook, the region is touched slab by slab, and
 // each slab is announced when it is first used. A forked child does not see the region.

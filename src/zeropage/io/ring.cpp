@@ -1,6 +1,6 @@
-// Io over io_uring: one ring, and one thread that submits and reaps. Only that thread submits, since the kernel cancels
-// what a thread has under way when the thread ends, and programs' threads end. Buffers are not registered: on huge
-// pages that gains nothing (bench-io), and memory that is registered cannot be mapped anew.
+// Io over io_uring: one ring, and one thread that submits and reaps. Only that thread submits, since the kernel
+// cancels what a thread has under way when the thread ends, and programs' threads end. Buffers are not registered: on
+// huge pages that gains nothing (bench-io), and memory that is registered cannot be mapped anew.
 #include "zeropage/io/transfer_queue.h"
 
 #ifdef ZEROPAGE_HAS_LIBURING

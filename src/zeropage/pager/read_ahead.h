@@ -5,8 +5,8 @@
 //
 // [Note: how far ahead] Who leaves is best decided late: of 12 pages used in turn, 6 of which fit, 6.5 are read in
 // each turn if each is read when it is needed, and all 12 if as early as can be, since then memory always holds the
-// next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory, and a
-// sixteenth of what memory lacks: the less is missing, the less the disk has to do.
+// next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory, and
+// a sixteenth of what memory lacks: the less is missing, the less the disk has to do.
 //
 // [Note: written before it must leave] While more is to be read than may be yet, what will leave for it is written
 // home already: a read that waits for a write takes twice the time.

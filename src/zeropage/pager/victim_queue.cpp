@@ -32,7 +32,8 @@ Frame* VictimQueue::best(AccessPlan::Time now, AccessPlan::Time after) const {
   return best;
 }
 
-/// How long it would stay for one transfer spared. What has no planned use goes first, the least recently used of them.
+/// How long it would stay for one transfer spared. What has no planned use goes first, the least recently used of
+/// them.
 double VictimQueue::worth_of_leaving(const Frame& frame, AccessPlan::Time now) {
   const auto distance = static_cast<double>(frame.next_use > now ? frame.next_use - now : 1);
   if (!is_planned(frame.next_use)) return distance;
@@ -42,10 +43,12 @@ double VictimQueue::worth_of_leaving(const Frame& frame, AccessPlan::Time now) {
 std::size_t VictimQueue::bytes_before(const Frame& frame, AccessPlan::Time now, std::size_t enough,
                                       const std::function<bool(const Frame&)>& counts) const {
   const double worth = worth_of_leaving(frame, now);
-  std::size_t bytes = 0;
+  std::size_t bytes = 0, looked_at = 0;
+  constexpr std::size_t kFew = 16;
   for (int cost = 0; cost < frame.cost; ++cost) {
     for (const Frame* other : frames_[cost]) {
       if (bytes >= enough || worth_of_leaving(*other, now) <= worth) break;
+      if (++looked_at > kFew) return enough;
       if (counts(*other)) bytes += other->memory.bytes();
     }
   }

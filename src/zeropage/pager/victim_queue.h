@@ -23,7 +23,8 @@ class VictimQueue {
   void remove(Frame& frame);
   /// Of those whose next use is later than `after`. Null if there is none.
   Frame* best(AccessPlan::Time now, AccessPlan::Time after = 0) const;
-  /// Bytes of frames that `counts` counts and that leave before `frame`; no more are looked at once there are `enough`.
+  /// Bytes of frames that `counts` counts and that leave before `frame`. At least `enough` if they are more than a
+  /// few: no more are looked at.
   std::size_t bytes_before(const Frame& frame, AccessPlan::Time now, std::size_t enough,
                            const std::function<bool(const Frame&)>& counts) const;
   /// Of those that cost no write. `clean` says which frames of cost 1 do not.
