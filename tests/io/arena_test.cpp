@@ -108,3 +108,19 @@ TEST_CASE("memory that is registered is not mapped anew") {
   a.reset(), c.reset();
   CHECK_FALSE(arena.try_allocate(6 * kMiB));
 }
+
+TEST_CASE("a large arena, whose units are many blocks and do not divide it, joins what its units allow") {
+  Arena arena(37 * 1024 * kMiB + 6 * kMiB);  // untouched but for a few bytes
+  std::vector<Block> blocks;
+  for (std::size_t used = 0; used + 37 * kMiB <= arena.capacity(); used += 37 * kMiB) {
+    blocks.push_back(std::move(*arena.try_allocate(37 * kMiB)));
+    *blocks.back().data() = static_cast<std::byte>(blocks.size());
+  }
+  for (std::size_t i = 0; i < blocks.size(); i += 2) blocks[i] = {};
+  for (int round = 0; round < 3; ++round) {
+    auto joined = arena.try_allocate(1024 * kMiB);
+    REQUIRE(joined);
+    joined->data()[0] = joined->data()[joined->bytes() - 1] = std::byte{1};
+  }
+  for (std::size_t i = 1; i < blocks.size(); i += 2) CHECK(*blocks[i].data() == static_cast<std::byte>(i + 1));
+}

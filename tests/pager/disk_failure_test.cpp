@@ -68,3 +68,34 @@ TEST_CASE_FIXTURE(CacheFixture,
   for (auto& s : segments) cache->evict(*s);
   for (unsigned i = 0; i < 5; ++i) CHECK(holds(*segments[i], i));
 }
+
+TEST_CASE_FIXTURE(CacheFixture, "writes ahead of need that keep failing are told of, not tried for ever") {
+  make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);
+  std::vector<std::unique_ptr<TestSegment>> segments;
+  for (unsigned i = 0; i < 40; ++i) segments.push_back(segment(16 * K));
+  for (int period = 0; period < 3; ++period) {
+    for (unsigned i = 0; i < 40; ++i) write(*segments[i], i);
+  }
+  cache->wait();
+  const int before = io->writes;
+  io->set_outcome([](const Transfer& t) { return t.direction == Direction::write ? -static_cast<long>(EIO) : 1L; });
+  int told = 0;
+  for (unsigned i = 0; i < 40 && told == 0; ++i) {
+    try {
+      const PinRequest request{segments[i].get(), Access::write};
+      cache->pin({&request, 1});
+      cache->unpin({&request, 1});
+    } catch (const DiskError&) {
+      ++told;
+    }
+  }
+  try {
+    cache->wait();
+  } catch (const DiskError&) {
+    ++told;
+  }
+  CHECK(told > 0);
+  CHECK(io->writes - before < 100);
+  io->set_outcome([](const Transfer&) { return 1L; });
+  for (unsigned i = 0; i < 40; ++i) CHECK(holds(*segments[i], i));
+}

@@ -27,18 +27,33 @@ Block::~Block() {
 
 namespace {
 
-constexpr std::size_t kSpread = 16;           // addresses for each byte of memory
-constexpr std::size_t kMostUnits = 1U << 14;  // each may become a mapping of its own
+constexpr std::size_t kSpread = 16;              // addresses for each byte of memory
+constexpr std::size_t kMostMappings = 1U << 14;  // of an arena; beside them lie bare addresses, which count too
+
+/// Kernels before 5.7 cannot.
+bool may_map_anew() {
+  static const bool may = [] {
+    constexpr int kProtection = PROT_READ | PROT_WRITE, kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+    void* const two = ::mmap(nullptr, 2 * kBlockBytes, kProtection, kFlags, -1, 0);
+    if (two == MAP_FAILED) return false;
+    void* const second = static_cast<std::byte*>(two) + kBlockBytes;
+    constexpr int kHow = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+    const bool done = ::mremap(two, kBlockBytes, kBlockBytes, kHow, second) != MAP_FAILED;
+    ::munmap(two, 2 * kBlockBytes);
+    return done;
+  }();
+  return may;
+}
 
 }  // namespace
 
 Arena::Arena(std::size_t capacity, SlabHook on_first_use)
     : capacity_(round_up(std::max(capacity, kHugePageBytes), kHugePageBytes)),
       span_(capacity_),
-      unit_(std::max(std::bit_ceil(capacity_ / kMostUnits), kBlockBytes)),
+      unit_(std::clamp(std::bit_ceil(capacity_ / kMostMappings), kBlockBytes, kHugePageBytes)),
       on_first_use_(std::move(on_first_use)),
       announced_(ceil_div(capacity_, kSlabBytes), false) {
-  if (!on_first_use_) reserve(kSpread * capacity_);
+  if (!on_first_use_ && may_map_anew()) reserve(kSpread * capacity_);
   if (!base_) reserve(capacity_);
   if (!base_ || ::mprotect(base_, capacity_, PROT_READ | PROT_WRITE) != 0) {
     throw BudgetError(fmt::format("cannot map {} of memory ({}); lower device_memory or host_memory",
@@ -96,12 +111,12 @@ bool Arena::join_holes(std::size_t bytes) {
   std::size_t found = 0;
   free_.visit_largest([&](std::size_t offset, std::size_t size) {
     const std::size_t begin = round_up(offset, unit_), end = round_down(offset + size, unit_);
-    if (begin >= end) return size > unit_;
+    if (begin >= end) return size >= unit_;
     holes.push_back({begin, std::min(end - begin, wanted - found)});
     found += holes.back().bytes;
     return found < wanted;
   });
-  if (found < wanted) return false;
+  if (found < wanted || mappings_.size() + holes.size() > kMostMappings) return false;
   const auto to = bare_.take(wanted);
   if (!to) return false;
   std::size_t moved = 0;
@@ -109,12 +124,14 @@ bool Arena::join_holes(std::size_t bytes) {
     for (const Range& piece : mappings_in(hole)) {
       // Refused where the kernel has reached its most mappings: what has not moved stays where it is.
       if (!map_anew(piece, *to + moved)) {
-        keep_addresses({*to + moved, wanted - moved});
+        // Whether the kernel has given up the addresses of the piece is not known: they are ours no more.
+        const std::size_t lost = moved + piece.bytes;
+        if (lost < wanted) bare_.release(*to + lost, wanted - lost);
         if (moved > 0) free_.release(*to, moved);
         return false;
       }
       free_.take_at(piece.offset, piece.bytes);
-      keep_addresses(piece);
+      bare_.release(piece.offset, piece.bytes);
       moved += piece.bytes;
     }
   }
@@ -143,21 +160,15 @@ std::vector<Arena::Range> Arena::mappings_in(Range range) {
 
 bool Arena::map_anew(Range mapping, std::size_t to) {
   std::byte* const from = base_ + mapping.offset;
-  void* const moved = ::mremap(from, mapping.bytes, mapping.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base_ + to);
-  if (moved == MAP_FAILED) return false;
-  mappings_.erase(mapping.offset);
-  mappings_.emplace(to, mapping.bytes);
+  // The addresses that it leaves stay ours: no other thread's mapping can come between.
+  constexpr int kHow = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+  if (::mremap(from, mapping.bytes, mapping.bytes, kHow, base_ + to) == MAP_FAILED) return false;
+  constexpr int kBare = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  (void)::mmap(from, mapping.bytes, PROT_NONE, kBare, -1, 0);  // refused: they have no memory all the same
+  auto node = mappings_.extract(mapping.offset);
+  node.key() = to;
+  mappings_.insert(std::move(node));
   return true;
-}
-
-/// Addresses that memory has left are free for other memory to come; if another thread's mapping was quicker, they
-/// are lost to us.
-void Arena::keep_addresses(Range range) {
-  constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
-  void* const wanted = base_ + range.offset;
-  void* const got = ::mmap(wanted, range.bytes, PROT_NONE, kHow, -1, 0);
-  if (got == wanted) return bare_.release(range.offset, range.bytes);
-  if (got != MAP_FAILED) ::munmap(got, range.bytes);  // a kernel that takes the address for a wish
 }
 
 void Arena::give_back(std::byte* data, std::size_t bytes) {

@@ -79,7 +79,6 @@ class Arena {
   bool join_holes(std::size_t bytes);
   std::vector<Range> mappings_in(Range range);
   bool map_anew(Range mapping, std::size_t to);
-  void keep_addresses(Range range);
 
   std::mutex mutex_;
   std::byte* base_ = nullptr;

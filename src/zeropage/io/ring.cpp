@@ -161,7 +161,7 @@ class Ring final : public Io {
     {
       std::lock_guard lock(mutex_);
       refused_ = error;
-      while (auto request = queue_.pop()) {
+      while (auto request = queue_.drain()) {
         queue_.over(*request);
         request->state->error = error;
         if (request->state->requests_left.fetch_sub(1) == 1) failed.push_back(std::move(request->state));

@@ -66,6 +66,17 @@ std::optional<Request> TransferQueue::pop() {
   return request;
 }
 
+std::optional<Request> TransferQueue::drain() {
+  for (auto& lane : lanes_) {
+    if (lane.empty()) continue;
+    Request request = std::move(lane.front());
+    lane.pop_front();
+    ++in_flight_;
+    return request;
+  }
+  return std::nullopt;
+}
+
 void TransferQueue::over(const Request&) { --in_flight_; }
 
 void TransferQueue::again(Request request) {

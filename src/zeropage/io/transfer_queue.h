@@ -51,6 +51,8 @@ class TransferQueue {
   void push(std::shared_ptr<TransferState> state, Priority priority);
   /// The request to start next; none if there is none, or enough is in flight.
   std::optional<Request> pop();
+  /// Any request that is queued, whatever is in flight: when nothing is started any more.
+  std::optional<Request> drain();
   /// A request that was popped is over.
   void over(const Request& request);
   /// A request that was popped must be started again for its rest.

@@ -68,6 +68,7 @@ struct Frame {
   Run* run = nullptr;         // null: it died
   std::uint32_t ordinal = 0;  // of the run, in the plan
   bool shares_page = false;   // the run has several tensors
+  std::size_t run_pages = 1;  // of the run
   std::size_t first_page = 0;
   std::size_t pages = 0;
   Block memory;
@@ -111,7 +112,7 @@ struct Run {
   std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
   std::uint64_t stream_begin = 0, stream_end = 0;  // of its group, in the plan's time
   std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
-  std::size_t transfers = 0;                  // under way; a run that dies lives until they end
+  std::size_t transfers = 0;                       // under way; a run that dies lives until they end
   bool dead = false;
   bool listed = false;         // among those that may have room
   Frame* assembled = nullptr;  // the frame in which a thread is bringing it together

@@ -109,14 +109,12 @@ void FrameCache::finish_close() noexcept {
     if (frame->pins == 0) free.push_back(frame.get());
   }
   for (Frame* frame : free) {
+    forget_frame(*frame);
     victims_.remove(*frame);
     memory_.drop(*frame);
   }
   for (auto& [_, run] : runs_) {
     run->extent = {};
-    for (Page& page : run->pages) {
-      if (std::find(free.begin(), free.end(), page.frame) != free.end()) page.frame = nullptr;
-    }
     if (run->below) {
       home_->forget(*run);
       run->below.reset();
@@ -238,8 +236,9 @@ void FrameCache::share_changes(Segment& segment) {
   for (Page& page : run.pages) {
     if (page.frame && page.frame->pins > 0) {
       throw AccessError(
-          "a tensor that is split over ranks cannot be updated while it is pinned; let go of zeropage.pinned(tensor) "
-          "first");
+          "a tensor that is split over ranks cannot be updated while it, or a small tensor beside it in the same "
+          "page, "
+          "is pinned; let go of zeropage.pinned(tensor) first");
     }
   }
   give_up_frames(lock, run);

@@ -202,7 +202,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void hold(Lock& lock, std::vector<Hold>& holds);
   void take_frame(Lock& lock, Hold& hold);
   void wait_for_content(Lock& lock, std::vector<Hold>& holds);
-  void commit(Hold& hold);
+  void fill(Hold& hold);
+  void commit(Hold& hold) noexcept;
   void let_go(std::vector<Hold>& holds) noexcept;
   void empty(Lock& lock);
   void mark(Run& run, std::size_t page, Access access);
@@ -233,6 +234,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   // room.cpp: memory, and what leaves it
   Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
+  static void forget_frame(const Frame& frame) noexcept;
   void drop_frame(Frame& frame);
   void evict_frame(Frame& frame);
   bool is_dirty(const Frame& frame) const;

@@ -32,6 +32,7 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   frame->run = &run;
   frame->ordinal = run.ordinal;
   frame->shares_page = run.shares_page();
+  frame->run_pages = run.pages.size();
   frame->first_page = first_page;
   frame->pages = pages;
   frame->memory = std::move(*memory);

@@ -207,6 +207,7 @@ void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
   for (const Hold& hold : holds)
     more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
   if (held_bytes_ + homes_in(Tier::device) + more > device_limit_) throw Shortage{};
+  for (Hold& hold : holds) fill(hold);
 }
 
 void FrameCache::take_frame(Lock& lock, Hold& hold) {
@@ -265,32 +266,47 @@ void FrameCache::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   }
 }
 
-/// All pages of the run are in its new frame from now on. Throws nothing.
-void FrameCache::commit(Hold& hold) {
+/// Fills a new frame with what lies in other frames, or nowhere. All that can fail is done here, before any page's
+/// state changes.
+void FrameCache::fill(Hold& hold) {
   if (!hold.is_new) return;
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
-  std::vector<Frame*> others;
   order_after(frame);
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
-    Page& page = run.pages[i];
+    const Page& page = run.pages[i];
     std::byte* const into = frame.memory.data() + i * run.page_bytes;
     if (page.frame == &frame) continue;
-    if (Frame* other = page.frame) {
-      order_after(*other);
+    if (page.frame) {
+      order_after(*page.frame);
       memory_.copy(into, address(run, i), run.bytes_of(i));
-      mark_used(*other);
-      if (std::find(others.begin(), others.end(), other) == others.end()) others.push_back(other);
+      mark_used(*page.frame);
+    } else if (page.state == Residency::zero && hold.read) {
+      memory_.clear(into, run.bytes_of(i));
+    }
+  }
+  if (memory_.device()) frame.ready = memory_.device()->now();
+}
+
+/// All pages of the run are in its new frame from now on.
+void FrameCache::commit(Hold& hold) noexcept {
+  if (!hold.is_new) return;
+  Run& run = *hold.run;
+  Frame& frame = *hold.frame;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    Page& page = run.pages[i];
+    if (page.frame == &frame) continue;
+    Frame* const other = std::exchange(page.frame, &frame);
+    if (other) {
+      // Its last page here: none behind points to it.
+      const bool more = i + 1 < run.pages.size() && run.pages[i + 1].frame == other;
+      if (!more) drop_frame(*other);
     } else if (page.state == Residency::zero) {
-      if (hold.read) memory_.clear(into, run.bytes_of(i));
       page.state = run.gathered() ? Residency::clean : Residency::dirty;
     } else {
       page.state = Residency::clean;  // it is about to be overwritten
     }
-    page.frame = &frame;
   }
-  for (Frame* other : others) drop_frame(*other);
-  if (memory_.device()) frame.ready = memory_.device()->now();
   frame.assembling = false;
   run.assembled = nullptr;
   changed_.notify_all();

@@ -29,6 +29,8 @@ void ReadAhead::restart() {
 
 void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
   if (running_ || cache.closed_ || !cache.plan_.knows()) return;  // running: where a read of ranks gave up the lock
+  // What failed to be written is told first, lest it be tried for ever.
+  if (cache.failed_write_ && !cache.ranks_) return;
   running_ = true;
   const std::uint64_t uses = cache.plan_.uses();
   while (!kept_.empty() && kept_.front().use < uses) {
@@ -164,19 +166,21 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
 
 /// There is more to read than may be read yet: what will leave for it is written home, so that it can leave at once.
 void ReadAhead::write_behind(FrameCache& cache, std::size_t most, std::unique_lock<std::mutex>& lock) {
+  const std::size_t failed_before = cache.failed_writes_;
   while (cache.memory_.free() + cache.writing_bytes_ < most) {
     Frame* const victim = cache.victims_.first(2);
     if (!victim || victim->next_use <= reached_) return;
     const std::size_t lacking = most - cache.memory_.free() - cache.writing_bytes_;
     const auto clean = [&](const Frame& frame) { return !cache.is_dirty(frame); };
     if (cache.victims_.bytes_before(*victim, cache.now_, lacking, clean) >= lacking) return;
-    if (!cache.write_back(lock, *victim, Priority::behind)) return;
+    if (!cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before) return;
   }
 }
 
 /// Until `bytes` are free beside what is kept: clean frames that are used later leave, and dirty ones are written.
 ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time,
                                        std::unique_lock<std::mutex>& lock) {
+  const std::size_t failed_before = cache.failed_writes_;
   const auto lacking = [&] {
     return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
   };
@@ -190,7 +194,7 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
     // Enough is on its way home to make the room, or to keep a disk busy.
     const auto writing = static_cast<std::int64_t>(cache.writing_bytes_);
     if (writing >= std::max(lacking(), static_cast<std::int64_t>(window(cache))) ||
-        !cache.write_back(lock, *victim, Priority::behind))
+        !cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before)
       return Result::blocked;
   }
   return Result::there;

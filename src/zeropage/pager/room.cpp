@@ -39,7 +39,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       std::rethrow_exception(std::exchange(failed_write_, nullptr));
     }
     plan_anew();
-    const bool enough = writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
+    const bool enough = !fragmented && writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
     if (fragmented && !memory_.joins_holes()) {
       if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
       if ((!clearing || writing_bytes_ == 0) && clear_window(bytes, 0, false, lock)) {
@@ -60,9 +60,15 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     }
     if (ranks_ && reading_bytes_ > 0) {  // a gather ends when it is waited for
       const auto& frames = memory_.frames();
-      const auto reading = std::find_if(frames.begin(), frames.end(), [](auto& f) { return is_reading(*f.second); });
-      if (reading != frames.end()) {
-        wait_for_reads(lock, *reading->second);
+      Frame* first = nullptr;  // in an order that is the same on all ranks
+      for (const auto& [_, frame] : frames) {
+        if (!is_reading(*frame)) continue;
+        if (!first || std::pair(frame->ordinal, frame->first_page) < std::pair(first->ordinal, first->first_page)) {
+          first = frame.get();
+        }
+      }
+      if (first) {
+        wait_for_reads(lock, *first);
         continue;
       }
     }
@@ -118,12 +124,16 @@ Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, 
   return frame;
 }
 
-/// Forgets a frame; its pages must not need it.
-void FrameCache::drop_frame(Frame& frame) {
+void FrameCache::forget_frame(const Frame& frame) noexcept {
   for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
     Page& page = frame.run->pages[frame.first_page + i];
     if (page.frame == &frame) page.frame = nullptr;
   }
+}
+
+/// Forgets a frame; its pages must not need it.
+void FrameCache::drop_frame(Frame& frame) {
+  forget_frame(frame);
   if (frame.ahead) ahead_bytes_ -= frame.memory.bytes();
   victims_.remove(frame);
   memory_.drop(frame);
@@ -162,15 +172,15 @@ void FrameCache::consider(Frame& frame) {
   const auto next = plan_.next_use(frame.ordinal);
   const bool is_read = next.access != Access::overwrite || frame.shares_page;
   AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
-  if (next.begin != AccessPlan::kNever) time = next.begin;
+  if (next.begin != AccessPlan::kNever) {
+    time = AccessPlan::time_of_page(next.begin, next.end, frame.first_page, frame.run_pages);
+  }
   if (!frame.run) return victims_.insert(frame, time, static_cast<int>(is_read));
   const Run& run = *frame.run;
-  if (next.begin != AccessPlan::kNever) {
-    time = AccessPlan::time_of_page(next.begin, next.end, frame.first_page, run.pages.size());
-  }
   // Of pages that are gone through now, those that have not been taken yet are next.
   constexpr std::size_t kLargestGroup = 8;
-  if (frame.first_page >= run.stream_page && run.stream_use + kLargestGroup >= plan_.uses()) {
+  const bool same_on_ranks = !ranks_ || run.role == Role::parameter;  // [Note: gathered]
+  if (same_on_ranks && frame.first_page >= run.stream_page && run.stream_use + kLargestGroup >= plan_.uses()) {
     time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
   }
   victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
@@ -202,10 +212,10 @@ bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool c
 /// Where there is no plan: once memory is short, what would leave next is kept on its way home.
 void FrameCache::clean_behind(Lock& lock) {
   const std::size_t limit = memory_.budget().limit();
-  if (plan_.knows() || ranks_ || memory_.free() > limit / 2) return;
+  if (plan_.knows() || ranks_ || failed_write_ || memory_.free() > limit / 2) return;
   while (victims_.bytes(1) + writing_bytes_ < limit / kBehindShare) {
     Frame* const victim = victims_.first(2);
-    if (!victim || !write_back(lock, *victim, Priority::behind)) return;
+    if (!victim || !write_back(lock, *victim, Priority::behind) || failed_write_) return;
   }
 }
 

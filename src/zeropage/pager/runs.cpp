@@ -171,8 +171,11 @@ void FrameCache::add_run(std::unique_ptr<Run> owned) {
 }
 
 void FrameCache::count_home(const Run& run, bool created) {
-  pageable_bytes_ += run.home ? (created ? 1 : -1) * round_up(run.bytes, kBlockBytes) : 0;
-  pageable_peak_ = std::max(pageable_peak_, pageable_bytes_);
+  // [Note: gathered] When gradients and states die may differ between ranks.
+  if (run.home && (!ranks_ || run.role == Role::parameter)) {
+    pageable_bytes_ += (created ? 1 : -1) * round_up(run.bytes, kBlockBytes);
+    pageable_peak_ = std::max(pageable_peak_, pageable_bytes_);
+  }
   if (run.below || ranks_) return;  // it is counted there
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
   std::size_t& bytes = stats_.home_bytes[role][tier];
@@ -223,9 +226,7 @@ void FrameCache::delete_run(Run& run) {
   for (Page& page : run.pages) {
     Frame* frame = page.frame;
     if (!frame) continue;
-    for (Page& other : run.pages) {
-      if (other.frame == frame) other.frame = nullptr;
-    }
+    forget_frame(*frame);
     frame->run = nullptr;
     frame->permanent = false;
     if (frame->pins == 0) settle(*frame);  // else the last pin does

@@ -25,7 +25,7 @@ Frame* VictimQueue::best(AccessPlan::Time now, AccessPlan::Time after) const {
   for (int cost = 0; cost < 3; ++cost) {
     if (frames_[cost].empty()) continue;
     Frame* frame = *frames_[cost].begin();
-    if (frame->next_use <= after) continue;
+    if (after > 0 && frame->next_use <= after) continue;
     const double worth = worth_of_leaving(*frame, now);
     if (worth > best_worth) best = frame, best_worth = worth;
   }
