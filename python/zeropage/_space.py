@@ -68,7 +68,7 @@ class Config:
 
 
 class Space:
-    """An address space: tiers, budgets and the tensors born in it. A context manager: inside, tensors are born paged.
+    """An address space: tiers, budgets and its tensors. A context manager: tensors created inside are paged.
 
     It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
     """
@@ -163,7 +163,7 @@ def init(
     replica_group: ProcessGroup | None = None,
     **overrides: object,
 ) -> Space:
-    """Makes a space from `config` and `overrides`. Use it as a scope: what is built inside is born paged.
+    """Makes a space from `config` and `overrides`. Use it as a scope: what is built inside is created paged.
 
     Over ranks, states are partitioned as `stage` says: over `group`, or over all ranks of torch.distributed, which is
     started if the program runs under torchrun and has not done so. With `shard_group` and `replica_group` they are

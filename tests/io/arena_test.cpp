@@ -25,7 +25,7 @@ TEST_CASE("blocks are aligned for O_DIRECT, disjoint and inside the arena") {
   CHECK((a->data() + a->bytes() <= b->data() || b->data() + b->bytes() <= a->data()));
 }
 
-TEST_CASE("what dies makes room for what is born") {
+TEST_CASE("what dies makes room for what is created") {
   Arena arena(4 * kMiB);
   auto all = arena.try_allocate(4 * kMiB);
   REQUIRE(all);
@@ -70,7 +70,8 @@ TEST_CASE("holes of all sizes join, and no block moves") {
   for (std::size_t i = 0; i < blocks.size(); i += 2) {
     CHECK(blocks[i].data() == places[i]);
     const auto value = static_cast<std::byte>(i);
-    CHECK(std::all_of(blocks[i].data(), blocks[i].data() + blocks[i].bytes(), [&](std::byte b) { return b == value; }));
+    CHECK(
+        std::all_of(blocks[i].data(), blocks[i].data() + blocks[i].bytes(), [&](std::byte b) { return b == value; }));
   }
 }
 

@@ -29,7 +29,7 @@ TEST_CASE("what is taken from the top lies above what is taken from the bottom")
   CHECK(list.take(100, FreeList::Side::top) == 800);
 }
 
-TEST_CASE("after any sequence of births and deaths nothing overlaps, and all of it merges back") {
+TEST_CASE("after any sequence of allocations and frees nothing overlaps, and all of it merges back") {
   FreeList list;
   list.release(0, 1 << 20);
   std::map<std::size_t, std::size_t> alive;

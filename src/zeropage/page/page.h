@@ -111,7 +111,7 @@ struct Run {
   std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
   std::uint64_t stream_begin = 0, stream_end = 0;  // of its group, in the plan's time
   std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
-  std::size_t transfers = 0;                  // under way; a run that dies lives until they end
+  std::size_t transfers = 0;                       // under way; a run that dies lives until they end
   bool dead = false;
   bool listed = false;         // among those that may have room
   Frame* assembled = nullptr;  // the frame in which a thread is bringing it together
@@ -153,7 +153,7 @@ struct GatheredSpec {
   Role role;
   Segment* share;        // this rank's parts, one after another; must outlive the segment
   std::uint64_t number;  // the same on all ranks
-  bool alone;            // shares no page: its birth may come at another time on other ranks
+  bool alone;            // shares no page: it may be created at another time on other ranks
 };
 
 /// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they

@@ -1,4 +1,4 @@
-// Pointwise operators on whole paged tensors: page by page, in place, or into a newborn paged tensor of the same
+// Pointwise operators on whole paged tensors: page by page, in place, or into a new paged tensor of the same
 // role.
 #include "zeropage/rules/pointwise.h"
 

@@ -422,7 +422,7 @@ bool Space::page(at::Tensor& tensor, Role role) {
   }
   if (segment && segment->domain() == domain_ && domain_->partition.ranks && !scope_domain()) {
     std::lock_guard lock(domain_->sharing_mutex);
-    domain_->newborn.push_back(segment->storage());  // start_equal() is for the caller
+    domain_->created.push_back(segment->storage());  // start_equal() is for the caller
   }
   return paged;
 }

@@ -1,8 +1,8 @@
-// A space, as in address space: it owns the tiers, the budgets and the pages of the tensors born in it.
+// A space, as in address space: it owns the tiers, the budgets and the pages of the tensors created in it.
 //
 //   auto space = zeropage::Space::make({.parameters = "disk", .disk_path = "swap", .device_memory = "256MB"});
 //   {
-//     auto scope = space->enter();          // tensors born on this thread are paged
+//     auto scope = space->enter();          // tensors created on this thread are paged
 //     model = std::make_shared<GPT>();
 //   }
 //

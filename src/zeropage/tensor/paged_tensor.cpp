@@ -57,21 +57,21 @@ struct Making {
   std::size_t row_bytes;
   caffe2::TypeMeta dtype;
   Role role;
-  Birth birth;
+  Creation creation;
 
   std::unique_ptr<StorageSegment> operator()(const std::shared_ptr<Domain>& owner, c10::StorageImpl& storage) const {
     const std::size_t elements = bytes / dtype.itemsize();
     auto segment = std::make_unique<StorageSegment>(owner, &storage, role, elements);
     if (domain->partition.ranks) {
-      segment->number_ = birth.number ? birth.number : ++domain->births;
+      segment->number_ = creation.number ? creation.number : ++domain->creations;
       segment->stripes_ = domain->stripes(elements);
       segment->shareable_ = !domain->keeps_whole(elements);
       if (scope_domain()) {
         std::lock_guard lock(domain->sharing_mutex);
-        domain->newborn.push_back(segment->storage());
+        domain->created.push_back(segment->storage());
       }
     }
-    birth.homeless ? void(segment->homeless_ = std::make_unique<Making>(*this)) : bind(*segment);
+    creation.homeless ? void(segment->homeless_ = std::make_unique<Making>(*this)) : bind(*segment);
     return segment;
   }
 
@@ -80,7 +80,7 @@ struct Making {
       const Tier tier = bytes < domain->resident_below ? memory_tier() : tier_for(*domain, role, bytes);
       domain->cache->bind(segment, {bytes, row_bytes, role, tier});
     } else {
-      const Layout layout = birth.layout.value_or(domain->layout_for(role, segment.elements_));
+      const Layout layout = creation.layout.value_or(domain->layout_for(role, segment.elements_));
       layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
     }
   }
@@ -111,8 +111,8 @@ struct Making {
     const std::size_t page = std::max(round_down(domain->cache->page_bytes(), part_bytes), part_bytes);
     domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
-    // What is born at another time on other ranks, or finds its home later, shares no page.
-    const bool alone = birth.number != 0 || birth.homeless;
+    // What is created at another time on other ranks, or finds its home later, shares no page.
+    const bool alone = creation.number != 0 || creation.homeless;
     domain->gathered->bind_gathered(segment, {bytes, stripes.padded() * item_bytes, page_bytes(stripes), role,
                                               &segment.share_segment(), segment.number_, alone});
   }
@@ -221,7 +221,7 @@ void StorageSegment::find_home() {
 }
 
 Layout StorageSegment::layout() const {
-  if (homeless_) return homeless_->birth.layout.value_or(domain_->layout_for(role_, elements_));
+  if (homeless_) return homeless_->creation.layout.value_or(domain_->layout_for(role_, elements_));
   return is_partitioned() ? Layout::partitioned : Layout::replicated;
 }
 
@@ -265,12 +265,12 @@ bool is_whole(const at::TensorBase& tensor) {
 }
 
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role, const Birth& birth) {
+                      caffe2::TypeMeta dtype, Role role, const Creation& creation) {
   const std::size_t bytes = c10::multiply_integers(sizes) * dtype.itemsize();
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, domain->device), nullptr,
                                                        /*resizable=*/false);
-  const Making making{domain.get(), bytes, row_bytes(sizes, dtype.itemsize()), dtype, role, birth};
+  const Making making{domain.get(), bytes, row_bytes(sizes, dtype.itemsize()), dtype, role, creation};
   attach(making(domain, *storage), *storage);
   return tensor_over(*domain, std::move(storage), sizes, strides, dtype);
 }

@@ -22,7 +22,7 @@
 
 namespace zeropage {
 
-/// Where a role's tensors are born. `automatic`: on the device if it has memory of its own, and in the host, while
+/// Where a role's tensors are created. `automatic`: on the device if it has memory of its own, and in the host, while
 /// half of their budgets has room; else on disk.
 enum class Placement : std::uint8_t { device, host, disk, automatic };
 
@@ -121,9 +121,9 @@ struct Domain {
   std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
   std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met
   std::mutex sharing_mutex;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
-  std::uint64_t births = 0;
+  std::uint64_t creations = 0;
 
   bool mixes() const { return visible_dtype != c10::ScalarType::Undefined; }
   /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must
@@ -159,7 +159,7 @@ class StorageSegment final : public Segment {
   void run_deferred();
   /// What those operators do to its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
-  /// Whether it is to have no home until somebody needs its content (Birth::homeless).
+  /// Whether it is to have no home until somebody needs its content (Creation::homeless).
   bool is_homeless() const { return homeless_ != nullptr; }
   void find_home();
   /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
@@ -248,8 +248,8 @@ inline StorageSegment* segment_of(const at::TensorBase& tensor) {
 /// True if `tensor` is all of its storage, each element once: its bytes in memory order are the segment's.
 bool is_whole(const at::TensorBase& tensor);
 
-/// How a tensor is born over ranks.
-struct Birth {
+/// How a tensor is created over ranks.
+struct Creation {
   std::optional<Layout> layout = std::nullopt;  // the role's, unless it is said
   /// What it is called on all ranks. Given where ranks may make tensors in another order, as gradients; else counted.
   std::uint64_t number = 0;
@@ -259,11 +259,11 @@ struct Birth {
 
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role, const Birth& birth = {});
+                      caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
 /// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
 void run_deferred(Domain& domain);
-/// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
+/// With ranks: what was created in a scope becomes the same on all of them. Shares are what their ranks made of them;
 /// what is not split comes from rank 0. Throws RankError.
 void start_equal(Domain& domain);
 
@@ -305,9 +305,9 @@ class InitScope {
   explicit InitScope(std::shared_ptr<Domain> domain);
   /// Leaves, unless leave() or abandon() did; while an exception is on its way, abandons.
   ~InitScope() noexcept(false);
-  /// Ends the scope. With ranks, what was born in it becomes the same on all: throws RankError.
+  /// Ends the scope. With ranks, what was created in it becomes the same on all: throws RankError.
   void leave();
-  /// Ends the scope without a word to other ranks, which may not have come as far: what was born is of no use.
+  /// Ends the scope without a word to other ranks, which may not have come as far: what was created is of no use.
   void abandon();
   InitScope(const InitScope&) = delete;
   InitScope& operator=(const InitScope&) = delete;

@@ -68,7 +68,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   std::uint64_t number;  // of the leaf
   at::Tensor gradient;   // flat, in memory order; undefined: zeros, and once it was sent
   c10::ScalarType dtype;
-  at::Tensor newborn;  // the first target, until it is handed out
+  at::Tensor created;  // the first target, until it is handed out
   std::size_t bytes;
   bool scattered;
   Layout layout = Layout::replicated;
@@ -119,7 +119,7 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
   auto reduction = std::make_shared<Reduction>(*this, segment->number(), std::move(gradient), paged.scalar_type(),
                                                *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
-  reduction->newborn = std::move(paged);
+  reduction->created = std::move(paged);
   return reduction;
 }
 
@@ -140,7 +140,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
     laid_out.copy_(gradient);
   }
   auto reduction = start(leaf, laid_out.as_strided(leaf.numel(), 1));
-  at::Tensor paged = std::exchange(reduction->newborn, {});
+  at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
   add(std::move(reduction));
   make_room();
@@ -265,12 +265,12 @@ Reducer::ReductionPtr Reducer::missing(std::uint64_t number) {
   }
   const at::Tensor parameter(leaf);
   auto reduction = start(parameter, {});
-  at::Tensor newborn = std::exchange(reduction->newborn, {});
+  at::Tensor created = std::exchange(reduction->created, {});
   if (auto* sum = segment_of(parameter.grad())) {
     if (!reduction->add_to(*sum))
       throw RankError("a gradient that this rank lacks does not fit p.grad; clear p.grad");
   } else {
-    parameter.mutable_grad() = std::move(newborn);
+    parameter.mutable_grad() = std::move(created);
   }
   return reduction;
 }
