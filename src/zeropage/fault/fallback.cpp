@@ -7,7 +7,7 @@
 #include <fmt/ranges.h>
 #include <torch/library.h>
 
-#include "zeropage/base/doing.h"
+#include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
@@ -139,7 +139,7 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
             stack->size() - arguments,
             arguments};
   call.find_paged();
-  const Doing doing([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
+  const CurrentActivity activity([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
   try {
     if (call.info.fused && !call.paged.empty()) code_moments(call);
     run(call);

@@ -89,9 +89,9 @@ void code(at::Tensor moment, bool is_signed) {
   const auto* segment = segment_of(moment);
   const auto& domain = segment->domain();
   const bool blocks = domain->moments == Moments::blocks8;
-  const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool homeless) {
+  const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool unallocated) {
     return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
-                      {.homeless = homeless});
+                      {.unallocated = unallocated});
   };
   auto coding = std::make_unique<Coding>();
   coding->is_signed = is_signed;
@@ -102,7 +102,7 @@ void code(at::Tensor moment, bool is_signed) {
   }
   coding->seed = ++domain->codings * 0x9e3779b9u;
   encode(*coding, moment);
-  at::Tensor coded = like(moment.sizes(), moment.strides(), c10::kFloat, /*homeless=*/true);
+  at::Tensor coded = like(moment.sizes(), moment.strides(), c10::kFloat, /*unallocated=*/true);
   segment_of(coded)->set_coding(std::move(coding));
   moment.set_data(coded);
 }

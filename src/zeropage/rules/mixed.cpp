@@ -37,7 +37,7 @@ at::Tensor home_of(const at::Tensor& tensor, bool asks) {
   if (!asks) return join(tensor.detach(), kept);
   const auto* segment = segment_of(tensor);
   return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), caffe2::TypeMeta::Make<float>(),
-                    Role::optimizer, {.layout = segment_of(kept)->layout(), .homeless = true});
+                    Role::optimizer, {.layout = segment_of(kept)->layout(), .unallocated = true});
 }
 
 const c10::OperatorHandle& copy_operator() {

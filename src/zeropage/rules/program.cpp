@@ -381,7 +381,7 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
   const Operand& like = call.operands[0];
   if (dtype) {
     result = make_paged(domain, like.tensor.sizes(), like.tensor.strides(), *dtype, like.segment->role(),
-                        {.layout = like.segment->layout(), .homeless = true});
+                        {.layout = like.segment->layout(), .unallocated = true});
     result_slot = program->add_temporary(result);
   }
   Substitution kept = call;

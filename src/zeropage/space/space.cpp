@@ -524,7 +524,7 @@ int ranks_of(const at::Tensor& tensor) {
 
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
-  if (!segment || segment->is_homeless()) return;
+  if (!segment || segment->is_unallocated()) return;
   segment->cache()->evict(*segment);
   if (segment->is_partitioned()) segment->share_segment().cache()->evict(segment->share_segment());
 }

@@ -64,7 +64,7 @@ struct Partition {
 enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
 
 class StorageSegment;
-struct Making;
+struct SegmentBuilder;
 
 /// Content that is still to come: a gradient whose reduction is under way.
 class Pending {
@@ -159,8 +159,8 @@ class StorageSegment final : public Segment {
   void run_deferred();
   /// What those operators do to its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
-  /// Whether it is to have no home until somebody needs its content (Creation::homeless).
-  bool is_homeless() const { return homeless_ != nullptr; }
+  /// True until find_home() gives it a home (Creation::unallocated).
+  bool is_unallocated() const { return unallocated_ != nullptr; }
   void find_home();
   /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
   Coding* coding() const { return coding_.get(); }
@@ -215,7 +215,7 @@ class StorageSegment final : public Segment {
   void hide() override;
 
  private:
-  friend struct Making;
+  friend struct SegmentBuilder;
   void point_to(void* data);
   std::shared_ptr<Domain> domain_;
   c10::StorageImpl* storage_;  // null: it died, and deferred operators keep the segment
@@ -231,7 +231,7 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false;
   std::shared_ptr<Deferred> deferred_;
-  std::unique_ptr<Making> homeless_;
+  std::unique_ptr<SegmentBuilder> unallocated_;
   std::unique_ptr<Coding> coding_;
 };
 
@@ -253,8 +253,8 @@ struct Creation {
   std::optional<Layout> layout = std::nullopt;  // the role's, unless it is said
   /// What it is called on all ranks. Given where ranks may make tensors in another order, as gradients; else counted.
   std::uint64_t number = 0;
-  /// Has no home until find_home(): a temporary, which may die before anybody needs its content.
-  bool homeless = false;
+  /// Has no home until find_home(): a temporary, which may die before an operator needs its content.
+  bool unallocated = false;
 };
 
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.

@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "zeropage/base/doing.h"
+#include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/train/gradients.h"
@@ -23,7 +23,7 @@ namespace {
 constexpr std::size_t kBucketBytes = 16 * kMiB;
 constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
 
-struct Below {
+struct NoPagingGuard {
   c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
   c10::NoGradGuard no_grad;
 };
@@ -125,8 +125,8 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
 
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
   std::lock_guard lock(mutex_);
-  Below below;
-  const Doing doing(
+  NoPagingGuard no_paging;
+  const CurrentActivity activity(
       [](const void* leaf) {
         return fmt::format("backward, at the gradient of a parameter [{}]",
                            fmt::join(static_cast<const at::Tensor*>(leaf)->sizes(), ", "));
@@ -184,8 +184,9 @@ void Reducer::watch_backward() {
 
 void Reducer::settle() {
   std::lock_guard lock(mutex_);
-  Below below;
-  const Doing doing([](const void*) { return std::string("the sums of backward's last gradients"); }, nullptr);
+  NoPagingGuard no_paging;
+  const CurrentActivity activity([](const void*) { return std::string("the sums of backward's last gradients"); },
+                                 nullptr);
   together([&] { piling_ ? settle_pile() : send_open(Why::end); });
   make_room();
 }
@@ -404,7 +405,7 @@ void Reducer::make_room() {
 
 void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
-  Below below;
+  NoPagingGuard no_paging;
   if (!reduction.sent) together([&] { piling_ ? settle_pile() : send_open(Why::full); });
   if (!reduction.sent) together([&] { settle_pile(); });
   while (reduction.pieces_left > 0) complete_oldest();
