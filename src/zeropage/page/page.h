@@ -73,16 +73,16 @@ struct Frame {
   Block memory;
   Reservation charge;
   bool permanent = false;
-  bool assembling = false;       // not all of its pages point to it
-  bool ahead = false;            // it was read ahead, and has not been used
-  bool transient = false;        // its last user says that it will not be used soon
-  int pins = 0;                  // of operators and rules
-  int whole_pins = 0;            // of them, of operators
-  std::thread::id claimer;       // that is about to overwrite it
-  std::size_t transfers = 0;     // of its pages, under way
-  std::exception_ptr failure;    // of a read into it
-  DeviceMemory::Mark ready;      // of what filled it; null for CPU memory and once past
-  DeviceMemory::Mark last_mark;  // of what used it last
+  bool assembling = false;        // not all of its pages point to it
+  bool ahead = false;             // it was read ahead, and has not been used
+  bool transient = false;         // its last user says that it will not be used soon
+  int pins = 0;                   // of operators and rules
+  int whole_pins = 0;             // of them, of operators
+  std::thread::id claimer;        // that is about to overwrite it
+  std::size_t transfers = 0;      // of its pages, under way
+  std::exception_ptr failure;     // of a read into it
+  DeviceMemory::Event ready;      // of what filled it; null for CPU memory and once past
+  DeviceMemory::Event last_used;  // of what used it last
   // Of the queue of victims:
   int cost = -1;               // transfers that its eviction causes; -1: it is not in the queue
   std::uint64_t next_use = 0;  // as planned, in the plan's time

@@ -290,7 +290,7 @@ void FrameCache::commit(Hold& hold) {
     page.frame = &frame;
   }
   for (Frame* other : others) drop_frame(*other);
-  if (memory_.device()) frame.ready = memory_.device()->now();
+  if (memory_.device()) frame.ready = memory_.device()->record();
   frame.assembling = false;
   run.assembled = nullptr;
   changed_.notify_all();
