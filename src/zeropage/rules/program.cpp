@@ -62,7 +62,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
 
   bool run() override;
-  bool adopt(std::unique_ptr<StorageSegment>& segment) override;
+  bool keep_alive(std::unique_ptr<StorageSegment>& segment) override;
   Access access_to(const StorageSegment& segment) const override;
 
   bool empty() const { return instructions_.empty(); }
@@ -167,7 +167,7 @@ void Program::take_over(Program& other) {
 }
 
 /// [Note: what a program holds]
-bool Program::adopt(std::unique_ptr<StorageSegment>& segment) {
+bool Program::keep_alive(std::unique_ptr<StorageSegment>& segment) {
   const auto slot =
       std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.segment == segment.get(); });
   if (slot == slots_.end()) return false;

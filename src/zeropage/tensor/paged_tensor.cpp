@@ -206,7 +206,7 @@ void StorageSegment::destroy(void* context) {
   const auto domain = segment->domain_;
   std::lock_guard lock(domain->deferral_mutex);
   segment->storage_ = nullptr;
-  if (const auto deferred = segment->deferred_) deferred->adopt(segment);
+  if (const auto deferred = segment->deferred_) deferred->keep_alive(segment);
 }
 
 void StorageSegment::find_home() {

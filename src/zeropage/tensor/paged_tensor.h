@@ -92,7 +92,7 @@ class Deferred {
   /// already, further up on this thread.
   virtual bool run() = 0;
   /// A segment's tensor died: true if the segment must outlive it, and does so here.
-  virtual bool adopt(std::unique_ptr<StorageSegment>& segment) = 0;
+  virtual bool keep_alive(std::unique_ptr<StorageSegment>& segment) = 0;
   /// What it will do to the content of `segment`.
   virtual Access access_to(const StorageSegment& segment) const = 0;
 };
