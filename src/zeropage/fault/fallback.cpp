@@ -121,7 +121,7 @@ void run(Call& call) {
   }
   const bool needs_autograd = scope_domain() && call.needs_autograd();
   if (call.paged[0].segment->domain()->mixes()) {
-    const WrittenHomes written(call);
+    const WrittenMasters written(call);
     call.run_whole();
     written.follow();
   } else {

@@ -172,8 +172,8 @@ bool Program::keep_alive(std::unique_ptr<StorageSegment>& segment) {
       std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.segment == segment.get(); });
   if (slot == slots_.end()) return false;
   slot->segment->defer(nullptr);  // who owns whom: the program lives by its living segments
-  const at::Tensor home = slot->segment->home();
-  slot->segment->set_home({});  // dies last, and comes here itself
+  const at::Tensor master = slot->segment->master();
+  slot->segment->set_master({});  // dies last, and comes here itself
   if (slot->temporary && !running_) {
     slot->segment = nullptr;
     return true;

@@ -141,28 +141,28 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
   return kept == "8bit" ? Moments::blocks8 : Moments::bfloat16;
 }
 
-/// What operators see of parameters, what is at home, and what gradients are kept in.
+/// What operators see of parameters, what their masters are, and what gradients are kept in.
 void choose_dtypes(const Config& config, Domain& domain) {
   domain.visible_dtype = dtype_of("visible_dtype", config.visible_dtype);
-  domain.splits_homes = config.home_dtype == "split";
-  domain.home_dtype = domain.splits_homes ? c10::kFloat : dtype_of("home_dtype", config.home_dtype);
-  if (domain.splits_homes && domain.visible_dtype != c10::kBFloat16) {
+  domain.splits_masters = config.master_dtype == "split";
+  domain.master_dtype = domain.splits_masters ? c10::kFloat : dtype_of("master_dtype", config.master_dtype);
+  if (domain.splits_masters && domain.visible_dtype != c10::kBFloat16) {
     throw SettingError(fmt::format(
-        "home_dtype = \"split\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
-        "visible_dtype = \"bfloat16\", or home_dtype = \"float32\"",
+        "master_dtype = \"split\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
+        "visible_dtype = \"bfloat16\", or master_dtype = \"float32\"",
         config.visible_dtype));
   }
   domain.gradient_dtype = dtype_of("gradient_dtype", config.gradient_dtype);
   const auto bytes = [](c10::ScalarType dtype) { return c10::elementSize(dtype); };
   for (const auto& [name, dtype] :
-       {std::pair{"home_dtype", &domain.home_dtype}, std::pair{"gradient_dtype", &domain.gradient_dtype}}) {
+       {std::pair{"master_dtype", &domain.master_dtype}, std::pair{"gradient_dtype", &domain.gradient_dtype}}) {
     if (*dtype == c10::ScalarType::Undefined) *dtype = c10::kFloat;
     if (domain.mixes() && bytes(*dtype) < bytes(domain.visible_dtype)) {
       throw SettingError(fmt::format("{} = \"{}\" is less precise than visible_dtype = \"{}\"; write \"float32\"",
                                      name, c10::toString(*dtype), config.visible_dtype));
     }
   }
-  if (domain.visible_dtype == domain.home_dtype) domain.visible_dtype = c10::ScalarType::Undefined;
+  if (domain.visible_dtype == domain.master_dtype) domain.visible_dtype = c10::ScalarType::Undefined;
 }
 
 /// Which roles are partitioned.
@@ -262,7 +262,7 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
           stage),
       stage);
   dtype("visible_dtype", config.visible_dtype);
-  config.home_dtype == "split" ? add("home_dtype", "split", "split") : dtype("home_dtype", config.home_dtype);
+  config.master_dtype == "split" ? add("master_dtype", "split", "split") : dtype("master_dtype", config.master_dtype);
   dtype("gradient_dtype", config.gradient_dtype);
   dtype("reduce_dtype", config.reduce_dtype);
   add("optimizer_dtype", config.optimizer_dtype, config.optimizer_dtype);
@@ -430,7 +430,7 @@ bool Space::page(at::Tensor& tensor, Role role) {
 bool Space::mix(at::Tensor& parameter) {
   const auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
-  give_home(parameter, *domain_);
+  give_master(parameter, *domain_);
   return true;
 }
 

@@ -105,12 +105,12 @@ struct Domain {
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   Placement placement[kRoles] = {};
   Partition partition;
-  // Of parameters, where what operators see differs from what is at home; Undefined: nowhere.
-  c10::ScalarType visible_dtype = c10::ScalarType::Undefined, home_dtype = c10::kFloat;
+  // Of parameters, where what operators see differs from the master; Undefined: nowhere.
+  c10::ScalarType visible_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   Moments moments = Moments::as_they_are;
   std::uint32_t codings = 0;
-  bool splits_homes = false;      // what is at home is what operators see, and beside it what it lacks
+  bool splits_masters = false;    // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
@@ -170,8 +170,8 @@ class StorageSegment final : public Segment {
 
   /// The tensor of the same shape that holds the content more precisely, and from which this one follows, or, of
   /// int16, what this one lacks (rules/split.h); undefined: none.
-  const at::Tensor& home() const { return home_; }
-  void set_home(at::Tensor home) { home_ = std::move(home); }
+  const at::Tensor& master() const { return master_; }
+  void set_master(at::Tensor master) { master_ = std::move(master); }
   /// A tensor over all of the storage, which is alive.
   at::Tensor whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeMeta dtype) const;
 
@@ -224,7 +224,7 @@ class StorageSegment final : public Segment {
   std::size_t elements_;
   std::uint64_t number_ = 0;
   Stripes stripes_;
-  at::Tensor home_;
+  at::Tensor master_;
   at::Tensor share_;
   bool shareable_ = false;
   bool stale_ = false;
