@@ -66,8 +66,8 @@ def test_async_equals_sync_equals_any_budget_to_the_bit(kept, config):
         {},
         {"async_step": "false"},
         {"device_memory": "64MB", "host_memory": "64MB", "page_size": "64KiB"},
-        {"visible_dtype": "bfloat16", "master_dtype": "split"},
-        {"visible_dtype": "bfloat16", "master_dtype": "split", "async_step": "false", "page_size": "8KiB"},
+        {"visible_dtype": "bfloat16", "master_dtype": "hi_lo"},
+        {"visible_dtype": "bfloat16", "master_dtype": "hi_lo", "async_step": "false", "page_size": "8KiB"},
     ):
         _, model, optimizer, losses = train(config.replace(optimizer_dtype=kept, **settings), fused=True)
         with torch.no_grad():

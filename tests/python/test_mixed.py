@@ -15,13 +15,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 MASTERS = {
     "bfloat16": {"visible_dtype": "bfloat16"},
     "float16": {"visible_dtype": "float16"},
-    "split": {"visible_dtype": "bfloat16", "master_dtype": "split"},
+    "hi_lo": {"visible_dtype": "bfloat16", "master_dtype": "hi_lo"},
 }
 
 
 def seen(high, kept):
     """What operators see of a float32."""
-    if kept != "split":
+    if kept != "hi_lo":
         return high.to(DTYPES[kept])
     # The nearest, ties away from zero.
     return (high.detach().view(torch.int32) + 0x8000).bitwise_and(-0x10000).view(torch.float32).bfloat16()
@@ -107,7 +107,7 @@ def test_it_is_a_stock_optimizer_on_master_weights(kept, form, clip, config):
     assert_same(expected, actual, kept)
 
 
-@pytest.mark.parametrize("kept", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
 def test_with_other_optimizers(optimizer, kept, config):
     def make(parameters):
@@ -148,7 +148,7 @@ def test_gradients_accumulate_in_full_precision(config):
     assert layer.weight.grad.dtype == torch.float32 and torch.equal(layer.weight.grad, expected)
 
 
-@pytest.mark.parametrize("kept", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 def test_what_is_written_is_kept_as_it_was_written(kept, config):
     with zeropage.init(config.replace(**MASTERS[kept])):
         layer = torch.nn.Linear(70, 30)
@@ -170,7 +170,7 @@ def test_what_is_written_is_kept_as_it_was_written(kept, config):
         assert (layer.weight * 2).dtype == torch.bfloat16 and torch.zeros_like(layer.weight).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kept", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_existing_model_is_mixed_too(dtype, kept, config):
     model = build(dtype)
@@ -193,7 +193,7 @@ def test_small_parameters_are_mixed_and_stay_in_memory(config):
     model(torch.randn(2, 8).bfloat16()).sum().backward()
 
 
-@pytest.mark.parametrize("kept", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(kept, config):
     space = zeropage.init(config.replace(**MASTERS[kept]))
     _, model, optimizer = paged(adamw, space)
@@ -206,7 +206,7 @@ def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(kept, config
     [
         {"visible_dtype": "int8"},
         {"visible_dtype": "float32", "master_dtype": "float16"},
-        {"visible_dtype": "float16", "master_dtype": "split"},
+        {"visible_dtype": "float16", "master_dtype": "hi_lo"},
     ],
 )
 def test_settings_that_make_no_sense(settings, config):
@@ -236,10 +236,10 @@ def test_autocast_keeps_no_cast_of_a_paged_weight(config):
     assert set(alive) == {torch.bfloat16}
 
 
-def test_a_split_master_moves_two_bytes_less(config):
+def test_a_hi_lo_master_moves_two_bytes_less(config):
     """Of AdamW's states and the gradient 12 bytes are read and 8 written; of the parameter 4, and 6 or 4."""
     moved = {}
-    for kept in ("bfloat16", "split"):
+    for kept in ("bfloat16", "hi_lo"):
         space = zeropage.init(
             config.replace(device_memory="2MB", host_memory="2MB", page_size="64KiB", **MASTERS[kept])
         )
@@ -259,7 +259,7 @@ def test_a_split_master_moves_two_bytes_less(config):
             round((after.written_bytes - before.written_bytes) / 2**22, 1),
         ]
     assert moved["bfloat16"] == pytest.approx([16, 14], abs=0.8)
-    assert moved["split"] == pytest.approx([16, 12], abs=0.8)
+    assert moved["hi_lo"] == pytest.approx([16, 12], abs=0.8)
 
 
 def mixed_over_ranks(stage, kept):
@@ -294,7 +294,7 @@ def mixed_over_ranks(stage, kept):
                 assert torch.equal(mine.float(), high)
 
 
-@pytest.mark.parametrize("kept", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_over_ranks(stage, kept, two):
     two.run(mixed_over_ranks, stage, kept)

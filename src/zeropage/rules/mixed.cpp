@@ -4,8 +4,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "zeropage/rules/hi_lo.h"
 #include "zeropage/rules/program.h"
-#include "zeropage/rules/split.h"
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
@@ -17,10 +17,10 @@ bool has_master(const at::Tensor& tensor) {
 }
 
 /// Beside what operators see lies what it lacks, and not all of it once more.
-bool is_split_master(const at::Tensor& master) { return master.scalar_type() == c10::kShort; }
+bool is_hi_lo(const at::Tensor& master) { return master.scalar_type() == c10::kShort; }
 
 c10::ScalarType dtype_of_master(const StorageSegment& segment) {
-  return is_split_master(segment.master()) ? c10::kFloat : segment.master().scalar_type();
+  return is_hi_lo(segment.master()) ? c10::kFloat : segment.master().scalar_type();
 }
 
 /// The master as it is kept, in the shape that this tensor gives it.
@@ -33,8 +33,8 @@ at::Tensor kept_for(const at::Tensor& tensor) {
 /// The master as a tensor. `asks`: for its shape and dtype alone.
 at::Tensor master_of(const at::Tensor& tensor, bool asks) {
   const at::Tensor kept = kept_for(tensor);
-  if (!is_split_master(kept)) return kept;
-  if (!asks) return join(tensor.detach(), kept);
+  if (!is_hi_lo(kept)) return kept;
+  if (!asks) return join_hi_lo(tensor.detach(), kept);
   const auto* segment = segment_of(tensor);
   return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), caffe2::TypeMeta::Make<float>(),
                     Role::optimizer, {.layout = segment_of(kept)->layout(), .unallocated = true});
@@ -47,8 +47,8 @@ const c10::OperatorHandle& copy_operator() {
 
 /// tensor = master: later, if what is to change the master has yet to run.
 void show(const at::Tensor& tensor, const at::Tensor& master) {
-  if (segment_of(tensor)->master().defined() && is_split_master(segment_of(tensor)->master())) {
-    return split(tensor, kept_for(tensor), master);
+  if (segment_of(tensor)->master().defined() && is_hi_lo(segment_of(tensor)->master())) {
+    return split_hi_lo(tensor, kept_for(tensor), master);
   }
   if (has_program(segment_of(master))) {
     Substitution copy;
@@ -166,7 +166,7 @@ WrittenMasters::WrittenMasters(const Call& call) {
       c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
       written.visible = argument.segment->whole_tensor(master.sizes(), master.strides(), argument.tensor.dtype());
     }
-    if (is_split_master(master)) {  // what it showed is about to be written
+    if (is_hi_lo(master)) {  // what it showed is about to be written
       written.before =
           make_paged(argument.segment->domain(), master.sizes(), master.strides(), argument.tensor.dtype(),
                      argument.segment->role(), {.layout = argument.segment->layout()});
@@ -205,13 +205,13 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
     return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role);
   };
   // As ZeRO has it, what is more precise than operators need is the optimizer's.
-  at::Tensor master = like(domain.splits_masters ? c10::kShort : domain.master_dtype, Role::optimizer);
+  at::Tensor master = like(domain.keeps_hi_lo ? c10::kShort : domain.master_dtype, Role::optimizer);
   at::Tensor shown = tensor.detach();
   const bool changes = tensor.scalar_type() != domain.visible_dtype;
-  if (!domain.splits_masters) show(master, shown);
+  if (!domain.keeps_hi_lo) show(master, shown);
   if (changes) {
     shown = like(domain.visible_dtype, segment->role());
-    domain.splits_masters ? split(shown, master, tensor.detach()) : show(shown, master);
+    domain.keeps_hi_lo ? split_hi_lo(shown, master, tensor.detach()) : show(shown, master);
   }
   segment_of(shown)->set_master(master);
   if (changes) tensor.set_data(shown);

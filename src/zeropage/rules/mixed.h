@@ -21,7 +21,7 @@ class WrittenMasters {
   struct Written {
     StorageSegment* segment;
     at::Tensor visible;
-    at::Tensor before;  // of a master that is split: what was visible
+    at::Tensor before;  // of a master that is hi_lo: what was visible
   };
   c10::SmallVector<Written, 2> written_;
 };

@@ -147,18 +147,18 @@ bool add_visible(const Instruction& instruction, UpdateProgram& program) {
   return true;
 }
 
-/// parameter = join(high, low).
-bool add_join(const Instruction& instruction, UpdateProgram& program) {
-  if (base_name(instruction) != "join" || program.high >= 0) return false;
+/// parameter = join_hi_lo(high, low).
+bool add_join_hi_lo(const Instruction& instruction, UpdateProgram& program) {
+  if (base_name(instruction) != "join_hi_lo" || program.high >= 0) return false;
   program.parameter = instruction.result;
   program.high = instruction.slots[0];
   program.low = instruction.slots[1];
   return true;
 }
 
-/// high, low = parameter.
-bool ends_in_split(const Instruction& instruction, const UpdateProgram& program) {
-  return base_name(instruction) == "split_" && instruction.slots[0] == program.high &&
+/// split_hi_lo_(high, low, parameter).
+bool ends_in_split_hi_lo(const Instruction& instruction, const UpdateProgram& program) {
+  return base_name(instruction) == "split_hi_lo_" && instruction.slots[0] == program.high &&
          instruction.slots[1] == program.low && instruction.slots[2] == program.parameter;
 }
 
@@ -217,11 +217,11 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
   for (const Instruction& instruction : instructions) {
     if (!updated && add_decode(instruction, decoded)) continue;
     if (updated && add_encode(instruction, decoded, program)) continue;
-    if (!updated && add_join(instruction, program)) {
+    if (!updated && add_join_hi_lo(instruction, program)) {
       stored = false;
       continue;
     }
-    if (updated && !stored && ends_in_split(instruction, program)) {
+    if (updated && !stored && ends_in_split_hi_lo(instruction, program)) {
       stored = true;
       continue;
     }
@@ -243,7 +243,7 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
 std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> registers) {
   kernels::Arrays arrays;
   if (program.high >= 0) {
-    arrays.parameter = {kernels::Format::split_float32, registers[program.high].mutable_data_ptr(),
+    arrays.parameter = {kernels::Format::hi_lo_float32, registers[program.high].mutable_data_ptr(),
                         registers[program.low].mutable_data_ptr()};
   } else {
     arrays.parameter = array_of(registers[program.parameter]);

@@ -144,11 +144,11 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
 /// What operators see of parameters, what their masters are, and what gradients are kept in.
 void choose_dtypes(const Config& config, Domain& domain) {
   domain.visible_dtype = dtype_of("visible_dtype", config.visible_dtype);
-  domain.splits_masters = config.master_dtype == "split";
-  domain.master_dtype = domain.splits_masters ? c10::kFloat : dtype_of("master_dtype", config.master_dtype);
-  if (domain.splits_masters && domain.visible_dtype != c10::kBFloat16) {
+  domain.keeps_hi_lo = config.master_dtype == "hi_lo";
+  domain.master_dtype = domain.keeps_hi_lo ? c10::kFloat : dtype_of("master_dtype", config.master_dtype);
+  if (domain.keeps_hi_lo && domain.visible_dtype != c10::kBFloat16) {
     throw SettingError(fmt::format(
-        "master_dtype = \"split\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
+        "master_dtype = \"hi_lo\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
         "visible_dtype = \"bfloat16\", or master_dtype = \"float32\"",
         config.visible_dtype));
   }
@@ -262,7 +262,7 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
           stage),
       stage);
   dtype("visible_dtype", config.visible_dtype);
-  config.master_dtype == "split" ? add("master_dtype", "split", "split") : dtype("master_dtype", config.master_dtype);
+  config.master_dtype == "hi_lo" ? add("master_dtype", "hi_lo", "hi_lo") : dtype("master_dtype", config.master_dtype);
   dtype("gradient_dtype", config.gradient_dtype);
   dtype("reduce_dtype", config.reduce_dtype);
   add("optimizer_dtype", config.optimizer_dtype, config.optimizer_dtype);

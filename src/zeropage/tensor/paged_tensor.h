@@ -110,7 +110,7 @@ struct Domain {
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   Moments moments = Moments::as_they_are;
   std::uint32_t codings = 0;
-  bool splits_masters = false;    // a master is what operators see, and beside it what it lacks
+  bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
@@ -169,7 +169,7 @@ class StorageSegment final : public Segment {
   // --- mixed precision ---
 
   /// The tensor of the same shape that holds the content more precisely, and from which this one follows, or, of
-  /// int16, what this one lacks (rules/split.h); undefined: none.
+  /// int16, what this one lacks (rules/hi_lo.h); undefined: none.
   const at::Tensor& master() const { return master_; }
   void set_master(at::Tensor master) { master_ = std::move(master); }
   /// A tensor over all of the storage, which is alive.
