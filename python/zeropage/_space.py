@@ -93,7 +93,8 @@ class Space:
     def page(self, tensor: torch.Tensor) -> bool:
         """Pages one existing tensor; False if it is too small or not one that can be paged.
 
-        Over ranks, all call it together, and have rank 0's content afterwards (of their own shares, if it is split).
+        Over ranks, all call it together, and have rank 0's content afterwards (of their own shares, if it is
+        partitioned).
         """
         paged = self._core.page(tensor)
         self._core.start_equal()

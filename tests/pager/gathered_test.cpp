@@ -1,4 +1,4 @@
-// Tensors that are split over ranks, without torch: ranks are threads.
+// Tensors that are partitioned over ranks, without torch: ranks are threads.
 #include <doctest/doctest.h>
 
 #include <random>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kPage = 4 * kBlockBytes, kItem = 4;
 
-/// A tensor of floats that is split over ranks.
+/// A tensor of floats that is partitioned over ranks.
 struct Tensor {
   Stripes stripes;
   std::unique_ptr<TestSegment> share = std::make_unique<TestSegment>();  // must outlive `whole`

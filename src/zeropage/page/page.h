@@ -145,7 +145,7 @@ struct SegmentSpec {
   std::size_t page_bytes = 0;  // 0: the cache's own, on rows
 };
 
-/// A tensor that is split over ranks. Each page is every rank's part of it, in rank order.
+/// A tensor that is partitioned over ranks. Each page is every rank's part of it, in rank order.
 struct GatheredSpec {
   std::size_t bytes;         // of the tensor
   std::size_t padded_bytes;  // with every rank's last part full

@@ -31,7 +31,8 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
       page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
       device_limit_(options.device_bytes),
       host_limit_(options.device ? 0 : options.host_bytes),
-      memory_(device_limit_ + host_limit_, options.device, options.register_memory ? register_slab(options) : nullptr) {
+      memory_(device_limit_ + host_limit_, options.device,
+              options.register_memory ? register_slab(options) : nullptr) {
   if (options.device) {  // [Note: two memories]
     CacheOptions host = options;
     host.device = nullptr;
@@ -237,7 +238,8 @@ void FrameCache::share_changes(Segment& segment) {
   for (Page& page : run.pages) {
     if (page.frame && page.frame->pins > 0) {
       throw AccessError(
-          "a tensor that is split over ranks cannot be updated while it is pinned; let go of zeropage.pinned(tensor) "
+          "a tensor that is partitioned over ranks cannot be updated while it is pinned; "
+          "let go of zeropage.pinned(tensor) "
           "first");
     }
   }

@@ -166,27 +166,27 @@ void choose_dtypes(const Config& config, Domain& domain) {
 }
 
 /// Which roles are partitioned.
-void split_roles(const Config& config, Partition& partition) {
-  bool* const split = partition.split;
+void partition_roles(const Config& config, Partition& partition) {
+  bool* const partitions = partition.partitions;
   if (config.stage.size() != 1 || config.stage < "0" || config.stage > "3") {
     throw SettingError(fmt::format("stage = \"{}\" is not a stage of ZeRO; write 0, 1, 2 or 3", config.stage));
   }
   const int stage = config.stage[0] - '0';
-  split[static_cast<int>(Role::optimizer)] = stage >= 1;
-  split[static_cast<int>(Role::gradient)] = stage >= 2;
-  split[static_cast<int>(Role::parameter)] = stage >= 3;
+  partitions[static_cast<int>(Role::optimizer)] = stage >= 1;
+  partitions[static_cast<int>(Role::gradient)] = stage >= 2;
+  partitions[static_cast<int>(Role::parameter)] = stage >= 3;
   if (config.partition != "auto") {
-    std::fill(split, split + kRoles, false);
+    std::fill(partitions, partitions + kRoles, false);
     std::string text = config.partition == "none" ? "" : config.partition;
     std::replace(text.begin(), text.end(), ',', ' ');
     std::istringstream words(text);
     for (std::string word; words >> word;) {
       if (word == "parameters") {
-        split[static_cast<int>(Role::parameter)] = true;
+        partitions[static_cast<int>(Role::parameter)] = true;
       } else if (word == "gradients") {
-        split[static_cast<int>(Role::gradient)] = true;
+        partitions[static_cast<int>(Role::gradient)] = true;
       } else if (word == "optimizer") {
-        split[static_cast<int>(Role::optimizer)] = true;
+        partitions[static_cast<int>(Role::optimizer)] = true;
       } else {
         throw SettingError(fmt::format(
             "partition = \"{}\": \"{}\" is not a role; name some of \"parameters, gradients, optimizer\", or write "
@@ -195,17 +195,19 @@ void split_roles(const Config& config, Partition& partition) {
       }
     }
   }
-  partition.reduces_whole = !split[static_cast<int>(Role::gradient)] && !split[static_cast<int>(Role::optimizer)];
+  partition.reduces_whole =
+      !partitions[static_cast<int>(Role::gradient)] && !partitions[static_cast<int>(Role::optimizer)];
 }
 
 /// How much of device_memory holds gathered tensors; the rest is for what this rank holds itself. Homes on the device
 /// need most of it; where there are none, whole parameters do.
 std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool separate) {
-  const auto& split = domain.partition.split;
-  if (std::none_of(std::begin(split), std::end(split), [](bool s) { return s; })) return 0;
+  const auto& partitioned = domain.partition.partitions;
+  if (std::none_of(std::begin(partitioned), std::end(partitioned), [](bool s) { return s; })) return 0;
   const bool homes = std::find(domain.placement, domain.placement + 3, Placement::device) != domain.placement + 3;
   std::size_t share = device_bytes / 4;
-  if (split[static_cast<int>(Role::parameter)] && !homes) share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
+  if (partitioned[static_cast<int>(Role::parameter)] && !homes)
+    share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
   return round_down(share, kBlockBytes);
 }
 
@@ -256,8 +258,8 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
   add("stage",
       or_else(
           [&] {
-            split_roles(config, partition);
-            return fmt::format("{}", fmt::join(partition.split, " "));
+            partition_roles(config, partition);
+            return fmt::format("{}", fmt::join(partition.partitions, " "));
           },
           stage),
       stage);
@@ -364,7 +366,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   domain->async_step = flag_of("async_step", config.async_step);
   choose_dtypes(config, *domain);
   domain->moments = moments_of(config, *domain, groups.shard != nullptr);
-  split_roles(config, domain->partition);
+  partition_roles(config, domain->partition);
   domain->partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
   const CheckRanks check = check_of(config.check_ranks);
   const std::size_t gathered_bytes = groups.shard ? gathered_share(options.device_bytes, *domain, separate) : 0;

@@ -53,7 +53,7 @@ enum class Layout : std::uint8_t {
 struct Partition {
   std::shared_ptr<Collectives> ranks;     // null: one process
   std::shared_ptr<Collectives> replicas;  // of hybrid partitioning: ranks that hold the same shares; null: none
-  bool split[kRoles] = {};                // roles that are partitioned; the others are replicated
+  bool partitions[kRoles] = {};           // roles that are partitioned; the others are replicated
   bool reduces_whole = false;             // gradients are summed whole on every rank (stage 0)
   c10::ScalarType reduce_dtype = c10::ScalarType::Undefined;  // of gradients on the wire; Undefined: their own
 
@@ -129,11 +129,12 @@ struct Domain {
   /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must
   /// be that of the others; small ones stay in memory.
   bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= resident_below); }
-  /// Whether a tensor is too small to split. By elements, so that tensors of one shape agree whatever their dtype.
+  /// Whether a tensor is too small to partition. By elements, so that tensors of one shape agree whatever their
+  /// dtype.
   bool keeps_whole(std::size_t elements) const { return elements * 4 < resident_below; }
   Layout layout_for(Role role, std::size_t elements) const {
-    return partition.split[static_cast<int>(role)] && !keeps_whole(elements) ? Layout::partitioned
-                                                                             : Layout::replicated;
+    return partition.partitions[static_cast<int>(role)] && !keeps_whole(elements) ? Layout::partitioned
+                                                                                  : Layout::replicated;
   }
   Stripes stripes(std::size_t elements) const {
     return {elements, cache->page_bytes(), partition.ranks->size(), partition.ranks->rank()};
@@ -264,7 +265,7 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 /// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
 void run_deferred(Domain& domain);
 /// With ranks: what was created in a scope becomes the same on all of them. Shares are what their ranks made of them;
-/// what is not split comes from rank 0. Throws RankError.
+/// what is not partitioned comes from rank 0. Throws RankError.
 void start_equal(Domain& domain);
 
 /// Makes an existing tensor paged, in place, moving its content home. True if it is paged now; false if it stays as

@@ -46,7 +46,7 @@ void broadcast_packed(Domain& domain, const Storages& storages) {
     }
   };
   for_each_part([](at::Tensor content, at::Tensor part) { part.copy_(content); });
-  const Subject subject{"what is not split", 0, 0};
+  const Subject subject{"what is not partitioned", 0, 0};
   domain.partition.ranks->broadcast(packed, subject);
   if (domain.partition.replicas) domain.partition.replicas->broadcast(packed, subject);
   for_each_part([](at::Tensor content, at::Tensor part) { content.copy_(part); });

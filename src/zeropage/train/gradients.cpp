@@ -102,7 +102,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
     // Made of nothing but tensors that lie over the ranks, it is the same on all of them: its own mean.
-    if (is_split(segment_of(gradient))) return {gradient};
+    if (holds_share_only(segment_of(gradient))) return {gradient};
     return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
   }
 
