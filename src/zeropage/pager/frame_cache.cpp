@@ -239,8 +239,7 @@ void FrameCache::share_changes(Segment& segment) {
     if (page.frame && page.frame->pins > 0) {
       throw AccessError(
           "a tensor that is partitioned over ranks cannot be updated while it is pinned; "
-          "let go of zeropage.pinned(tensor) "
-          "first");
+          "let go of zeropage.pinned(tensor) first");
     }
   }
   give_up_frames(lock, run);

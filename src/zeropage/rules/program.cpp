@@ -243,13 +243,13 @@ std::optional<UpdateProgram> Program::find_update() const {
   if (!slots_[0].shape.is_cpu()) return std::nullopt;
   auto update = as_update(instructions_, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
-  // What is joined or decoded lives in registers alone; if somebody still holds it, it is to be written too.
+  // What is joined or dequantised lives in registers alone; if somebody still holds it, it is to be written too.
   const auto fits = [&](int slot, bool in_registers) {
     return slot < 0 || in_registers == (slots_[slot].segment == nullptr);
   };
   if (!fits(update->gradient, false) || !fits(update->parameter, update->high >= 0)) return std::nullopt;
   for (int i = 0; i < 3; ++i) {
-    if (!fits(update->state[i], update->coded[i].codes >= 0)) return std::nullopt;
+    if (!fits(update->state[i], update->quantised[i].codes >= 0)) return std::nullopt;
   }
   if (slots_[update->gradient].orphan) update->update.store_gradient = false;
   return update;

@@ -308,7 +308,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
     storages_.emplace_back(segment->storage().lock());
-    if (segment->coding()) {
+    if (segment->quantisation()) {
       throw AccessError(
           "what an optimizer keeps in fewer bits (optimizer_dtype) has no float32 memory to hold; use a copy of it: "
           "tensor.clone()");

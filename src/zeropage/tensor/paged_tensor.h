@@ -60,7 +60,7 @@ struct Partition {
   int world() const { return ranks ? ranks->size() * (replicas ? replicas->size() : 1) : 1; }
 };
 
-/// How the moments of fused optimizers are kept (rules/coded.h).
+/// How the moments of fused optimizers are kept (rules/quantised.h).
 enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
 
 class StorageSegment;
@@ -77,7 +77,7 @@ class Pending {
 };
 
 /// What the content of a float32 tensor is kept as.
-struct Coding {
+struct Quantisation {
   at::Tensor codes;        // of the tensor's shape: bfloat16, or uint8
   at::Tensor scales;       // float32, one for each kQuantum codes of uint8
   bool is_signed = true;   // of uint8
@@ -109,7 +109,7 @@ struct Domain {
   c10::ScalarType visible_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   Moments moments = Moments::as_they_are;
-  std::uint32_t codings = 0;
+  std::uint32_t quantisations = 0;
   bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
@@ -164,8 +164,8 @@ class StorageSegment final : public Segment {
   bool is_unallocated() const { return unallocated_ != nullptr; }
   void find_home();
   /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
-  Coding* coding() const { return coding_.get(); }
-  void set_coding(std::unique_ptr<Coding> coding) { coding_ = std::move(coding); }
+  Quantisation* quantisation() const { return quantisation_.get(); }
+  void set_quantisation(std::unique_ptr<Quantisation> quantisation) { quantisation_ = std::move(quantisation); }
 
   // --- mixed precision ---
 
@@ -233,7 +233,7 @@ class StorageSegment final : public Segment {
   std::atomic<bool> is_deferred_ = false;
   std::shared_ptr<Deferred> deferred_;
   std::unique_ptr<SegmentBuilder> unallocated_;
-  std::unique_ptr<Coding> coding_;
+  std::unique_ptr<Quantisation> quantisation_;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.

@@ -208,7 +208,7 @@ def test_settings_that_make_no_sense(settings, config):
         zeropage.init(config.replace(**settings))
 
 
-def coded_over_ranks():
+def quantised_over_ranks():
     with pytest.raises(zeropage.SettingError, match="one rank"), rank_space(optimizer_dtype="8bit"):
         pass
     results = []
@@ -235,4 +235,4 @@ def zeropage_free(tensor):
 
 
 def test_over_ranks(two):
-    two.run(coded_over_ranks)
+    two.run(quantised_over_ranks)
