@@ -33,9 +33,9 @@ def build(dtype=torch.float32):
 
 
 def by_hand(make, kept, clip=None, steps=4, scaler=None):
-    """Full-precision master weights, and a model that shows them. Returns losses, masters, optimizer."""
+    """Full-precision master weights, and a model materialised from them. Returns losses, masters, optimizer."""
     master, model = build(), build().to(torch.float16 if kept == "float16" else torch.bfloat16)
-    show(model, master, kept)
+    materialise(model, master, kept)
     optimizer, losses = make(master.parameters()), []
     pairs = list(zip(model.parameters(), master.parameters(), strict=True))
     for step in range(steps):
@@ -45,11 +45,11 @@ def by_hand(make, kept, clip=None, steps=4, scaler=None):
         for low, high in pairs:
             high.grad, low.grad = low.grad.float(), None
         finish(optimizer, master, clip, scaler)
-        show(model, master, kept)
+        materialise(model, master, kept)
     return losses, master, optimizer
 
 
-def show(model, master, kept):
+def materialise(model, master, kept):
     for low, high in zip(model.parameters(), master.parameters(), strict=True):
         low.data.copy_(seen(high, kept))
 
@@ -272,7 +272,7 @@ def mixed_over_ranks(stage, kept):
             model = build()
         optimizer = adamw(model.parameters())
         master, low = build(), build(torch.bfloat16)
-        show(low, master, kept)
+        materialise(low, master, kept)
         plain = adamw(master.parameters())
         for step in range(3):
             gpt_loss(model, step * ranks + rank).backward()
@@ -287,7 +287,7 @@ def mixed_over_ranks(stage, kept):
             for total, p in zip(sums, master.parameters(), strict=True):
                 p.grad = total / ranks
             plain.step()
-            show(low, master, kept)
+            materialise(low, master, kept)
         with torch.no_grad():
             for high, mine in zip(master.parameters(), model.parameters(), strict=True):
                 assert mine.dtype == torch.bfloat16 and torch.equal(mine, seen(high, kept))

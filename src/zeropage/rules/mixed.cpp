@@ -46,7 +46,7 @@ const c10::OperatorHandle& copy_operator() {
 }
 
 /// tensor = master: later, if what is to change the master has yet to run.
-void show(const at::Tensor& tensor, const at::Tensor& master) {
+void materialise(const at::Tensor& tensor, const at::Tensor& master) {
   if (segment_of(tensor)->master().defined() && is_hi_lo(segment_of(tensor)->master())) {
     return split_hi_lo(tensor, kept_for(tensor), master);
   }
@@ -116,16 +116,16 @@ bool run_rule(Call& call) {
   const bool clones = call.name() == "aten::clone";
   if (!writes && !clones && !reads_masters(call)) return call.info.rule(call);
 
-  struct Shown {
+  struct Materialised {
     at::Tensor tensor, master;
   };
-  std::vector<Shown> shown;  // what is written
+  std::vector<Materialised> materialised;  // what is written
   const std::vector<c10::IValue> arguments(call.stack.begin() + call.first, call.stack.end());
   const auto paged = call.paged;
   for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
     if (!has_master(tensor)) return tensor;
     at::Tensor master = master_of(tensor, asks);
-    if (call.info.writes[argument]) shown.push_back({tensor, master});
+    if (call.info.writes[argument]) materialised.push_back({tensor, master});
     return master;
   });
   call.paged.clear();
@@ -139,8 +139,8 @@ bool run_rule(Call& call) {
     return false;
   }
   c10::NoGradGuard no_grad;
-  for (const Shown& written : shown) {
-    show(written.tensor, written.master);
+  for (const Materialised& written : materialised) {
+    materialise(written.tensor, written.master);
     bump_version(written.tensor);
   }
   if (call.stack.size() == call.first || !call.stack.back().isTensor()) return true;
@@ -149,7 +149,7 @@ bool run_rule(Call& call) {
     give_master(copy, *paged[0].segment->domain());
     call.stack.back() = copy;
   }
-  for (const Shown& written : shown) {
+  for (const Materialised& written : materialised) {
     if (call.stack.back().toTensor().is_same(written.master)) call.stack.back() = written.tensor;
   }
   return true;
@@ -166,7 +166,7 @@ WrittenMasters::WrittenMasters(const Call& call) {
       c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
       written.visible = argument.segment->whole_tensor(master.sizes(), master.strides(), argument.tensor.dtype());
     }
-    if (is_hi_lo(master)) {  // what it showed is about to be written
+    if (is_hi_lo(master)) {  // what was materialised is about to be written
       written.before =
           make_paged(argument.segment->domain(), master.sizes(), master.strides(), argument.tensor.dtype(),
                      argument.segment->role(), {.layout = argument.segment->layout()});
@@ -206,15 +206,15 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
   };
   // As ZeRO has it, what is more precise than operators need is the optimizer's.
   at::Tensor master = like(domain.keeps_hi_lo ? c10::kShort : domain.master_dtype, Role::optimizer);
-  at::Tensor shown = tensor.detach();
+  at::Tensor visible = tensor.detach();
   const bool changes = tensor.scalar_type() != domain.visible_dtype;
-  if (!domain.keeps_hi_lo) show(master, shown);
+  if (!domain.keeps_hi_lo) materialise(master, visible);
   if (changes) {
-    shown = like(domain.visible_dtype, segment->role());
-    domain.keeps_hi_lo ? split_hi_lo(shown, master, tensor.detach()) : show(shown, master);
+    visible = like(domain.visible_dtype, segment->role());
+    domain.keeps_hi_lo ? split_hi_lo(visible, master, tensor.detach()) : materialise(visible, master);
   }
-  segment_of(shown)->set_master(master);
-  if (changes) tensor.set_data(shown);
+  segment_of(visible)->set_master(master);
+  if (changes) tensor.set_data(visible);
 }
 
 }  // namespace zeropage

@@ -10,8 +10,8 @@ namespace zeropage {
 /// The call's rule, on masters where its arguments have them. As a rule: false if nothing was done.
 bool run_rule(Call& call);
 
-/// What an operator is about to write of what it sees of parameters. Where that then differs from what their masters
-/// show, follow() has the masters follow.
+/// What an operator is about to write of what it sees of parameters. Where that then differs from what was
+/// materialised of their masters, follow() has the masters follow.
 class WrittenMasters {
  public:
   explicit WrittenMasters(const Call& call);
