@@ -1,4 +1,4 @@
-"""Programs that nobody wrote: random statements on paged tensors and on their plain twins, in little memory."""
+"""Random statements on paged tensors and on their plain twins, in little memory."""
 
 import copy
 import random

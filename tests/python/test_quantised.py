@@ -1,4 +1,4 @@
-"""Moments of fused optimizers in fewer bits: float32 to whoever looks, in half or a quarter of the bytes at home."""
+"""Moments of fused optimizers in fewer bits: float32 to operators, in half or a quarter of the bytes at home."""
 
 import copy
 
@@ -80,7 +80,7 @@ def test_async_equals_sync_equals_any_budget_to_the_bit(kept, config):
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_program_of_operators_gives_the_bits_of_the_kernel(kept, config):
-    """Moments that somebody looks at between steps are decoded by operators of their own."""
+    """Moments that the program reads between steps are decoded by operators of their own."""
     results = []
     for looks in (False, True):
         torch.manual_seed(0)

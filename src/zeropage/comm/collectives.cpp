@@ -25,7 +25,7 @@ constexpr std::size_t kAlwaysChecked = 512;  // the first collectives, all of th
 constexpr std::size_t kCheckedEvery = 64;    // later ones
 constexpr std::size_t kTextBytes = 512;      // of what a rank says of itself
 
-/// Tensors here are nobody's parameters: neither our fault nor autograd shall see them.
+/// Tensors here are not parameters of the program: neither our fault nor autograd shall see them.
 struct NoPagingGuard {
   c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
   c10::NoGradGuard no_grad;
@@ -338,7 +338,8 @@ std::string Collectives::where_all_are() {
   const auto group = group_.lock();
   const auto store = group ? group->getStore() : nullptr;
   if (!store) return alone;
-  // A store that cannot be reached answers neither yes nor no: whoever asks may wait for good, so it is not us.
+  // A store that cannot be reached answers neither yes nor no, and a thread that asks it may wait for good: a new one
+  // asks.
   const auto answer = std::make_shared<Answer>();
   std::thread([answer, store, mine, alone, rank = rank(), ranks = size(),
                prefix = fmt::format("zeropage/where/{}/", group->getGroupName())] {

@@ -156,7 +156,7 @@ struct GatheredSpec {
   bool alone;            // shares no page: it may be created at another time on other ranks
 };
 
-/// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they
+/// The storage behind one paged tensor and all its views. Derived classes tell the readers of the bytes where they
 /// are.
 class Segment {
  public:

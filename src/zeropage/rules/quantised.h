@@ -1,4 +1,4 @@
-// What an optimizer keeps, in fewer bits (kernels/formats.h). Such a tensor is float32 to whoever looks at it, but
+// What an optimizer keeps, in fewer bits (kernels/formats.h). Operators see such a tensor as float32, but it
 // has no home: its content is what its codes say (StorageSegment::quantisation). An operator that needs it is given a
 // temporary, dequantised before and encoded again after if it was written; being deferred, the temporary lives in a
 // kernel's registers. What is quantised are the moments of fused optimizers, for there alone is it known what a

@@ -57,7 +57,7 @@ class TorchDevice final : public DeviceMemory {
   }
 
   ~TorchDevice() override {
-    // torch may give the block to others, who know nothing of our streams.
+    // torch may give the block to other tensors, and knows nothing of our streams.
     uploads_.synchronize();
     downloads_.synchronize();
     driver_.getStream(device_).synchronize();

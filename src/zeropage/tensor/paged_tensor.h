@@ -114,7 +114,7 @@ struct Domain {
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
-  /// Held by whoever defers operators or runs what was deferred.
+  /// Held while operators are deferred, and while deferred ones run.
   std::recursive_mutex deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
@@ -198,9 +198,9 @@ class StorageSegment final : public Segment {
   void refresh(Access access);
   /// Makes ready for operators that take this rank's share alone.
   void open_share(Access access);
-  /// The same for whoever brings what is to come.
+  /// The same for the reducer, which brings what is to come.
   void claim_share(Access access);
-  /// Whether the leaf that shows it is known to who sums gradients.
+  /// Whether the reducer knows the leaf that lies in it.
   bool leaf_known = false;
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
   Layout layout() const;

@@ -90,7 +90,7 @@ struct Reducer::PiecePart {
   std::size_t elements;
 };
 
-/// One collective and whose content it brings.
+/// One collective, and the reductions whose content it brings.
 struct Reducer::Piece {
   std::unique_ptr<Ranks::Work> work;
   at::Tensor result;
