@@ -66,7 +66,7 @@ class Paged(Case):
     def prepare(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-            gradient = torch.zeros_like(parameter)  # in the home's dtype, paged
+            gradient = torch.zeros_like(parameter)  # in the master's dtype, paged
             gradient.fill_(1e-3)
             if self.all_in_one and hasattr(parameter, "grad_dtype"):
                 parameter.grad_dtype = None  # any: ours come in full precision

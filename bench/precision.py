@@ -1,7 +1,8 @@
-"""What mixed precision costs in accuracy: the demo's model trained in float32, with bfloat16 over float32 homes, and
-in bfloat16 alone, on the same text. Draws the three losses.
+"""What mixed precision costs in accuracy: the demo's model trained in float32, with bfloat16 over float32 masters,
+and in bfloat16 alone, on the same text. Draws the three losses.
 
-ratio: mean distance of the losses from float32's after the first tenth, bfloat16 over float32 homes / bfloat16 alone.
+ratio: mean distance of the losses from float32's after the first tenth, bfloat16 over float32 masters / bfloat16
+alone.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def main() -> None:
     mixed = zeropage.init(device="cpu", device_memory="4GB", host_memory="256MB", visible_dtype="bfloat16", **roles)
     curves = {
         "float32": losses(args, "float32", contextlib.nullcontext(), torch.float32),
-        "bfloat16 over float32 homes": losses(args, "mixed", mixed, torch.bfloat16),
+        "bfloat16 over float32 masters": losses(args, "mixed", mixed, torch.bfloat16),
         "bfloat16 alone": losses(args, "bfloat16", contextlib.nullcontext(), torch.bfloat16),
     }
     draw(args.picture, curves)
@@ -94,7 +95,7 @@ def main() -> None:
     finish(
         [[name, statistics.mean(values[tail]), far.get(name, 0.0)] for name, values in curves.items()],
         ["", "loss, mean of the last tenth", "mean distance from float32"],
-        ratio=round(far["bfloat16 over float32 homes"] / far["bfloat16 alone"], 4),
+        ratio=round(far["bfloat16 over float32 masters"] / far["bfloat16 alone"], 4),
     )
 
 

@@ -68,7 +68,7 @@ class Config:
 
 
 class Space:
-    """An address space: tiers, budgets and the tensors born in it. A context manager: inside, tensors are born paged.
+    """An address space: tiers, budgets and its tensors. A context manager: tensors created inside are paged.
 
     It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
     """
@@ -93,7 +93,8 @@ class Space:
     def page(self, tensor: torch.Tensor) -> bool:
         """Pages one existing tensor; False if it is too small or not one that can be paged.
 
-        Over ranks, all call it together, and have rank 0's content afterwards (of their own shares, if it is split).
+        Over ranks, all call it together, and have rank 0's content afterwards (of their own shares, if it is
+        partitioned).
         """
         paged = self._core.page(tensor)
         self._core.start_equal()
@@ -163,7 +164,7 @@ def init(
     replica_group: ProcessGroup | None = None,
     **overrides: object,
 ) -> Space:
-    """Makes a space from `config` and `overrides`. Use it as a scope: what is built inside is born paged.
+    """Makes a space from `config` and `overrides`. Use it as a scope: what is built inside is created paged.
 
     Over ranks, states are partitioned as `stage` says: over `group`, or over all ranks of torch.distributed, which is
     started if the program runs under torchrun and has not done so. With `shard_group` and `replica_group` they are

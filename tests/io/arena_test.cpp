@@ -25,7 +25,7 @@ TEST_CASE("blocks are aligned for O_DIRECT, disjoint and inside the arena") {
   CHECK((a->data() + a->bytes() <= b->data() || b->data() + b->bytes() <= a->data()));
 }
 
-TEST_CASE("what dies makes room for what is born") {
+TEST_CASE("what dies makes room for what is created") {
   Arena arena(4 * kMiB);
   auto all = arena.try_allocate(4 * kMiB);
   REQUIRE(all);

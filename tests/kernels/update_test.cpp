@@ -70,7 +70,7 @@ TEST_CASE("a bfloat16 and its remainder are the float, to the bit") {
   }
   for (const float value : values) {
     const std::uint16_t high = high_of(value);
-    CHECK(std::bit_cast<std::uint32_t>(join(high, low_of(value, high))) == std::bit_cast<std::uint32_t>(value));
+    CHECK(std::bit_cast<std::uint32_t>(join_hi_lo(high, low_of(value, high))) == std::bit_cast<std::uint32_t>(value));
     if (std::fabs(value) < 3.38e38f) CHECK(std::fabs(from_bfloat16(high) - value) <= std::fabs(value) / 256 + 1e-40f);
   }
 }
@@ -79,7 +79,7 @@ TEST_CASE("what is not a number stays so, and shows so") {
   for (const std::uint32_t bits : {0x7fc00000u, 0x7f800001u, 0x7fffffffu, 0xffffffffu}) {
     const auto value = std::bit_cast<float>(bits);
     CHECK(std::isnan(from_bfloat16(high_of(value))));
-    CHECK(std::isnan(join(high_of(value), low_of(value, high_of(value)))));
+    CHECK(std::isnan(join_hi_lo(high_of(value), low_of(value, high_of(value)))));
   }
 }
 

@@ -18,15 +18,16 @@ TEST_CASE_FIXTURE(CacheFixture, "a small tensor reads as zeros where a dead one 
   write(*neighbour, 1);
   write(*dead, 2);
   dead.reset();
-  auto born = segment(100);
-  const PinRequest request{born.get(), Access::read};
+  auto created = segment(100);
+  const PinRequest request{created.get(), Access::read};
   cache->pin({&request, 1});
-  CHECK(std::all_of(born->data, born->data + 100, [](std::byte b) { return b == std::byte{0}; }));
+  CHECK(std::all_of(created->data, created->data + 100, [](std::byte b) { return b == std::byte{0}; }));
   cache->unpin({&request, 1});
   CHECK(holds(*neighbour, 1));
 }
 
-TEST_CASE_FIXTURE(CacheFixture, "a newborn reads as zeros and touches neither memory nor disk before it is used") {
+TEST_CASE_FIXTURE(CacheFixture,
+                  "a new segment reads as zeros and touches neither memory nor disk before it is used") {
   make(256 * K, 256 * K);
   auto a = segment(100 * K);
   CHECK(cache->usage(Pool::device).now == 0);
@@ -253,7 +254,7 @@ TEST_CASE_FIXTURE(CacheFixture, "a forked child is refused, and its exit harms n
   CHECK(holds(*a, 1));
 }
 
-TEST_CASE_FIXTURE(CacheFixture, "any mixture of births, deaths, pins, pages and evictions keeps every byte") {
+TEST_CASE_FIXTURE(CacheFixture, "any mixture of creations, deaths, pins, pages and evictions keeps every byte") {
   make(192 * K, 96 * K, 2 * kBlockBytes);
   std::mt19937 random(11);
   struct Alive {

@@ -20,26 +20,26 @@ struct DeviceFixture : CacheFixture {
   }
 
   /// An operator on `segment`: `on_byte(byte, index)` for each of its bytes, run later than it is asked for. Returns
-  /// the mark after what was asked for while the segment was pinned.
+  /// the event after what was asked for while the segment was pinned.
   template <class OnByte>
-  DeviceMemory::Mark run_later(TestSegment& segment, Access access, OnByte on_byte) {
+  DeviceMemory::Event run_later(TestSegment& segment, Access access, OnByte on_byte) {
     const PinRequest request{&segment, access};
     cache->pin({&request, 1});
     device->run([at = segment.data, bytes = segment.bytes(), on_byte] {
       for (std::size_t i = 0; i < bytes; ++i) on_byte(at[i], i);
     });
-    auto mark = device->now();
+    auto event = device->record();
     cache->unpin({&request, 1});
-    return mark;
+    return event;
   }
   void write_later(TestSegment& segment, unsigned seed) {
     run_later(segment, Access::overwrite, [seed](std::byte& byte, std::size_t i) { byte = pattern(seed, i); });
   }
-  DeviceMemory::Mark check_later(TestSegment& segment, unsigned seed) {
+  DeviceMemory::Event check_later(TestSegment& segment, unsigned seed) {
     return run_later(segment, Access::read,
                      [seed, this](std::byte byte, std::size_t i) { wrong += byte != pattern(seed, i); });
   }
-  DeviceMemory::Mark check_zeros_later(TestSegment& segment) {
+  DeviceMemory::Event check_zeros_later(TestSegment& segment) {
     return run_later(segment, Access::read, [this](std::byte byte, std::size_t) { wrong += byte != std::byte{0}; });
   }
   std::size_t wrong = 0;

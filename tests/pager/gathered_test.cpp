@@ -1,4 +1,4 @@
-// Tensors that are split over ranks, without torch: ranks are threads.
+// Tensors that are partitioned over ranks, without torch: ranks are threads.
 #include <doctest/doctest.h>
 
 #include <random>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kPage = 4 * kBlockBytes, kItem = 4;
 
-/// A tensor of floats that is split over ranks.
+/// A tensor of floats that is partitioned over ranks.
 struct Tensor {
   Stripes stripes;
   std::unique_ptr<TestSegment> share = std::make_unique<TestSegment>();  // must outlive `whole`
@@ -116,7 +116,7 @@ TEST_CASE("what ranks wrote to their shares is the whole on all of them") {
   }
 }
 
-TEST_CASE("small tensors are gathered together, and a newborn beside them reads as zeros") {
+TEST_CASE("small tensors are gathered together, and a new one beside them reads as zeros") {
   Meeting meeting(2);
   on_every_rank(2, [&](int rank) {
     Rank self(meeting, rank, 64 * kPage);
@@ -131,11 +131,11 @@ TEST_CASE("small tensors are gathered together, and a newborn beside them reads 
     for (Tensor& tensor : tensors) self.write_share(tensor, 3);
     for (Tensor& tensor : tensors) CHECK(self.holds(*tensor.whole, 3));
     CHECK(self.ranks->log.size() == 1);
-    Tensor newborn = self.make_tensor(64, 9);
-    const PinRequest request{newborn.whole.get(), Access::read};
+    Tensor created = self.make_tensor(64, 9);
+    const PinRequest request{created.whole.get(), Access::read};
     self.cache->pin({&request, 1});
-    const std::byte* data = newborn.whole->data;
-    CHECK(std::all_of(data, data + newborn.whole->bytes(), [](std::byte byte) { return byte == std::byte{0}; }));
+    const std::byte* data = created.whole->data;
+    CHECK(std::all_of(data, data + created.whole->bytes(), [](std::byte byte) { return byte == std::byte{0}; }));
     self.cache->unpin({&request, 1});
   });
 }
@@ -162,12 +162,12 @@ TEST_CASE("ranks run the same collectives in the same order, whatever their disk
     auto noise = std::make_unique<TestSegment>();
     self.local->bind(*noise, {20 * kPage, 0, Role::optimizer, Tier::disk});
     std::vector<Tensor> alive, dead;
-    std::uint64_t births = 0;
+    std::uint64_t creations = 0;
     for (int step = 0; step < 1500; ++step) {
       const unsigned what = program() % 10, which = program();
       if (alive.size() < 4 || what == 0) {
         const std::size_t elements = which % 3 == 0 ? 20 + which % 100 : 500 + which % 6'000;
-        alive.push_back(self.make_tensor(elements, ++births));
+        alive.push_back(self.make_tensor(elements, ++creations));
       } else if (what == 1 && alive.size() > 8) {
         // It dies, though it was used just now: here, or whenever this rank's garbage collector says.
         if (alive[which % alive.size()].written) {

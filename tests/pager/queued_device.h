@@ -1,5 +1,5 @@
 // A device whose memory is apart and whose work runs as late as it may: queues (two streams of operators, uploads,
-// downloads) that nothing moves but waiting. Whoever forgets to order or to wait meets stale bytes.
+// downloads) that nothing moves but waiting. A caller that forgets stream_wait() or wait() meets stale bytes.
 #pragma once
 
 #include <cstring>
@@ -51,45 +51,45 @@ class QueuedDevice final : public DeviceMemory {
     std::lock_guard lock(mutex_);
     current_->push([=] { std::memset(at, 0, bytes); });
   }
-  Mark now() override {
+  Event record() override {
     std::lock_guard lock(mutex_);
-    return mark(*current_);
+    return event_after(*current_);
   }
-  void order(const Mark& mark) override {
+  void stream_wait(const Event& event) override {
     std::lock_guard lock(mutex_);
-    after(*current_, mark);
+    after(*current_, event);
   }
-  Mark upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
+  Event upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
     std::lock_guard lock(mutex_);
     uploads_.push([=] { std::memcpy(to, from, bytes); });
-    return mark(uploads_);
+    return event_after(uploads_);
   }
-  Mark download(std::byte* to, const std::byte* from, std::size_t bytes, const Mark& last_use) override {
+  Event download(std::byte* to, const std::byte* from, std::size_t bytes, const Event& last_use) override {
     std::lock_guard lock(mutex_);
     after(downloads_, last_use);
     downloads_.push([=] { std::memcpy(to, from, bytes); });
-    return mark(downloads_);
+    return event_after(downloads_);
   }
-  void retire(const Mark& mark) override {
+  void retire(const Event& event) override {
     std::lock_guard lock(mutex_);
-    after(uploads_, mark);
-    retired_.push_back(mark);
+    after(uploads_, event);
+    retired_.push_back(event);
   }
   void reuse() override {
     std::lock_guard lock(mutex_);
-    for (const Mark& mark : retired_) after(*current_, mark);
+    for (const Event& event : retired_) after(*current_, event);
     retired_.clear();
   }
-  bool done(const Mark& mark) override {
+  bool done(const Event& event) override {
     std::lock_guard lock(mutex_);
-    if (!mark) return true;
-    const auto& point = *std::static_pointer_cast<Point>(mark);
+    if (!event) return true;
+    const auto& point = *std::static_pointer_cast<Point>(event);
     return point.queue->ran >= point.position;
   }
-  void wait(const Mark& mark) override {
+  void wait(const Event& event) override {
     std::lock_guard lock(mutex_);
-    if (!mark) return;
-    const auto& point = *std::static_pointer_cast<Point>(mark);
+    if (!event) return;
+    const auto& point = *std::static_pointer_cast<Point>(event);
     point.queue->run_until(point.position);
   }
   std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
@@ -118,15 +118,15 @@ class QueuedDevice final : public DeviceMemory {
     std::size_t position;
   };
 
-  static Mark mark(Queue& queue) { return std::make_shared<Point>(Point{&queue, queue.asked}); }
-  void after(Queue& queue, const Mark& mark) {
-    if (mark && std::static_pointer_cast<Point>(mark)->queue != &queue) queue.push([this, mark] { wait(mark); });
+  static Event event_after(Queue& queue) { return std::make_shared<Point>(Point{&queue, queue.asked}); }
+  void after(Queue& queue, const Event& event) {
+    if (event && std::static_pointer_cast<Point>(event)->queue != &queue) queue.push([this, event] { wait(event); });
   }
 
   std::vector<std::byte> memory_;
   Queue operators_[2], uploads_, downloads_;
   Queue* current_ = &operators_[0];
-  std::vector<Mark> retired_;
+  std::vector<Event> retired_;
 };
 
 }  // namespace zeropage

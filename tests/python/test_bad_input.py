@@ -106,7 +106,7 @@ def test_a_read_only_disk_is_named(disk, config, unmount):
         zeropage.init(config.replace(disk_path=path))
 
 
-def test_a_full_disk_is_an_error_at_birth_and_training_goes_on(disk, config, unmount):
+def test_a_full_disk_is_an_error_at_creation_and_training_goes_on(disk, config, unmount):
     image = pathlib.Path(disk) / "image"
     with open(image, "wb") as file:
         file.truncate(64 << 20)

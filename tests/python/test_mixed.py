@@ -11,18 +11,18 @@ from ranks import space as rank_space
 import zeropage
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# By what is at home: float32 beside what operators see, or only what that lacks of float32.
-HOMES = {
+# By what the master is: float32 beside what operators see, or only what that lacks of float32.
+MASTERS = {
     "bfloat16": {"visible_dtype": "bfloat16"},
     "float16": {"visible_dtype": "float16"},
-    "split": {"visible_dtype": "bfloat16", "home_dtype": "split"},
+    "hi_lo": {"visible_dtype": "bfloat16", "master_dtype": "hi_lo"},
 }
 
 
-def seen(high, home):
+def seen(high, kept):
     """What operators see of a float32."""
-    if home != "split":
-        return high.to(DTYPES[home])
+    if kept != "hi_lo":
+        return high.to(DTYPES[kept])
     # The nearest, ties away from zero.
     return (high.detach().view(torch.int32) + 0x8000).bitwise_and(-0x10000).view(torch.float32).bfloat16()
 
@@ -32,10 +32,10 @@ def build(dtype=torch.float32):
     return GPT().to(dtype)
 
 
-def by_hand(make, home, clip=None, steps=4, scaler=None):
-    """Full-precision master weights, and a model that shows them. Returns losses, masters, optimizer."""
-    master, model = build(), build().to(torch.float16 if home == "float16" else torch.bfloat16)
-    show(model, master, home)
+def by_hand(make, kept, clip=None, steps=4, scaler=None):
+    """Full-precision master weights, and a model materialised from them. Returns losses, masters, optimizer."""
+    master, model = build(), build().to(torch.float16 if kept == "float16" else torch.bfloat16)
+    materialise(model, master, kept)
     optimizer, losses = make(master.parameters()), []
     pairs = list(zip(model.parameters(), master.parameters(), strict=True))
     for step in range(steps):
@@ -45,13 +45,13 @@ def by_hand(make, home, clip=None, steps=4, scaler=None):
         for low, high in pairs:
             high.grad, low.grad = low.grad.float(), None
         finish(optimizer, master, clip, scaler)
-        show(model, master, home)
+        materialise(model, master, kept)
     return losses, master, optimizer
 
 
-def show(model, master, home):
+def materialise(model, master, kept):
     for low, high in zip(model.parameters(), master.parameters(), strict=True):
-        low.data.copy_(seen(high, home))
+        low.data.copy_(seen(high, kept))
 
 
 def finish(optimizer, model, clip, scaler):
@@ -79,14 +79,14 @@ def paged(make, scope, clip=None, steps=4, scaler=None):
     return losses, model, optimizer
 
 
-def assert_same(expected, actual, home):
+def assert_same(expected, actual, kept):
     losses, master, optimizer = expected
     assert actual[0] == losses
     with torch.no_grad():
         for high, low in zip(master.parameters(), actual[1].parameters(), strict=True):
-            assert low.dtype == seen(high, home).dtype and zeropage.is_paged(low)
-            assert torch.equal(seen(high, home), low)  # what operators see
-            assert torch.equal(high, low.float())  # what is at home
+            assert low.dtype == seen(high, kept).dtype and zeropage.is_paged(low)
+            assert torch.equal(seen(high, kept), low)  # what operators see
+            assert torch.equal(high, low.float())  # the master
     states = [s for optimizer in (optimizer, actual[2]) for s in [list(optimizer.state.values())]]
     for ours, theirs in zip(*states, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours.values(), theirs.values(), strict=True))
@@ -97,26 +97,26 @@ FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"for
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("home", HOMES)
-def test_it_is_a_stock_optimizer_on_master_weights(home, form, clip, config):
+@pytest.mark.parametrize("kept", MASTERS)
+def test_it_is_a_stock_optimizer_on_master_weights(kept, form, clip, config):
     def make(parameters):
         return torch.optim.AdamW(parameters, lr=1e-2, **FORMS[form])
 
-    expected = by_hand(make, home, clip)
-    actual = paged(make, zeropage.init(config.replace(**HOMES[home])), clip)
-    assert_same(expected, actual, home)
+    expected = by_hand(make, kept, clip)
+    actual = paged(make, zeropage.init(config.replace(**MASTERS[kept])), clip)
+    assert_same(expected, actual, kept)
 
 
-@pytest.mark.parametrize("home", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
-def test_with_other_optimizers(optimizer, home, config):
+def test_with_other_optimizers(optimizer, kept, config):
     def make(parameters):
         # Adafactor's eps follows the parameter's dtype unless it is said.
         options = {"eps": (1e-7, 1e-3)} if optimizer == "Adafactor" else {}
         return getattr(torch.optim, optimizer)(parameters, lr=1e-2, **options)
 
-    expected = by_hand(make, home)
-    assert_same(expected, paged(make, zeropage.init(config.replace(**HOMES[home]))), home)
+    expected = by_hand(make, kept)
+    assert_same(expected, paged(make, zeropage.init(config.replace(**MASTERS[kept]))), kept)
 
 
 @pytest.mark.parametrize("form", ["fused", "foreach"])
@@ -148,9 +148,9 @@ def test_gradients_accumulate_in_full_precision(config):
     assert layer.weight.grad.dtype == torch.float32 and torch.equal(layer.weight.grad, expected)
 
 
-@pytest.mark.parametrize("home", ["bfloat16", "split"])
-def test_what_is_written_is_kept_as_it_was_written(home, config):
-    with zeropage.init(config.replace(**HOMES[home])):
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
+def test_what_is_written_is_kept_as_it_was_written(kept, config):
+    with zeropage.init(config.replace(**MASTERS[kept])):
         layer = torch.nn.Linear(70, 30)
     exact = torch.randn(30, 70)
     with torch.no_grad():
@@ -166,16 +166,16 @@ def test_what_is_written_is_kept_as_it_was_written(home, config):
         twin = copy.deepcopy(layer)
         assert twin.weight.dtype == torch.bfloat16 and torch.equal(twin.weight.float(), exact * 3)
         layer.load_state_dict({"weight": exact, "bias": torch.ones(30)})
-        assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, seen(exact, home))
+        assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, seen(exact, kept))
         assert (layer.weight * 2).dtype == torch.bfloat16 and torch.zeros_like(layer.weight).dtype == torch.float32
 
 
-@pytest.mark.parametrize("home", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_existing_model_is_mixed_too(dtype, home, config):
+def test_an_existing_model_is_mixed_too(dtype, kept, config):
     model = build(dtype)
     weights = [p.detach().clone() for p in model.parameters()]
-    zeropage.page(model, config.replace(**HOMES[home]))
+    zeropage.page(model, config.replace(**MASTERS[kept]))
     with torch.no_grad():
         for before, after in zip(weights, model.parameters(), strict=True):
             assert after.dtype == torch.bfloat16 and torch.equal(after.float(), before.float())
@@ -193,9 +193,9 @@ def test_small_parameters_are_mixed_and_stay_in_memory(config):
     model(torch.randn(2, 8).bfloat16()).sum().backward()
 
 
-@pytest.mark.parametrize("home", ["bfloat16", "split"])
-def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(home, config):
-    space = zeropage.init(config.replace(**HOMES[home]))
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
+def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(kept, config):
+    space = zeropage.init(config.replace(**MASTERS[kept]))
     _, model, optimizer = paged(adamw, space)
     del model, optimizer
     assert all(home.now == 0 for home in space.report().homes)
@@ -205,8 +205,8 @@ def test_a_model_that_dies_before_its_mixed_step_ran_leaves_nothing(home, config
     "settings",
     [
         {"visible_dtype": "int8"},
-        {"visible_dtype": "float32", "home_dtype": "float16"},
-        {"visible_dtype": "float16", "home_dtype": "split"},
+        {"visible_dtype": "float32", "master_dtype": "float16"},
+        {"visible_dtype": "float16", "master_dtype": "hi_lo"},
     ],
 )
 def test_settings_that_make_no_sense(settings, config):
@@ -236,12 +236,12 @@ def test_autocast_keeps_no_cast_of_a_paged_weight(config):
     assert set(alive) == {torch.bfloat16}
 
 
-def test_a_split_home_moves_two_bytes_less(config):
+def test_a_hi_lo_master_moves_two_bytes_less(config):
     """Of AdamW's states and the gradient 12 bytes are read and 8 written; of the parameter 4, and 6 or 4."""
     moved = {}
-    for home in ("bfloat16", "split"):
+    for kept in ("bfloat16", "hi_lo"):
         space = zeropage.init(
-            config.replace(device_memory="2MB", host_memory="2MB", page_size="64KiB", **HOMES[home])
+            config.replace(device_memory="2MB", host_memory="2MB", page_size="64KiB", **MASTERS[kept])
         )
         with space:
             parameter = torch.nn.Linear(2048, 2048, bias=False).weight
@@ -254,25 +254,25 @@ def test_a_split_home_moves_two_bytes_less(config):
             optimizer.step()
             space.wait()
         after = space.report()
-        moved[home] = [
+        moved[kept] = [
             round((after.read_bytes - before.read_bytes) / 2**22, 1),
             round((after.written_bytes - before.written_bytes) / 2**22, 1),
         ]
     assert moved["bfloat16"] == pytest.approx([16, 14], abs=0.8)
-    assert moved["split"] == pytest.approx([16, 12], abs=0.8)
+    assert moved["hi_lo"] == pytest.approx([16, 12], abs=0.8)
 
 
-def mixed_over_ranks(stage, home):
+def mixed_over_ranks(stage, kept):
     """Masters by hand on the whole batch, in one process, against ranks with a part of it each."""
     import torch.distributed as dist
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    with rank_space(stage=stage, **HOMES[home]) as made:
+    with rank_space(stage=stage, **MASTERS[kept]) as made:
         with made:
             model = build()
         optimizer = adamw(model.parameters())
         master, low = build(), build(torch.bfloat16)
-        show(low, master, home)
+        materialise(low, master, kept)
         plain = adamw(master.parameters())
         for step in range(3):
             gpt_loss(model, step * ranks + rank).backward()
@@ -287,14 +287,14 @@ def mixed_over_ranks(stage, home):
             for total, p in zip(sums, master.parameters(), strict=True):
                 p.grad = total / ranks
             plain.step()
-            show(low, master, home)
+            materialise(low, master, kept)
         with torch.no_grad():
             for high, mine in zip(master.parameters(), model.parameters(), strict=True):
-                assert mine.dtype == torch.bfloat16 and torch.equal(mine, seen(high, home))
+                assert mine.dtype == torch.bfloat16 and torch.equal(mine, seen(high, kept))
                 assert torch.equal(mine.float(), high)
 
 
-@pytest.mark.parametrize("home", ["bfloat16", "split"])
+@pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_over_ranks(stage, home, two):
-    two.run(mixed_over_ranks, stage, home)
+def test_over_ranks(stage, kept, two):
+    two.run(mixed_over_ranks, stage, kept)

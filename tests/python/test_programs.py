@@ -1,4 +1,4 @@
-"""Programs that nobody wrote: random statements on paged tensors and on their plain twins, in little memory."""
+"""Random statements on paged tensors and on their plain twins, in little memory."""
 
 import copy
 import random
@@ -30,7 +30,7 @@ class Program:
             fits = [i for i in fits if (self.plain[i].shape, self.plain[i].dtype) == same]
         return self.random.choice(fits)
 
-    def born(self):
+    def create(self):
         shape, dtype, seed = self.random.choice(SHAPES), self.random.choice(DTYPES), self.random.random()
         torch.manual_seed(int(seed * 1e9))
         self.plain.append(torch.randn(shape, dtype=dtype))
@@ -130,9 +130,9 @@ class Program:
 def test_a_random_program_does_the_same_paged(seed, config):
     space = zeropage.init(config, device_memory="400kB", host_memory="128KiB", page_size="8KiB")
     program = Program(seed, space)
-    statements = ["born", "in_place", "fill", "part", "lists", "made", "dies", "train", "evicted", "pinned"]
+    statements = ["create", "in_place", "fill", "part", "lists", "made", "dies", "train", "evicted", "pinned"]
     for _ in range(5):
-        program.born()
+        program.create()
     with torch.no_grad():
         for step in range(120):
             statement = program.random.choice(statements)

@@ -54,12 +54,12 @@ def hold(stage, tier):
         held = homes(made)
         del model, optimizer
         assert not any(homes(made).values())
-    for role, states, split in (
+    for role, states, partitioned in (
         ("parameter", 1, stage >= 3),
         ("gradient", 1, stage >= 2),
         ("optimizer", 2, stage >= 1),
     ):
-        if split:
+        if partitioned:
             assert held[role] == 4 * states * sum(share_elements(n, ranks) for n in whole)
             # 1/N of the whole, plus at most one page a tensor.
             assert held[role] <= 4 * states * sum(n / ranks + 16 * 1024 / 4 for n in whole)

@@ -104,8 +104,8 @@ TEST_CASE("temporaries that are still alive get what they were to have") {
   auto alive = dead.add(1.0);
   dead.reset();
   p.zero_();
-  CHECK(segment_of(alive)->is_homeless());
+  CHECK(segment_of(alive)->is_unallocated());
   CHECK(alive.sum().item<float>() == 7.0f * 150 * 150);
-  CHECK_FALSE(segment_of(alive)->is_homeless());
+  CHECK_FALSE(segment_of(alive)->is_unallocated());
   CHECK(p.sum().item<float>() == 0.0f);
 }

@@ -29,7 +29,7 @@ TEST_CASE("what is taken from the top lies above what is taken from the bottom")
   CHECK(list.take(100, FreeList::Side::top) == 800);
 }
 
-TEST_CASE("after any sequence of births and deaths nothing overlaps, and all of it merges back") {
+TEST_CASE("after any sequence of allocations and frees nothing overlaps, and all of it merges back") {
   FreeList list;
   list.release(0, 1 << 20);
   std::map<std::size_t, std::size_t> alive;
@@ -41,7 +41,7 @@ TEST_CASE("after any sequence of births and deaths nothing overlaps, and all of 
       alive.erase(victim);
     } else if (auto at =
                    list.take(1 + random() % 20000, random() % 4 ? FreeList::Side::bottom : FreeList::Side::top)) {
-      const auto bytes = [&] {  // the size is known to whoever asked; read it back from what is free
+      const auto bytes = [&] {  // only the caller of take() knows the size; read it back from what is free
         std::size_t used = 0;
         for (auto& [_, size] : alive) used += size;
         return (1 << 20) - list.free_bytes() - used;

@@ -27,7 +27,7 @@ TEST_CASE("extents are blocks of the file, and the dead ones are used again") {
   CHECK(swap.size() == size);
 }
 
-TEST_CASE("a disk that cannot grow the file is an error at birth, with sizes, and what was there stays") {
+TEST_CASE("a disk that cannot grow the file is an error at creation, with sizes, and what was there stays") {
   TemporaryDirectory directory;
   SwapFile swap(directory.path());
   Extent first = swap.allocate(kMiB);

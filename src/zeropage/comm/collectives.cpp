@@ -14,7 +14,7 @@
 #include <optional>
 #include <thread>
 
-#include "zeropage/base/doing.h"
+#include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/torch_compat.h"
 
@@ -25,8 +25,8 @@ constexpr std::size_t kAlwaysChecked = 512;  // the first collectives, all of th
 constexpr std::size_t kCheckedEvery = 64;    // later ones
 constexpr std::size_t kTextBytes = 512;      // of what a rank says of itself
 
-/// Tensors here are nobody's parameters: neither our fault nor autograd shall see them.
-struct Below {
+/// Tensors here are not parameters of the program: neither our fault nor autograd shall see them.
+struct NoPagingGuard {
   c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
   c10::NoGradGuard no_grad;
 };
@@ -98,7 +98,7 @@ class Collectives::Summing final : public Pending {
   void wait() override {
     if (kept_.empty()) return;
     Pending::wait();
-    Below below;
+    NoPagingGuard no_paging;
     at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
     parts.size(0) == 1 ? out.copy_(parts[0]) : at::add_out(out, parts[0], parts[1]);
     for (std::int64_t i = 2; i < parts.size(0); ++i) out.add_(parts[i]);
@@ -166,7 +166,7 @@ void Collectives::enter(std::string_view kind, const Subject& subject, std::size
 /// Words of all ranks, [ranks, words], on the CPU. Every use has the same size, so that ranks that are at different
 /// ones still meet.
 at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
-  Below below;
+  NoPagingGuard no_paging;
   constexpr std::int64_t kWords = 4;
   at::Tensor mine = at::zeros({kWords}, at::kLong);
   for (std::size_t i = 0; i < words.size(); ++i) mine[i] = words[i];
@@ -179,7 +179,7 @@ at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
 
 /// Texts of all ranks, cut to `bytes`. Gathers the same number of bytes whatever is said.
 std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_t bytes) {
-  Below below;
+  NoPagingGuard no_paging;
   mine.resize(bytes, '\0');
   at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(bytes)}, at::kByte).clone();
   text = text.to(control_device_);
@@ -224,7 +224,7 @@ std::vector<std::uint64_t> Collectives::common(const std::vector<std::uint64_t>&
 }
 
 void Collectives::differ(const std::string& what) {
-  const auto texts = gather_padded(fmt::format("{}, in {}", last_, Doing::now("no operator")), kTextBytes);
+  const auto texts = gather_padded(fmt::format("{}, in {}", last_, CurrentActivity::now("no operator")), kTextBytes);
   std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
   for (int i = 0; i < size(); ++i) message += fmt::format("\n  rank {}: {}", i, texts[i]);
   message +=
@@ -257,7 +257,7 @@ at::Tensor Collectives::as_tensor(std::byte* at, std::size_t bytes) const {
 
 std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                                      const Subject& subject) {
-  Below below;
+  NoPagingGuard no_paging;
   enter("all-gather", subject, part_bytes);
   traffic_.gathered += part_bytes * (size() - 1);
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
@@ -265,7 +265,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
 }
 
 std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject) {
-  Below below;
+  NoPagingGuard no_paging;
   enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
   if (!device_.is_cpu()) return start<Pending>([&] { return scatter_flat(*group(), out, in); }, {out, in});
@@ -274,7 +274,7 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
 }
 
 std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subject& subject) {
-  Below below;
+  NoPagingGuard no_paging;
   enter("all-reduce", subject, sum.nbytes());
   traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
   std::vector<at::Tensor> tensors{sum};
@@ -282,7 +282,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subje
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
-  Below below;
+  NoPagingGuard no_paging;
   enter("broadcast", subject, tensor.nbytes());
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   std::vector<at::Tensor> tensors{tensor};
@@ -290,7 +290,7 @@ void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
 }
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
-  Below below;
+  NoPagingGuard no_paging;
   record("exchange", subject, mine.nbytes());
   traffic_.control += mine.nbytes() * (size() - 1);
   at::Tensor part = mine.contiguous().view({-1}).to(control_device_);
@@ -300,7 +300,7 @@ at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& 
 }
 
 std::shared_ptr<std::byte> Collectives::scratch(std::size_t bytes) {
-  Below below;
+  NoPagingGuard no_paging;
   auto memory = std::make_shared<at::Tensor>(
       at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_)));
   return {memory, static_cast<std::byte*>(memory->mutable_data_ptr())};
@@ -333,12 +333,13 @@ std::string Collectives::where_all_are() {
     std::condition_variable came;
     std::optional<std::string> text;
   };
-  const std::string mine = fmt::format("{}, in {}", last_, Doing::now("no operator"));
+  const std::string mine = fmt::format("{}, in {}", last_, CurrentActivity::now("no operator"));
   const auto alone = fmt::format("\n  rank {}: {}\n  the others cannot be asked", rank(), mine);
   const auto group = group_.lock();
   const auto store = group ? group->getStore() : nullptr;
   if (!store) return alone;
-  // A store that cannot be reached answers neither yes nor no: whoever asks may wait for good, so it is not us.
+  // A store that cannot be reached answers neither yes nor no, and a thread that asks it may wait for good: a new one
+  // asks.
   const auto answer = std::make_shared<Answer>();
   std::thread([answer, store, mine, alone, rank = rank(), ranks = size(),
                prefix = fmt::format("zeropage/where/{}/", group->getGroupName())] {

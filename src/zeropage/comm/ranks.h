@@ -15,7 +15,7 @@ namespace zeropage {
 /// What a collective is about, for the check that ranks are together and for errors.
 struct Subject {
   std::string_view role;
-  std::uint64_t number = 0;  // of the tensor or run, counted from birth: the same on all ranks
+  std::uint64_t number = 0;  // of the tensor or run, counted from creation: the same on all ranks
   std::size_t page = 0;
 };
 

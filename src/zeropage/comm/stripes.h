@@ -1,5 +1,5 @@
-// How a tensor is split over ranks: every page evenly, so that each rank's disk and link carry 1/N of whatever is
-// brought in (bandwidth-centric partitioning, ZeRO-Infinity, section 6.1).
+// How a tensor is partitioned over ranks: every page evenly, so that each rank's disk and link carry 1/N of whatever
+// is brought in (bandwidth-centric partitioning, ZeRO-Infinity, section 6.1).
 //
 //   tensor   | page 0: rank 0 | rank 1 | rank 2 | page 1: rank 0 | rank 1 | rank 2 | last page: 0 | 1 | 2 |
 //   share of rank 1:  page 0's part, page 1's part, last page's part, one after another

@@ -7,12 +7,12 @@
 #include <fmt/ranges.h>
 #include <torch/library.h>
 
-#include "zeropage/base/doing.h"
+#include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
-#include "zeropage/rules/coded.h"
 #include "zeropage/rules/mixed.h"
+#include "zeropage/rules/quantised.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -98,7 +98,7 @@ void run(Call& call) {
   }
   // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) call.paged[0].segment->domain()->cache->check_usable();
-  if (takes_coded(call)) return run_decoded(call, run);
+  if (takes_quantised(call)) return run_dequantised(call, run);
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {
     if (call.info.moves) drop_cpu_index(call);
@@ -121,7 +121,7 @@ void run(Call& call) {
   }
   const bool needs_autograd = scope_domain() && call.needs_autograd();
   if (call.paged[0].segment->domain()->mixes()) {
-    const WrittenHomes written(call);
+    const WrittenMasters written(call);
     call.run_whole();
     written.follow();
   } else {
@@ -139,9 +139,9 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
             stack->size() - arguments,
             arguments};
   call.find_paged();
-  const Doing doing([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
+  const CurrentActivity activity([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
   try {
-    if (call.info.fused && !call.paged.empty()) code_moments(call);
+    if (call.info.fused && !call.paged.empty()) quantise_moments(call);
     run(call);
   } catch (const Error& error) {
     throw_translated(error, describe(call));

@@ -1,5 +1,6 @@
 // Free ranges of a linear space: a file, or a region of memory. Best fit, neighbours merged at once, so that equal
-// sequences of births and deaths give equal layouts and holes do not multiply. Not thread-safe; holds no resource.
+// sequences of allocations and frees give equal layouts and holes do not multiply. Not thread-safe; holds no
+// resource.
 #pragma once
 
 #include <cstddef>

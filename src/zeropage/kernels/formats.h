@@ -1,15 +1,14 @@
 // How numbers are stored, and how a block of them becomes floats and floats become them. Plain loops, always inlined,
-// so that each is compiled for the instruction set of whoever calls it. No torch.
+// so that each is compiled for its caller's instruction set. No torch.
 //
 //   float32              as it is
 //   bfloat16, float16    IEEE 754's round to nearest, ties to even
 //   stochastic_bfloat16  rounded up or down at random, with the probability that keeps the mean: small additions are
 //                        not lost (Gupta et al., "Deep Learning with Limited Numerical Precision", 2015). The random
 //                        numbers follow from a seed and the value alone: the same however tensors are cut
-//   split_float32        a bfloat16 and the 16 bits that it lacks, in two arrays: nothing is lost, and the first
-//   array
-//                        is what operators see. float = (bfloat16 << 16) + signed remainder; ties round away from
-//                        zero
+//   hi_lo_float32        a bfloat16 and the 16 bits that it lacks, in two arrays: nothing is lost, and the first
+//                        array is what operators see. float = (bfloat16 << 16) + signed remainder; ties round
+//                        away from zero
 //   blocks8              a float of 8 bits, times a scale that kQuantum elements share (after Dettmers et al., "8-bit
 //                        Optimizers via Block-wise Quantization", 2021). Signed: 3 bits of exponent, 4 of mantissa.
 //                        Unsigned: 4 and 4; what is not zero stays so
@@ -28,7 +27,7 @@ enum class Format : std::uint8_t {
   bfloat16,
   float16,
   stochastic_bfloat16,
-  split_float32,
+  hi_lo_float32,
   signed_blocks8,
   unsigned_blocks8,
 };
@@ -36,7 +35,7 @@ enum class Format : std::uint8_t {
 /// Elements that share a scale. Blocks begin at multiples of it.
 inline constexpr std::size_t kQuantum = 256;
 
-/// One array of a tensor. `extra`: of split_float32 the remainders (int16), of blocks8 the scales (float).
+/// One array of a tensor. `extra`: of hi_lo_float32 the remainders (int16), of blocks8 the scales (float).
 struct Array {
   Format format = Format::none;
   void* data = nullptr;
@@ -90,7 +89,7 @@ ZEROPAGE_INLINE std::uint16_t to_float16(float x) {
   return static_cast<std::uint16_t>(half | (sign >> 16));
 }
 
-ZEROPAGE_INLINE float join(std::uint16_t high, std::int16_t low) {
+ZEROPAGE_INLINE float join_hi_lo(std::uint16_t high, std::int16_t low) {
   return std::bit_cast<float>((std::uint32_t{high} << 16) + static_cast<std::uint32_t>(std::int32_t{low}));
 }
 ZEROPAGE_INLINE std::uint16_t high_of(float x) {

@@ -115,10 +115,10 @@ ZEROPAGE_INLINE float* load(const Array& array, std::size_t at, std::size_t n, f
     case Format::float16:
       decode(scratch, static_cast<const std::uint16_t*>(array.data) + at, n, from_float16);
       break;
-    case Format::split_float32: {
+    case Format::hi_lo_float32: {
       const auto* __restrict high = static_cast<const std::uint16_t*>(array.data) + at;
       const auto* __restrict low = static_cast<const std::int16_t*>(array.extra) + at;
-      for (std::size_t i = 0; i < n; ++i) scratch[i] = join(high[i], low[i]);
+      for (std::size_t i = 0; i < n; ++i) scratch[i] = join_hi_lo(high[i], low[i]);
       break;
     }
     case Format::signed_blocks8:
@@ -154,7 +154,7 @@ ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, co
     }
     case Format::float16:
       return encode(static_cast<std::uint16_t*>(array.data) + at, values, n, to_float16);
-    case Format::split_float32: {
+    case Format::hi_lo_float32: {
       auto* __restrict high = static_cast<std::uint16_t*>(array.data) + at;
       auto* __restrict low = static_cast<std::int16_t*>(array.extra) + at;
       for (std::size_t i = 0; i < n; ++i) {

@@ -74,16 +74,16 @@ struct Frame {
   Block memory;
   Reservation charge;
   bool permanent = false;
-  bool assembling = false;       // not all of its pages point to it
-  bool ahead = false;            // it was read ahead, and has not been used
-  bool transient = false;        // its last user says that it will not be used soon
-  int pins = 0;                  // of operators and rules
-  int whole_pins = 0;            // of them, of operators
-  std::thread::id claimer;       // that is about to overwrite it
-  std::size_t transfers = 0;     // of its pages, under way
-  std::exception_ptr failure;    // of a read into it
-  DeviceMemory::Mark ready;      // of what filled it; null for CPU memory and once past
-  DeviceMemory::Mark last_mark;  // of what used it last
+  bool assembling = false;        // not all of its pages point to it
+  bool ahead = false;             // it was read ahead, and has not been used
+  bool transient = false;         // its last user says that it will not be used soon
+  int pins = 0;                   // of operators and rules
+  int whole_pins = 0;             // of them, of operators
+  std::thread::id claimer;        // that is about to overwrite it
+  std::size_t transfers = 0;      // of its pages, under way
+  std::exception_ptr failure;     // of a read into it
+  DeviceMemory::Event ready;      // of what filled it; null for CPU memory and once past
+  DeviceMemory::Event last_used;  // of what used it last
   // Of the queue of victims:
   int cost = -1;               // transfers that its eviction causes; -1: it is not in the queue
   std::uint64_t next_use = 0;  // as planned, in the plan's time
@@ -146,7 +146,7 @@ struct SegmentSpec {
   std::size_t page_bytes = 0;  // 0: the cache's own, on rows
 };
 
-/// A tensor that is split over ranks. Each page is every rank's part of it, in rank order.
+/// A tensor that is partitioned over ranks. Each page is every rank's part of it, in rank order.
 struct GatheredSpec {
   std::size_t bytes;         // of the tensor
   std::size_t padded_bytes;  // with every rank's last part full
@@ -154,10 +154,10 @@ struct GatheredSpec {
   Role role;
   Segment* share;        // this rank's parts, one after another; must outlive the segment
   std::uint64_t number;  // the same on all ranks
-  bool alone;            // shares no page: its birth may come at another time on other ranks
+  bool alone;            // shares no page: it may be created at another time on other ranks
 };
 
-/// The storage behind one paged tensor and all its views. Derived classes tell whoever reads the bytes where they
+/// The storage behind one paged tensor and all its views. Derived classes tell the readers of the bytes where they
 /// are.
 class Segment {
  public:

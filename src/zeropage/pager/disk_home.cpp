@@ -14,7 +14,7 @@ class DiskHome final : public Home {
     return std::nullopt;
   }
 
-  std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from, const DeviceMemory::Mark&,
+  std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from, const DeviceMemory::Event&,
                                Priority priority, Done done) override {
     start(Direction::write, run, page, const_cast<std::byte*>(from), priority, std::move(done));
     return std::nullopt;

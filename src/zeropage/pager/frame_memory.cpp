@@ -46,7 +46,7 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
 }
 
 void FrameMemory::drop(Frame& frame) {
-  if (device_) device_->retire(frame.last_mark ? frame.last_mark : frame.ready);
+  if (device_) device_->retire(frame.last_used ? frame.last_used : frame.ready);
   frames_.erase(frame.memory.data());
 }
 

@@ -16,10 +16,10 @@ namespace zeropage {
 
 class Home {
  public:
-  /// How a transfer ended: an error, or none and a mark that users of a device's frame come after.
+  /// How a transfer ended: an error, or none, and an event that users of a device's frame wait for.
   struct Outcome {
     std::exception_ptr error;
-    DeviceMemory::Mark ready;
+    DeviceMemory::Event ready;
   };
   /// Runs once, on any thread, with no cache's lock held.
   using Done = std::function<void(Outcome)>;
@@ -33,7 +33,7 @@ class Home {
                                                     Priority priority, Done done) = 0;
   /// The same for a write of what lies at `from` and was last used at `after`.
   [[nodiscard]] virtual std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from,
-                                                     const DeviceMemory::Mark& after, Priority priority,
+                                                     const DeviceMemory::Event& after, Priority priority,
                                                      Done done) = 0;
   /// Whether a demanded transfer may wait for something before it starts.
   virtual bool blocks() const { return true; }

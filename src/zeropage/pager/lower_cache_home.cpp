@@ -5,8 +5,8 @@
 namespace zeropage {
 
 LowerCacheHome::~LowerCacheHome() {
-  for (UnderWay& upload : uploads_) device_.wait(upload.mark);
-  for (UnderWay& download : downloads_) device_.wait(download.mark);
+  for (UnderWay& upload : uploads_) device_.wait(upload.event);
+  for (UnderWay& download : downloads_) device_.wait(download.event);
 }
 
 bool LowerCacheHome::is_ready(const Run& run, std::size_t page, Access access) {
@@ -53,38 +53,38 @@ std::optional<Home::Outcome> LowerCacheHome::read(const Run& run, std::size_t pa
                                                   Priority priority, Done) {
   PagePin host_page = pin(run, page, Access::read, priority);
   host_page.wait();
-  const DeviceMemory::Mark mark = device_.upload(into, host_page.data(), run.bytes_of(page));
-  if (!device_.done(mark)) {
+  const DeviceMemory::Event event = device_.upload(into, host_page.data(), run.bytes_of(page));
+  if (!device_.done(event)) {
     std::lock_guard lock(mutex_);
-    uploads_.push_back({&run, mark, std::move(host_page), nullptr});
+    uploads_.push_back({&run, event, std::move(host_page), nullptr});
   }
-  return Outcome{nullptr, mark};
+  return Outcome{nullptr, event};
 }
 
 std::optional<Home::Outcome> LowerCacheHome::write(const Run& run, std::size_t page, const std::byte* from,
-                                                   const DeviceMemory::Mark& after, Priority priority, Done done) {
+                                                   const DeviceMemory::Event& after, Priority priority, Done done) {
   PagePin host_page = pin(run, page, Access::overwrite, priority);
   host_page.wait();
-  const DeviceMemory::Mark mark = device_.download(host_page.data(), from, run.bytes_of(page), after);
-  if (device_.done(mark)) return Outcome{};
+  const DeviceMemory::Event event = device_.download(host_page.data(), from, run.bytes_of(page), after);
+  if (device_.done(event)) return Outcome{};
   std::lock_guard lock(mutex_);
-  downloads_.push_back({&run, mark, std::move(host_page), std::move(done)});
+  downloads_.push_back({&run, event, std::move(host_page), std::move(done)});
   return std::nullopt;
 }
 
 bool LowerCacheHome::tidy(bool wait) {
   std::deque<UnderWay> ended;
-  DeviceMemory::Mark oldest;
+  DeviceMemory::Event oldest;
   {
     std::lock_guard lock(mutex_);
     for (auto* queue : {&downloads_, &uploads_}) {
-      while (!queue->empty() && device_.done(queue->front().mark)) {
+      while (!queue->empty() && device_.done(queue->front().event)) {
         ended.push_back(std::move(queue->front()));
         queue->pop_front();
       }
     }
     if (ended.empty() && wait) {
-      if (auto& queue = downloads_.empty() ? uploads_ : downloads_; !queue.empty()) oldest = queue.front().mark;
+      if (auto& queue = downloads_.empty() ? uploads_ : downloads_; !queue.empty()) oldest = queue.front().event;
     }
   }
   if (oldest) {
@@ -112,7 +112,7 @@ void LowerCacheHome::forget(const Run& run) {
       ++upload;
       continue;
     }
-    device_.wait(upload->mark);
+    device_.wait(upload->event);
     over.push_back(std::move(*upload));
     upload = uploads_.erase(upload);
   }

@@ -1,8 +1,8 @@
 // The home of a device's pages in the cache of the host below it: uploads and downloads. To the device's cache this
 // is what a disk is to the host's.
 //
-// An upload has ended for the cache above as soon as the device was asked for it, since what uses its frame comes
-// after its mark. The host's page stays pinned until the device has read it.
+// An upload has ended for the cache above as soon as the device was asked for it, since what uses its frame waits
+// for its event. The host's page stays pinned until the device has read it.
 #pragma once
 
 #include <deque>
@@ -23,7 +23,7 @@ class LowerCacheHome final : public Home {
   std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
                               Done done) override;
   std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from,
-                               const DeviceMemory::Mark& after, Priority priority, Done done) override;
+                               const DeviceMemory::Event& after, Priority priority, Done done) override;
   bool ready_to_read(const Run& run, std::size_t page) override;
   bool ready_to_write(const Run& run, std::size_t page) override;
   bool tidy(bool wait) override;
@@ -32,7 +32,7 @@ class LowerCacheHome final : public Home {
  private:
   struct UnderWay {
     const Run* run;
-    DeviceMemory::Mark mark;
+    DeviceMemory::Event event;
     PagePin host_page;
     Done done;  // of downloads
   };

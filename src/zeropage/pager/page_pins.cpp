@@ -66,7 +66,7 @@ void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   frame.claimer = {};
   if (page.state == Residency::zero) {
     memory_.clear(frame.memory.data(), frame.memory.bytes());
-    if (memory_.device()) frame.ready = memory_.device()->now();
+    if (memory_.device()) frame.ready = memory_.device()->record();
     page.state = run.gathered() ? Residency::clean : Residency::dirty;
     changed_.notify_all();
   } else if (page.state == Residency::evicted) {

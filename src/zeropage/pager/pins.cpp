@@ -285,7 +285,7 @@ void FrameCache::fill(Hold& hold) {
       memory_.clear(into, run.bytes_of(i));
     }
   }
-  if (memory_.device()) frame.ready = memory_.device()->now();
+  if (memory_.device()) frame.ready = memory_.device()->record();
 }
 
 /// All pages of the run are in its new frame from now on.

@@ -224,14 +224,14 @@ void FrameCache::clean_behind(Lock& lock) {
 void FrameCache::order_after(Frame& frame) {
   const auto& device = memory_.device();
   if (!device || !frame.ready) return;
-  device->done(frame.ready) ? frame.ready.reset() : device->order(frame.ready);
+  device->done(frame.ready) ? frame.ready.reset() : device->stream_wait(frame.ready);
 }
 
 void FrameCache::mark_used(Frame& frame) {
   const auto& device = memory_.device();
   if (!device) return;
-  device->order(frame.last_mark);  // of another thread's stream, perhaps
-  frame.last_mark = device->now();
+  device->stream_wait(frame.last_used);  // of another thread's stream, perhaps
+  frame.last_used = device->record();
 }
 
 }  // namespace zeropage

@@ -145,7 +145,7 @@ void FrameCache::make_permanent(Lock& lock, Run& run) {
       refuse_home();
     }
     memory_.clear(frame.memory.data(), frame.memory.bytes());
-    if (memory_.device()) frame.ready = memory_.device()->now();
+    if (memory_.device()) frame.ready = memory_.device()->record();
     for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
     drop_pin(frame);
   } catch (const Shortage&) {

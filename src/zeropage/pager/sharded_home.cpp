@@ -185,11 +185,11 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::byte*) {
   const auto gather = std::move(*wanted);
   in_flight_.erase(wanted);
   if (gather->work || gather->part) complete(*gather);
-  std::exchange(gather->done, nullptr)({gather->failure, device_ && !gather->failure ? device_->now() : nullptr});
+  std::exchange(gather->done, nullptr)({gather->failure, device_ && !gather->failure ? device_->record() : nullptr});
 }
 
 std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page, const std::byte* from,
-                                                const DeviceMemory::Mark&, Priority, Done) {
+                                                const DeviceMemory::Event&, Priority, Done) {
   const std::size_t ranks = ranks_->size(), rank = ranks_->rank();
   for (const Share& share : run.shares) {
     if (!share.segment) continue;

@@ -24,7 +24,7 @@ class ShardedHome final : public Home {
   std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
                               Done done) override;
   std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from,
-                               const DeviceMemory::Mark& after, Priority priority, Done done) override;
+                               const DeviceMemory::Event& after, Priority priority, Done done) override;
   void hurry(const Run& run, std::size_t page, std::byte* frame) override;
 
  private:

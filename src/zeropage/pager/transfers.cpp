@@ -92,7 +92,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
   for (const std::size_t i : pages) {
     auto done = [this, &run, i](Home::Outcome outcome) { on_end([&] { write_ended(run, i, outcome); }); };
     std::byte* const from = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
-    const auto after = frame.last_mark ? frame.last_mark : frame.ready;
+    const auto after = frame.last_used ? frame.last_used : frame.ready;
     std::optional<Home::Outcome> outcome;
     if (blocks) lock.unlock();
     try {

@@ -4,40 +4,40 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "zeropage/rules/hi_lo.h"
 #include "zeropage/rules/program.h"
-#include "zeropage/rules/split.h"
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
 namespace {
 
-bool has_home(const at::Tensor& tensor) {
+bool has_master(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
-  return segment && segment->home().defined() && is_whole(tensor);
+  return segment && segment->master().defined() && is_whole(tensor);
 }
 
 /// Beside what operators see lies what it lacks, and not all of it once more.
-bool is_split_home(const at::Tensor& home) { return home.scalar_type() == c10::kShort; }
+bool is_hi_lo(const at::Tensor& master) { return master.scalar_type() == c10::kShort; }
 
-c10::ScalarType dtype_of_home(const StorageSegment& segment) {
-  return is_split_home(segment.home()) ? c10::kFloat : segment.home().scalar_type();
+c10::ScalarType dtype_of_master(const StorageSegment& segment) {
+  return is_hi_lo(segment.master()) ? c10::kFloat : segment.master().scalar_type();
 }
 
-/// What lies at home, in the shape that this tensor gives it.
+/// The master as it is kept, in the shape that this tensor gives it.
 at::Tensor kept_for(const at::Tensor& tensor) {
-  const at::Tensor& home = segment_of(tensor)->home();
-  if (home.sizes() == tensor.sizes() && home.strides() == tensor.strides()) return home;
-  return home.as_strided(tensor.sizes(), tensor.strides());
+  const at::Tensor& master = segment_of(tensor)->master();
+  if (master.sizes() == tensor.sizes() && master.strides() == tensor.strides()) return master;
+  return master.as_strided(tensor.sizes(), tensor.strides());
 }
 
-/// The home as a tensor. `asks`: for its shape and dtype alone.
-at::Tensor home_of(const at::Tensor& tensor, bool asks) {
+/// The master as a tensor. `asks`: for its shape and dtype alone.
+at::Tensor master_of(const at::Tensor& tensor, bool asks) {
   const at::Tensor kept = kept_for(tensor);
-  if (!is_split_home(kept)) return kept;
-  if (!asks) return join(tensor.detach(), kept);
+  if (!is_hi_lo(kept)) return kept;
+  if (!asks) return join_hi_lo(tensor.detach(), kept);
   const auto* segment = segment_of(tensor);
   return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), caffe2::TypeMeta::Make<float>(),
-                    Role::optimizer, {.layout = segment_of(kept)->layout(), .homeless = true});
+                    Role::optimizer, {.layout = segment_of(kept)->layout(), .unallocated = true});
 }
 
 const c10::OperatorHandle& copy_operator() {
@@ -45,19 +45,19 @@ const c10::OperatorHandle& copy_operator() {
   return op;
 }
 
-/// tensor = home: later, if what is to change the home has yet to run.
-void show(const at::Tensor& tensor, const at::Tensor& home) {
-  if (segment_of(tensor)->home().defined() && is_split_home(segment_of(tensor)->home())) {
-    return split(tensor, kept_for(tensor), home);
+/// tensor = master: later, if what is to change the master has yet to run.
+void materialise(const at::Tensor& tensor, const at::Tensor& master) {
+  if (segment_of(tensor)->master().defined() && is_hi_lo(segment_of(tensor)->master())) {
+    return split_hi_lo(tensor, kept_for(tensor), master);
   }
-  if (has_program(segment_of(home))) {
+  if (has_program(segment_of(master))) {
     Substitution copy;
     copy.add(tensor, false, tensor, Access::overwrite);
-    copy.add(home, false, tensor, Access::read);
+    copy.add(master, false, tensor, Access::read);
     copy.add(false, false, tensor, Access::read);  // non_blocking
     if (defer(copy_operator(), copy, Chunking::iterator, std::nullopt)) return;
   }
-  copy_windows(tensor, home);
+  copy_windows(tensor, master);
 }
 
 /// Tensors among the arguments, in order, each of which `visit` may replace.
@@ -78,18 +78,18 @@ bool is_norm(const Call& call) {
   return call.name() == "aten::linalg_vector_norm" || call.name() == "aten::_foreach_norm";
 }
 
-/// Whether a call that writes none of its arguments is to run on homes: where it only asks what to make, and where
-/// another operand has the home's dtype, so that its result has too.
-bool reads_homes(Call& call) {
+/// Whether a call that writes none of its arguments is to run on masters: where it only asks what to make, and where
+/// another operand has the master's dtype, so that its result has too.
+bool reads_masters(Call& call) {
   const std::string& name = call.name();
   if (name == "aten::_to_copy" || call.info.kind == OperatorKind::metadata || is_norm(call)) return true;
   if (!call.info.pointwise && !call.info.list) return false;
-  c10::ScalarType home = c10::ScalarType::Undefined;
+  c10::ScalarType master = c10::ScalarType::Undefined;
   for (const PagedArgument& argument : call.paged) {
-    if (has_home(argument.tensor)) home = dtype_of_home(*argument.segment);
+    if (has_master(argument.tensor)) master = dtype_of_master(*argument.segment);
   }
   const auto has_its_dtype = [&](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.dim() > 0 && !has_home(tensor) && tensor.scalar_type() == home;
+    return tensor.defined() && tensor.dim() > 0 && !has_master(tensor) && tensor.scalar_type() == master;
   };
   for (std::size_t i = 0; i < call.arguments; ++i) {
     const c10::IValue& value = call.argument(i);
@@ -106,7 +106,7 @@ bool reads_homes(Call& call) {
 }  // namespace
 
 bool run_rule(Call& call) {
-  const auto mixed = [](const PagedArgument& argument) { return has_home(argument.tensor); };
+  const auto mixed = [](const PagedArgument& argument) { return has_master(argument.tensor); };
   const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
   if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || (call.needs_autograd() && !asks) ||
       !Call::plain_modes()) {
@@ -114,19 +114,19 @@ bool run_rule(Call& call) {
   }
   const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
   const bool clones = call.name() == "aten::clone";
-  if (!writes && !clones && !reads_homes(call)) return call.info.rule(call);
+  if (!writes && !clones && !reads_masters(call)) return call.info.rule(call);
 
-  struct Shown {
-    at::Tensor tensor, home;
+  struct Materialised {
+    at::Tensor tensor, master;
   };
-  std::vector<Shown> shown;  // what is written
+  std::vector<Materialised> materialised;  // what is written
   const std::vector<c10::IValue> arguments(call.stack.begin() + call.first, call.stack.end());
   const auto paged = call.paged;
   for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
-    if (!has_home(tensor)) return tensor;
-    at::Tensor home = home_of(tensor, asks);
-    if (call.info.writes[argument]) shown.push_back({tensor, home});
-    return home;
+    if (!has_master(tensor)) return tensor;
+    at::Tensor master = master_of(tensor, asks);
+    if (call.info.writes[argument]) materialised.push_back({tensor, master});
+    return master;
   });
   call.paged.clear();
   call.find_paged();
@@ -139,48 +139,49 @@ bool run_rule(Call& call) {
     return false;
   }
   c10::NoGradGuard no_grad;
-  for (const Shown& written : shown) {
-    show(written.tensor, written.home);
+  for (const Materialised& written : materialised) {
+    materialise(written.tensor, written.master);
     bump_version(written.tensor);
   }
   if (call.stack.size() == call.first || !call.stack.back().isTensor()) return true;
   if (clones) {
     at::Tensor copy = call.stack.back().toTensor();
-    give_home(copy, *paged[0].segment->domain());
+    give_master(copy, *paged[0].segment->domain());
     call.stack.back() = copy;
   }
-  for (const Shown& written : shown) {
-    if (call.stack.back().toTensor().is_same(written.home)) call.stack.back() = written.tensor;
+  for (const Materialised& written : materialised) {
+    if (call.stack.back().toTensor().is_same(written.master)) call.stack.back() = written.tensor;
   }
   return true;
 }
 
-WrittenHomes::WrittenHomes(const Call& call) {
+WrittenMasters::WrittenMasters(const Call& call) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
   for (const PagedArgument& argument : call.paged) {
-    if (argument.access == Access::read || !argument.segment->home().defined()) continue;
-    const at::Tensor& home = argument.segment->home();
+    if (argument.access == Access::read || !argument.segment->master().defined()) continue;
+    const at::Tensor& master = argument.segment->master();
     Written written{argument.segment, {}, {}};
     {
       c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
-      written.visible = argument.segment->whole_tensor(home.sizes(), home.strides(), argument.tensor.dtype());
+      written.visible = argument.segment->whole_tensor(master.sizes(), master.strides(), argument.tensor.dtype());
     }
-    if (is_split_home(home)) {  // what it showed is about to be written
-      written.before = make_paged(argument.segment->domain(), home.sizes(), home.strides(), argument.tensor.dtype(),
-                                  argument.segment->role(), {.layout = argument.segment->layout()});
+    if (is_hi_lo(master)) {  // what was materialised is about to be written
+      written.before =
+          make_paged(argument.segment->domain(), master.sizes(), master.strides(), argument.tensor.dtype(),
+                     argument.segment->role(), {.layout = argument.segment->layout()});
       copy_windows(written.before, written.visible);
     }
     written_.push_back(std::move(written));
   }
 }
 
-void WrittenHomes::follow() const {
+void WrittenMasters::follow() const {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
   for (const Written& written : written_) {
-    const at::Tensor& home = written.segment->home();
-    c10::SmallVector<Operand, 8> operands{{home, segment_of(home), Access::write},
+    const at::Tensor& master = written.segment->master();
+    c10::SmallVector<Operand, 8> operands{{master, segment_of(master), Access::write},
                                           {written.visible, written.segment, Access::read}};
     if (written.before.defined()) {
       operands.push_back({written.before, segment_of(written.before), Access::read});
@@ -196,24 +197,24 @@ void WrittenHomes::follow() const {
   }
 }
 
-void give_home(at::Tensor& tensor, const Domain& domain) {
+void give_master(at::Tensor& tensor, const Domain& domain) {
   c10::NoGradGuard no_grad;
   const auto* segment = segment_of(tensor);
-  if (!segment || segment->home().defined() || !is_whole(tensor)) return;
+  if (!segment || segment->master().defined() || !is_whole(tensor)) return;
   const auto like = [&](c10::ScalarType dtype, Role role) {
     return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role);
   };
   // As ZeRO has it, what is more precise than operators need is the optimizer's.
-  at::Tensor home = like(domain.splits_homes ? c10::kShort : domain.home_dtype, Role::optimizer);
-  at::Tensor shown = tensor.detach();
+  at::Tensor master = like(domain.keeps_hi_lo ? c10::kShort : domain.master_dtype, Role::optimizer);
+  at::Tensor visible = tensor.detach();
   const bool changes = tensor.scalar_type() != domain.visible_dtype;
-  if (!domain.splits_homes) show(home, shown);
+  if (!domain.keeps_hi_lo) materialise(master, visible);
   if (changes) {
-    shown = like(domain.visible_dtype, segment->role());
-    domain.splits_homes ? split(shown, home, tensor.detach()) : show(shown, home);
+    visible = like(domain.visible_dtype, segment->role());
+    domain.keeps_hi_lo ? split_hi_lo(visible, master, tensor.detach()) : materialise(visible, master);
   }
-  segment_of(shown)->set_home(home);
-  if (changes) tensor.set_data(shown);
+  segment_of(visible)->set_master(master);
+  if (changes) tensor.set_data(visible);
 }
 
 }  // namespace zeropage

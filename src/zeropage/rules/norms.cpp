@@ -75,10 +75,10 @@ at::Tensor as_result(double norm, const at::Tensor& self, std::optional<c10::Sca
   return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(dtype.value_or(real)));
 }
 
-bool is_split_whole(const at::Tensor& tensor) {
+bool is_partitioned_whole(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
   if (segment) segment->complete();
-  return is_split(segment) && is_operand(tensor, tensor);
+  return holds_share_only(segment) && is_operand(tensor, tensor);
 }
 
 }  // namespace
@@ -101,7 +101,7 @@ bool run_norm(Call& call) {
   const double ord = call.argument(1).toScalar().toDouble();
   const auto dtype = call.argument(4).toOptional<c10::ScalarType>();
   double norm = 0;
-  if (is_split_whole(self)) {
+  if (is_partitioned_whole(self)) {
     norm = norms_over_ranks(self, ord)[0];
   } else if (is_too_large(self)) {
     norm = norm_by_pages(self, ord, /*of_share=*/false).norm();
@@ -117,27 +117,29 @@ bool run_norms(Call& call) {
   const auto tensors = call.argument(0).toTensorVector();
   const double ord = call.argument(1).toScalar().toDouble();
   const auto dtype = call.argument(2).toOptional<c10::ScalarType>();
-  enum class Kind : std::uint8_t { whole, too_large, split };
+  enum class Kind : std::uint8_t { whole, too_large, partitioned };
   std::vector<Kind> kinds;
-  std::vector<at::Tensor> split, whole;
+  std::vector<at::Tensor> partitioned, whole;
   for (const at::Tensor& tensor : tensors) {
-    kinds.push_back(is_split_whole(tensor) ? Kind::split : is_too_large(tensor) ? Kind::too_large : Kind::whole);
-    if (kinds.back() == Kind::split) split.push_back(tensor);
+    kinds.push_back(is_partitioned_whole(tensor) ? Kind::partitioned
+                    : is_too_large(tensor)       ? Kind::too_large
+                                                 : Kind::whole);
+    if (kinds.back() == Kind::partitioned) partitioned.push_back(tensor);
     if (kinds.back() == Kind::whole) whole.push_back(tensor);
   }
   if (whole.size() == tensors.size()) return false;
-  const auto split_norms = norms_over_ranks(split, ord);
+  const auto partitioned_norms = norms_over_ranks(partitioned, ord);
   torch::jit::Stack stack{whole, call.argument(1), call.argument(2)};
   if (!whole.empty()) call.op.callBoxed(stack);
   const auto whole_norms = whole.empty() ? std::vector<at::Tensor>{} : stack[0].toTensorVector();
   std::vector<at::Tensor> results;
-  std::size_t next_split = 0, next_whole = 0;
+  std::size_t next_partitioned = 0, next_whole = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (kinds[i] == Kind::whole) {
       results.push_back(whole_norms[next_whole++]);
     } else {
-      const double norm = kinds[i] == Kind::split ? split_norms[next_split++]
-                                                  : norm_by_pages(tensors[i], ord, /*of_share=*/false).norm();
+      const double norm = kinds[i] == Kind::partitioned ? partitioned_norms[next_partitioned++]
+                                                        : norm_by_pages(tensors[i], ord, /*of_share=*/false).norm();
       results.push_back(as_result(norm, tensors[i], dtype));
     }
   }

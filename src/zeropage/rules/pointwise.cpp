@@ -1,4 +1,4 @@
-// Pointwise operators on whole paged tensors: page by page, in place, or into a newborn paged tensor of the same
+// Pointwise operators on whole paged tensors: page by page, in place, or into a new paged tensor of the same
 // role.
 #include "zeropage/rules/pointwise.h"
 
@@ -83,7 +83,7 @@ const at::Tensor& shape_of(const Call& call) {
   return first == call.paged.end() ? call.paged[0].tensor : first->tensor;
 }
 
-/// sum += part, where part is a gradient whose reduction is under way: nobody waits, it is added when it comes.
+/// sum += part, where part is a gradient whose reduction is under way: no thread waits, it is added when it comes.
 bool add_when_it_comes(Call& call) {
   if (call.name() != "aten::add_" || call.arguments != 3 || call.paged.size() != 2) return false;
   const auto& [sum, into, _] = call.paged[0];

@@ -62,7 +62,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
 
   bool run() override;
-  bool adopt(std::unique_ptr<StorageSegment>& segment) override;
+  bool keep_alive(std::unique_ptr<StorageSegment>& segment) override;
   Access access_to(const StorageSegment& segment) const override;
 
   bool empty() const { return instructions_.empty(); }
@@ -140,7 +140,7 @@ void Program::add(const c10::OperatorHandle& op, Substitution call, c10::SmallVe
   instructions_.push_back({op, std::move(call), std::move(slots), result});
 }
 
-/// An earlier copy between the same operands, whose target nobody has used since, was for nothing.
+/// An earlier copy between the same operands, whose target no operator has used since, was for nothing.
 void Program::drop_copies(c10::ArrayRef<int> slots) {
   for (auto last = instructions_.rbegin(); last != instructions_.rend(); ++last) {
     const bool same = last->op.schema().name() == "aten::copy_" && slots.equals(last->slots);
@@ -167,13 +167,13 @@ void Program::take_over(Program& other) {
 }
 
 /// [Note: what a program holds]
-bool Program::adopt(std::unique_ptr<StorageSegment>& segment) {
+bool Program::keep_alive(std::unique_ptr<StorageSegment>& segment) {
   const auto slot =
       std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.segment == segment.get(); });
   if (slot == slots_.end()) return false;
-  slot->segment->defer(nullptr);  // who owns whom: the program lives by its living segments
-  const at::Tensor home = slot->segment->home();
-  slot->segment->set_home({});  // dies last, and comes here itself
+  slot->segment->defer(nullptr);  // the living segments own the program
+  const at::Tensor master = slot->segment->master();
+  slot->segment->set_master({});  // dies last, and comes here itself
   if (slot->temporary && !running_) {
     slot->segment = nullptr;
     return true;
@@ -243,13 +243,13 @@ std::optional<UpdateProgram> Program::find_update() const {
   if (!slots_[0].shape.is_cpu()) return std::nullopt;
   auto update = as_update(instructions_, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
-  // What is joined or decoded lives in registers alone; if somebody still holds it, it is to be written too.
+  // What is joined or dequantised lives in registers alone; if a tensor still holds it, it is to be written too.
   const auto fits = [&](int slot, bool in_registers) {
     return slot < 0 || in_registers == (slots_[slot].segment == nullptr);
   };
   if (!fits(update->gradient, false) || !fits(update->parameter, update->high >= 0)) return std::nullopt;
   for (int i = 0; i < 3; ++i) {
-    if (!fits(update->state[i], update->coded[i].codes >= 0)) return std::nullopt;
+    if (!fits(update->state[i], update->quantised[i].codes >= 0)) return std::nullopt;
   }
   if (slots_[update->gradient].orphan) update->update.store_gradient = false;
   return update;
@@ -322,7 +322,7 @@ bool can_be_deferred(const Substitution& call) {
   const auto* first = call.operands[0].segment;
   for (const Operand& operand : call.operands) {
     if (!operand.segment || operand.segment->domain() != first->domain()) return false;
-    if (operand.segment->is_pinned()) return false;  // somebody may look at its memory
+    if (operand.segment->is_pinned()) return false;  // the holder of the pin may read its memory
   }
   return true;
 }
@@ -381,7 +381,7 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
   const Operand& like = call.operands[0];
   if (dtype) {
     result = make_paged(domain, like.tensor.sizes(), like.tensor.strides(), *dtype, like.segment->role(),
-                        {.layout = like.segment->layout(), .homeless = true});
+                        {.layout = like.segment->layout(), .unallocated = true});
     result_slot = program->add_temporary(result);
   }
   Substitution kept = call;

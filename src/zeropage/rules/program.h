@@ -3,8 +3,8 @@
 // its single or foreach form reads and writes each page of its states once, as its fused form does.
 //
 // A program belongs to tensors of one shape that were operands together: a parameter, its gradient and its states.
-// It runs when somebody needs the content of one of them, or is told to (run_deferred). Until then nothing of it has
-// happened but that tensors' versions are counted up. So `optimizer.step()` returns at once, and parameters are
+// It runs when an operator needs the content of one of them, or is told to (run_deferred). Until then nothing of it
+// has happened but that tensors' versions are counted up. So `optimizer.step()` returns at once, and parameters are
 // updated in the order in which the next forward asks for them.
 //
 // [Note: what a program holds] Segments, not tensors. When a tensor dies its segment stays with the program as long

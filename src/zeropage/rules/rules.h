@@ -10,7 +10,7 @@ namespace zeropage {
 /// The rule for an operator of aten, without the "aten::"; null if the general path is right for it.
 Rule find_rule(const std::string& name, const std::string& overload, const OperatorInfo& info);
 
-bool run_pointwise(Call& call);   // pointwise.cpp: page by page, in place or into a newborn paged tensor
+bool run_pointwise(Call& call);   // pointwise.cpp: page by page, in place or into a new paged tensor
 bool run_list(Call& call);        // lists.cpp: _foreach_ and _fused_ operators, tensor by tensor, page by page
 bool run_norm(Call& call);        // norms.cpp: whole where it fits, page by page where it does not
 bool run_norms(Call& call);       // norms.cpp: _foreach_norm of tensors that are too large, or partitioned
@@ -19,10 +19,10 @@ bool run_zero(Call& call);        // overwrites.cpp: zero_
 bool run_fill(Call& call);        // overwrites.cpp: fill_
 bool run_copy(Call& call);        // overwrites.cpp: copy_
 bool run_random(Call& call);      // overwrites.cpp: normal_, uniform_ and their like
-bool make_like(Call& call);       // births.cpp: zeros_like and its like
-bool make_new(Call& call);        // births.cpp: new_zeros and its like
-bool make_clone(Call& call);      // births.cpp: clone
-bool make_converted(Call& call);  // births.cpp: _to_copy
-bool make_in_scope(Call& call);   // births.cpp: empty, zeros, randn, … inside an init scope
+bool make_like(Call& call);       // creations.cpp: zeros_like and its like
+bool make_new(Call& call);        // creations.cpp: new_zeros and its like
+bool make_clone(Call& call);      // creations.cpp: clone
+bool make_converted(Call& call);  // creations.cpp: _to_copy
+bool make_in_scope(Call& call);   // creations.cpp: empty, zeros, randn, … inside an init scope
 
 }  // namespace zeropage

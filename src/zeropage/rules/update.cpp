@@ -2,7 +2,7 @@
 
 #include <ATen/Version.h>
 
-#include "zeropage/rules/coded.h"
+#include "zeropage/rules/quantised.h"
 
 namespace zeropage {
 namespace {
@@ -147,50 +147,50 @@ bool add_visible(const Instruction& instruction, UpdateProgram& program) {
   return true;
 }
 
-/// parameter = join(high, low).
-bool add_join(const Instruction& instruction, UpdateProgram& program) {
-  if (base_name(instruction) != "join" || program.high >= 0) return false;
+/// parameter = join_hi_lo(high, low).
+bool add_join_hi_lo(const Instruction& instruction, UpdateProgram& program) {
+  if (base_name(instruction) != "join_hi_lo" || program.high >= 0) return false;
   program.parameter = instruction.result;
   program.high = instruction.slots[0];
   program.low = instruction.slots[1];
   return true;
 }
 
-/// high, low = parameter.
-bool ends_in_split(const Instruction& instruction, const UpdateProgram& program) {
-  return base_name(instruction) == "split_" && instruction.slots[0] == program.high &&
+/// split_hi_lo_(high, low, parameter).
+bool ends_in_split_hi_lo(const Instruction& instruction, const UpdateProgram& program) {
+  return base_name(instruction) == "split_hi_lo_" && instruction.slots[0] == program.high &&
          instruction.slots[1] == program.low && instruction.slots[2] == program.parameter;
 }
 
-/// What was decoded, by the slot that it came to, and is yet to be encoded again.
-struct Decoded {
+/// What was dequantised, by the slot that it came to, and is yet to be encoded again.
+struct Dequantised {
   int value;
-  UpdateProgram::Coded from;
+  UpdateProgram::Quantised from;
 };
 
-bool add_decode(const Instruction& instruction, std::vector<Decoded>& decoded) {
+bool add_decode(const Instruction& instruction, std::vector<Dequantised>& dequantised) {
   if (base_name(instruction) != "decode") return false;
   const Arguments arguments(instruction);
   const int scales = arguments.slot("scales");
   const auto format = format_of_codes(scales >= 0, arguments.flag("is_signed"));
-  decoded.push_back({instruction.result, {arguments.slot("codes"), scales, format, 0}});
+  dequantised.push_back({instruction.result, {arguments.slot("codes"), scales, format, 0}});
   return true;
 }
 
-/// A state that was decoded goes back to where it came from.
-bool add_encode(const Instruction& instruction, std::vector<Decoded>& decoded, UpdateProgram& program) {
+/// A state that was dequantised goes back to where it came from.
+bool add_encode(const Instruction& instruction, std::vector<Dequantised>& dequantised, UpdateProgram& program) {
   if (base_name(instruction) != "encode_") return false;
   const Arguments arguments(instruction);
   const int value = arguments.slot("value");
-  const auto from = std::find_if(decoded.begin(), decoded.end(), [&](const Decoded& d) {
+  const auto from = std::find_if(dequantised.begin(), dequantised.end(), [&](const Dequantised& d) {
     return d.value == value && d.from.codes == arguments.slot("codes");
   });
-  if (from == decoded.end()) return false;
+  if (from == dequantised.end()) return false;
   for (int i = 0; i < 3; ++i) {
     if (program.state[i] != value) continue;
-    program.coded[i] = from->from;
-    program.coded[i].seed = static_cast<std::uint32_t>(arguments.integer("seed"));
-    decoded.erase(from);
+    program.quantised[i] = from->from;
+    program.quantised[i].seed = static_cast<std::uint32_t>(arguments.integer("seed"));
+    dequantised.erase(from);
     return true;
   }
   return false;
@@ -213,15 +213,15 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
   if (program.update.vector == 0) return std::nullopt;
   bool updated = false;
   bool stored = true;  // the parameter, where it came from
-  std::vector<Decoded> decoded;
+  std::vector<Dequantised> dequantised;
   for (const Instruction& instruction : instructions) {
-    if (!updated && add_decode(instruction, decoded)) continue;
-    if (updated && add_encode(instruction, decoded, program)) continue;
-    if (!updated && add_join(instruction, program)) {
+    if (!updated && add_decode(instruction, dequantised)) continue;
+    if (updated && add_encode(instruction, dequantised, program)) continue;
+    if (!updated && add_join_hi_lo(instruction, program)) {
       stored = false;
       continue;
     }
-    if (updated && !stored && ends_in_split(instruction, program)) {
+    if (updated && !stored && ends_in_split_hi_lo(instruction, program)) {
       stored = true;
       continue;
     }
@@ -232,7 +232,7 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
       return std::nullopt;
     }
   }
-  if (!updated || !stored || !decoded.empty()) return std::nullopt;
+  if (!updated || !stored || !dequantised.empty()) return std::nullopt;
   for (const int slot : {program.parameter, program.gradient, program.state[0], program.state[1], program.state[2]}) {
     if (slot >= 0 && dtype_of(slot) != c10::kFloat) return std::nullopt;
   }
@@ -243,7 +243,7 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
 std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> registers) {
   kernels::Arrays arrays;
   if (program.high >= 0) {
-    arrays.parameter = {kernels::Format::split_float32, registers[program.high].mutable_data_ptr(),
+    arrays.parameter = {kernels::Format::hi_lo_float32, registers[program.high].mutable_data_ptr(),
                         registers[program.low].mutable_data_ptr()};
   } else {
     arrays.parameter = array_of(registers[program.parameter]);
@@ -253,10 +253,10 @@ std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> r
     arrays.visible = array_of(registers[program.visible]);
   }
   for (int i = 0; i < 3; ++i) {
-    const UpdateProgram::Coded& coded = program.coded[i];
-    if (coded.codes >= 0) {
-      void* const scales = coded.scales >= 0 ? registers[coded.scales].mutable_data_ptr() : nullptr;
-      arrays.state[i] = {coded.format, registers[coded.codes].mutable_data_ptr(), scales, coded.seed};
+    const UpdateProgram::Quantised& quantised = program.quantised[i];
+    if (quantised.codes >= 0) {
+      void* const scales = quantised.scales >= 0 ? registers[quantised.scales].mutable_data_ptr() : nullptr;
+      arrays.state[i] = {quantised.format, registers[quantised.codes].mutable_data_ptr(), scales, quantised.seed};
     } else if (program.state[i] >= 0) {
       arrays.state[i] = array_of(registers[program.state[i]]);
     }

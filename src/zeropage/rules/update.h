@@ -14,11 +14,11 @@ struct UpdateProgram {
   int parameter = -1, gradient = -1, visible = -1;  // slots; -1: none
   int high = -1, low = -1;                          // of a parameter that is joined from these and split into them
   int state[3] = {-1, -1, -1};
-  struct Coded {
+  struct Quantised {
     int codes = -1, scales = -1;  // slots
     kernels::Format format = kernels::Format::none;
     std::uint32_t seed = 0;
-  } coded[3];  // by state: what it is decoded from and encoded to
+  } quantised[3];  // by state: what it is dequantised from and encoded to
 };
 
 /// The update that the instructions are, in float32 on the CPU; nullopt if they are anything else. `dtype_of` tells

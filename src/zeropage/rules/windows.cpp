@@ -198,27 +198,27 @@ struct Reach {
 };
 
 /// Whether shares are enough: something is not whole here, and all that is written lies over the ranks.
-const StorageSegment* split_among(c10::ArrayRef<Operand> operands) {
-  const StorageSegment* split = nullptr;
+const StorageSegment* shared_among(c10::ArrayRef<Operand> operands) {
+  const StorageSegment* shared = nullptr;
   for (const Operand& operand : operands) {
     const bool read = operand.access == Access::read;
     if (!read && !(operand.segment && operand.segment->is_shareable())) return nullptr;
     if (!operand.segment) continue;
     if (operand.segment->is_partitioned() || (operand.segment->is_stale() && operand.access != Access::overwrite)) {
-      split = operand.segment;
+      shared = operand.segment;
     }
   }
-  return split;
+  return shared;
 }
 
 /// [Note: shares]
-Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* split) {
+Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* shared) {
   Reach reach{{operands.begin(), operands.end()}, {}, static_cast<std::size_t>(operands[0].tensor.numel())};
   reach.shares.resize(operands.size(), nullptr);
-  if (split) reach.elements = split->stripes().own();
+  if (shared) reach.elements = shared->stripes().own();
   for (std::size_t i = 0; i < operands.size(); ++i) {
     Operand& operand = reach.operands[i];
-    if (!split) {
+    if (!shared) {
       if (operand.segment) operand.segment->refresh(operand.access);
       continue;
     }
@@ -226,7 +226,7 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* split) {
     if (operand.segment && operand.segment->is_partitioned()) {
       operand.segment = &operand.segment->share_segment();
     } else {
-      reach.shares[i] = &split->stripes();
+      reach.shares[i] = &shared->stripes();
     }
   }
   return reach;
@@ -288,14 +288,14 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   for (const Operand& operand : operands) {
     if (operand.segment) operand.segment->complete();
   }
-  const StorageSegment* split = split_among(operands);
+  const StorageSegment* shared = shared_among(operands);
   Progress whole;
   // What only overwrites cannot be stopped half-way by a page that cannot be read.
   const bool resumes = progress || std::none_of(operands.begin(), operands.end(), [](const Operand& operand) {
                          return operand.segment && operand.access != Access::overwrite;
                        });
-  run_windows(reach(operands, split), chunking, run, progress ? *progress : whole, resumes);
-  if (split) return;
+  run_windows(reach(operands, shared), chunking, run, progress ? *progress : whole, resumes);
+  if (shared) return;
   for (const Operand& operand : operands) {
     const bool written = operand.segment && operand.access != Access::read;
     if (written && operand.segment->is_partitioned()) operand.segment->cache()->store(*operand.segment);
@@ -313,7 +313,9 @@ void for_each_window_of_share(const Operand& operand, RunSlices run) {
   run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole, /*resumes=*/false);
 }
 
-bool is_split(const StorageSegment* segment) { return segment && (segment->is_partitioned() || segment->is_stale()); }
+bool holds_share_only(const StorageSegment* segment) {
+  return segment && (segment->is_partitioned() || segment->is_stale());
+}
 
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape) {
   return tensor.device() == shape.device() && lies_like(tensor, shape);

@@ -63,7 +63,7 @@ void copy_windows(const at::Tensor& to, const at::Tensor& from);
 void for_each_window_of_share(const Operand& operand, c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run);
 
 /// Whether an operator that only reads `segment` can be spared gathering it: this rank holds its share alone.
-bool is_split(const StorageSegment* segment);
+bool holds_share_only(const StorageSegment* segment);
 
 /// True if `tensor` can be an operand beside `shape`: same sizes, same device and dense strides, whole if paged.
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape);

@@ -26,9 +26,9 @@ struct Config {
   // "true": optimizer.step() returns at once, and parameters are updated when they are next needed; "false": before
   // it returns (of optimizers in Python).
   std::string async_step = "true";
-  // Mixed precision: what operators see of parameters ("bfloat16", "float16"; auto: what they are), what is at home
+  // Mixed precision: what operators see of parameters ("bfloat16", "float16"; auto: what they are), what masters are
   // and what optimizers keep, and in what gradients are summed and kept.
-  std::string visible_dtype = "auto", home_dtype = "float32", gradient_dtype = "float32";
+  std::string visible_dtype = "auto", master_dtype = "float32", gradient_dtype = "float32";
   // How fused optimizers' moments are kept: "bfloat16", "8bit"; auto: as they are.
   std::string optimizer_dtype = "auto";
   // Over ranks: 1 partitions optimizer states, 2 gradients too, 3 parameters too; 0 none.

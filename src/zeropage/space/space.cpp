@@ -141,52 +141,52 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
   return kept == "8bit" ? Moments::blocks8 : Moments::bfloat16;
 }
 
-/// What operators see of parameters, what is at home, and what gradients are kept in.
+/// What operators see of parameters, what their masters are, and what gradients are kept in.
 void choose_dtypes(const Config& config, Domain& domain) {
   domain.visible_dtype = dtype_of("visible_dtype", config.visible_dtype);
-  domain.splits_homes = config.home_dtype == "split";
-  domain.home_dtype = domain.splits_homes ? c10::kFloat : dtype_of("home_dtype", config.home_dtype);
-  if (domain.splits_homes && domain.visible_dtype != c10::kBFloat16) {
+  domain.keeps_hi_lo = config.master_dtype == "hi_lo";
+  domain.master_dtype = domain.keeps_hi_lo ? c10::kFloat : dtype_of("master_dtype", config.master_dtype);
+  if (domain.keeps_hi_lo && domain.visible_dtype != c10::kBFloat16) {
     throw SettingError(fmt::format(
-        "home_dtype = \"split\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
-        "visible_dtype = \"bfloat16\", or home_dtype = \"float32\"",
+        "master_dtype = \"hi_lo\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
+        "visible_dtype = \"bfloat16\", or master_dtype = \"float32\"",
         config.visible_dtype));
   }
   domain.gradient_dtype = dtype_of("gradient_dtype", config.gradient_dtype);
   const auto bytes = [](c10::ScalarType dtype) { return c10::elementSize(dtype); };
   for (const auto& [name, dtype] :
-       {std::pair{"home_dtype", &domain.home_dtype}, std::pair{"gradient_dtype", &domain.gradient_dtype}}) {
+       {std::pair{"master_dtype", &domain.master_dtype}, std::pair{"gradient_dtype", &domain.gradient_dtype}}) {
     if (*dtype == c10::ScalarType::Undefined) *dtype = c10::kFloat;
     if (domain.mixes() && bytes(*dtype) < bytes(domain.visible_dtype)) {
       throw SettingError(fmt::format("{} = \"{}\" is less precise than visible_dtype = \"{}\"; write \"float32\"",
                                      name, c10::toString(*dtype), config.visible_dtype));
     }
   }
-  if (domain.visible_dtype == domain.home_dtype) domain.visible_dtype = c10::ScalarType::Undefined;
+  if (domain.visible_dtype == domain.master_dtype) domain.visible_dtype = c10::ScalarType::Undefined;
 }
 
 /// Which roles are partitioned.
-void split_roles(const Config& config, Partition& partition) {
-  bool* const split = partition.split;
+void partition_roles(const Config& config, Partition& partition) {
+  bool* const partitions = partition.partitions;
   if (config.stage.size() != 1 || config.stage < "0" || config.stage > "3") {
     throw SettingError(fmt::format("stage = \"{}\" is not a stage of ZeRO; write 0, 1, 2 or 3", config.stage));
   }
   const int stage = config.stage[0] - '0';
-  split[static_cast<int>(Role::optimizer)] = stage >= 1;
-  split[static_cast<int>(Role::gradient)] = stage >= 2;
-  split[static_cast<int>(Role::parameter)] = stage >= 3;
+  partitions[static_cast<int>(Role::optimizer)] = stage >= 1;
+  partitions[static_cast<int>(Role::gradient)] = stage >= 2;
+  partitions[static_cast<int>(Role::parameter)] = stage >= 3;
   if (config.partition != "auto") {
-    std::fill(split, split + kRoles, false);
+    std::fill(partitions, partitions + kRoles, false);
     std::string text = config.partition == "none" ? "" : config.partition;
     std::replace(text.begin(), text.end(), ',', ' ');
     std::istringstream words(text);
     for (std::string word; words >> word;) {
       if (word == "parameters") {
-        split[static_cast<int>(Role::parameter)] = true;
+        partitions[static_cast<int>(Role::parameter)] = true;
       } else if (word == "gradients") {
-        split[static_cast<int>(Role::gradient)] = true;
+        partitions[static_cast<int>(Role::gradient)] = true;
       } else if (word == "optimizer") {
-        split[static_cast<int>(Role::optimizer)] = true;
+        partitions[static_cast<int>(Role::optimizer)] = true;
       } else {
         throw SettingError(fmt::format(
             "partition = \"{}\": \"{}\" is not a role; name some of \"parameters, gradients, optimizer\", or write "
@@ -195,17 +195,19 @@ void split_roles(const Config& config, Partition& partition) {
       }
     }
   }
-  partition.reduces_whole = !split[static_cast<int>(Role::gradient)] && !split[static_cast<int>(Role::optimizer)];
+  partition.reduces_whole =
+      !partitions[static_cast<int>(Role::gradient)] && !partitions[static_cast<int>(Role::optimizer)];
 }
 
 /// How much of device_memory holds gathered tensors; the rest is for what this rank holds itself. Homes on the device
 /// need most of it; where there are none, whole parameters do.
 std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool separate) {
-  const auto& split = domain.partition.split;
-  if (std::none_of(std::begin(split), std::end(split), [](bool s) { return s; })) return 0;
+  const auto& partitioned = domain.partition.partitions;
+  if (std::none_of(std::begin(partitioned), std::end(partitioned), [](bool s) { return s; })) return 0;
   const bool homes = std::find(domain.placement, domain.placement + 3, Placement::device) != domain.placement + 3;
   std::size_t share = device_bytes / 4;
-  if (split[static_cast<int>(Role::parameter)] && !homes) share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
+  if (partitioned[static_cast<int>(Role::parameter)] && !homes)
+    share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
   return round_down(share, kBlockBytes);
 }
 
@@ -256,13 +258,13 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
   add("stage",
       or_else(
           [&] {
-            split_roles(config, partition);
-            return fmt::format("{}", fmt::join(partition.split, " "));
+            partition_roles(config, partition);
+            return fmt::format("{}", fmt::join(partition.partitions, " "));
           },
           stage),
       stage);
   dtype("visible_dtype", config.visible_dtype);
-  config.home_dtype == "split" ? add("home_dtype", "split", "split") : dtype("home_dtype", config.home_dtype);
+  config.master_dtype == "hi_lo" ? add("master_dtype", "hi_lo", "hi_lo") : dtype("master_dtype", config.master_dtype);
   dtype("gradient_dtype", config.gradient_dtype);
   dtype("reduce_dtype", config.reduce_dtype);
   add("optimizer_dtype", config.optimizer_dtype, config.optimizer_dtype);
@@ -364,7 +366,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   domain->async_step = flag_of("async_step", config.async_step);
   choose_dtypes(config, *domain);
   domain->moments = moments_of(config, *domain, groups.shard != nullptr);
-  split_roles(config, domain->partition);
+  partition_roles(config, domain->partition);
   domain->partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
   const CheckRanks check = check_of(config.check_ranks);
   const std::size_t gathered_bytes = groups.shard ? gathered_share(options.device_bytes, *domain, separate) : 0;
@@ -422,7 +424,7 @@ bool Space::page(at::Tensor& tensor, Role role) {
   }
   if (segment && segment->domain() == domain_ && domain_->partition.ranks && !scope_domain()) {
     std::lock_guard lock(domain_->sharing_mutex);
-    domain_->newborn.push_back(segment->storage());  // start_equal() is for the caller
+    domain_->created.push_back(segment->storage());  // start_equal() is for the caller
   }
   return paged;
 }
@@ -430,7 +432,7 @@ bool Space::page(at::Tensor& tensor, Role role) {
 bool Space::mix(at::Tensor& parameter) {
   const auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
-  give_home(parameter, *domain_);
+  give_master(parameter, *domain_);
   return true;
 }
 
@@ -524,7 +526,7 @@ int ranks_of(const at::Tensor& tensor) {
 
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
-  if (!segment || segment->is_homeless()) return;
+  if (!segment || segment->is_unallocated()) return;
   segment->cache()->evict(*segment);
   if (segment->is_partitioned()) segment->share_segment().cache()->evict(segment->share_segment());
 }

@@ -1,8 +1,8 @@
-// A space, as in address space: it owns the tiers, the budgets and the pages of the tensors born in it.
+// A space, as in address space: it owns the tiers, the budgets and the pages of the tensors created in it.
 //
 //   auto space = zeropage::Space::make({.parameters = "disk", .disk_path = "swap", .device_memory = "256MB"});
 //   {
-//     auto scope = space->enter();          // tensors born on this thread are paged
+//     auto scope = space->enter();          // tensors created on this thread are paged
 //     model = std::make_shared<GPT>();
 //   }
 //
@@ -67,8 +67,8 @@ class Space : public std::enable_shared_from_this<Space> {
   /// a storage of its own. One on another device moves to the space's. Gradients it has follow. False if it is too
   /// small or not one that can be paged.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
-  /// Where visible_dtype says so, operators see the parameter in that dtype from now on, and its home keeps it in
-  /// home_dtype, for optimizers and all else that writes it whole. Of a parameter that is paged here, once it is
+  /// Where visible_dtype says so, operators see the parameter in that dtype from now on, and its master keeps it in
+  /// master_dtype, for optimizers and all else that writes it whole. Of a parameter that is paged here, once it is
   /// initialised. False if there is nothing to do.
   bool mix(at::Tensor& parameter);
   /// With ranks: the tensor is whole on every rank from now on, whatever the stage. For buffers, which each rank may

@@ -53,11 +53,11 @@ class TorchDevice final : public DeviceMemory {
         at::empty({static_cast<std::int64_t>(bytes + kBlockBytes)}, at::TensorOptions(device).dtype(c10::kByte));
     auto* data = static_cast<std::byte*>(memory_.data_ptr());
     region_ = {reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data), kBlockBytes)), bytes};
-    order(record(driver_.getStream(device_)), uploads_);  // the block's former user may still be at work
+    stream_wait(record(driver_.getStream(device_)), uploads_);  // the block's former user may still be at work
   }
 
   ~TorchDevice() override {
-    // torch may give the block to others, who know nothing of our streams.
+    // torch may give the block to other tensors, and knows nothing of our streams.
     uploads_.synchronize();
     downloads_.synchronize();
     driver_.getStream(device_).synchronize();
@@ -74,39 +74,39 @@ class TorchDevice final : public DeviceMemory {
     on_device(at, bytes).zero_();
   }
 
-  Mark now() override { return record(driver_.getStream(device_)); }
-  void order(const Mark& mark) override { order(mark, driver_.getStream(device_)); }
+  Event record() override { return record(driver_.getStream(device_)); }
+  void stream_wait(const Event& event) override { stream_wait(event, driver_.getStream(device_)); }
 
-  Mark upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
+  Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
     Ordinary ordinary;
     c10::StreamGuard on(uploads_);
     on_device(to, bytes).copy_(in_host(const_cast<std::byte*>(from_host), bytes), /*non_blocking=*/true);
     return record(uploads_);
   }
-  Mark download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Mark& after) override {
+  Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) override {
     Ordinary ordinary;
-    order(after, downloads_);
+    stream_wait(after, downloads_);
     c10::StreamGuard on(downloads_);
     in_host(to_host, bytes).copy_(on_device(const_cast<std::byte*>(from), bytes), /*non_blocking=*/true);
     return record(downloads_);
   }
 
-  void retire(const Mark& mark) override {
-    if (!mark) return;
-    order(mark, uploads_);
+  void retire(const Event& event) override {
+    if (!event) return;
+    stream_wait(event, uploads_);
     std::lock_guard lock(mutex_);
-    std::erase_if(retired_, [&](const Mark& m) { return done(m); });
-    retired_.push_back(mark);
+    std::erase_if(retired_, [&](const Event& past) { return done(past); });
+    retired_.push_back(event);
   }
   void reuse() override {
     std::lock_guard lock(mutex_);
-    std::erase_if(retired_, [&](const Mark& m) { return done(m); });
-    for (const Mark& mark : retired_) order(mark);  // they stay for other threads, until past
+    std::erase_if(retired_, [&](const Event& past) { return done(past); });
+    for (const Event& event : retired_) stream_wait(event);  // they stay for other threads, until past
   }
 
-  bool done(const Mark& mark) override { return !mark || point(mark).event.query(); }
-  void wait(const Mark& mark) override {
-    if (mark) point(mark).event.synchronize();
+  bool done(const Event& event) override { return !event || point(event).event.query(); }
+  void wait(const Event& event) override {
+    if (event) point(event).event.synchronize();
   }
 
   std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
@@ -127,15 +127,15 @@ class TorchDevice final : public DeviceMemory {
     c10::Event event;
     c10::Stream stream;
   };
-  static Point& point(const Mark& mark) { return *std::static_pointer_cast<Point>(mark); }
+  static Point& point(const Event& event) { return *std::static_pointer_cast<Point>(event); }
 
-  static Mark record(const c10::Stream& stream) {
+  static Event record(const c10::Stream& stream) {
     auto made = std::make_shared<Point>(Point{c10::Event(stream.device_type()), stream});
     made->event.record(stream);
     return made;
   }
-  static void order(const Mark& mark, const c10::Stream& stream) {
-    if (mark && point(mark).stream != stream) point(mark).event.block(stream);
+  static void stream_wait(const Event& event, const c10::Stream& stream) {
+    if (event && point(event).stream != stream) point(event).event.block(stream);
   }
 
   at::Tensor on_device(std::byte* at, std::size_t bytes) const {
@@ -152,10 +152,10 @@ class TorchDevice final : public DeviceMemory {
   at::Tensor memory_;
   std::span<std::byte> region_;
   std::mutex mutex_;
-  std::vector<Mark> retired_;
+  std::vector<Event> retired_;
 };
 
-/// Operators on the CPU are over when they return, so nothing needs a mark.
+/// Operators on the CPU are over when they return, so nothing needs an event.
 class CpuApart final : public DeviceMemory {
  public:
   explicit CpuApart(std::size_t bytes) : arena_(bytes), memory_(*arena_.try_allocate(bytes)) {}
@@ -163,20 +163,20 @@ class CpuApart final : public DeviceMemory {
   std::span<std::byte> region() override { return {memory_.data(), memory_.bytes()}; }
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
   void clear(std::byte* at, std::size_t bytes) override { std::memset(at, 0, bytes); }
-  Mark now() override { return nullptr; }
-  void order(const Mark&) override {}
-  Mark upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
+  Event record() override { return nullptr; }
+  void stream_wait(const Event&) override {}
+  Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
     std::memcpy(to, from_host, bytes);
     return nullptr;
   }
-  Mark download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Mark&) override {
+  Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event&) override {
     std::memcpy(to_host, from, bytes);
     return nullptr;
   }
-  void retire(const Mark&) override {}
+  void retire(const Event&) override {}
   void reuse() override {}
-  bool done(const Mark&) override { return true; }
-  void wait(const Mark&) override {}
+  bool done(const Event&) override { return true; }
+  void wait(const Event&) override {}
   std::shared_ptr<void> register_host(std::span<std::byte>) override { return nullptr; }
 
  private:

@@ -1,11 +1,11 @@
 // Memory that the CPU cannot address, and the order in which things are done to it: the seam between the pager and a
-// GPU. It knows of streams and events; the pager knows of marks. In tests it is a queue that runs as late as it may.
+// GPU. It knows of streams; the pager knows of events alone. In tests it is a queue that runs as late as it may.
 //
 // [Note: streams and frames] Operators run on the calling thread's stream, long after they were asked for. Uploads
 // and downloads run on streams of their own, so that they overlap operators and each other. What keeps them apart:
-//   - whoever uses a frame first comes after the mark of what filled it (order);
-//   - a download comes after the mark of the frame's last use;
-//   - memory given up is retired with the mark of its last use: uploads and operators that get it next come after.
+//   - the first use of a frame waits for the event of what filled it (stream_wait);
+//   - a download waits for the event of the frame's last use;
+//   - memory given up is retired with the event of its last use: uploads and operators that get it next wait for it.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ namespace zeropage {
 class DeviceMemory {
  public:
   /// A point in the device's work. Null: already past.
-  using Mark = std::shared_ptr<void>;
+  using Event = std::shared_ptr<void>;
 
   virtual ~DeviceMemory() = default;
 
@@ -27,21 +27,21 @@ class DeviceMemory {
   // Among this thread's operators, in order:
   virtual void copy(std::byte* to, const std::byte* from, std::size_t bytes) = 0;  // both in device memory
   virtual void clear(std::byte* at, std::size_t bytes) = 0;
-  /// The point after all that this thread has asked for.
-  virtual Mark now() = 0;
-  /// What this thread asks for next comes after `mark`.
-  virtual void order(const Mark& mark) = 0;
+  /// An event after all that this thread has asked for.
+  virtual Event record() = 0;
+  /// What this thread asks for next waits for `event`.
+  virtual void stream_wait(const Event& event) = 0;
 
   // Beside them:
-  virtual Mark upload(std::byte* to, const std::byte* from_host, std::size_t bytes) = 0;
-  virtual Mark download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Mark& after) = 0;
-  /// Memory last used at `mark` may be used again: uploads from now on come after it, and so do the operators of any
+  virtual Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) = 0;
+  virtual Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) = 0;
+  /// Memory last used at `event` may be used again: uploads from now on wait for it, and so do the operators of any
   /// thread that calls reuse().
-  virtual void retire(const Mark& mark) = 0;
+  virtual void retire(const Event& event) = 0;
   virtual void reuse() = 0;
 
-  virtual bool done(const Mark& mark) = 0;
-  virtual void wait(const Mark& mark) = 0;
+  virtual bool done(const Event& event) = 0;
+  virtual void wait(const Event& event) = 0;
 
   /// Makes host memory fast to transfer from, exactly these bytes, while the handle lives. Null if that cannot be
   /// had: transfers are then slower and nothing else changes.

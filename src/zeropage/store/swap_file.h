@@ -1,4 +1,4 @@
-// The disk tier: one file without a name per space, grown when a tensor is born, so that a full disk is an error
+// The disk tier: one file without a name per space, grown when a tensor is created, so that a full disk is an error
 // there and not in the middle of a step.
 #pragma once
 

@@ -51,27 +51,27 @@ void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) 
 }  // namespace
 
 /// How a segment comes to be.
-struct Making {
+struct SegmentBuilder {
   Domain* domain;
   std::size_t bytes;
   std::size_t row_bytes;
   caffe2::TypeMeta dtype;
   Role role;
-  Birth birth;
+  Creation creation;
 
   std::unique_ptr<StorageSegment> operator()(const std::shared_ptr<Domain>& owner, c10::StorageImpl& storage) const {
     const std::size_t elements = bytes / dtype.itemsize();
     auto segment = std::make_unique<StorageSegment>(owner, &storage, role, elements);
     if (domain->partition.ranks) {
-      segment->number_ = birth.number ? birth.number : ++domain->births;
+      segment->number_ = creation.number ? creation.number : ++domain->creations;
       segment->stripes_ = domain->stripes(elements);
       segment->shareable_ = !domain->keeps_whole(elements);
       if (scope_domain()) {
         std::lock_guard lock(domain->sharing_mutex);
-        domain->newborn.push_back(segment->storage());
+        domain->created.push_back(segment->storage());
       }
     }
-    birth.homeless ? void(segment->homeless_ = std::make_unique<Making>(*this)) : bind(*segment);
+    creation.unallocated ? void(segment->unallocated_ = std::make_unique<SegmentBuilder>(*this)) : bind(*segment);
     return segment;
   }
 
@@ -80,7 +80,7 @@ struct Making {
       const Tier tier = bytes < domain->resident_below ? memory_tier() : tier_for(*domain, role, bytes);
       domain->cache->bind(segment, {bytes, row_bytes, role, tier});
     } else {
-      const Layout layout = birth.layout.value_or(domain->layout_for(role, segment.elements_));
+      const Layout layout = creation.layout.value_or(domain->layout_for(role, segment.elements_));
       layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
     }
   }
@@ -111,8 +111,8 @@ struct Making {
     const std::size_t page = std::max(round_down(domain->cache->page_bytes(), part_bytes), part_bytes);
     domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
-    // What is born at another time on other ranks, or finds its home later, shares no page.
-    const bool alone = birth.number != 0 || birth.homeless;
+    // What is created at another time on other ranks, or finds its home later, shares no page.
+    const bool alone = creation.number != 0 || creation.unallocated;
     domain->gathered->bind_gathered(segment, {bytes, stripes.padded() * item_bytes, page_bytes(stripes), role,
                                               &segment.share_segment(), segment.number_, alone});
   }
@@ -158,8 +158,8 @@ void copy_share_in(StorageSegment& segment, const std::byte* data, std::size_t i
 
 }  // namespace
 
-at::Tensor Making::wrap(std::unique_ptr<StorageSegment> segment, c10::intrusive_ptr<c10::StorageImpl> own,
-                        std::size_t n) const {
+at::Tensor SegmentBuilder::wrap(std::unique_ptr<StorageSegment> segment, c10::intrusive_ptr<c10::StorageImpl> own,
+                                std::size_t n) const {
   attach(std::move(segment), *own);
   const auto elements = static_cast<std::int64_t>(n);
   return tensor_over(*domain, std::move(own), elements, 1, dtype);
@@ -206,22 +206,22 @@ void StorageSegment::destroy(void* context) {
   const auto domain = segment->domain_;
   std::lock_guard lock(domain->deferral_mutex);
   segment->storage_ = nullptr;
-  if (const auto deferred = segment->deferred_) deferred->adopt(segment);
+  if (const auto deferred = segment->deferred_) deferred->keep_alive(segment);
 }
 
 void StorageSegment::find_home() {
-  if (const auto making = std::exchange(homeless_, nullptr)) {
+  if (const auto builder = std::exchange(unallocated_, nullptr)) {
     try {
-      making->bind(*this);
+      builder->bind(*this);
     } catch (...) {
-      homeless_ = std::make_unique<Making>(*making);
+      unallocated_ = std::make_unique<SegmentBuilder>(*builder);
       throw;
     }
   }
 }
 
 Layout StorageSegment::layout() const {
-  if (homeless_) return homeless_->birth.layout.value_or(domain_->layout_for(role_, elements_));
+  if (unallocated_) return unallocated_->creation.layout.value_or(domain_->layout_for(role_, elements_));
   return is_partitioned() ? Layout::partitioned : Layout::replicated;
 }
 
@@ -265,13 +265,13 @@ bool is_whole(const at::TensorBase& tensor) {
 }
 
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role, const Birth& birth) {
+                      caffe2::TypeMeta dtype, Role role, const Creation& creation) {
   const std::size_t bytes = c10::multiply_integers(sizes) * dtype.itemsize();
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, domain->device), nullptr,
                                                        /*resizable=*/false);
-  const Making making{domain.get(), bytes, row_bytes(sizes, dtype.itemsize()), dtype, role, birth};
-  attach(making(domain, *storage), *storage);
+  const SegmentBuilder builder{domain.get(), bytes, row_bytes(sizes, dtype.itemsize()), dtype, role, creation};
+  attach(builder(domain, *storage), *storage);
   return tensor_over(*domain, std::move(storage), sizes, strides, dtype);
 }
 
@@ -286,9 +286,9 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   if (!domain->pages(storage.nbytes()) || !is_whole(tensor) || storage.use_count() != 1) return false;
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const auto* data = static_cast<const std::byte*>(impl.data());
-  const Making making{
+  const SegmentBuilder builder{
       domain.get(), storage.nbytes(), row_bytes(tensor.sizes(), tensor.itemsize()), tensor.dtype(), role, {}};
-  auto segment = making(domain, impl);
+  auto segment = builder(domain, impl);
   if (segment->is_partitioned()) {
     segment->open_share(Access::overwrite);
     copy_share_in(*segment, data, tensor.itemsize());
@@ -308,12 +308,12 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
     storages_.emplace_back(segment->storage().lock());
-    if (segment->coding()) {
+    if (segment->quantisation()) {
       throw AccessError(
           "what an optimizer keeps in fewer bits (optimizer_dtype) has no float32 memory to hold; use a copy of it: "
           "tensor.clone()");
     }
-    const bool in_frame = segment->is_deferred() && !segment->is_homeless() && request.access != Access::overwrite;
+    const bool in_frame = segment->is_deferred() && !segment->is_unallocated() && request.access != Access::overwrite;
     if (!in_frame || segment->domain()->partition.ranks) {
       segment->refresh(request.access);
       continue;

@@ -22,7 +22,7 @@
 
 namespace zeropage {
 
-/// Where a role's tensors are born. `automatic`: on the device if it has memory of its own, and in the host, while
+/// Where a role's tensors are created. `automatic`: on the device if it has memory of its own, and in the host, while
 /// half of their budgets has room; else on disk.
 enum class Placement : std::uint8_t { device, host, disk, automatic };
 
@@ -53,18 +53,18 @@ enum class Layout : std::uint8_t {
 struct Partition {
   std::shared_ptr<Collectives> ranks;     // null: one process
   std::shared_ptr<Collectives> replicas;  // of hybrid partitioning: ranks that hold the same shares; null: none
-  bool split[kRoles] = {};                // roles that are partitioned; the others are replicated
+  bool partitions[kRoles] = {};           // roles that are partitioned; the others are replicated
   bool reduces_whole = false;             // gradients are summed whole on every rank (stage 0)
   c10::ScalarType reduce_dtype = c10::ScalarType::Undefined;  // of gradients on the wire; Undefined: their own
 
   int world() const { return ranks ? ranks->size() * (replicas ? replicas->size() : 1) : 1; }
 };
 
-/// How the moments of fused optimizers are kept (rules/coded.h).
+/// How the moments of fused optimizers are kept (rules/quantised.h).
 enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
 
 class StorageSegment;
-struct Making;
+struct SegmentBuilder;
 
 /// Content that is still to come: a gradient whose reduction is under way.
 class Pending {
@@ -77,7 +77,7 @@ class Pending {
 };
 
 /// What the content of a float32 tensor is kept as.
-struct Coding {
+struct Quantisation {
   at::Tensor codes;        // of the tensor's shape: bfloat16, or uint8
   at::Tensor scales;       // float32, one for each kQuantum codes of uint8
   bool is_signed = true;   // of uint8
@@ -92,7 +92,7 @@ class Deferred {
   /// already, further up on this thread.
   virtual bool run() = 0;
   /// A segment's tensor died: true if the segment must outlive it, and does so here.
-  virtual bool adopt(std::unique_ptr<StorageSegment>& segment) = 0;
+  virtual bool keep_alive(std::unique_ptr<StorageSegment>& segment) = 0;
   /// What it will do to the content of `segment`.
   virtual Access access_to(const StorageSegment& segment) const = 0;
 };
@@ -105,35 +105,36 @@ struct Domain {
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   Placement placement[kRoles] = {};
   Partition partition;
-  // Of parameters, where what operators see differs from what is at home; Undefined: nowhere.
-  c10::ScalarType visible_dtype = c10::ScalarType::Undefined, home_dtype = c10::kFloat;
+  // Of parameters, where what operators see differs from the master; Undefined: nowhere.
+  c10::ScalarType visible_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   Moments moments = Moments::as_they_are;
-  std::uint32_t codings = 0;
-  bool splits_homes = false;      // what is at home is what operators see, and beside it what it lacks
+  std::uint32_t quantisations = 0;
+  bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
   bool async_step = true;  // what an optimizer's step defers may run after it has returned
-  /// Held by whoever defers operators or runs what was deferred.
+  /// Held while operators are deferred, and while deferred ones run.
   std::recursive_mutex deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
   std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
   std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met
   std::mutex sharing_mutex;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;  // in a scope; ranks have yet to make them equal
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
-  std::uint64_t births = 0;
+  std::uint64_t creations = 0;
 
   bool mixes() const { return visible_dtype != c10::ScalarType::Undefined; }
   /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must
   /// be that of the others; small ones stay in memory.
   bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= resident_below); }
-  /// Whether a tensor is too small to split. By elements, so that tensors of one shape agree whatever their dtype.
+  /// Whether a tensor is too small to partition. By elements, so that tensors of one shape agree whatever their
+  /// dtype.
   bool keeps_whole(std::size_t elements) const { return elements * 4 < resident_below; }
   Layout layout_for(Role role, std::size_t elements) const {
-    return partition.split[static_cast<int>(role)] && !keeps_whole(elements) ? Layout::partitioned
-                                                                             : Layout::replicated;
+    return partition.partitions[static_cast<int>(role)] && !keeps_whole(elements) ? Layout::partitioned
+                                                                                  : Layout::replicated;
   }
   Stripes stripes(std::size_t elements) const {
     return {elements, cache->page_bytes(), partition.ranks->size(), partition.ranks->rank()};
@@ -159,19 +160,19 @@ class StorageSegment final : public Segment {
   void run_deferred();
   /// What those operators do to its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
-  /// Whether it is to have no home until somebody needs its content (Birth::homeless).
-  bool is_homeless() const { return homeless_ != nullptr; }
+  /// True until find_home() gives it a home (Creation::unallocated).
+  bool is_unallocated() const { return unallocated_ != nullptr; }
   void find_home();
   /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
-  Coding* coding() const { return coding_.get(); }
-  void set_coding(std::unique_ptr<Coding> coding) { coding_ = std::move(coding); }
+  Quantisation* quantisation() const { return quantisation_.get(); }
+  void set_quantisation(std::unique_ptr<Quantisation> quantisation) { quantisation_ = std::move(quantisation); }
 
   // --- mixed precision ---
 
   /// The tensor of the same shape that holds the content more precisely, and from which this one follows, or, of
-  /// int16, what this one lacks (rules/split.h); undefined: none.
-  const at::Tensor& home() const { return home_; }
-  void set_home(at::Tensor home) { home_ = std::move(home); }
+  /// int16, what this one lacks (rules/hi_lo.h); undefined: none.
+  const at::Tensor& master() const { return master_; }
+  void set_master(at::Tensor master) { master_ = std::move(master); }
   /// A tensor over all of the storage, which is alive.
   at::Tensor whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeMeta dtype) const;
 
@@ -197,9 +198,9 @@ class StorageSegment final : public Segment {
   void refresh(Access access);
   /// Makes ready for operators that take this rank's share alone.
   void open_share(Access access);
-  /// The same for whoever brings what is to come.
+  /// The same for the reducer, which brings what is to come.
   void claim_share(Access access);
-  /// Whether the leaf that shows it is known to who sums gradients.
+  /// Whether the reducer knows the leaf that lies in it.
   bool leaf_known = false;
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
   Layout layout() const;
@@ -215,7 +216,7 @@ class StorageSegment final : public Segment {
   void hide() override;
 
  private:
-  friend struct Making;
+  friend struct SegmentBuilder;
   void point_to(void* data);
   std::shared_ptr<Domain> domain_;
   c10::StorageImpl* storage_;  // null: it died, and deferred operators keep the segment
@@ -224,15 +225,15 @@ class StorageSegment final : public Segment {
   std::size_t elements_;
   std::uint64_t number_ = 0;
   Stripes stripes_;
-  at::Tensor home_;
+  at::Tensor master_;
   at::Tensor share_;
   bool shareable_ = false;
   bool stale_ = false;
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false;
   std::shared_ptr<Deferred> deferred_;
-  std::unique_ptr<Making> homeless_;
-  std::unique_ptr<Coding> coding_;
+  std::unique_ptr<SegmentBuilder> unallocated_;
+  std::unique_ptr<Quantisation> quantisation_;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.
@@ -248,23 +249,23 @@ inline StorageSegment* segment_of(const at::TensorBase& tensor) {
 /// True if `tensor` is all of its storage, each element once: its bytes in memory order are the segment's.
 bool is_whole(const at::TensorBase& tensor);
 
-/// How a tensor is born over ranks.
-struct Birth {
+/// How a tensor is created over ranks.
+struct Creation {
   std::optional<Layout> layout = std::nullopt;  // the role's, unless it is said
   /// What it is called on all ranks. Given where ranks may make tensors in another order, as gradients; else counted.
   std::uint64_t number = 0;
-  /// Has no home until find_home(): a temporary, which may die before anybody needs its content.
-  bool homeless = false;
+  /// Has no home until find_home(): a temporary, which may die before an operator needs its content.
+  bool unallocated = false;
 };
 
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                      caffe2::TypeMeta dtype, Role role, const Birth& birth = {});
+                      caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
 /// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
 void run_deferred(Domain& domain);
-/// With ranks: what was born in a scope becomes the same on all of them. Shares are what their ranks made of them;
-/// what is not split comes from rank 0. Throws RankError.
+/// With ranks: what was created in a scope becomes the same on all of them. Shares are what their ranks made of them;
+/// what is not partitioned comes from rank 0. Throws RankError.
 void start_equal(Domain& domain);
 
 /// Makes an existing tensor paged, in place, moving its content home. True if it is paged now; false if it stays as
@@ -305,9 +306,9 @@ class InitScope {
   explicit InitScope(std::shared_ptr<Domain> domain);
   /// Leaves, unless leave() or abandon() did; while an exception is on its way, abandons.
   ~InitScope() noexcept(false);
-  /// Ends the scope. With ranks, what was born in it becomes the same on all: throws RankError.
+  /// Ends the scope. With ranks, what was created in it becomes the same on all: throws RankError.
   void leave();
-  /// Ends the scope without a word to other ranks, which may not have come as far: what was born is of no use.
+  /// Ends the scope without a word to other ranks, which may not have come as far: what was created is of no use.
   void abandon();
   InitScope(const InitScope&) = delete;
   InitScope& operator=(const InitScope&) = delete;

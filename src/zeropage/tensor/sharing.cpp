@@ -46,7 +46,7 @@ void broadcast_packed(Domain& domain, const Storages& storages) {
     }
   };
   for_each_part([](at::Tensor content, at::Tensor part) { part.copy_(content); });
-  const Subject subject{"what is not split", 0, 0};
+  const Subject subject{"what is not partitioned", 0, 0};
   domain.partition.ranks->broadcast(packed, subject);
   if (domain.partition.replicas) domain.partition.replicas->broadcast(packed, subject);
   for_each_part([](at::Tensor content, at::Tensor part) { content.copy_(part); });
@@ -181,23 +181,23 @@ void gather_stale_parameters(Domain& domain) {
   for (StorageSegment* segment : segments) segment->set_stale(false);
 }
 
-/// Of what was born here and lives: which of it has died may differ between ranks by when Python's collector ran.
+/// Of what was created here and lives: which of it has died may differ between ranks by when Python's collector ran.
 Storages those_that_all_ranks_have(Domain& domain,
-                                   const std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& newborn) {
+                                   const std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& created) {
   // A gradient has its parameter's number.
   const auto key_of = [](const StorageSegment& segment) {
     return segment.number() * kRoles + static_cast<std::uint64_t>(segment.role());
   };
   Storages alive;
   std::vector<std::uint64_t> keys;
-  for (const auto& weak : newborn) {
+  for (const auto& weak : created) {
     auto storage = weak.lock();
     const auto* segment = storage ? segment_of(*storage) : nullptr;
     if (!segment || std::find(keys.begin(), keys.end(), key_of(*segment)) != keys.end()) continue;
     keys.push_back(key_of(*segment));
     alive.push_back(std::move(storage));
   }
-  const Subject subject{"what was born", 0, 0};
+  const Subject subject{"what was created", 0, 0};
   auto common = domain.partition.ranks->common(keys, subject);
   if (domain.partition.replicas) common = domain.partition.replicas->common(common, subject);
   const std::set<std::uint64_t> everyones(common.begin(), common.end());
@@ -258,14 +258,14 @@ void start_equal(Domain& domain) {
   if (!domain.partition.ranks || scope_domain().get() == &domain) return;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> newborn;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;
   {
     std::lock_guard lock(domain.sharing_mutex);
-    newborn.swap(domain.newborn);
+    created.swap(domain.created);
   }
   Storages small;
   std::size_t bytes = 0;
-  for (const auto& storage : those_that_all_ranks_have(domain, newborn)) {
+  for (const auto& storage : those_that_all_ranks_have(domain, created)) {
     StorageSegment& segment = *segment_of(*storage);
     segment.complete();
     const auto& [ranks, replicas] = std::tie(domain.partition.ranks, domain.partition.replicas);

@@ -102,14 +102,15 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
     // Made of nothing but tensors that lie over the ranks, it is the same on all of them: its own mean.
-    if (is_split(segment_of(gradient))) return {gradient};
+    if (holds_share_only(segment_of(gradient))) return {gradient};
     return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
   }
 
   static at::Tensor paged_copy(const StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
     c10::NoGradGuard no_grad;
-    at::Tensor paged = make_paged(segment.domain(), leaf.sizes(), leaf.strides(),
-                                  segment.home().defined() ? gradient_dtype(leaf) : gradient.dtype(), Role::gradient);
+    at::Tensor paged =
+        make_paged(segment.domain(), leaf.sizes(), leaf.strides(),
+                   segment.master().defined() ? gradient_dtype(leaf) : gradient.dtype(), Role::gradient);
     auto& made = *segment_of(paged);
     // In one frame: norms take it whole. A very large one goes page by page.
     if (made.bytes() <= made.cache()->frame_limit() / 2) {
@@ -132,8 +133,8 @@ Reducer& reducer_of(const Domain& domain) { return *static_cast<Reducer*>(domain
 
 caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
   const auto* segment = segment_of(leaf);
-  return segment && segment->home().defined() ? c10::scalarTypeToTypeMeta(segment->domain()->gradient_dtype)
-                                              : leaf.dtype();
+  return segment && segment->master().defined() ? c10::scalarTypeToTypeMeta(segment->domain()->gradient_dtype)
+                                                : leaf.dtype();
 }
 
 LeafHold hook_gradient(const at::Tensor& leaf) {

@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "zeropage/base/doing.h"
+#include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/train/gradients.h"
@@ -23,7 +23,7 @@ namespace {
 constexpr std::size_t kBucketBytes = 16 * kMiB;
 constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
 
-struct Below {
+struct NoPagingGuard {
   c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
   c10::NoGradGuard no_grad;
 };
@@ -68,7 +68,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   std::uint64_t number;  // of the leaf
   at::Tensor gradient;   // flat, in memory order; undefined: zeros, and once it was sent
   c10::ScalarType dtype;
-  at::Tensor newborn;  // the first target, until it is handed out
+  at::Tensor created;  // the first target, until it is handed out
   std::size_t bytes;
   bool scattered;
   Layout layout = Layout::replicated;
@@ -90,7 +90,7 @@ struct Reducer::PiecePart {
   std::size_t elements;
 };
 
-/// One collective and whose content it brings.
+/// One collective, and the reductions whose content it brings.
 struct Reducer::Piece {
   std::unique_ptr<Ranks::Work> work;
   at::Tensor result;
@@ -119,14 +119,14 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
   auto reduction = std::make_shared<Reduction>(*this, segment->number(), std::move(gradient), paged.scalar_type(),
                                                *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
-  reduction->newborn = std::move(paged);
+  reduction->created = std::move(paged);
   return reduction;
 }
 
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
   std::lock_guard lock(mutex_);
-  Below below;
-  const Doing doing(
+  NoPagingGuard no_paging;
+  const CurrentActivity activity(
       [](const void* leaf) {
         return fmt::format("backward, at the gradient of a parameter [{}]",
                            fmt::join(static_cast<const at::Tensor*>(leaf)->sizes(), ", "));
@@ -140,7 +140,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
     laid_out.copy_(gradient);
   }
   auto reduction = start(leaf, laid_out.as_strided(leaf.numel(), 1));
-  at::Tensor paged = std::exchange(reduction->newborn, {});
+  at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
   add(std::move(reduction));
   make_room();
@@ -184,8 +184,9 @@ void Reducer::watch_backward() {
 
 void Reducer::settle() {
   std::lock_guard lock(mutex_);
-  Below below;
-  const Doing doing([](const void*) { return std::string("the sums of backward's last gradients"); }, nullptr);
+  NoPagingGuard no_paging;
+  const CurrentActivity activity([](const void*) { return std::string("the sums of backward's last gradients"); },
+                                 nullptr);
   together([&] { piling_ ? settle_pile() : send_open(Why::end); });
   make_room();
 }
@@ -265,12 +266,12 @@ Reducer::ReductionPtr Reducer::missing(std::uint64_t number) {
   }
   const at::Tensor parameter(leaf);
   auto reduction = start(parameter, {});
-  at::Tensor newborn = std::exchange(reduction->newborn, {});
+  at::Tensor created = std::exchange(reduction->created, {});
   if (auto* sum = segment_of(parameter.grad())) {
     if (!reduction->add_to(*sum))
       throw RankError("a gradient that this rank lacks does not fit p.grad; clear p.grad");
   } else {
-    parameter.mutable_grad() = std::move(newborn);
+    parameter.mutable_grad() = std::move(created);
   }
   return reduction;
 }
@@ -404,7 +405,7 @@ void Reducer::make_room() {
 
 void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
-  Below below;
+  NoPagingGuard no_paging;
   if (!reduction.sent) together([&] { piling_ ? settle_pile() : send_open(Why::full); });
   if (!reduction.sent) together([&] { settle_pile(); });
   while (reduction.pieces_left > 0) complete_oldest();

@@ -50,9 +50,9 @@ bool keeps_layout(Call& call, const at::Tensor& self) {
 /// The role of what is made like a tensor of `role` without being its copy: what an optimizer keeps beside it.
 Role role_beside(Role role) { return role == Role::activation ? role : Role::optimizer; }
 
-/// Fills a newborn with what the factory `name` would: run as the in-place operator of the same meaning, through the
-/// dispatcher, so that its rule and its generator apply.
-void fill_newborn(Call& call, at::Tensor& newborn) {
+/// Fills a new tensor with what the factory `name` would: run as the in-place operator of the same meaning, through
+/// the dispatcher, so that its rule and its generator apply.
+void fill_created(Call& call, at::Tensor& created) {
   const std::string& name = call.name();
   const auto named = [&](const char* argument) -> const c10::IValue* {
     for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -62,12 +62,12 @@ void fill_newborn(Call& call, at::Tensor& newborn) {
   };
   const auto* generator = named("generator");
   const auto draws = generator ? generator->toOptional<at::Generator>() : std::nullopt;
-  if (name.find("ones") != std::string::npos) newborn.fill_(1);
-  if (name.find("full") != std::string::npos) newborn.fill_(named("fill_value")->toScalar());
+  if (name.find("ones") != std::string::npos) created.fill_(1);
+  if (name.find("full") != std::string::npos) created.fill_(named("fill_value")->toScalar());
   if (name.find("randn") != std::string::npos)
-    newborn.normal_(0, 1, draws);
+    created.normal_(0, 1, draws);
   else if (name.find("rand") != std::string::npos)
-    newborn.uniform_(0, 1, draws);
+    created.uniform_(0, 1, draws);
 }
 
 bool random_needs_floating(const std::string& name, c10::ScalarType dtype) {
@@ -84,10 +84,10 @@ bool make_like(Call& call) {
   if (!request.plain || request.device != segment->domain()->device || !segment->domain()->pages(bytes)) return false;
   if (!self.is_non_overlapping_and_dense() || !keeps_layout(call, self)) return false;
   if (random_needs_floating(call.name(), request.dtype)) return false;
-  auto newborn = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(request.dtype),
+  auto created = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(request.dtype),
                             role_beside(segment->role()));
-  fill_newborn(call, newborn);
-  call.return_value(std::move(newborn));
+  fill_created(call, created);
+  call.return_value(std::move(created));
   return true;
 }
 
@@ -99,17 +99,17 @@ bool make_new(Call& call) {
   const Request request(call, self.scalar_type(), self.device());
   const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
   if (!request.plain || request.device != segment->domain()->device || !segment->domain()->pages(bytes)) return false;
-  auto newborn = make_paged(segment->domain(), self.sizes(), c10::contiguous_strides(self.sizes()),
+  auto created = make_paged(segment->domain(), self.sizes(), c10::contiguous_strides(self.sizes()),
                             c10::scalarTypeToTypeMeta(request.dtype), role_beside(segment->role()));
-  fill_newborn(call, newborn);
-  call.return_value(std::move(newborn));
+  fill_created(call, created);
+  call.return_value(std::move(created));
   return true;
 }
 
 namespace {
 
 /// A paged copy of a whole paged tensor, page by page, in the same role.
-bool copy_into_newborn(Call& call, c10::ScalarType dtype) {
+bool copy_into_new(Call& call, c10::ScalarType dtype) {
   const auto& [self, segment, _] = call.paged[0];
   const std::size_t bytes = self.numel() * c10::elementSize(dtype);
   if (self.dim() == 0 || !is_operand(self, self) || !keeps_layout(call, self) || !segment->domain()->pages(bytes)) {
@@ -126,7 +126,7 @@ bool copy_into_newborn(Call& call, c10::ScalarType dtype) {
 
 bool make_clone(Call& call) {
   if (call.needs_autograd() || !Call::plain_modes()) return false;
-  return copy_into_newborn(call, call.paged[0].tensor.scalar_type());
+  return copy_into_new(call, call.paged[0].tensor.scalar_type());
 }
 
 bool make_converted(Call& call) {
@@ -141,7 +141,7 @@ bool make_converted(Call& call) {
                     home.str(), request.device.str(), request.device.str()));
   }
   if (call.needs_autograd() || request.device != home || !request.plain) return false;
-  return copy_into_newborn(call, request.dtype);
+  return copy_into_new(call, request.dtype);
 }
 
 bool make_in_scope(Call& call) {
@@ -159,10 +159,10 @@ bool make_in_scope(Call& call) {
   if (!request.plain || request.device != domain->device || !domain->pages(bytes) || sizes.empty()) return false;
   if (memory_format_of(call).value_or(c10::MemoryFormat::Contiguous) != c10::MemoryFormat::Contiguous) return false;
   if (random_needs_floating(call.name(), request.dtype)) return false;
-  auto newborn = make_paged(domain, sizes, c10::contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype),
+  auto created = make_paged(domain, sizes, c10::contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype),
                             Role::parameter);
-  fill_newborn(call, newborn);
-  call.return_value(std::move(newborn));
+  fill_created(call, created);
+  call.return_value(std::move(created));
   return true;
 }
 

@@ -1,4 +1,4 @@
-#include "zeropage/rules/coded.h"
+#include "zeropage/rules/quantised.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
@@ -35,24 +35,24 @@ c10::OperatorHandle operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
 }
 
-void add_codes(Substitution& call, const Coding& coding, const at::Tensor& shape, Access access) {
-  call.add(coding.codes, false, shape, access);
-  coding.scales.defined() ? call.add_blocks(coding.scales, access)
-                          : void(call.add(c10::IValue(), false, shape, access));
+void add_codes(Substitution& call, const Quantisation& quantisation, const at::Tensor& shape, Access access) {
+  call.add(quantisation.codes, false, shape, access);
+  quantisation.scales.defined() ? call.add_blocks(quantisation.scales, access)
+                                : void(call.add(c10::IValue(), false, shape, access));
 }
 
 /// Blocks are whole in windows that are cut as fused optimizers are.
 constexpr Chunking kChunking = Chunking::vectors;
 
-at::Tensor decode(const at::Tensor& coded) {
+at::Tensor decode(const at::Tensor& quantised) {
   static const auto op = operator_named("zeropage::decode");
-  const Coding& coding = *segment_of(coded)->coding();
+  const Quantisation& quantisation = *segment_of(quantised)->quantisation();
   Substitution call;
-  add_codes(call, coding, coding.codes, Access::read);
-  call.add(coding.is_signed, false, coding.codes, Access::read);
+  add_codes(call, quantisation, quantisation.codes, Access::read);
+  call.add(quantisation.is_signed, false, quantisation.codes, Access::read);
   if (auto value = defer(op, call, kChunking, caffe2::TypeMeta::Make<float>())) return *value;
-  at::Tensor value = make_paged(segment_of(coded)->domain(), coding.codes.sizes(), coding.codes.strides(),
-                                caffe2::TypeMeta::Make<float>(), Role::optimizer);
+  at::Tensor value = make_paged(segment_of(quantised)->domain(), quantisation.codes.sizes(),
+                                quantisation.codes.strides(), caffe2::TypeMeta::Make<float>(), Role::optimizer);
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({value, segment_of(value), Access::overwrite});
   for_each_window(operands, kChunking, [&](c10::ArrayRef<at::Tensor> slices) {
@@ -63,13 +63,13 @@ at::Tensor decode(const at::Tensor& coded) {
   return value;
 }
 
-void encode(Coding& coding, const at::Tensor& value) {
+void encode(Quantisation& quantisation, const at::Tensor& value) {
   static const auto op = operator_named("zeropage::encode_");
   Substitution call;
-  add_codes(call, coding, coding.codes, Access::overwrite);
-  call.add(value, false, coding.codes, Access::read);
-  call.add(coding.is_signed, false, coding.codes, Access::read);
-  call.add(static_cast<std::int64_t>(++coding.seed), false, coding.codes, Access::read);
+  add_codes(call, quantisation, quantisation.codes, Access::overwrite);
+  call.add(value, false, quantisation.codes, Access::read);
+  call.add(quantisation.is_signed, false, quantisation.codes, Access::read);
+  call.add(static_cast<std::int64_t>(++quantisation.seed), false, quantisation.codes, Access::read);
   if (has_program(segment_of(value)) && defer(op, call, kChunking, std::nullopt)) return;
   for_each_window(call.operands, kChunking, [&](c10::ArrayRef<at::Tensor> slices) {
     auto stack = call.stack(slices);
@@ -85,31 +85,31 @@ std::optional<bool> is_signed_moment(const std::string& argument) {
 }
 
 /// `moment` becomes what its codes say, in place.
-void code(at::Tensor moment, bool is_signed) {
+void quantise(at::Tensor moment, bool is_signed) {
   const auto* segment = segment_of(moment);
   const auto& domain = segment->domain();
   const bool blocks = domain->moments == Moments::blocks8;
-  const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool homeless) {
+  const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool unallocated) {
     return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
-                      {.homeless = homeless});
+                      {.unallocated = unallocated});
   };
-  auto coding = std::make_unique<Coding>();
-  coding->is_signed = is_signed;
-  coding->codes = like(moment.sizes(), moment.strides(), blocks ? c10::kByte : c10::kBFloat16, false);
+  auto quantisation = std::make_unique<Quantisation>();
+  quantisation->is_signed = is_signed;
+  quantisation->codes = like(moment.sizes(), moment.strides(), blocks ? c10::kByte : c10::kBFloat16, false);
   if (blocks) {
     const auto count = static_cast<std::int64_t>(ceil_div(segment->elements(), kernels::kQuantum));
-    coding->scales = like(count, 1, c10::kFloat, false);
+    quantisation->scales = like(count, 1, c10::kFloat, false);
   }
-  coding->seed = ++domain->codings * 0x9e3779b9u;
-  encode(*coding, moment);
-  at::Tensor coded = like(moment.sizes(), moment.strides(), c10::kFloat, /*homeless=*/true);
-  segment_of(coded)->set_coding(std::move(coding));
-  moment.set_data(coded);
+  quantisation->seed = ++domain->quantisations * 0x9e3779b9u;
+  encode(*quantisation, moment);
+  at::Tensor quantised = like(moment.sizes(), moment.strides(), c10::kFloat, /*unallocated=*/true);
+  segment_of(quantised)->set_quantisation(std::move(quantisation));
+  moment.set_data(quantised);
 }
 
 }  // namespace
 
-void code_moments(Call& call) {
+void quantise_moments(Call& call) {
   c10::NoGradGuard no_grad;
   for (std::size_t i = 0; i < call.arguments; ++i) {
     const auto is_signed = is_signed_moment(call.argument_name(i));
@@ -117,33 +117,33 @@ void code_moments(Call& call) {
     for (const c10::IValue& element : call.argument(i).toListRef()) {
       const at::Tensor& moment = element.toTensor();
       const auto* segment = segment_of(moment);
-      if (!segment || segment->coding() || segment->domain()->moments == Moments::as_they_are) continue;
-      if (moment.scalar_type() == c10::kFloat && is_whole(moment)) code(moment, *is_signed);
+      if (!segment || segment->quantisation() || segment->domain()->moments == Moments::as_they_are) continue;
+      if (moment.scalar_type() == c10::kFloat && is_whole(moment)) quantise(moment, *is_signed);
     }
   }
   call.paged.clear();
   call.find_paged();
 }
 
-bool takes_coded(const Call& call) {
+bool takes_quantised(const Call& call) {
   if (call.info.kind != OperatorKind::data) return false;
   return std::any_of(call.paged.begin(), call.paged.end(),
-                     [](const PagedArgument& argument) { return argument.segment->coding() != nullptr; });
+                     [](const PagedArgument& argument) { return argument.segment->quantisation() != nullptr; });
 }
 
-void run_decoded(Call& call, c10::function_ref<void(Call&)> run) {
-  struct Decoded {
+void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
+  struct Dequantised {
     StorageSegment* segment;
-    at::Tensor coded, value;
+    at::Tensor quantised, value;
     bool written = false;
   };
-  std::vector<Decoded> all;
+  std::vector<Dequantised> all;
   std::vector<std::pair<at::Tensor, at::Tensor>> stands_for;  // argument, what it was
   c10::NoGradGuard no_grad;
   const auto replace = [&](const at::Tensor& tensor, bool writes) {
     auto* segment = segment_of(tensor);
-    if (!segment || !segment->coding()) return tensor;
-    auto known = std::find_if(all.begin(), all.end(), [&](const Decoded& d) { return d.segment == segment; });
+    if (!segment || !segment->quantisation()) return tensor;
+    auto known = std::find_if(all.begin(), all.end(), [&](const Dequantised& d) { return d.segment == segment; });
     if (known == all.end()) {
       all.push_back({segment, tensor, decode(tensor)});
       known = all.end() - 1;
@@ -169,10 +169,10 @@ void run_decoded(Call& call, c10::function_ref<void(Call&)> run) {
   call.paged.clear();
   call.find_paged();
   run(call);
-  for (Decoded& decoded : all) {
-    if (!decoded.written) continue;
-    encode(*decoded.segment->coding(), decoded.value);
-    bump_version(decoded.coded);
+  for (Dequantised& dequantised : all) {
+    if (!dequantised.written) continue;
+    encode(*dequantised.segment->quantisation(), dequantised.value);
+    bump_version(dequantised.quantised);
   }
   for (std::size_t i = call.first; i < call.stack.size(); ++i) {
     if (!call.stack[i].isTensor()) continue;

@@ -1,4 +1,4 @@
-#include "zeropage/rules/split.h"
+#include "zeropage/rules/hi_lo.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -12,24 +12,24 @@ namespace {
 
 // --- on ordinary tensors: what a program's instructions do to its pieces ---
 
-kernels::Array halves(const at::Tensor& high, const at::Tensor& low) {
-  return {kernels::Format::split_float32, high.mutable_data_ptr(), low.mutable_data_ptr()};
+kernels::Array hi_lo_array(const at::Tensor& high, const at::Tensor& low) {
+  return {kernels::Format::hi_lo_float32, high.mutable_data_ptr(), low.mutable_data_ptr()};
 }
 
-at::Tensor join_ordinary(const at::Tensor& high, const at::Tensor& low) {
+at::Tensor join_hi_lo_ordinary(const at::Tensor& high, const at::Tensor& low) {
   if (!high.is_cpu()) {
     const at::Tensor bits = high.view(at::kShort).to(at::kInt).bitwise_left_shift_(at::Scalar(16));
     return bits.add_(low).view(at::kFloat);
   }
   at::Tensor value = at::empty(high.sizes(), high.options().dtype(at::kFloat));
-  kernels::decode(halves(high, low), 0, high.numel(), value.mutable_data_ptr<float>());
+  kernels::decode(hi_lo_array(high, low), 0, high.numel(), value.mutable_data_ptr<float>());
   return value;
 }
 
-void split_ordinary(const at::Tensor& high, const at::Tensor& low, const at::Tensor& value) {
+void split_hi_lo_ordinary(const at::Tensor& high, const at::Tensor& low, const at::Tensor& value) {
   const at::Tensor floats = value.to(at::kFloat).contiguous();
   if (high.is_cpu()) {
-    return kernels::encode(halves(high, low), 0, high.numel(), floats.const_data_ptr<float>());
+    return kernels::encode(hi_lo_array(high, low), 0, high.numel(), floats.const_data_ptr<float>());
   }
   const at::Tensor bits = floats.view(at::kInt), lacks_nothing = floats.isnan();
   const at::Tensor top = bits.add(0x8000).bitwise_right_shift_(at::Scalar(16));
@@ -37,8 +37,8 @@ void split_ordinary(const at::Tensor& high, const at::Tensor& low, const at::Ten
   high.view(at::kShort).copy_(top.masked_fill_(lacks_nothing, 0x7fc0));
 }
 
-at::Tensor& split_in_place(at::Tensor& high, at::Tensor& low, const at::Tensor& value) {
-  split_ordinary(high, low, value);
+at::Tensor& split_hi_lo_in_place(at::Tensor& high, at::Tensor& low, const at::Tensor& value) {
+  split_hi_lo_ordinary(high, low, value);
   return high;
 }
 
@@ -48,8 +48,8 @@ c10::OperatorHandle operator_named(const char* name) {
 
 }  // namespace
 
-at::Tensor join(const at::Tensor& high, const at::Tensor& low) {
-  static const auto op = operator_named("zeropage::join");
+at::Tensor join_hi_lo(const at::Tensor& high, const at::Tensor& low) {
+  static const auto op = operator_named("zeropage::join_hi_lo");
   Substitution call;
   call.add(high, false, high, Access::read);
   call.add(low, false, high, Access::read);
@@ -59,13 +59,14 @@ at::Tensor join(const at::Tensor& high, const at::Tensor& low) {
   const Operand operands[] = {{value, segment_of(value), Access::overwrite},
                               {high, segment_of(high), Access::read},
                               {low, segment_of(low), Access::read}};
-  for_each_window(operands, Chunking::iterator,
-                  [](c10::ArrayRef<at::Tensor> slices) { slices[0].copy_(join_ordinary(slices[1], slices[2])); });
+  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) {
+    slices[0].copy_(join_hi_lo_ordinary(slices[1], slices[2]));
+  });
   return value;
 }
 
-void split(const at::Tensor& high, const at::Tensor& low, const at::Tensor& value) {
-  static const auto op = operator_named("zeropage::split_");
+void split_hi_lo(const at::Tensor& high, const at::Tensor& low, const at::Tensor& value) {
+  static const auto op = operator_named("zeropage::split_hi_lo_");
   if (has_program(segment_of(value))) {
     Substitution call;
     call.add(high, false, high, Access::overwrite);
@@ -77,17 +78,17 @@ void split(const at::Tensor& high, const at::Tensor& low, const at::Tensor& valu
                               {low, segment_of(low), Access::overwrite},
                               {value, segment_of(value), Access::read}};
   for_each_window(operands, Chunking::iterator,
-                  [](c10::ArrayRef<at::Tensor> slices) { split_ordinary(slices[0], slices[1], slices[2]); });
+                  [](c10::ArrayRef<at::Tensor> slices) { split_hi_lo_ordinary(slices[0], slices[1], slices[2]); });
 }
 
 }  // namespace zeropage
 
 TORCH_LIBRARY_FRAGMENT(zeropage, library) {
-  library.def("join(Tensor high, Tensor low) -> Tensor");
-  library.def("split_(Tensor(a!) high, Tensor(b!) low, Tensor value) -> Tensor(a!)");
+  library.def("join_hi_lo(Tensor high, Tensor low) -> Tensor");
+  library.def("split_hi_lo_(Tensor(a!) high, Tensor(b!) low, Tensor value) -> Tensor(a!)");
 }
 
 TORCH_LIBRARY_IMPL(zeropage, CompositeExplicitAutograd, library) {
-  library.impl("join", &zeropage::join_ordinary);
-  library.impl("split_", &zeropage::split_in_place);
+  library.impl("join_hi_lo", &zeropage::join_hi_lo_ordinary);
+  library.impl("split_hi_lo_", &zeropage::split_hi_lo_in_place);
 }

@@ -1,4 +1,4 @@
-"""Moments of fused optimizers in fewer bits: float32 to whoever looks, in half or a quarter of the bytes at home."""
+"""Moments of fused optimizers in fewer bits: float32 to operators, in half or a quarter of the bytes at home."""
 
 import copy
 
@@ -66,8 +66,8 @@ def test_async_equals_sync_equals_any_budget_to_the_bit(kept, config):
         {},
         {"async_step": "false"},
         {"device_memory": "64MB", "host_memory": "64MB", "page_size": "64KiB"},
-        {"visible_dtype": "bfloat16", "home_dtype": "split"},
-        {"visible_dtype": "bfloat16", "home_dtype": "split", "async_step": "false", "page_size": "8KiB"},
+        {"visible_dtype": "bfloat16", "master_dtype": "hi_lo"},
+        {"visible_dtype": "bfloat16", "master_dtype": "hi_lo", "async_step": "false", "page_size": "8KiB"},
     ):
         _, model, optimizer, losses = train(config.replace(optimizer_dtype=kept, **settings), fused=True)
         with torch.no_grad():
@@ -80,7 +80,7 @@ def test_async_equals_sync_equals_any_budget_to_the_bit(kept, config):
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_program_of_operators_gives_the_bits_of_the_kernel(kept, config):
-    """Moments that somebody looks at between steps are decoded by operators of their own."""
+    """Moments that the program reads between steps are decoded by operators of their own."""
     results = []
     for looks in (False, True):
         torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_settings_that_make_no_sense(settings, config):
         zeropage.init(config.replace(**settings))
 
 
-def coded_over_ranks():
+def quantised_over_ranks():
     with pytest.raises(zeropage.SettingError, match="one rank"), rank_space(optimizer_dtype="8bit"):
         pass
     results = []
@@ -235,4 +235,4 @@ def zeropage_free(tensor):
 
 
 def test_over_ranks(two):
-    two.run(coded_over_ranks)
+    two.run(quantised_over_ranks)

@@ -1,4 +1,4 @@
-// What this thread is doing, said only when somebody asks: for errors that must tell where each of several ranks was.
+// What this thread is doing, told only when an error asks for it: it must tell where each of several ranks was.
 #pragma once
 
 #include <string>
@@ -6,16 +6,16 @@
 
 namespace zeropage {
 
-class Doing {
+class CurrentActivity {
  public:
   using Describe = std::string (*)(const void* context);
 
   /// While it lives, `describe(context)` says what the thread does.
-  Doing(Describe describe, const void* context)
+  CurrentActivity(Describe describe, const void* context)
       : describe_(describe), context_(context), outer_(std::exchange(innermost_, this)) {}
-  ~Doing() { innermost_ = outer_; }
-  Doing(const Doing&) = delete;
-  Doing& operator=(const Doing&) = delete;
+  ~CurrentActivity() { innermost_ = outer_; }
+  CurrentActivity(const CurrentActivity&) = delete;
+  CurrentActivity& operator=(const CurrentActivity&) = delete;
 
   /// The innermost thing, or `otherwise`.
   static std::string now(std::string otherwise) {
@@ -23,10 +23,10 @@ class Doing {
   }
 
  private:
-  static inline thread_local const Doing* innermost_ = nullptr;
+  static inline thread_local const CurrentActivity* innermost_ = nullptr;
   Describe describe_;
   const void* context_;
-  const Doing* outer_;
+  const CurrentActivity* outer_;
 };
 
 }  // namespace zeropage
