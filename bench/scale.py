@@ -9,8 +9,8 @@ import statistics
 import subprocess
 import tempfile
 
-from _common import finish, turns
 from _build import build
+from _common import finish, turns
 
 
 def main() -> None:
