@@ -236,9 +236,9 @@ void FrameCache::share_changes(Segment& segment) {
   for (Page& page : run.pages) {
     if (page.frame && page.frame->pins > 0) {
       throw AccessError(
-          "a tensor that is partitioned over ranks cannot be updated while it, or a small tensor in the same page, "
-          "is "
-          "pinned; let go of zeropage.pinned(tensor) first");
+          "a tensor that is partitioned over ranks cannot be updated while it is pinned, nor while a small tensor in "
+          "the "
+          "same page is; let go of zeropage.pinned(tensor) first");
     }
   }
   give_up_frames(lock, run);
