@@ -1,9 +1,8 @@
-// scale TENSORS FAULTS DIRECTORY
+// scale TENSORS EVICTIONS DIRECTORY
 //
 // Goes through TENSORS tensors of 1 to 9 pages, over and over, with memory for a quarter of them and a disk that
 // takes no time, and creates and destroys one in ten of them on the way, as gradients are. Prints microseconds of
-// processor time a fault. bench/scale.py compares sizes.
-#include <chrono>
+// processor time an eviction, with the fault that caused it. bench/scale.py compares sizes.
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -87,11 +86,11 @@ double processor_seconds() {
 
 int main(int count, char** arguments) try {
   if (count != 4) {
-    std::fprintf(stderr, "usage: scale TENSORS FAULTS DIRECTORY\n");
+    std::fprintf(stderr, "usage: scale TENSORS EVICTIONS DIRECTORY\n");
     return 2;
   }
   const auto tensors = static_cast<std::size_t>(std::atoll(arguments[1]));
-  const auto faults = static_cast<std::size_t>(std::atoll(arguments[2]));
+  const auto evictions = static_cast<std::size_t>(std::atoll(arguments[2]));
   constexpr std::size_t kPage = 16 * kBlockBytes;
   std::mt19937 random(1);
   std::vector<std::size_t> pages(tensors);
@@ -119,7 +118,7 @@ int main(int count, char** arguments) try {
   const auto before = cache->stats();
   const double start = processor_seconds();
   std::size_t used = 0;
-  for (; cache->stats().evictions - before.evictions < faults; ++used) use(used % tensors);
+  for (; cache->stats().evictions - before.evictions < evictions; ++used) use(used % tensors);
   const double seconds = processor_seconds() - start;
   cache->wait();
   const double moved = static_cast<double>(cache->stats().evictions - before.evictions);

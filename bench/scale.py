@@ -16,14 +16,14 @@ from _common import finish, turns
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", default="200,2000,20000", help="of 5 pages each, in the mean")
-    parser.add_argument("--faults", type=int, default=40000)
+    parser.add_argument("--evictions", type=int, default=40000)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     program = build("scale")
     costs: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory(dir="build") as directory:
         for tensors in turns(args.rounds, args.tensors.split(",")):
-            command = [program, tensors, str(args.faults), directory]
+            command = [program, tensors, str(args.evictions), directory]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             pages, cost = done.stdout.split()
             costs.setdefault(int(pages), []).append(float(cost))

@@ -42,8 +42,8 @@ def moved(space, parameter, optimizer, step):
     for tensor in [parameter, *states_of(optimizer)]:
         zeropage.evict(tensor)
     array = 4 * ELEMENTS
-    # To whole arrays: what is planned next is read ahead, before the step, of which the next line above evicts some,
-    # and after it.
+    # In whole arrays. The cache also reads ahead a part of one between the evictions above, which the next eviction
+    # drops again, and after the step.
     return round(read / array), (space.report().written_bytes - before.written_bytes) / array
 
 

@@ -3,8 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,7 +14,7 @@
 
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
-#include "zeropage/base/torch_compat.h"
+#include "zeropage/base/no_paging_guard.h"
 
 namespace zeropage {
 namespace {
@@ -24,12 +22,6 @@ namespace {
 constexpr std::size_t kAlwaysChecked = 512;  // the first collectives, all of them
 constexpr std::size_t kCheckedEvery = 64;    // later ones
 constexpr std::size_t kTextBytes = 512;      // of what a rank says of itself
-
-/// Tensors here are not parameters of the program: neither our fault nor autograd shall see them.
-struct NoPagingGuard {
-  c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
-  c10::NoGradGuard no_grad;
-};
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // splitmix64's finalizer
   std::uint64_t z = hash + 0x9e3779b97f4a7c15 + value;

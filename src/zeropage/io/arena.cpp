@@ -56,8 +56,10 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
   if (!on_first_use_ && may_map_anew()) reserve(kSpread * capacity_);
   if (!base_) reserve(capacity_);
   if (!base_ || ::mprotect(base_, capacity_, PROT_READ | PROT_WRITE) != 0) {
+    const int error = errno;
+    if (base_) ::munmap(base_, span_);
     throw BudgetError(fmt::format("cannot map {} of memory ({}); lower device_memory or host_memory",
-                                  format_bytes(capacity_), std::strerror(errno)));
+                                  format_bytes(capacity_), std::strerror(error)));
   }
   // Advice: if the kernel has no huge pages, transfers are slower and nothing else changes.
   ::madvise(base_, capacity_, MADV_HUGEPAGE);

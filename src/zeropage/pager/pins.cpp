@@ -78,6 +78,8 @@ void FrameCache::settle(Frame& frame) noexcept {
 
 /// What a program that repeats itself will do again.
 void FrameCache::record_use(std::span<const PinRequest> requests, bool whole) {
+  if (std::none_of(requests.begin(), requests.end(), [](auto& r) { return r.segment->run_->home != nullptr; }))
+    return;
   const std::uint64_t surprises = plan_.surprises();
   bool begins = true;
   for (const PinRequest& request : requests) {

@@ -29,7 +29,7 @@ void ReadAhead::restart() {
 
 void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
   if (running_ || cache.closed_ || !cache.plan_.knows()) return;  // running: where a read of ranks gave up the lock
-  // What failed to be written is told first, lest it be tried for ever.
+  // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
   if (cache.failed_write_ && !cache.ranks_) return;
   running_ = true;
   const std::uint64_t uses = cache.plan_.uses();

@@ -8,8 +8,8 @@
 // next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory, and
 // a sixteenth of what memory lacks: the less is missing, the less the disk has to do.
 //
-// [Note: written before it must leave] While more is to be read than may be yet, what will leave for it is written
-// home already: a read that waits for a write takes twice the time.
+// [Note: written before it must leave] A read that waits for its room to be written home takes twice the time. So
+// while the window is full and the plan holds more reads, the cache writes the frames that will leave for them.
 //
 // Under the cache's lock; it never waits. The cache calls it when an operator has pinned or let go, and, where ranks
 // need not agree, when a transfer has ended: so that one transfer starts the next while no thread waits.

@@ -31,8 +31,10 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       note_usage();
       return *frame;
     }
+    const bool needs_window = fragmented && !memory_.joins_holes();
     if (failed_writes_ != failed_before && failed_write_) {
-      if (Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); }); clean && !fragmented) {
+      Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
+      if (clean && !needs_window) {
         evict_frame(*clean);
         continue;
       }
@@ -40,7 +42,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     }
     plan_anew();
     const bool enough = !fragmented && writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
-    if (fragmented && !memory_.joins_holes()) {
+    if (needs_window) {
       if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
       if ((!clearing || writing_bytes_ == 0) && clear_window(bytes, 0, false, lock)) {
         clearing = true;
@@ -73,10 +75,10 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       }
     }
     if (writing_bytes_ > 0 || reading_bytes_ > 0) {
-      // Until one of them has ended, or, where a hole is to come about, all.
+      // Until one of them has ended, or, where neighbours must leave together, all.
       const std::size_t writing = writing_bytes_, reading = reading_bytes_, queued = victims_.size();
       wait_until(lock, [&] {
-        if (fragmented && writing > 0) return writing_bytes_ == 0;
+        if (needs_window && writing > 0) return writing_bytes_ == 0;
         return writing_bytes_ != writing || reading_bytes_ != reading || victims_.size() != queued;
       });
       continue;

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -14,6 +13,7 @@
 
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
+#include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/units.h"
 #include "zeropage/train/gradients.h"
 
@@ -22,11 +22,6 @@ namespace {
 
 constexpr std::size_t kBucketBytes = 16 * kMiB;
 constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
-
-struct NoPagingGuard {
-  c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
-  c10::NoGradGuard no_grad;
-};
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return (hash ^ value) * 0x100000001b3; }  // FNV-1a
 
