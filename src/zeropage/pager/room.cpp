@@ -49,16 +49,17 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
         continue;
       }
       clearing = false;
-    } else if (Frame* victim = enough ? nullptr : victims_.best(now_)) {
+    } else if (Frame* victim = victims_.best(now_)) {
       if (!is_dirty(*victim)) {
         evict_frame(*victim);
         continue;
       }
-      // It is written now. What is clean and is not used soon leaves instead of being waited for.
+      // It must be written first. What is clean and is not used soon leaves instead of being waited for.
       Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
-      if (clean && clean->next_use > now_ + memory_.budget().limit() / 2) evict_frame(*clean);
-      write_back(lock, *victim, Priority::demanded);
-      continue;
+      const bool leaves = clean && clean->next_use > now_ + memory_.budget().limit() / 2;
+      if (leaves) evict_frame(*clean);
+      if (!enough) write_back(lock, *victim, Priority::demanded);
+      if (leaves || !enough) continue;
     }
     if (ranks_ && reading_bytes_ > 0) {  // a gather ends when it is waited for
       const auto& frames = memory_.frames();
