@@ -4,7 +4,10 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <filesystem>
 #include <random>
 #include <thread>
 
@@ -12,6 +15,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/io/arena.h"
+#include "zeropage/io/transfer_queue.h"
 
 using namespace zeropage;
 
@@ -31,6 +35,32 @@ void fill_random(Block& block, unsigned seed) {
     std::memcpy(block.data() + i, &word, 8);
   }
 }
+
+/// Whether a transfer ends, for tests in which it may not.
+class Ending {
+ public:
+  Ending(Io& io, const Transfer& transfer) {
+    io.start(transfer, Priority::demanded, [state = state_](std::exception_ptr error) {
+      std::lock_guard lock(state->mutex);
+      state->failed = error != nullptr;
+      state->came = true;
+      state->changed.notify_all();
+    });
+  }
+  bool came(std::chrono::milliseconds within = std::chrono::seconds(10)) {
+    std::unique_lock lock(state_->mutex);
+    return state_->changed.wait_for(lock, within, [&] { return state_->came; });
+  }
+  bool failed() const { return state_->failed; }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool came = false, failed = false;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+};
 
 }  // namespace
 
@@ -143,4 +173,52 @@ TEST_CASE("threads may submit and wait at once") {
     for (auto& thread : threads) thread.join();
     CHECK(wrong == 0);
   }
+}
+
+TEST_CASE("a transfer of no bytes ends") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(kBlockBytes);
+    Ending ending(*io, {Direction::write, &file, 0, block->data(), 0});
+    REQUIRE(ending.came());
+    CHECK_FALSE(ending.failed());
+  }
+}
+
+TEST_CASE(
+    "when the kernel takes no requests any more, all that were started end: with errors, and in flight as it says") {
+  std::string why;
+  auto io = make_ring(why);
+  if (!io) return;  // not built, or not allowed here
+  TemporaryDirectory directory;
+  File file = File::make_unnamed(directory.path());
+  Arena arena(8 * kMiB);
+  auto block = arena.try_allocate(4 * kMiB);
+  int ends[2];
+  REQUIRE(::pipe(ends) == 0);
+  File pipe(ends[0], "a pipe");
+  Ending in_flight(*io, {Direction::read, &pipe, 0, block->data(), kBlockBytes});
+  Ending before(*io, {Direction::write, &file, 0, block->data() + kMiB, kMiB});
+  REQUIRE(before.came());
+  // As a program that closes all files does.
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code none;
+    if (std::filesystem::read_symlink(entry, none) != "anon_inode:[io_uring]") continue;
+    const int null = ::open("/dev/null", O_RDWR);
+    ::dup2(null, std::stoi(entry.path().filename()));
+    ::close(null);
+  }
+  Ending after(*io, {Direction::write, &file, 0, block->data() + kMiB, 3 * kMiB});
+  CHECK(after.came());
+  CHECK(after.failed());
+  CHECK_FALSE(in_flight.came(std::chrono::milliseconds(50)));  // the kernel may still write to its buffer
+  CHECK_THROWS_WITH_AS(io->submit({Direction::write, &file, 0, block->data(), kMiB}),
+                       doctest::Contains("io_uring refuses requests"), DiskError);
+  ::close(ends[1]);
+  REQUIRE(in_flight.came());
+  CHECK(in_flight.failed());
+  io->wait_all();
 }

@@ -44,14 +44,15 @@ bool Ticket::done() const {
 }
 
 Ticket Io::submit(const Transfer& transfer, Priority priority) {
-  Ticket ticket;
-  ticket.state_ = std::make_shared<Ticket::State>();
-  start(transfer, priority, [state = ticket.state_](std::exception_ptr error) {
+  auto state = std::make_shared<Ticket::State>();
+  start(transfer, priority, [state](std::exception_ptr error) {
     std::lock_guard lock(state->mutex);
     state->done = true;
     state->error = std::move(error);
     state->ended.notify_all();
   });
+  Ticket ticket;  // of a transfer that has started: nothing would end another one
+  ticket.state_ = std::move(state);
   return ticket;
 }
 

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -76,7 +77,7 @@ class Ring final : public Io {
 
   void wait_all() override {
     std::unique_lock lock(mutex_);
-    finished_.wait(lock, [&] { return queue_.idle() || refused_ != 0; });
+    finished_.wait(lock, [&] { return queue_.idle(); });
   }
 
   std::string_view name() const override { return "io_uring"; }
@@ -99,6 +100,7 @@ class Ring final : public Io {
         : ::io_uring_prep_write(sqe, t.file->descriptor(), request.buffer, bytes, request.offset);
   }
 
+  /// Only while the ring is in use: what is prepared later is never submitted.
   void listen() {
     io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
     ::io_uring_prep_read(sqe, wake_up_, &woken_count_, sizeof(woken_count_), 0);
@@ -127,23 +129,39 @@ class Ring final : public Io {
     listen();
     while (prepare_queued()) {
       const int result = ::io_uring_submit_and_wait(&ring_, 1);
-      if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) return stop(-result);
-      io_uring_cqe* cqe = nullptr;
-      while (::io_uring_peek_cqe(&ring_, &cqe) == 0) complete(cqe, over);
-      for (const auto& state : over) state->finish();
-      if (over.empty()) continue;
-      std::lock_guard lock(mutex_);
-      for (std::size_t i = 0; i < over.size(); ++i) queue_.finished();
-      over.clear();
-      if (queue_.idle()) finished_.notify_all();
+      const bool refused = result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY;
+      const int error = refused ? -result : wake_up_error_;
+      if (error != 0) return stop(error, over);
+      reap(over);
+      finish(over);
     }
+  }
+
+  void reap(std::vector<std::shared_ptr<TransferState>>& over) {
+    io_uring_cqe* cqe = nullptr;
+    while (::io_uring_peek_cqe(&ring_, &cqe) == 0) complete(cqe, over);
+  }
+
+  void finish(std::vector<std::shared_ptr<TransferState>>& over) {
+    for (const auto& state : over) state->finish();
+    if (over.empty()) return;
+    std::lock_guard lock(mutex_);
+    for (std::size_t i = 0; i < over.size(); ++i) queue_.finished();
+    over.clear();
+    if (queue_.idle()) finished_.notify_all();
   }
 
   void complete(io_uring_cqe* cqe, std::vector<std::shared_ptr<TransferState>>& over) {
     const std::uint64_t data = ::io_uring_cqe_get_data64(cqe);
     const int result = cqe->res;
     ::io_uring_cqe_seen(&ring_, cqe);
-    if (data == kWakeUp) return listen();
+    if (data == kWakeUp) {
+      if (result < 0 && result != -EINTR && result != -EAGAIN)
+        wake_up_error_ = -result;
+      else
+        listen();
+      return;
+    }
     const auto slot = static_cast<unsigned>(data);
     Request request = std::move(slots_[slot]);
     free_slots_.push_back(slot);
@@ -154,21 +172,37 @@ class Ring final : public Io {
     if (outcome == Advance::transfer_over) over.push_back(std::move(request.state));
   }
 
-  /// The kernel takes nothing more: what has not been started fails. What is in flight cannot be told from it, so its
-  /// memory stays in use.
-  void stop(int error) {
-    std::vector<std::shared_ptr<TransferState>> failed;
+  /// The kernel takes nothing more. What it has not taken fails at once. What it has taken it still ends, and says so
+  /// in memory that needs no call: until then it may write to a buffer, which must not be given back.
+  void stop(int error, std::vector<std::shared_ptr<TransferState>>& over) {
     {
       std::lock_guard lock(mutex_);
       refused_ = error;
-      while (auto request = queue_.drain()) {
-        queue_.over(*request);
-        request->state->error = error;
-        if (request->state->requests_left.fetch_sub(1) == 1) failed.push_back(std::move(request->state));
-      }
     }
-    for (const auto& state : failed) state->finish();
-    finished_.notify_all();
+    const unsigned taken = io_uring_smp_load_acquire(ring_.sq.khead);
+    for (unsigned i = taken; i != ring_.sq.sqe_tail; ++i) {
+      const std::uint64_t data = ring_.sq.sqes[i & ring_.sq.ring_mask].user_data;
+      if (data == kWakeUp) continue;
+      const auto slot = static_cast<unsigned>(data);
+      std::lock_guard lock(mutex_);
+      queue_.again(std::move(slots_[slot]));
+      free_slots_.push_back(slot);
+    }
+    while (true) {
+      reap(over);
+      {
+        std::lock_guard lock(mutex_);
+        while (auto request = queue_.drain()) {
+          queue_.over(*request);
+          int none = 0;
+          request->state->error.compare_exchange_strong(none, error);
+          if (request->state->requests_left.fetch_sub(1) == 1) over.push_back(std::move(request->state));
+        }
+      }
+      finish(over);
+      if (free_slots_.size() == kDepth) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
 
   std::mutex mutex_;
@@ -182,6 +216,7 @@ class Ring final : public Io {
   io_uring ring_{};
   bool open_ = false;
   int wake_up_ = -1;
+  int wake_up_error_ = 0;  // the errno with which waiting for wake_up_ failed: nothing would wake the thread
   std::uint64_t woken_count_ = 0;
   std::vector<unsigned> free_slots_;
   Request slots_[kDepth];

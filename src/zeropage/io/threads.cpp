@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -17,7 +18,12 @@ constexpr int kThreads = 16;  // requests in flight: 8 leave some of the reads o
 class ThreadPoolIo final : public Io {
  public:
   ThreadPoolIo() {
-    for (int i = 0; i < kThreads; ++i) threads_.emplace_back([this] { work(); });
+    threads_.reserve(kThreads);
+    try {
+      while (threads_.size() < kThreads) threads_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {  // the system's most threads: fewer do, none does not
+      if (threads_.empty()) throw;
+    }
   }
 
   ~ThreadPoolIo() override {

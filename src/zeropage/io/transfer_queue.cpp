@@ -45,9 +45,11 @@ Advance advance(Request& request, long result) {
 void TransferQueue::push(std::shared_ptr<TransferState> state, Priority priority) {
   ++unfinished_;
   const Transfer& t = state->transfer;
-  for (std::size_t at = 0; at < t.bytes; at += kRequestBytes) {
+  std::size_t at = 0;
+  do {  // one request, of no bytes, where there are none: it ends as any other
     lane(priority).push_back({state, priority, t.offset + at, t.buffer + at, std::min(kRequestBytes, t.bytes - at)});
-  }
+    at += kRequestBytes;
+  } while (at < t.bytes);
 }
 
 std::optional<Request> TransferQueue::pop() {

@@ -3,6 +3,7 @@
 // queue. Private to io/; the caller holds a lock of its own.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <memory>
@@ -18,7 +19,9 @@ inline constexpr std::size_t kRequestBytes = kMiB;
 /// A transfer that was started.
 struct TransferState {
   TransferState(const Transfer& t, Completion c)
-      : transfer(t), completion(std::move(c)), requests_left(ceil_div(t.bytes, kRequestBytes)) {}
+      : transfer(t),
+        completion(std::move(c)),
+        requests_left(std::max<std::size_t>(ceil_div(t.bytes, kRequestBytes), 1)) {}
 
   /// Runs the completion. Called once, when no request is left.
   void finish();
