@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "pager/cache_fixture.h"
+#include "zeropage/base/errors.h"
 
 using namespace zeropage;
 
@@ -33,6 +34,33 @@ TEST_CASE_FIXTURE(CacheFixture, "threads that pin, page and evict at once see th
   }
   for (auto& thread : threads) thread.join();
   CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(CacheFixture, "a pin that another thread lets go of is no longer one of the thread that took it") {
+  make(256 * K, 0);
+  auto a = segment(200 * K), b = segment(200 * K);
+  for (int i = 0; i < 2; ++i) {
+    PagePin page = cache->pin_page(*a, 0, Access::read);
+    std::thread([pin = std::move(page)] {}).join();
+  }
+  const PinRequest request{a.get(), Access::read};
+  std::atomic<bool> pinned{false}, let_go{false};
+  std::thread other([&] {
+    cache->pin({&request, 1});
+    pinned = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    let_go = true;
+    cache->unpin({&request, 1});
+  });
+  while (!pinned) std::this_thread::yield();
+  std::vector<PagePin> pages;
+  try {
+    for (std::size_t page = 0; page < 4; ++page) pages.push_back(cache->pin_page(*b, page, Access::write));
+    CHECK(let_go);  // there is room for three beside it
+  } catch (const BudgetError& error) {
+    FAIL_CHECK(std::string(error.what()));
+  }
+  other.join();
 }
 
 TEST_CASE_FIXTURE(CacheFixture, "an operator waits for another thread's rule to let go of its pages") {

@@ -1,5 +1,6 @@
-// Which process are we in? Memory that is being read into by a disk, rings and locks do not survive fork(); a paged
-// tensor belongs to the process that made it. The answer costs one atomic load, so every fault can ask.
+// Which process are we in, and which thread? Memory that is being read into by a disk, rings and locks do not survive
+// fork(); a paged tensor belongs to the process that made it. The answer costs one atomic load, so every fault can
+// ask.
 #pragma once
 
 #include <cstdint>
@@ -8,5 +9,8 @@ namespace zeropage {
 
 /// Grows by one in the child at every fork(). Equal values mean: the same process.
 std::uint64_t process_generation() noexcept;
+
+/// The calling thread's number. Unlike std::thread::id, no later thread gets it.
+std::uint64_t this_thread_number() noexcept;
 
 }  // namespace zeropage

@@ -85,6 +85,7 @@ class PagePin {
     std::swap(data_, other.data_);
     std::swap(access_, other.access_);
     std::swap(will_not_reuse_, other.will_not_reuse_);
+    std::swap(thread_, other.thread_);
     return *this;
   }
   ~PagePin();
@@ -109,6 +110,7 @@ class PagePin {
   std::byte* data_ = nullptr;
   Access access_ = Access::read;
   bool will_not_reuse_ = false;
+  std::uint64_t thread_ = 0;  // that took it
 };
 
 class FrameCache : public std::enable_shared_from_this<FrameCache> {
@@ -137,7 +139,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
   /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
   void pin(std::span<const PinRequest> requests);
-  void unpin(std::span<const PinRequest> requests) noexcept;
+  /// `thread` took the pins: any thread may let go of them.
+  void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number()) noexcept;
   /// Says that these segments will be used now, page by page and taking turns: a use in the plan.
   void announce(std::span<const PinRequest> requests);
   /// One page, for a rule.
@@ -178,6 +181,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   friend class ReadAhead;
   using Lock = std::unique_lock<std::mutex>;
   struct Hold;
+  using ThreadPins = std::pair<std::uint64_t, std::size_t>;
   struct Shortage {};  // memory cannot be had: told apart from a BudgetError of a home below
 
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
@@ -208,8 +212,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void empty(Lock& lock);
   void mark(Run& run, std::size_t page, Access access);
   void add_pin(Frame& frame);
-  void drop_pin(Frame& frame) noexcept;
-  void count_pins(int more);
+  void drop_pin(Frame& frame, std::uint64_t thread = this_thread_number()) noexcept;
+  void count_pin();
   std::size_t pins_of_this_thread() const;
   void settle(Frame& frame) noexcept;
   void record_use(std::span<const PinRequest> requests, bool whole);
@@ -288,7 +292,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::size_t ahead_bytes_ = 0;                                // read ahead, and not used yet
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
   std::size_t pins_ = 0;
-  std::exception_ptr failed_write_;  // that no thread has been told of
+  std::vector<ThreadPins> thread_pins_;  // of them, by the thread that took them; no zeros
+  std::exception_ptr failed_write_;      // that no thread has been told of
   std::size_t failed_writes_ = 0;
   std::size_t device_peak_ = 0, host_peak_ = 0;
   bool serves_upper_ = false;    // another cache's transfers pin pages here

@@ -82,6 +82,7 @@ PagePin FrameCache::take_pin(Frame& frame, Segment& segment, std::size_t index, 
   pin.page_ = index;
   pin.frame_ = &frame;
   pin.access_ = access;
+  pin.thread_ = this_thread_number();
   pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run_->page_bytes + segment.offset_;
   order_after(frame);
   return pin;
@@ -114,7 +115,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
   Lock lock(mutex_);
   Frame& frame = *pin.frame_;
   if (closed_) {
-    drop_pin(frame);
+    drop_pin(frame, pin.thread_);
     return finish_close();
   }
   try {
@@ -130,7 +131,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
     }
     frame.transient = pin.will_not_reuse_;
   }
-  drop_pin(frame);
+  drop_pin(frame, pin.thread_);
   clean_behind(lock);
   if (!ranks_) ahead_.run(*this, lock);
 }

@@ -16,29 +16,16 @@ struct FrameCache::Hold {
   bool is_new = false;
 };
 
-namespace {
-
-struct ThreadPins {
-  const void* cache;
-  std::size_t pins;
-};
-thread_local std::vector<ThreadPins> thread_pins;
-
-}  // namespace
-
 std::size_t FrameCache::pins_of_this_thread() const {
-  const auto mine = std::find_if(thread_pins.begin(), thread_pins.end(), [&](auto& p) { return p.cache == this; });
-  return mine == thread_pins.end() ? 0 : mine->pins;
+  const auto mine = std::ranges::find(thread_pins_, this_thread_number(), &ThreadPins::first);
+  return mine == thread_pins_.end() ? 0 : mine->second;
 }
 
-void FrameCache::count_pins(int more) {
-  pins_ += more;
-  const auto mine = std::find_if(thread_pins.begin(), thread_pins.end(), [&](auto& p) { return p.cache == this; });
-  if (mine == thread_pins.end()) {
-    if (more > 0) thread_pins.push_back({this, 1});
-  } else if (mine->pins += more; mine->pins == 0) {
-    thread_pins.erase(mine);
-  }
+void FrameCache::count_pin() {
+  const std::uint64_t thread = this_thread_number();
+  const auto mine = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
+  mine == thread_pins_.end() ? void(thread_pins_.emplace_back(thread, 1)) : void(++mine->second);
+  ++pins_;
 }
 
 void FrameCache::mark(Run& run, std::size_t page, Access access) {
@@ -48,14 +35,20 @@ void FrameCache::mark(Run& run, std::size_t page, Access access) {
 }
 
 void FrameCache::add_pin(Frame& frame) {
+  count_pin();
   if (std::exchange(frame.ahead, false)) ahead_bytes_ -= frame.memory.bytes();
   victims_.remove(frame);
   ++frame.pins;
-  count_pins(1);
 }
 
-void FrameCache::drop_pin(Frame& frame) noexcept {
-  count_pins(-1);
+/// `thread` is the one that took the pin: what it holds, and others do not, decides whether others are waited for.
+void FrameCache::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
+  --pins_;
+  const auto owner = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
+  if (owner != thread_pins_.end() && --owner->second == 0) {
+    *owner = thread_pins_.back();
+    thread_pins_.pop_back();
+  }
   if (--frame.pins > 0) return;
   frame.last_use = now_;
   if (frame.transfers == 0) settle(frame);
@@ -339,7 +332,7 @@ void FrameCache::empty(Lock& lock) {
   }
 }
 
-void FrameCache::unpin(std::span<const PinRequest> requests) noexcept {
+void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept {
   if (generation_ != process_generation()) return;
   Lock lock(mutex_);
   for (const PinRequest& request : requests) {
@@ -351,7 +344,7 @@ void FrameCache::unpin(std::span<const PinRequest> requests) noexcept {
     } catch (...) {  // a device that cannot record an event is lost, and so is what it computes
     }
     if (--frame.whole_pins == 0 && !frame.permanent) held_bytes_ -= frame.memory.bytes();
-    drop_pin(frame);
+    drop_pin(frame, thread);
   }
   if (closed_) return finish_close();
   clean_behind(lock);

@@ -27,7 +27,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     check_usable();
     bool fragmented = false;
     if (Frame* frame = memory_.try_make(run, first_page, pages, permanent, fragmented)) {
-      count_pins(1);
+      count_pin();
       note_usage();
       return *frame;
     }
@@ -122,7 +122,7 @@ Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, 
     frame = memory_.try_make(run, first_page, pages, false, fragmented);
   }
   if (!frame) return nullptr;
-  count_pins(1);
+  count_pin();
   note_usage();
   return frame;
 }

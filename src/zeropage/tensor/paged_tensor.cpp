@@ -358,7 +358,7 @@ TensorPin::~TensorPin() {
     FrameCache& cache = *requests_[begin].segment->cache();
     std::size_t end = begin + 1;
     while (end < requests_.size() && requests_[end].segment->cache().get() == &cache) ++end;
-    cache.unpin({requests_.data() + begin, end - begin});
+    cache.unpin({requests_.data() + begin, end - begin}, thread_);
     begin = end;
   }
 }

@@ -279,12 +279,13 @@ class TensorPin {
   TensorPin() = default;
   explicit TensorPin(c10::ArrayRef<PinRequest> requests);
   TensorPin(TensorPin&& other) noexcept
-      : requests_(std::move(other.requests_)), storages_(std::move(other.storages_)) {
+      : requests_(std::move(other.requests_)), storages_(std::move(other.storages_)), thread_(other.thread_) {
     other.requests_.clear();
   }
   TensorPin& operator=(TensorPin&& other) noexcept {
     std::swap(requests_, other.requests_);
     std::swap(storages_, other.storages_);
+    std::swap(thread_, other.thread_);
     return *this;
   }
   ~TensorPin();
@@ -292,8 +293,9 @@ class TensorPin {
   void release();
 
  private:
-  c10::SmallVector<PinRequest, 8> requests_;    // all of one cache after another's
-  c10::SmallVector<c10::Storage, 8> storages_;  // of these: `tensor.data = other` may let go of them meanwhile
+  c10::SmallVector<PinRequest, 8> requests_;     // all of one cache after another's
+  c10::SmallVector<c10::Storage, 8> storages_;   // of these: `tensor.data = other` may let go of them meanwhile
+  std::uint64_t thread_ = this_thread_number();  // that took the pins
 };
 
 // --- the init scope: factories on this thread make paged tensors ---
