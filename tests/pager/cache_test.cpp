@@ -4,6 +4,7 @@
 
 #include <random>
 
+#include "memory_shortage.h"
 #include "pager/cache_fixture.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/pager/frame_cache.h"
@@ -301,4 +302,23 @@ TEST_CASE_FIXTURE(CacheFixture, "any mixture of creations, deaths, pins, pages a
   cache->wait();  // for what was under way to those that died
   CHECK(cache->usage(Pool::device).now == 0);
   CHECK(cache->usage(Pool::host).now == 0);
+}
+
+TEST_CASE_FIXTURE(CacheFixture, "pins are let go of, and memory is given back, where the heap gives nothing") {
+  make(256 * K, 0);
+  auto a = segment(100 * K), b = segment(100 * K), zeros = segment(30 * K);
+  write(*a, 1);
+  write(*b, 2);
+  const PinRequest request{a.get(), Access::write};
+  cache->pin({&request, 1});
+  PagePin page = cache->pin_page(*b, 0, Access::read), claimed = cache->pin_page(*zeros, 0, Access::overwrite);
+  {
+    const MemoryShortage shortage;
+    cache->unpin({&request, 1});
+    page = {};
+    claimed = {};
+  }
+  CHECK_FALSE(cache->resident(*zeros));
+  CHECK(holds(*a, 1));
+  CHECK(holds(*b, 2));
 }

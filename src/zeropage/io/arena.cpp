@@ -18,11 +18,12 @@ Block& Block::operator=(Block&& other) noexcept {
   std::swap(arena_, other.arena_);
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
+  std::swap(entry_, other.entry_);
   return *this;
 }
 
 Block::~Block() {
-  if (data_) arena_->give_back(data_, bytes_);
+  if (data_) arena_->give_back(data_, bytes_, std::move(entry_));
 }
 
 namespace {
@@ -96,12 +97,13 @@ void Arena::reserve(std::size_t span) {
 
 std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side) {
   bytes = round_up(bytes, kBlockBytes);
+  FreeList::Entry entry = FreeList::make_entry();
   std::lock_guard lock(mutex_);
   auto offset = free_.take(bytes, side);
   if (!offset && join_holes(bytes)) offset = free_.take(bytes, side);
   if (!offset) return std::nullopt;
   announce(*offset, bytes);
-  return Block(this, base_ + *offset, bytes);
+  return Block(this, base_ + *offset, bytes, std::move(entry));
 }
 
 /// [Note: no fragmentation] Makes a hole of at least `bytes`, of the fewest holes.
@@ -173,9 +175,9 @@ bool Arena::map_anew(Range mapping, std::size_t to) {
   return true;
 }
 
-void Arena::give_back(std::byte* data, std::size_t bytes) {
+void Arena::give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept {
   std::lock_guard lock(mutex_);
-  free_.release(data - base_, bytes);
+  free_.release(data - base_, bytes, std::move(entry));
 }
 
 void Arena::announce(std::size_t offset, std::size_t bytes) {

@@ -40,11 +40,13 @@ class Block {
 
  private:
   friend class Arena;
-  Block(Arena* arena, std::byte* data, std::size_t bytes) : arena_(arena), data_(data), bytes_(bytes) {}
+  Block(Arena* arena, std::byte* data, std::size_t bytes, FreeList::Entry entry)
+      : arena_(arena), data_(data), bytes_(bytes), entry_(std::move(entry)) {}
 
   Arena* arena_ = nullptr;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  FreeList::Entry entry_;  // for giving it back
 };
 
 class Arena {
@@ -74,7 +76,7 @@ class Arena {
     std::size_t offset, bytes;
   };
   void reserve(std::size_t span);
-  void give_back(std::byte* data, std::size_t bytes);
+  void give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept;
   void announce(std::size_t offset, std::size_t bytes);
   bool join_holes(std::size_t bytes);
   std::vector<Range> mappings_in(Range range);

@@ -4,9 +4,20 @@
 
 namespace zeropage {
 
-void FreeList::insert(std::size_t offset, std::size_t bytes) {
-  by_offset_.emplace(offset, bytes);
-  by_size_.emplace(bytes, offset);
+FreeList::Entry FreeList::make_entry() {
+  std::map<std::size_t, std::size_t> by_offset;
+  std::set<std::pair<std::size_t, std::size_t>> by_size;
+  by_offset.emplace(0, 0);
+  by_size.emplace(0, 0);
+  return {by_offset.extract(by_offset.begin()), by_size.extract(by_size.begin())};
+}
+
+void FreeList::insert(std::size_t offset, std::size_t bytes, Entry entry) noexcept {
+  entry.by_offset.key() = offset;
+  entry.by_offset.mapped() = bytes;
+  entry.by_size.value() = {bytes, offset};
+  by_offset_.insert(std::move(entry.by_offset));
+  by_size_.insert(std::move(entry.by_size));
   free_bytes_ += bytes;
 }
 
@@ -16,7 +27,7 @@ void FreeList::erase(std::map<std::size_t, std::size_t>::iterator range) {
   by_offset_.erase(range);
 }
 
-void FreeList::release(std::size_t offset, std::size_t bytes) {
+void FreeList::release(std::size_t offset, std::size_t bytes, Entry entry) noexcept {
   if (bytes == 0) return;
   auto next = by_offset_.lower_bound(offset);
   if (next != by_offset_.end() && next->first == offset + bytes) {
@@ -32,7 +43,7 @@ void FreeList::release(std::size_t offset, std::size_t bytes) {
       erase(previous);
     }
   }
-  insert(offset, bytes);
+  insert(offset, bytes, std::move(entry));
 }
 
 std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) {
@@ -47,10 +58,10 @@ std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) {
   const auto [offset, size] = *range;
   erase(range);
   if (side == Side::bottom) {
-    if (size > bytes) insert(offset + bytes, size - bytes);
+    if (size > bytes) insert(offset + bytes, size - bytes, make_entry());
     return offset;
   }
-  if (size > bytes) insert(offset, size - bytes);
+  if (size > bytes) insert(offset, size - bytes, make_entry());
   return offset + size - bytes;
 }
 
@@ -63,8 +74,8 @@ void FreeList::take_at(std::size_t offset, std::size_t bytes) {
   const auto range = std::prev(by_offset_.upper_bound(offset));
   const auto [begin, length] = *range;
   erase(range);
-  if (offset > begin) insert(begin, offset - begin);
-  if (begin + length > offset + bytes) insert(offset + bytes, begin + length - offset - bytes);
+  if (offset > begin) insert(begin, offset - begin, make_entry());
+  if (begin + length > offset + bytes) insert(offset + bytes, begin + length - offset - bytes, make_entry());
 }
 
 }  // namespace zeropage

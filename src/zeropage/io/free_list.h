@@ -16,8 +16,16 @@ class FreeList {
  public:
   enum class Side { bottom, top };
 
+  /// What a range needs of memory. With one, release() allocates nothing and cannot fail.
+  struct Entry {
+    std::map<std::size_t, std::size_t>::node_type by_offset;
+    std::set<std::pair<std::size_t, std::size_t>>::node_type by_size;
+  };
+  static Entry make_entry();
+
   /// Adds [offset, offset + bytes), which must not overlap a free range.
-  void release(std::size_t offset, std::size_t bytes);
+  void release(std::size_t offset, std::size_t bytes) { release(offset, bytes, make_entry()); }
+  void release(std::size_t offset, std::size_t bytes, Entry entry) noexcept;
 
   /// Takes `bytes` from the smallest range that holds them; Side::top takes the highest range that holds them, from
   /// its end, which keeps what lives long away from what comes and goes. Empty if no range is large enough.
@@ -34,7 +42,7 @@ class FreeList {
   std::size_t ranges() const { return by_offset_.size(); }
 
  private:
-  void insert(std::size_t offset, std::size_t bytes);
+  void insert(std::size_t offset, std::size_t bytes, Entry entry) noexcept;
   void erase(std::map<std::size_t, std::size_t>::iterator range);
 
   std::map<std::size_t, std::size_t> by_offset_;           // offset -> bytes

@@ -14,6 +14,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <thread>
 #include <vector>
@@ -85,8 +86,9 @@ struct Frame {
   DeviceMemory::Event ready;      // of what filled it; null for CPU memory and once past
   DeviceMemory::Event last_used;  // of what used it last
   // Of the queue of victims:
-  int cost = -1;               // transfers that its eviction causes; -1: it is not in the queue
-  std::uint64_t next_use = 0;  // as planned, in the plan's time
+  std::set<Frame*>::node_type place;  // while it is not in the queue: putting it there must not fail
+  int cost = -1;                      // transfers that its eviction causes; -1: it is not in the queue
+  std::uint64_t next_use = 0;         // as planned, in the plan's time
   std::uint64_t last_use = 0;
 };
 

@@ -104,14 +104,12 @@ void FrameCache::close() {
 /// Of a closed cache: what no operator holds is given back, and with the last pin all of it.
 void FrameCache::finish_close() noexcept {
   if (!drained_) return;
-  std::vector<Frame*> free;
-  for (const auto& [_, frame] : memory_.frames()) {
-    if (frame->pins == 0) free.push_back(frame.get());
-  }
-  for (Frame* frame : free) {
-    forget_frame(*frame);
-    victims_.remove(*frame);
-    memory_.drop(*frame);
+  for (auto next = memory_.frames().begin(); next != memory_.frames().end();) {
+    Frame& frame = *(next++)->second;
+    if (frame.pins > 0) continue;
+    forget_frame(frame);
+    victims_.remove(frame);
+    memory_.drop(frame);
   }
   for (auto& [_, run] : runs_) {
     run->extent = {};

@@ -239,14 +239,14 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
   static void forget_frame(const Frame& frame) noexcept;
-  void drop_frame(Frame& frame);
+  void drop_frame(Frame& frame) noexcept;
   void evict_frame(Frame& frame);
   bool is_dirty(const Frame& frame) const;
   static bool is_reading(const Frame& frame);
-  void consider(Frame& frame);
+  void consider(Frame& frame) noexcept;
   void plan_anew();
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
-  void clean_behind(Lock& lock);
+  void clean_behind(Lock& lock) noexcept;
 
   std::byte* address(const Run& run, std::size_t page) const;
   void order_after(Frame& frame);

@@ -41,12 +41,17 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   frame->pins = 1;
   if (device_) device_->reuse();
   Frame* made = frame.get();
+  std::set<Frame*> place{made};
+  frame->place = place.extract(place.begin());
   frames_.emplace(made->memory.data(), std::move(frame));
   return made;
 }
 
-void FrameMemory::drop(Frame& frame) {
-  if (device_) device_->retire(frame.last_used ? frame.last_used : frame.ready);
+void FrameMemory::drop(Frame& frame) noexcept {
+  try {
+    if (device_) device_->retire(frame.last_used ? frame.last_used : frame.ready);
+  } catch (...) {  // a device that cannot wait for an event is lost, and so is what it computes
+  }
   frames_.erase(frame.memory.data());
 }
 

@@ -15,7 +15,7 @@ class FrameMemory {
 
   /// A frame with one pin, or null: no budget for it, or no hole that is large enough (then `fragmented`).
   Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
-  void drop(Frame& frame);
+  void drop(Frame& frame) noexcept;
   /// Frames that lie next to each other and, with the holes between them, make `bytes`: of all such the one whose
   /// earliest next use is the latest. `may_leave` says which frames count. Empty if there is none.
   std::vector<Frame*> window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const;

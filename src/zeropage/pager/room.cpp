@@ -135,7 +135,7 @@ void FrameCache::forget_frame(const Frame& frame) noexcept {
 }
 
 /// Forgets a frame; its pages must not need it.
-void FrameCache::drop_frame(Frame& frame) {
+void FrameCache::drop_frame(Frame& frame) noexcept {
   forget_frame(frame);
   if (frame.ahead) ahead_bytes_ -= frame.memory.bytes();
   victims_.remove(frame);
@@ -169,7 +169,7 @@ void FrameCache::evict_frame(Frame& frame) {
 }
 
 /// Puts a frame that could leave in its place among the others.
-void FrameCache::consider(Frame& frame) {
+void FrameCache::consider(Frame& frame) noexcept {
   if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
   const bool dirty = is_dirty(frame);
   const auto next = plan_.next_use(frame.ordinal);
@@ -213,12 +213,16 @@ bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool c
 }
 
 /// Where there is no plan: once memory is short, what would leave next is kept on its way home.
-void FrameCache::clean_behind(Lock& lock) {
+void FrameCache::clean_behind(Lock& lock) noexcept {
   const std::size_t limit = memory_.budget().limit();
   if (plan_.knows() || ranks_ || failed_write_ || memory_.free() > limit / 2) return;
-  while (victims_.bytes(1) + writing_bytes_ < limit / kBehindShare) {
-    Frame* const victim = victims_.first(2);
-    if (!victim || !write_back(lock, *victim, Priority::behind) || failed_write_) return;
+  try {
+    while (victims_.bytes(1) + writing_bytes_ < limit / kBehindShare) {
+      Frame* const victim = victims_.first(2);
+      if (!victim || !write_back(lock, *victim, Priority::behind) || failed_write_) return;
+    }
+  } catch (...) {
+    // What could not start behind starts again when its memory is needed, and its error is told then.
   }
 }
 

@@ -12,11 +12,12 @@ std::byte* FrameCache::address(const Run& run, std::size_t page) const {
   return frame.memory.data() + (page - frame.first_page) * run.page_bytes;
 }
 
-/// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. Throws
-/// nothing: if one cannot start, the frame has failed, and the thread that waits for it throws the error.
+/// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. If one
+/// cannot start, the frame has failed, and the thread that waits for it throws the error.
 void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
   Run& run = *frame.run;
   std::vector<std::size_t> pages;
+  pages.reserve(frame.pages);  // before any page's state changes
   for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
     Page& page = run.pages[i];
     if (page.state != Residency::evicted || (page.frame && page.frame != &frame)) continue;
@@ -78,7 +79,8 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     pages.push_back(i);
   }
   if (pages.empty()) return false;
-  victims_.remove(frame);
+  if (ranks_) order_after(frame);
+  add_pin(frame);  // the frame stays while the lock is given up
   for (const std::size_t i : pages) {
     run.pages[i].state = Residency::writing;
     ++frame.transfers, ++run.transfers;
@@ -86,8 +88,6 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     stats_.written_bytes += bytes;
     writing_bytes_ += bytes;
   }
-  if (ranks_) order_after(frame);
-  add_pin(frame);  // the frame stays while the lock is given up
   const bool blocks = home_->blocks() && (priority == Priority::demanded || ranks_);
   for (const std::size_t i : pages) {
     auto done = [this, &run, i](Home::Outcome outcome) { on_end([&] { write_ended(run, i, outcome); }); };

@@ -4,17 +4,17 @@
 
 namespace zeropage {
 
-void VictimQueue::insert(Frame& frame, AccessPlan::Time next_use, int cost) {
+void VictimQueue::insert(Frame& frame, AccessPlan::Time next_use, int cost) noexcept {
   remove(frame);
   frame.next_use = next_use;
   frame.cost = cost;
-  frames_[cost].insert(&frame);
+  frames_[cost].insert(std::move(frame.place));
   bytes_[cost] += frame.memory.bytes();
 }
 
-void VictimQueue::remove(Frame& frame) {
+void VictimQueue::remove(Frame& frame) noexcept {
   if (frame.cost < 0) return;
-  frames_[frame.cost].erase(&frame);
+  frame.place = frames_[frame.cost].extract(&frame);
   bytes_[frame.cost] -= frame.memory.bytes();
   frame.cost = -1;
 }

@@ -19,8 +19,9 @@ class VictimQueue {
   static AccessPlan::Time unplanned(AccessPlan::Time last_use) { return AccessPlan::kNever - 1 - last_use / 2; }
   static bool is_planned(AccessPlan::Time next_use) { return next_use < AccessPlan::kNever / 2; }
 
-  void insert(Frame& frame, AccessPlan::Time next_use, int cost);
-  void remove(Frame& frame);
+  /// Neither allocates: a frame brings its place along.
+  void insert(Frame& frame, AccessPlan::Time next_use, int cost) noexcept;
+  void remove(Frame& frame) noexcept;
   /// Of those whose next use is later than `after`. Null if there is none.
   Frame* best(AccessPlan::Time now, AccessPlan::Time after = 0) const;
   /// Bytes of frames that `counts` counts and that leave before `frame`. At least `enough` if they are more than a
