@@ -61,6 +61,7 @@ struct Share {
   Segment* segment;        // null: the tensor died, its place stays
   std::size_t offset;      // in the run
   std::size_t part_bytes;  // of each rank, of tensors that share the run
+  mutable int users = 0;   // transfers that use the segment, with no lock: it must not die meanwhile
 };
 
 /// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
@@ -119,14 +120,15 @@ struct Run {
   bool listed = false;         // among those that may have room
   Frame* assembled = nullptr;  // the frame in which a thread is bringing it together
   // Of gathered runs:
+  bool is_gathered = false, is_packed = false;  // from creation on: read without the lock
   std::vector<Share> shares;
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
   std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
 
   Segment* whole = nullptr;  // of a gathered run with one tensor
 
-  bool gathered() const { return !shares.empty(); }
-  bool packed() const { return packed_bytes > 0; }
+  bool gathered() const { return is_gathered; }
+  bool packed() const { return is_packed; }
   /// Whether its frames can leave memory.
   bool has_home_elsewhere() const { return home != nullptr; }
   bool shares_page() const { return slots || packed(); }

@@ -60,7 +60,7 @@ FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks>
       memory_(bytes, device, {}),
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
-      home_(std::make_unique<ShardedHome>(*lower_, ranks_, device.get())) {
+      home_(std::make_unique<ShardedHome>(*this, *lower_, ranks_, device.get())) {
   lower_->serves_upper_ = true;
 }
 

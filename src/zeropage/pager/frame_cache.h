@@ -179,6 +179,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
  private:
   friend class PagePin;
   friend class ReadAhead;
+  friend class SharesInUse;
   using Lock = std::unique_lock<std::mutex>;
   struct Hold;
   using ThreadPins = std::pair<std::uint64_t, std::size_t>;
@@ -195,7 +196,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void make_permanent(Lock& lock, Run& run);
   void list_room(Run& run);
   Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
-  Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes);
+  Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed);
   void add_run(std::unique_ptr<Run> run);
   void let_die(Run& run);
   void delete_run(Run& run);

@@ -198,11 +198,14 @@ void FrameCache::release(Segment& segment) noexcept {
   Lock lock(mutex_);
   if (!segment.run_) return;
   Run& run = *std::exchange(segment.run_, nullptr);
-  if (closed_) return;
   if (run.whole == &segment) run.whole = nullptr;
-  for (Share& share : run.shares) {
-    if (share.offset == segment.offset_) share.segment = nullptr;
+  for (std::size_t i = 0; i < run.shares.size(); ++i) {
+    if (run.shares[i].offset != segment.offset_) continue;
+    run.shares[i].segment = nullptr;
+    // The caller destroys the share next. By index: another thread may add a tensor to the run.
+    changed_.wait(lock, [&] { return run.shares[i].users == 0; });
   }
+  if (closed_) return;
   if (run.slots) {
     run.slots->release(segment.offset_, round_up(std::max<std::size_t>(segment.bytes_, 1), kSlotBytes));
     list_room(run);
@@ -249,7 +252,7 @@ void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
 Run& FrameCache::gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = round_up(std::max(page_bytes_ / 4, kBlockBytes), kBlockBytes);
   if (spec.alone || spec.padded_bytes > shared_bytes / 4) {
-    Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes);
+    Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes, /*packed=*/false);
     run.shares.push_back({spec.share, 0, 0});
     run.whole = &segment;
     return run;
@@ -260,7 +263,7 @@ Run& FrameCache::gathered_run_for(Segment& segment, const GatheredSpec& spec, st
     if (--full.tensors == 0) let_die(full);
   }
   if (!open) {
-    open = &new_gathered_run(spec, shared_bytes, shared_bytes);
+    open = &new_gathered_run(spec, shared_bytes, shared_bytes, /*packed=*/true);
     ++open->tensors;  // held open
   }
   offset = open->packed_bytes;
@@ -269,7 +272,7 @@ Run& FrameCache::gathered_run_for(Segment& segment, const GatheredSpec& spec, st
   return *open;
 }
 
-Run& FrameCache::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes) {
+Run& FrameCache::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed) {
   auto owned = std::make_unique<Run>();
   Run& run = *owned;
   run.role = spec.role;
@@ -279,6 +282,8 @@ Run& FrameCache::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, s
   run.pages = std::vector<Page>(ceil_div(bytes, page_bytes));
   run.home = home_.get();
   run.number = spec.number;
+  run.is_gathered = true;
+  run.is_packed = packed;
   run.shares.reserve(1);
   add_run(std::move(owned));
   return run;

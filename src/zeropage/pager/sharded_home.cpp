@@ -38,8 +38,21 @@ struct ShardedHome::Gather {
   std::exception_ptr failure = nullptr;
 };
 
-ShardedHome::ShardedHome(FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device)
-    : local_(local), ranks_(std::move(ranks)), device_(device) {}
+SharesInUse::SharesInUse(FrameCache& gathered, const Run& run) : gathered_(gathered), run_(run) {
+  std::lock_guard lock(gathered_.mutex_);
+  shares_ = run.shares;
+  packed_bytes_ = run.packed_bytes;
+  for (std::size_t i = 0; i < shares_.size(); ++i) run.shares[i].users += shares_[i].segment != nullptr;
+}
+
+SharesInUse::~SharesInUse() {
+  std::lock_guard lock(gathered_.mutex_);
+  for (std::size_t i = 0; i < shares_.size(); ++i) run_.shares[i].users -= shares_[i].segment != nullptr;
+  gathered_.changed_.notify_all();
+}
+
+ShardedHome::ShardedHome(FrameCache& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device)
+    : gathered_(gathered), local_(local), ranks_(std::move(ranks)), device_(device) {}
 
 ShardedHome::~ShardedHome() = default;
 
@@ -50,16 +63,17 @@ void ShardedHome::copy(std::byte* to, const std::byte* from, std::size_t bytes) 
 std::optional<Home::Outcome> ShardedHome::read(const Run& run, std::size_t page, std::byte* into, Priority,
                                                Done done) {
   std::lock_guard lock(mutex_);
+  const SharesInUse shares(gathered_, run);
   auto gather = std::make_shared<Gather>(Gather{run, page, into, run.bytes_of(page), std::move(done),
-                                                run.bytes_of(page) / ranks_->size(), run.packed_bytes});
-  std::vector<PinRequest> shares;
-  for (const Share& share : run.shares) {
-    if (share.segment) shares.push_back({share.segment, Access::read});
-  }
-  local_.announce(shares);
+                                                run.bytes_of(page) / ranks_->size(), shares.packed_bytes()});
   // Whether it can be had is found out here, but said when it is waited for: all ranks launch what all asked for.
   try {
-    if (!run.packed()) hold_part(*gather);
+    std::vector<PinRequest> requests;
+    for (const Share& share : shares) {
+      if (share.segment) requests.push_back({share.segment, Access::read});
+    }
+    local_.announce(requests);
+    if (!run.packed()) hold_part(*gather, shares.begin()->segment);
   } catch (...) {
     gather->failure = std::current_exception();
   }
@@ -67,15 +81,14 @@ std::optional<Home::Outcome> ShardedHome::read(const Run& run, std::size_t page,
   return std::nullopt;
 }
 
-void ShardedHome::hold_part(Gather& gather) {
-  if (!gather.run.shares[0].segment) {  // it died here, and may live on other ranks
+void ShardedHome::hold_part(Gather& gather, Segment* share) {
+  if (!share) {  // it died here, and may live on other ranks
     gather.packed = ranks_->scratch(gather.part_bytes);
     return;
   }
-  Segment& share = *gather.run.shares[0].segment;
-  const Place place = place_of(share, gather.page * (gather.run.page_bytes / ranks_->size()), gather.part_bytes);
+  const Place place = place_of(*share, gather.page * (gather.run.page_bytes / ranks_->size()), gather.part_bytes);
   gather.part_offset = place.offset;
-  gather.part = pin_part(share, place.page);
+  gather.part = pin_part(*share, place.page);
 }
 
 /// A page of a share. Where this rank is short of memory, what gathers hold of it is let go of as they end; that they
@@ -143,7 +156,7 @@ void ShardedHome::pack(Gather& g) {
   const std::size_t bytes = g.packed_bytes / ranks_->size();
   g.packed = ranks_->scratch(bytes);
   g.parts = ranks_->scratch(g.packed_bytes);
-  for (const Share& share : g.run.shares) {
+  for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (!share.segment || share.offset >= g.packed_bytes) continue;
     PagePin part = pin_part(*share.segment, 0);
     part.wait();
@@ -154,7 +167,7 @@ void ShardedHome::pack(Gather& g) {
 void ShardedHome::deal_out(Gather& g) {
   const std::size_t ranks = ranks_->size(), bytes = g.packed_bytes / ranks;
   device_ ? device_->clear(g.into, g.run.bytes) : void(std::memset(g.into, 0, g.run.bytes));
-  for (const Share& share : g.run.shares) {
+  for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (share.offset >= g.packed_bytes) continue;
     for (std::size_t rank = 0; rank < ranks; ++rank) {
       copy(g.into + share.offset + rank * share.part_bytes, g.parts.get() + rank * bytes + share.offset / ranks,
@@ -191,7 +204,7 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::byte*) {
 std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page, const std::byte* from,
                                                 const DeviceMemory::Event&, Priority, Done) {
   const std::size_t ranks = ranks_->size(), rank = ranks_->rank();
-  for (const Share& share : run.shares) {
+  for (const Share& share : SharesInUse(gathered_, run)) {
     if (!share.segment) continue;
     const std::size_t bytes = run.packed() ? share.part_bytes : run.bytes_of(page) / ranks;
     const Place place = place_of(*share.segment, run.packed() ? 0 : page * (run.page_bytes / ranks), bytes);

@@ -14,10 +14,29 @@
 
 namespace zeropage {
 
+/// The shares of a run as they are now. Tensors of the run may be created meanwhile; one that dies waits until its
+/// share is no longer used here.
+class SharesInUse {
+ public:
+  SharesInUse(FrameCache& gathered, const Run& run);
+  ~SharesInUse();
+  SharesInUse(const SharesInUse&) = delete;
+  SharesInUse& operator=(const SharesInUse&) = delete;
+  auto begin() const { return shares_.begin(); }
+  auto end() const { return shares_.end(); }
+  std::size_t packed_bytes() const { return packed_bytes_; }
+
+ private:
+  FrameCache& gathered_;
+  const Run& run_;
+  std::vector<Share> shares_;
+  std::size_t packed_bytes_;
+};
+
 class ShardedHome final : public Home {
  public:
-  /// `device` is null if operators run on the CPU.
-  ShardedHome(FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device);
+  /// `gathered` is the cache whose home this is. `device` is null if operators run on the CPU.
+  ShardedHome(FrameCache& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device);
   ~ShardedHome() override;
 
   /// Brings this rank's part of the page into memory. hurry() gathers it, after all that were read before.
@@ -29,7 +48,7 @@ class ShardedHome final : public Home {
 
  private:
   struct Gather;
-  void hold_part(Gather& gather);
+  void hold_part(Gather& gather, Segment* share);
   void launch_all();
   void launch(Gather& gather);
   void pack(Gather& gather);
@@ -38,6 +57,7 @@ class ShardedHome final : public Home {
   void complete(Gather& gather);
   void copy(std::byte* to, const std::byte* from, std::size_t bytes);
 
+  FrameCache& gathered_;
   FrameCache& local_;
   std::shared_ptr<Ranks> ranks_;
   DeviceMemory* device_;
