@@ -12,6 +12,139 @@
 
 using namespace zeropage;
 
+namespace {
+
+constexpr unsigned kZeros = 0;  // the seed of a page that was never written
+
+std::byte content(unsigned seed, std::size_t i) {
+  return seed == kZeros ? std::byte{0} : CacheFixture::pattern(seed, i);
+}
+
+void write_page(std::byte* data, std::size_t bytes, unsigned seed) {
+  for (std::size_t i = 0; i < bytes; ++i) data[i] = content(seed, i);
+}
+
+bool is_page(const std::byte* data, std::size_t bytes, unsigned seed) {
+  for (std::size_t i = 0; i < bytes; ++i) {
+    if (data[i] != content(seed, i)) return false;
+  }
+  return true;
+}
+
+/// A tensor that several threads use: what writes it, or replaces it, does so alone.
+struct Shared {
+  std::shared_mutex mutex;
+  std::unique_ptr<TestSegment> segment;
+  std::vector<unsigned> seeds;  // by page
+};
+
+struct Stress : CacheFixture {
+  std::vector<Shared> tensors{24};
+  std::atomic<unsigned> seeds{1};
+  std::atomic<int> wrong{0}, disk_errors{0}, closed{0}, done{0};
+
+  void create(Shared& tensor, std::mt19937& random) {
+    const std::size_t bytes = random() % 3 == 0 ? 100 + random() % 900 : 5'000 + random() % 90'000;
+    tensor.segment.reset();
+    auto made = segment(bytes);
+    tensor.seeds.assign(made->pages(), kZeros);
+    tensor.segment = std::move(made);
+  }
+
+  void use_whole(Shared& tensor, Access access) {
+    TestSegment& segment = *tensor.segment;
+    const PinRequest request{&segment, access};
+    cache->pin({&request, 1});
+    for (std::size_t page = 0; page < segment.pages(); ++page) {
+      std::byte* const data = segment.data + page * segment.page_bytes();
+      if (access != Access::overwrite) wrong += !is_page(data, segment.bytes_of(page), tensor.seeds[page]);
+      if (access != Access::read) write_page(data, segment.bytes_of(page), tensor.seeds[page] = seeds++);
+    }
+    cache->unpin({&request, 1});
+  }
+
+  void use_pages(Shared& tensor, Access access, std::mt19937& random) {
+    TestSegment& segment = *tensor.segment;
+    const PinRequest request{&segment, access};
+    if (random() % 2) cache->announce({&request, 1});
+    PagePin before;
+    for (std::size_t page = 0; page < segment.pages(); ++page) {
+      PagePin pin = random() % 4 ? PagePin{} : cache->try_pin_page(segment, page, access);
+      if (!pin) pin = cache->pin_page(segment, page, access);
+      pin.wait();
+      if (access != Access::overwrite) wrong += !is_page(pin.data(), segment.bytes_of(page), tensor.seeds[page]);
+      if (access != Access::read) write_page(pin.data(), segment.bytes_of(page), tensor.seeds[page] = seeds++);
+      if (random() % 4 == 0) pin.will_not_reuse();
+      before = std::move(pin);  // two are held at once
+    }
+    if (random() % 8 == 0) std::thread([pin = std::move(before)] {}).join();
+  }
+
+  void use_something(std::mt19937& random) {
+    Shared& tensor = tensors[random() % tensors.size()];
+    const unsigned what = random() % 16;
+    if (what < 7) {
+      std::shared_lock lock(tensor.mutex);
+      if (!tensor.segment) return;
+      if (what < 3) return use_whole(tensor, Access::read);
+      if (what < 5) return use_pages(tensor, Access::read, random);
+      if (what == 5) return cache->evict(*tensor.segment);
+      return cache->wait();
+    }
+    std::unique_lock lock(tensor.mutex);
+    if (!tensor.segment || what == 7) return create(tensor, random);
+    const Access access = random() % 2 ? Access::write : Access::overwrite;
+    if (what < 11) return use_whole(tensor, access);
+    if (what < 14) return use_pages(tensor, access, random);
+    if (what == 14) return tensor.segment.reset();
+    cache->zero(*tensor.segment);
+    tensor.seeds.assign(tensor.seeds.size(), kZeros);
+  }
+
+  /// Until the cache is closed.
+  void work(unsigned seed) {
+    std::mt19937 random(seed);
+    while (true) {
+      try {
+        use_something(random);
+      } catch (const DiskError&) {
+        ++disk_errors;
+      } catch (const AccessError&) {
+        ++closed;
+        return;
+      }
+      ++done;
+    }
+  }
+};
+
+}  // namespace
+
+TEST_CASE_FIXTURE(Stress, "threads that use one cache at once find what was written, until it is closed under them") {
+  constexpr int kThreads = 4, kUses = 2'500;
+  auto failing = std::make_unique<FailingIo>(3);
+  std::atomic<unsigned> requests{0};
+  failing->set_outcome([&](const Transfer&) {
+    const unsigned n = (++requests * 2654435761U) >> 16;
+    if (n % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    return n % 101 == 0 ? -static_cast<long>(EIO) : 1L;
+  });
+  cache = FrameCache::make(
+      {.device_bytes = kThreads * 100 * kKiB, .host_bytes = 0, .disk_path = directory.path(), .page_bytes = kPage},
+      std::move(failing));
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < kThreads; ++t) threads.emplace_back([this, t] { work(t + 1); });
+  while (done < kUses) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  cache->close();
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+  CHECK(closed == kThreads);
+  CHECK(disk_errors > 0);
+  CHECK(cache->stats().evictions > 100);
+  CHECK(cache->usage(Pool::device).peak <= cache->usage(Pool::device).limit);
+  CHECK(cache->usage(Pool::device).now == 0);
+}
+
 TEST_CASE("threads create, gather, write and drop tensors that share gathered pages at once") {
   Meeting meeting(1);  // of one rank: nothing has to be in the same order elsewhere
   Rank self(meeting, 0, 24 * kPage);

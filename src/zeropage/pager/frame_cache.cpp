@@ -106,20 +106,20 @@ void FrameCache::finish_close() noexcept {
   if (!drained_) return;
   for (auto next = memory_.frames().begin(); next != memory_.frames().end();) {
     Frame& frame = *(next++)->second;
-    if (frame.pins > 0) continue;
+    if (frame.pins > 0 || frame.transfers > 0) continue;
     forget_frame(frame);
     victims_.remove(frame);
     memory_.drop(frame);
   }
+  for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
+  if (pins_ > 0 || inside_ > 0) return;
   for (auto& [_, run] : runs_) {
     run->extent = {};
     if (run->below) {
-      home_->forget(*run);
+      if (home_) home_->forget(*run);
       run->below.reset();
     }
   }
-  for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
-  if (pins_ > 0 || waiters_ > 0) return;
   home_.reset();
   swap_.reset();
   registered_.clear();
@@ -170,7 +170,8 @@ void FrameCache::zero(Segment& segment) {
     }
   }
   if (!run.below) return;
-  lock.unlock();
+  const Inside inside(*this);
+  const Unlocked unlocked(lock);
   lower_->zero(*run.below);
 }
 
@@ -211,7 +212,8 @@ void FrameCache::evict(Segment& segment) {
   if (!run.home) return;
   give_up_frames(lock, run);
   if (!run.below) return;
-  lock.unlock();
+  const Inside inside(*this);
+  const Unlocked unlocked(lock);
   lower_->evict(*run.below);
 }
 
@@ -302,6 +304,10 @@ void FrameCache::note_usage() {
 
 std::string_view FrameCache::io_name() const { return lower_ ? lower_->io_name() : io_ ? io_->name() : "none"; }
 
-std::size_t FrameCache::swap_bytes() const { return lower_ ? lower_->swap_bytes() : swap_ ? swap_->size() : 0; }
+std::size_t FrameCache::swap_bytes() const {
+  if (lower_) return lower_->swap_bytes();
+  Lock lock(mutex_);
+  return swap_ ? swap_->size() : 0;
+}
 
 }  // namespace zeropage

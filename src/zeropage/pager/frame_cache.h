@@ -22,6 +22,7 @@
 // others.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -182,6 +183,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   friend class SharesInUse;
   using Lock = std::unique_lock<std::mutex>;
   struct Hold;
+  class Unlocked;
+  class Inside;
   using ThreadPins = std::pair<std::uint64_t, std::size_t>;
   struct Shortage {};  // memory cannot be had: told apart from a BudgetError of a home below
 
@@ -264,9 +267,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // a page's state, a pin, or memory
   const std::uint64_t generation_;
-  bool closed_ = false;
-  bool drained_ = false;  // closed, and no transfer is under way
-  int waiters_ = 0;       // threads that wait for transfers
+  std::atomic<bool> closed_ = false;  // changed under the lock; read without it too, where a hint will do
+  bool drained_ = false;              // closed, and no transfer is under way
+  int inside_ = 0;                    // threads that are at work here and have given up the lock
   std::size_t page_bytes_;
   std::size_t device_limit_, host_limit_;
   std::unique_ptr<Io> io_;
@@ -297,9 +300,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::exception_ptr failed_write_;      // that no thread has been told of
   std::size_t failed_writes_ = 0;
   std::size_t device_peak_ = 0, host_peak_ = 0;
-  bool serves_upper_ = false;    // another cache's transfers pin pages here
-  std::mutex progress_mutex_;    // never taken under mutex_
-  FrameCache* upper_ = nullptr;  // which reads ahead when something has come here
+  bool serves_upper_ = false;                 // another cache's transfers pin pages here
+  std::mutex progress_mutex_;                 // never taken under mutex_
+  std::atomic<FrameCache*> upper_ = nullptr;  // which reads ahead when something has come here
   CacheStats stats_;
 };
 

@@ -114,10 +114,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
   if (generation_ != process_generation()) return;
   Lock lock(mutex_);
   Frame& frame = *pin.frame_;
-  if (closed_) {
-    drop_pin(frame, pin.thread_);
-    return finish_close();
-  }
+  if (closed_) return drop_pin(frame, pin.thread_);
   try {
     mark_used(frame);
   } catch (...) {  // as in unpin

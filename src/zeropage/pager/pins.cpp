@@ -53,6 +53,7 @@ void FrameCache::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
   frame.last_use = now_;
   if (frame.transfers == 0) settle(frame);
   changed_.notify_all();
+  if (closed_) finish_close();
 }
 
 /// Of a frame that no pin and no transfer holds any more.
@@ -346,7 +347,7 @@ void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t threa
     if (--frame.whole_pins == 0 && !frame.permanent) held_bytes_ -= frame.memory.bytes();
     drop_pin(frame, thread);
   }
-  if (closed_) return finish_close();
+  if (closed_) return;
   clean_behind(lock);
   if (!ranks_) ahead_.run(*this, lock);
 }

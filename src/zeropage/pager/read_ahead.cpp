@@ -41,7 +41,8 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
   try {
     const auto most = static_cast<std::int64_t>(window(cache));
     bool all = false;  // that comes soon was looked at
-    while (static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
+    while (!cache.closed_ &&
+           static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
       if (again_) restart();
       // What is gone through now is looked at to its end.
       if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
@@ -52,7 +53,8 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
       reached_ = next->time + 1;
       advance();
     }
-    if (!all && cache.pageable_peak_ > limit) write_behind(cache, static_cast<std::size_t>(most) / 2, lock);
+    if (!all && !cache.closed_ && cache.pageable_peak_ > limit)
+      write_behind(cache, static_cast<std::size_t>(most) / 2, lock);
   } catch (...) {
     // What could not start ahead starts again when it is demanded, and its error is told then.
   }
@@ -147,6 +149,7 @@ void ReadAhead::keep_room(std::int64_t bytes) {
 
 ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first_page, std::size_t pages,
                                   AccessPlan::Time time, std::unique_lock<std::mutex>& lock) {
+  if (cache.closed_) return Result::blocked;
   for (std::size_t i = first_page; i < first_page + pages; ++i) {
     if (!cache.home_->ready_to_read(run, i)) return Result::blocked;
   }

@@ -85,13 +85,13 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       continue;
     }
     if (upper_) {  // transfers of the cache above hold pages here, and may have ended without a word
-      lock.unlock();
       bool ended = false;
       {
-        std::lock_guard progress(progress_mutex_);
-        ended = upper_ && upper_->home_->tidy(/*wait=*/true);
+        const Unlocked unlocked(lock);
+        const std::lock_guard progress(progress_mutex_);
+        FrameCache* const upper = upper_;
+        ended = upper && upper->home_->tidy(/*wait=*/true);
       }
-      lock.lock();
       if (ended) continue;
     }
     // ShardedHome frees what its gathers hold when it is refused.
@@ -205,9 +205,10 @@ bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool c
   });
   std::vector<Frame*> dirty;
   for (Frame* frame : frames) is_dirty(*frame) ? dirty.push_back(frame) : evict_frame(*frame);
+  const bool blocks = home_->blocks();
   for (Frame* frame : dirty) {
     write_back(lock, *frame, Priority::demanded);
-    if (home_->blocks()) break;  // the lock was given up: what lies where has to be looked at anew
+    if (blocks) break;  // the lock was given up: what lies where has to be looked at anew
   }
   return !frames.empty();
 }

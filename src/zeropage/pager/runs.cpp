@@ -101,14 +101,10 @@ Run& FrameCache::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes,
   if (has_separate_memory() && spec.tier != Tier::device) {
     // Not under this cache's lock: it may wait below for transfers whose ends come here.
     run.below = std::make_unique<LowerSegment>();
-    lock.unlock();
-    try {
+    {
+      const Unlocked unlocked(lock);
       lower_->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
-    } catch (...) {
-      lock.lock();
-      throw;
     }
-    lock.lock();
     check_usable();
     run.home = home_.get();
   } else if (spec.tier == Tier::disk) {
@@ -186,8 +182,8 @@ void FrameCache::count_home(const Run& run, bool created) {
 
 bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
   if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
-  if (tier == Tier::disk) return swap_ != nullptr;
   Lock lock(mutex_);
+  if (tier == Tier::disk) return swap_ != nullptr;
   // Half of a budget at most: operators and rules need frames beside the homes.
   return homes_in(tier) + bytes <= (tier == Tier::device ? device_limit_ : host_limit_) / 2;
 }

@@ -36,16 +36,14 @@ void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
       on_end([&] { read_ended(run, frame, i, std::move(outcome)); });
     };
     std::optional<Home::Outcome> outcome;
-    if (frame.failure) {
-      outcome = Home::Outcome{frame.failure, nullptr};
-    } else {
-      if (blocks) lock.unlock();
-      try {
-        outcome = home_->read(run, i, into, priority, std::move(done));
-      } catch (...) {
-        outcome = Home::Outcome{std::current_exception(), nullptr};
-      }
-      if (blocks) lock.lock();
+    try {
+      if (frame.failure) std::rethrow_exception(frame.failure);
+      check_usable();  // after close() nothing starts: nobody would wait for it
+      std::optional<Unlocked> unlocked;
+      if (blocks) unlocked.emplace(lock);
+      outcome = home_->read(run, i, into, priority, std::move(done));
+    } catch (...) {
+      outcome = Home::Outcome{std::current_exception(), nullptr};
     }
     if (outcome) read_ended(run, frame, i, std::move(*outcome));
   }
@@ -94,13 +92,14 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     std::byte* const from = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     const auto after = frame.last_used ? frame.last_used : frame.ready;
     std::optional<Home::Outcome> outcome;
-    if (blocks) lock.unlock();
     try {
+      check_usable();
+      std::optional<Unlocked> unlocked;
+      if (blocks) unlocked.emplace(lock);
       outcome = home_->write(run, i, from, after, priority, std::move(done));
     } catch (...) {
       outcome = Home::Outcome{std::current_exception(), nullptr};
     }
-    if (blocks) lock.lock();
     if (outcome) write_ended(run, i, *outcome);
   }
   drop_pin(frame);
@@ -140,7 +139,7 @@ void FrameCache::on_end(std::function<void()> book) {
     if (!ranks_) ahead_.run(*this, lock);
   }
   std::lock_guard lock(progress_mutex_);
-  if (upper_) upper_->progress();
+  if (FrameCache* const upper = upper_) upper->progress();
 }
 
 void FrameCache::progress() {
@@ -169,10 +168,11 @@ void FrameCache::wait_for_reads(Lock& lock, Frame& frame) {
   for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
     if (!is_read(page)) continue;
     const Waiting waiting(stats_.waited_seconds);
-    lock.unlock();
-    home_->hurry(*run, page, frame.memory.data() + (page - frame.first_page) * run->page_bytes);
-    lock.lock();
+    std::byte* const at = frame.memory.data() + (page - frame.first_page) * run->page_bytes;
+    const Unlocked unlocked(lock);
+    home_->hurry(*run, page, at);
   }
+  check_usable();
   wait_until(lock, [&] { return first_read() == frame.first_page + frame.pages; });
 }
 

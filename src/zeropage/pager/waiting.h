@@ -20,25 +20,45 @@ class Waiting {
   std::chrono::steady_clock::time_point start_;
 };
 
+/// Gives the lock up while it lives, whatever is thrown meanwhile.
+class FrameCache::Unlocked {
+ public:
+  explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
+  ~Unlocked() { lock_.lock(); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  Lock& lock_;
+};
+
+/// A thread that gives the lock up and comes back: close() leaves it what it uses. Under the lock at both ends.
+class FrameCache::Inside {
+ public:
+  explicit Inside(FrameCache& cache) : cache_(cache) { ++cache_.inside_; }
+  ~Inside() {
+    --cache_.inside_;
+    if (cache_.closed_) cache_.finish_close();
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  FrameCache& cache_;
+};
+
 /// Returns when `ready` says so. Throws AccessError if the cache is closed meanwhile.
 template <class Ready>
 void FrameCache::wait_until(Lock& lock, Ready ready) {
   if (ready()) return;
   const Waiting waiting(stats_.waited_seconds);
-  struct Counted {
-    FrameCache& cache;
-    explicit Counted(FrameCache& c) : cache(c) { ++cache.waiters_; }
-    ~Counted() {
-      --cache.waiters_;
-      if (cache.closed_) cache.finish_close();
-    }
-  } counted(*this);
+  const Inside inside(*this);
   while (!ready()) {
+    check_usable();
     bool ended = false;
     if (has_separate_memory()) {
-      lock.unlock();
+      const Unlocked unlocked(lock);
       ended = home_->tidy(/*wait=*/true);
-      lock.lock();
     }
     if (!ended && !ready()) changed_.wait(lock);
     check_usable();
