@@ -83,6 +83,7 @@ struct Frame {
   int whole_pins = 0;             // of them, of operators
   std::thread::id claimer;        // that is about to overwrite it
   std::size_t transfers = 0;      // of its pages, under way
+  int starting = 0;               // threads that start reads into it, perhaps with the lock given up
   std::exception_ptr failure;     // of a read into it
   DeviceMemory::Event ready;      // of what filled it; null for CPU memory and once past
   DeviceMemory::Event last_used;  // of what used it last

@@ -233,15 +233,22 @@ void FrameCache::share_changes(Segment& segment) {
   Lock lock(mutex_);
   check_usable();
   Run& run = *segment.run_;
-  for (Page& page : run.pages) {
-    if (page.frame && page.frame->pins > 0) {
-      throw AccessError(
-          "a tensor that is partitioned over ranks cannot be updated while it is pinned, nor while a small tensor in "
-          "the "
-          "same page is; let go of zeropage.pinned(tensor) first");
+  const auto refuse_if_pinned = [&] {
+    for (Page& page : run.pages) {
+      if (page.frame && page.frame->pins > 0) {
+        throw AccessError(
+            "a tensor that is partitioned over ranks cannot be updated while it is pinned, nor while a small "
+            "tensor in the same page is; let go of zeropage.pinned(tensor) first");
+      }
     }
+  };
+  // Where the lock was given up, another thread may have brought pages back, or pinned them.
+  while (true) {
+    const auto held = [](const Page& page) { return page.frame != nullptr; };
+    if (std::none_of(run.pages.begin(), run.pages.end(), held)) break;
+    refuse_if_pinned();
+    give_up_frames(lock, run);
   }
-  give_up_frames(lock, run);
   for (Page& page : run.pages) page.state = Residency::evicted;
 }
 

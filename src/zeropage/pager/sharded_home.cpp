@@ -198,7 +198,13 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::byte*) {
   const auto gather = std::move(*wanted);
   in_flight_.erase(wanted);
   if (gather->work || gather->part) complete(*gather);
-  std::exchange(gather->done, nullptr)({gather->failure, device_ && !gather->failure ? device_->record() : nullptr});
+  DeviceMemory::Event ready;
+  try {
+    if (device_ && !gather->failure) ready = device_->record();
+  } catch (...) {
+    gather->failure = std::current_exception();
+  }
+  std::exchange(gather->done, nullptr)({gather->failure, ready});
 }
 
 std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page, const std::byte* from,

@@ -27,6 +27,7 @@ void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
     pages.push_back(i);
   }
   const bool blocks = home_->blocks() && (priority == Priority::demanded || ranks_);
+  ++frame.starting;
   for (const std::size_t i : pages) {
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     stats_.read_bytes += bytes;
@@ -47,6 +48,8 @@ void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
     }
     if (outcome) read_ended(run, frame, i, std::move(*outcome));
   }
+  --frame.starting;
+  if (blocks) changed_.notify_all();
 }
 
 /// All pages of a frame are read together or not at all.
@@ -103,6 +106,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     if (outcome) write_ended(run, i, *outcome);
   }
   drop_pin(frame);
+  if (blocks) changed_.notify_all();  // a thread that found nothing to wait for now does
   return true;
 }
 
@@ -165,6 +169,7 @@ void FrameCache::wait_for_reads(Lock& lock, Frame& frame) {
     Pin(FrameCache& c, Frame& f) : cache(c), frame(f) { cache.add_pin(frame); }
     ~Pin() { cache.drop_pin(frame); }
   } pin{*this, frame};
+  wait_until(lock, [&] { return frame.starting == 0; });  // the home must know of a transfer that is to be hurried
   for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
     if (!is_read(page)) continue;
     const Waiting waiting(stats_.waited_seconds);
