@@ -7,6 +7,7 @@
 #include <shared_mutex>
 #include <thread>
 
+#include "queued_device.h"
 #include "rank_fixture.h"
 #include "zeropage/base/errors.h"
 
@@ -41,7 +42,32 @@ struct Shared {
 struct Stress : CacheFixture {
   std::vector<Shared> tensors{24};
   std::atomic<unsigned> seeds{1};
-  std::atomic<int> wrong{0}, disk_errors{0}, closed{0}, done{0};
+  std::atomic<int> wrong{0}, disk_errors{0}, budget_errors{0}, closed{0}, done{0};
+  std::atomic<unsigned> requests{0};
+  std::shared_ptr<QueuedDevice> device;  // null: the CPU
+
+  void make_unreliable(std::size_t device_bytes, std::size_t host_bytes) {
+    auto failing = std::make_unique<FailingIo>(3);
+    failing->set_outcome([this](const Transfer&) {
+      const unsigned n = (++requests * 2654435761U) >> 16;
+      if (n % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+      return n % 101 == 0 ? -static_cast<long>(EIO) : 1L;
+    });
+    cache = FrameCache::make({.device_bytes = device_bytes,
+                              .host_bytes = host_bytes,
+                              .disk_path = directory.path(),
+                              .page_bytes = kPage,
+                              .device = device},
+                             std::move(failing));
+  }
+
+  /// An operator, where operators run.
+  template <class Operator>
+  void run(Operator&& run) {
+    if (!device) return run();
+    device->run(std::ref(run));
+    device->wait(device->record());
+  }
 
   void create(Shared& tensor, std::mt19937& random) {
     const std::size_t bytes = random() % 3 == 0 ? 100 + random() % 900 : 5'000 + random() % 90'000;
@@ -51,14 +77,19 @@ struct Stress : CacheFixture {
     tensor.segment = std::move(made);
   }
 
+  void use_page(std::byte* data, std::size_t bytes, unsigned& seed, Access access) {
+    run([&] {
+      if (access != Access::overwrite) wrong += !is_page(data, bytes, seed);
+      if (access != Access::read) write_page(data, bytes, seed = seeds++);
+    });
+  }
+
   void use_whole(Shared& tensor, Access access) {
     TestSegment& segment = *tensor.segment;
     const PinRequest request{&segment, access};
     cache->pin({&request, 1});
     for (std::size_t page = 0; page < segment.pages(); ++page) {
-      std::byte* const data = segment.data + page * segment.page_bytes();
-      if (access != Access::overwrite) wrong += !is_page(data, segment.bytes_of(page), tensor.seeds[page]);
-      if (access != Access::read) write_page(data, segment.bytes_of(page), tensor.seeds[page] = seeds++);
+      use_page(segment.data + page * segment.page_bytes(), segment.bytes_of(page), tensor.seeds[page], access);
     }
     cache->unpin({&request, 1});
   }
@@ -72,8 +103,7 @@ struct Stress : CacheFixture {
       PagePin pin = random() % 4 ? PagePin{} : cache->try_pin_page(segment, page, access);
       if (!pin) pin = cache->pin_page(segment, page, access);
       pin.wait();
-      if (access != Access::overwrite) wrong += !is_page(pin.data(), segment.bytes_of(page), tensor.seeds[page]);
-      if (access != Access::read) write_page(pin.data(), segment.bytes_of(page), tensor.seeds[page] = seeds++);
+      use_page(pin.data(), segment.bytes_of(page), tensor.seeds[page], access);
       if (random() % 4 == 0) pin.will_not_reuse();
       before = std::move(pin);  // two are held at once
     }
@@ -101,6 +131,26 @@ struct Stress : CacheFixture {
     tensor.seeds.assign(tensor.seeds.size(), kZeros);
   }
 
+  static constexpr int kThreads = 4;
+
+  /// Closes the cache after some uses.
+  void run_threads(int uses) {
+    std::vector<std::thread> threads;
+    for (unsigned t = 0; t < kThreads; ++t) threads.emplace_back([this, t] { work(t + 1); });
+    while (done < uses) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    cache->close();
+    for (std::thread& thread : threads) thread.join();
+    CHECK(wrong == 0);
+    CHECK(closed == kThreads);
+    CHECK(disk_errors > 0);
+    CHECK(budget_errors == 0);
+    CHECK(cache->stats().evictions > 100);
+    for (const Pool pool : {Pool::device, Pool::host}) {
+      CHECK(cache->usage(pool).peak <= cache->usage(pool).limit);
+      CHECK(cache->usage(pool).now == 0);
+    }
+  }
+
   /// Until the cache is closed.
   void work(unsigned seed) {
     std::mt19937 random(seed);
@@ -109,6 +159,8 @@ struct Stress : CacheFixture {
         use_something(random);
       } catch (const DiskError&) {
         ++disk_errors;
+      } catch (const BudgetError&) {
+        ++budget_errors;
       } catch (const AccessError&) {
         ++closed;
         return;
@@ -121,28 +173,15 @@ struct Stress : CacheFixture {
 }  // namespace
 
 TEST_CASE_FIXTURE(Stress, "threads that use one cache at once find what was written, until it is closed under them") {
-  constexpr int kThreads = 4, kUses = 2'500;
-  auto failing = std::make_unique<FailingIo>(3);
-  std::atomic<unsigned> requests{0};
-  failing->set_outcome([&](const Transfer&) {
-    const unsigned n = (++requests * 2654435761U) >> 16;
-    if (n % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
-    return n % 101 == 0 ? -static_cast<long>(EIO) : 1L;
-  });
-  cache = FrameCache::make(
-      {.device_bytes = kThreads * 100 * kKiB, .host_bytes = 0, .disk_path = directory.path(), .page_bytes = kPage},
-      std::move(failing));
-  std::vector<std::thread> threads;
-  for (unsigned t = 0; t < kThreads; ++t) threads.emplace_back([this, t] { work(t + 1); });
-  while (done < kUses) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  cache->close();
-  for (std::thread& thread : threads) thread.join();
-  CHECK(wrong == 0);
-  CHECK(closed == kThreads);
-  CHECK(disk_errors > 0);
-  CHECK(cache->stats().evictions > 100);
-  CHECK(cache->usage(Pool::device).peak <= cache->usage(Pool::device).limit);
-  CHECK(cache->usage(Pool::device).now == 0);
+  make_unreliable(kThreads * 100 * kKiB, 0);
+  run_threads(2'500);
+}
+
+TEST_CASE_FIXTURE(Stress,
+                  "threads that use one device at once find what was written, until it is closed under them") {
+  device = std::make_shared<QueuedDevice>(kThreads * 100 * kKiB);
+  make_unreliable(kThreads * 100 * kKiB, 24 * kPage);
+  run_threads(1'500);
 }
 
 TEST_CASE("threads create, gather, write and drop tensors that share gathered pages at once") {

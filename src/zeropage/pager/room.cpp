@@ -13,6 +13,8 @@ namespace {
 constexpr std::size_t kBehindShare = 4;  // a quarter of memory
 /// For memory that other threads have pinned.
 constexpr std::chrono::seconds kLongestWait{5};
+/// Meanwhile other threads' transfers to and from a device end without a word.
+constexpr std::chrono::milliseconds kUntilTidied{5};
 
 }  // namespace
 
@@ -23,6 +25,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
   const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
   if (bytes > memory_.budget().limit()) throw Shortage{};
   bool clearing = false;  // neighbours are being written
+  std::chrono::steady_clock::time_point give_up_at;
   while (true) {
     check_usable();
     bool fragmented = false;
@@ -95,12 +98,16 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       if (ended) continue;
     }
     // ShardedHome frees what its gathers hold when it is refused.
-    if (!serves_upper_ && pins_ > pins_of_this_thread()) {
+    if ((!serves_upper_ || upper_) && pins_ > pins_of_this_thread()) {
       // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
+      const auto now = std::chrono::steady_clock::now();
+      if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
+      const auto until = upper_ ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
       const std::size_t pins = pins_;
       const Waiting waiting(stats_.waited_seconds);
-      const bool fewer = changed_.wait_for(lock, kLongestWait, [&] { return pins_ < pins || victims_.size() > 0; });
-      if (fewer) continue;
+      const bool fewer = changed_.wait_until(lock, until, [&] { return pins_ < pins || victims_.size() > 0; });
+      if (fewer) give_up_at = {};
+      if (fewer || until < give_up_at) continue;
     }
     throw Shortage{};
   }
