@@ -80,7 +80,7 @@ TEST_CASE("an arena that joins holes for ever keeps its memory and finds address
   std::mt19937 random(2);
   std::vector<Block> blocks;
   std::size_t used = 0, refused = 0;
-  for (int i = 0; i < 20000; ++i) {
+  for (int i = 0; i < 4000; ++i) {
     const std::size_t bytes = kBlockBytes * (1 + random() % 1024);
     while (used + bytes > arena.capacity()) {
       const std::size_t victim = random() % blocks.size();

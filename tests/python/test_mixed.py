@@ -148,6 +148,100 @@ def test_gradients_accumulate_in_full_precision(config):
     assert layer.weight.grad.dtype == torch.float32 and torch.equal(layer.weight.grad, expected)
 
 
+def gradient_bytes(space):
+    return sum(home.now for home in space.report().homes if home.role == "gradient")
+
+
+def accumulated(layer, steps):
+    """The gradient of `steps` backwards by plain PyTorch, summed in float32."""
+    total = torch.zeros(layer.weight.shape)
+    for step in range(steps):
+        plain = torch.empty(layer.weight.shape, dtype=torch.bfloat16).copy_(layer.weight.detach()).requires_grad_()
+        torch.nn.functional.linear(batch(step), plain).square().mean().backward()
+        total += plain.grad.float()
+    return total
+
+
+def batch(step):
+    return torch.randn(4, 512, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+
+
+def backward(layer, step):
+    layer(batch(step)).square().mean().backward()
+
+
+def test_a_gradient_is_kept_in_two_bytes_until_it_is_changed(config):
+    space = zeropage.init(config.replace(visible_dtype="bfloat16"))
+    with space:
+        layer = torch.nn.Linear(512, 512, bias=False)
+    weight, elements = layer.weight, layer.weight.numel()
+    backward(layer, 0)
+    once = accumulated(layer, 1)
+    assert weight.grad.dtype == torch.float32 and gradient_bytes(space) == 2 * elements
+    # What only asks for its norm leaves it so.
+    assert torch.equal(weight.grad.norm(), once.norm())
+    assert torch.equal(torch.nn.utils.get_total_norm([weight.grad]), torch.nn.utils.get_total_norm([once]))
+    assert gradient_bytes(space) == 2 * elements
+    # What is not applied, and then forgotten, is gone.
+    torch.nn.utils.clip_grad_norm_([weight], 0.01)
+    assert gradient_bytes(space) == 2 * elements
+    weight.grad = None
+    assert gradient_bytes(space) == 0
+    # What is looked at, or added to, is float32.
+    backward(layer, 0)
+    assert torch.equal(weight.grad, once) and gradient_bytes(space) == 4 * elements
+    backward(layer, 1)
+    assert torch.equal(weight.grad, accumulated(layer, 2)) and gradient_bytes(space) == 4 * elements
+
+
+def test_a_step_reads_gradients_in_two_bytes(config):
+    """Of a parameter 12 bytes of states and 2 of the gradient are read, 14 are written."""
+    space = zeropage.init(
+        config.replace(device_memory="2.5MB", host_memory="0.5MB", page_size="64KiB", visible_dtype="bfloat16")
+    )
+    with space:
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(3):
+        model(torch.ones(1, 1024, dtype=torch.bfloat16)).sum().backward()
+        before = space.report()
+        optimizer.step()
+        optimizer.zero_grad()
+        space.wait()
+        after = space.report()
+        if step == 0:
+            continue
+        assert (after.read_bytes - before.read_bytes) / 2**23 == pytest.approx(14, abs=0.8)
+        assert (after.written_bytes - before.written_bytes) / 2**23 == pytest.approx(14, abs=0.8)
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_gradients_that_are_alive_while_the_update_runs_keep_what_it_made_of_them(name, clip, config):
+    """zero_grad() after the next forward, as in many loops."""
+    with zeropage.init(config.replace(visible_dtype="bfloat16")):
+        layer = torch.nn.Linear(512, 512, bias=False)
+    master = layer.weight.detach().float().clone().requires_grad_()
+    plain = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+    fused = [getattr(torch.optim, name)([p], lr=1e-2, fused=True) for p in (layer.weight, master)]
+    for step in range(3):
+        plain.weight.data.copy_(master)
+        expected = plain(batch(step)).square().mean()
+        loss = layer(batch(step)).square().mean()  # the update of the step before runs here
+        assert torch.equal(loss, expected)
+        if step > 0:
+            assert torch.equal(layer.weight.grad, master.grad)
+        layer.weight.grad = plain.weight.grad = None
+        expected.backward()
+        loss.backward()
+        master.grad = plain.weight.grad.float()
+        for parameter, optimizer in zip((layer.weight, master), fused, strict=True):
+            if clip:
+                torch.nn.utils.clip_grad_norm_([parameter], clip)
+            optimizer.step()
+    assert torch.equal(layer.weight.detach().float(), master)
+
+
 @pytest.mark.parametrize("kept", ["bfloat16", "hi_lo"])
 def test_what_is_written_is_kept_as_it_was_written(kept, config):
     with zeropage.init(config.replace(**MASTERS[kept])):

@@ -344,24 +344,30 @@ ZEROPAGE_INLINE void lion(const Update& u, const Block& b) {
 
 bool is_float(const Array& array) { return array.format == Format::float32 || array.format == Format::none; }
 
-/// All in float32 and a gradient that stays as it is: Adam works on the arrays themselves.
+/// Where the gradient is read.
+const Array& read_gradient(const Arrays& arrays) {
+  return arrays.narrow_gradient.format == Format::none ? arrays.gradient : arrays.narrow_gradient;
+}
+
+/// All else in float32 and a gradient that stays as it is: Adam works on the arrays themselves.
 bool is_adam_in_place(const Update& u, const Arrays& arrays, const AdamNumbers& numbers) {
   return (u.rule == Rule::adam || u.rule == Rule::adamw) && numbers.simple && !u.store_gradient &&
-         is_float(arrays.parameter) && is_float(arrays.gradient) && is_float(arrays.state[0]) &&
-         is_float(arrays.state[1]) && is_float(arrays.state[2]);
+         is_float(arrays.parameter) && is_float(arrays.state[0]) && is_float(arrays.state[1]) &&
+         is_float(arrays.state[2]);
 }
 
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
                                        bool scalar) {
-  alignas(64) float scratch[5][kBlock];
+  constexpr std::size_t kStep = 8 * kBlock;  // what operators see is written while it is in the first cache
+  alignas(64) float scratch[8][kBlock];
   std::size_t not_finite = 0;
   const AdamNumbers numbers(u);
+  const Array& gradient = read_gradient(arrays);
   if (is_adam_in_place(u, arrays, numbers)) {
-    constexpr std::size_t kStep = 8 * kBlock;  // what operators see is written while it is in the first cache
     for (std::size_t at = begin; at < end; at += kStep) {
       const std::size_t n = std::min(kStep, end - at);
-      Block b{load(arrays.parameter, at, n, nullptr), load(arrays.gradient, at, n, nullptr), {}, n, scalar};
+      Block b{load(arrays.parameter, at, n, nullptr), load(gradient, at, n, scratch[0]), {}, n, scalar};
       for (int s = 0; s < 3; ++s) b.state[s] = load(arrays.state[s], at, n, nullptr);
       not_finite += adam<fma, true>(u, numbers, b);
       store(arrays.visible, at, n, b.parameter);
@@ -371,7 +377,7 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
   // A gradient that is not to change is worked on in scratch memory.
   for (std::size_t at = begin; at < end; at += kBlock) {
     const std::size_t n = std::min(kBlock, end - at);
-    Block b{load(arrays.parameter, at, n, scratch[0]), load(arrays.gradient, at, n, scratch[1]), {}, n, scalar};
+    Block b{load(arrays.parameter, at, n, scratch[0]), load(gradient, at, n, scratch[1]), {}, n, scalar};
     if (b.gradient != scratch[1]) {
       const float* __restrict from = b.gradient;
       for (std::size_t i = 0; i < n; ++i) scratch[1][i] = from[i];

@@ -35,15 +35,17 @@ struct Update {
   bool first_momentum = false;  // sgd: the buffer starts as the gradient
   Scale scales[kMostScales];    // in this order
   std::size_t scale_count = 0;
-  bool store_gradient = false;  // as scaled
+  bool store_gradient = false;  // as scaled, and widened
   std::size_t vector = 8;       // elements that PyTorch's kernels take at once on this machine
 };
 
 /// Arrays of one length. States: adam exp_avg, exp_avg_sq, and with amsgrad max_exp_avg_sq; sgd the momentum buffer,
-/// if any; adagrad the sum; lion exp_avg. `visible`: what operators see of the parameter, or none.
+/// if any; adagrad the sum; lion exp_avg. `visible`: what operators see of the parameter, or none. `narrow_gradient`:
+/// what the gradient is read from in place of `gradient`, or none.
 struct Arrays {
   Array parameter, gradient, visible;
   Array state[3];
+  Array narrow_gradient;
 };
 
 /// Updates elements [begin, end) and returns how many non-finite values the gradient had before it was scaled. Ranges

@@ -2,6 +2,7 @@
 // another. A tensor that fits the windows is run page by page; another is brought in whole; those that are not paged
 // go together.
 #include "zeropage/rules/pointwise.h"
+#include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 
 namespace zeropage {
@@ -74,6 +75,9 @@ c10::IValue run_element_whole(Call& call, Element& element) {
   for (std::size_t i = 0; i < call.arguments; ++i) {
     c10::IValue value = element.tensor_or_value(i);
     if (element.is_list(i)) {
+      if (at::Tensor copy = reduces(call.name()) ? preview(value.toTensor()) : at::Tensor(); copy.defined()) {
+        value = std::move(copy);
+      }
       if (auto* segment = segment_of(value.toTensor())) {
         requests.push_back({segment, call.info.writes[i] ? Access::write : Access::read});
       }

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <mutex>
 
+#include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/windows.h"
 
@@ -77,7 +78,8 @@ at::Tensor as_result(double norm, const at::Tensor& self, std::optional<c10::Sca
 
 bool is_partitioned_whole(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
-  if (segment) segment->complete();
+  if (!segment || !segment->domain()->partition.ranks) return false;
+  segment->complete();
   return holds_share_only(segment) && is_operand(tensor, tensor);
 }
 
@@ -87,7 +89,9 @@ namespace {
 
 bool is_too_large(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
-  return segment && segment->bytes() > segment->cache()->frame_limit() && is_operand(tensor, tensor);
+  if (!segment || !is_operand(tensor, tensor)) return false;
+  const FrameCache& cache = segment->is_unallocated() ? *segment->domain()->cache : *segment->cache();
+  return tensor.nbytes() > cache.frame_limit();
 }
 
 }  // namespace
@@ -105,6 +109,11 @@ bool run_norm(Call& call) {
     norm = norms_over_ranks(self, ord)[0];
   } else if (is_too_large(self)) {
     norm = norm_by_pages(self, ord, /*of_share=*/false).norm();
+  } else if (const at::Tensor copy = preview(self); copy.defined()) {
+    call.argument(0) = copy;
+    call.paged = {{copy, segment_of(copy), Access::read}};
+    call.run_whole();
+    return true;
   } else {
     return false;
   }

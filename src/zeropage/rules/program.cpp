@@ -54,6 +54,15 @@ at::Tensor shape_of(const at::Tensor& tensor) {
   return shape;
 }
 
+/// Says, while it lives, that a program runs: its operands need not wait for it.
+struct Running {
+  bool& flag;
+  explicit Running(bool& f) : flag(f) { flag = true; }
+  ~Running() { flag = false; }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+};
+
 class Program;
 using ProgramPtr = std::shared_ptr<Program>;
 
@@ -66,6 +75,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   Access access_to(const StorageSegment& segment) const override;
 
   bool empty() const { return instructions_.empty(); }
+  bool makes_only(const StorageSegment& segment) const;
+  void run_into(const at::Tensor& target, const StorageSegment& segment);
   bool fits(std::size_t more_slots) const {
     return slots_.size() + more_slots <= kMostSlots && instructions_.size() < kMostInstructions;
   }
@@ -198,11 +209,6 @@ bool Program::run() {
   if (running_) return false;
   if (empty()) return true;
   const auto self = shared_from_this();
-  struct Running {
-    bool& flag;
-    explicit Running(bool& f) : flag(f) { flag = true; }
-    ~Running() { flag = false; }
-  };
   {
     Running running(running_);
     c10::SmallVector<Operand, 8> operands;
@@ -231,6 +237,28 @@ bool Program::run() {
   return true;
 }
 
+/// Whether a living temporary is all that comes of it.
+bool Program::makes_only(const StorageSegment& segment) const {
+  return !running_ && !begun() && std::all_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return slot.segment == &segment ? slot.temporary : slot.access == Access::read || !slot.segment;
+  });
+}
+
+/// Computes what it will make of `segment`, into another tensor.
+void Program::run_into(const at::Tensor& target, const StorageSegment& segment) {
+  const Running running(running_);
+  c10::SmallVector<Operand, 8> operands;
+  std::vector<int> operand_of(slots_.size(), -1);
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    if (!slot.segment) continue;
+    const bool made = slot.segment == &segment;
+    operand_of[i] = static_cast<int>(operands.size());
+    operands.push_back({slot.shape, made ? segment_of(target) : slot.segment, slot.access, slot.per});
+  }
+  for_each_window(operands, chunking_, [&](c10::ArrayRef<at::Tensor> slices) { run_piece(slices, operand_of); });
+}
+
 Access Program::access_to(const StorageSegment& segment) const {
   if (begun() || running_) return Access::read;
   for (const Slot& slot : slots_) {
@@ -243,15 +271,18 @@ std::optional<UpdateProgram> Program::find_update() const {
   if (!slots_[0].shape.is_cpu()) return std::nullopt;
   auto update = as_update(instructions_, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
-  // What is joined or dequantised lives in registers alone; if a tensor still holds it, it is to be written too.
+  // What is joined or dequantised lives in registers alone; if a tensor still holds it, it is to be written too. (A
+  // gradient can be both.)
   const auto fits = [&](int slot, bool in_registers) {
     return slot < 0 || in_registers == (slots_[slot].segment == nullptr);
   };
-  if (!fits(update->gradient, false) || !fits(update->parameter, update->high >= 0)) return std::nullopt;
+  if ((update->narrow < 0 && !fits(update->gradient, false)) || !fits(update->parameter, update->high >= 0))
+    return std::nullopt;
   for (int i = 0; i < 3; ++i) {
     if (!fits(update->state[i], update->quantised[i].codes >= 0)) return std::nullopt;
   }
-  if (slots_[update->gradient].orphan) update->update.store_gradient = false;
+  const Slot& gradient = slots_[update->gradient];
+  if (!gradient.segment || gradient.orphan) update->update.store_gradient = false;
   return update;
 }
 
@@ -362,6 +393,22 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
 }
 
 }  // namespace
+
+at::Tensor preview(const at::Tensor& tensor) {
+  auto* const segment = segment_of(tensor);
+  if (!has_program(segment) || !segment->is_unallocated() || !is_whole(tensor)) return {};
+  if (tensor.nbytes() > segment->domain()->cache->frame_limit()) return {};  // read page by page, more than once
+  const auto& domain = segment->domain();
+  std::lock_guard lock(domain->deferral_mutex);
+  const auto program = std::static_pointer_cast<Program>(segment->deferred());
+  if (!program || !program->makes_only(*segment)) return {};
+  at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
+                               {.layout = segment->layout()});
+  const PinRequest request{segment_of(copy), Access::overwrite};
+  const TensorPin in_one_frame(request);
+  program->run_into(copy, *segment);
+  return copy;
+}
 
 std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
                                 std::optional<caffe2::TypeMeta> dtype) {

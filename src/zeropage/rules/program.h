@@ -35,4 +35,8 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
 /// Whether this call should join a program that its operand already has: an overwrite, which would else run at once.
 inline bool has_program(const StorageSegment* segment) { return segment && segment->is_deferred(); }
 
+/// What deferred operators will make of `tensor`, which is all that they write: a copy for an operator that reads it
+/// once, while they stay deferred and `tensor` without a home. Undefined if `tensor` is not such.
+at::Tensor preview(const at::Tensor& tensor);
+
 }  // namespace zeropage

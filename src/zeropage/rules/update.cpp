@@ -91,6 +91,7 @@ bool add_scale(const Instruction& instruction, UpdateProgram& program) {
     return false;
   }
   program.update.scales[program.update.scale_count++] = {static_cast<float>(*number), name == "div_"};
+  if (program.gradient >= 0 && program.gradient != instruction.slots[0]) return false;
   program.update.store_gradient = true;
   program.gradient = instruction.slots[0];
   return true;
@@ -137,6 +138,15 @@ bool add_rule(const Instruction& instruction, kernels::Rule rule, UpdateProgram&
     if (program.state[i] < 0) return false;
   }
   return program.parameter >= 0 && program.gradient >= 0;
+}
+
+/// gradient = widen(narrow).
+bool add_widen(const Instruction& instruction, UpdateProgram& program) {
+  if (base_name(instruction) != "widen" || program.gradient >= 0) return false;
+  program.gradient = instruction.result;
+  program.narrow = instruction.slots[0];
+  program.update.store_gradient = true;
+  return true;
 }
 
 /// visible.copy_(parameter).
@@ -215,7 +225,7 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
   bool stored = true;  // the parameter, where it came from
   std::vector<Dequantised> dequantised;
   for (const Instruction& instruction : instructions) {
-    if (!updated && add_decode(instruction, dequantised)) continue;
+    if (!updated && (add_decode(instruction, dequantised) || add_widen(instruction, program))) continue;
     if (updated && add_encode(instruction, dequantised, program)) continue;
     if (!updated && add_join_hi_lo(instruction, program)) {
       stored = false;
@@ -248,7 +258,8 @@ std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> r
   } else {
     arrays.parameter = array_of(registers[program.parameter]);
   }
-  arrays.gradient = array_of(registers[program.gradient]);
+  if (registers[program.gradient].defined()) arrays.gradient = array_of(registers[program.gradient]);
+  if (program.narrow >= 0) arrays.narrow_gradient = array_of(registers[program.narrow]);
   if (program.visible >= 0 && registers[program.visible].defined()) {
     arrays.visible = array_of(registers[program.visible]);
   }
@@ -261,7 +272,8 @@ std::size_t run_update(const UpdateProgram& program, c10::ArrayRef<at::Tensor> r
       arrays.state[i] = array_of(registers[program.state[i]]);
     }
   }
-  return kernels::update(program.update, arrays, 0, registers[program.gradient].numel());
+  return kernels::update(program.update, arrays, 0,
+                         registers[program.high >= 0 ? program.high : program.parameter].numel());
 }
 
 }  // namespace zeropage

@@ -12,6 +12,7 @@ namespace zeropage {
 struct UpdateProgram {
   kernels::Update update;
   int parameter = -1, gradient = -1, visible = -1;  // slots; -1: none
+  int narrow = -1;                                  // what the gradient is widened from
   int high = -1, low = -1;                          // of a parameter that is joined from these and split into them
   int state[3] = {-1, -1, -1};
   struct Quantised {

@@ -17,6 +17,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/rules/widened.h"
 #include "zeropage/rules/windows.h"
 #include "zeropage/tensor/paged_tensor.h"
 
@@ -88,9 +89,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (gradient.sizes() != leaf.sizes() || !leaf.is_non_overlapping_and_dense()) return gradients;
     if (gradient.key_set().has(c10::DispatchKey::Python) || !segment->domain()->pages(gradient.nbytes()))
       return gradients;
-    at::Tensor paged = paged_copy(*segment, leaf, gradient);
-    if (leaf.is_cpu() && segment_of(paged)->tier() == Tier::disk) give_back_holes(gradient.nbytes());
-    return {std::move(paged)};
+    return {paged_copy(*segment, leaf, gradient)};
   }
 
   static variable_list over_ranks(const at::Tensor& leaf, const at::Tensor& gradient) {
@@ -108,9 +107,10 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 
   static at::Tensor paged_copy(const StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
     c10::NoGradGuard no_grad;
+    const auto dtype = segment.master().defined() ? gradient_dtype(leaf) : gradient.dtype();
+    const bool narrow = dtype == at::kFloat && c10::isReducedFloatingType(gradient.scalar_type());
     at::Tensor paged =
-        make_paged(segment.domain(), leaf.sizes(), leaf.strides(),
-                   segment.master().defined() ? gradient_dtype(leaf) : gradient.dtype(), Role::gradient);
+        make_paged(segment.domain(), leaf.sizes(), leaf.strides(), narrow ? gradient.dtype() : dtype, Role::gradient);
     auto& made = *segment_of(paged);
     // In one frame: norms take it whole. A very large one goes page by page.
     if (made.bytes() <= made.cache()->frame_limit() / 2) {
@@ -121,7 +121,8 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     } else {
       paged.copy_(gradient);
     }
-    return paged;
+    if (leaf.is_cpu() && made.tier() == Tier::disk) give_back_holes(gradient.nbytes());
+    return narrow ? widened(paged) : paged;
   }
 
   torch::autograd::AccumulateGrad* node_;  // which owns this hook
