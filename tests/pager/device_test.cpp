@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <random>
+#include <thread>
 
 #include "cache_fixture.h"
 #include "queued_device.h"
@@ -48,6 +49,31 @@ struct DeviceFixture : CacheFixture {
 };
 
 }  // namespace
+
+TEST_CASE_FIXTURE(DeviceFixture, "a frame for which another thread's pin leaves no hole is refused, and later had") {
+  make_apart(10 * kPage, 30 * kPage);
+  auto low = segment(4 * kPage), middle = segment(kPage), high = segment(4 * kPage), large = segment(6 * kPage);
+  write_later(*low, 0), write_later(*middle, 1), write_later(*high, 2);
+  const PinRequest held{middle.get(), Access::read}, wanted{large.get(), Access::overwrite};
+  cache->pin({&held, 1});
+  bool refused = false;
+  std::thread([&] {
+    try {
+      cache->pin({&wanted, 1});
+      cache->unpin({&wanted, 1});
+    } catch (const BudgetError&) {
+      refused = true;
+    }
+  }).join();
+  cache->unpin({&held, 1});
+  CHECK(refused);
+  write_later(*large, 3);
+  const std::pair<TestSegment*, unsigned> all[] = {
+      {low.get(), 0}, {middle.get(), 1}, {high.get(), 2}, {large.get(), 3}};
+  for (const auto& [segment, seed] : all) check_later(*segment, seed);
+  device->finish();
+  CHECK(wrong == 0);
+}
 
 TEST_CASE_FIXTURE(DeviceFixture, "what operators wrote late is what later operators read, through every tier") {
   make_apart(8 * kPage, 6 * kPage);

@@ -1,5 +1,6 @@
 """Mixed precision as a property of the page, against master weights written by hand in plain PyTorch."""
 
+import concurrent.futures
 import copy
 
 import pytest
@@ -194,6 +195,40 @@ def test_a_gradient_is_kept_in_two_bytes_until_it_is_changed(config):
     assert torch.equal(weight.grad, accumulated(layer, 2)) and gradient_bytes(space) == 4 * elements
 
 
+def test_a_gradient_kept_in_two_bytes_is_filled_copied_and_read_by_threads(config):
+    with zeropage.init(config.replace(visible_dtype="bfloat16")):
+        layer = torch.nn.Linear(512, 512, bias=False)
+    backward(layer, 0)
+    torch.manual_seed(3)
+    expected = torch.empty(512, 512).normal_()
+    torch.manual_seed(3)
+    assert torch.equal(layer.weight.grad.normal_(), expected)
+    once = accumulated(layer, 1)
+    for _ in range(10):
+        layer.weight.grad = None
+        backward(layer, 0)
+        reads = [lambda g: g.norm(), lambda g: g.clone(), lambda g: g.view(-1).float(), lambda g: g * 2]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            results = [pool.submit(read, layer.weight.grad) for read in reads]
+        for read, result in zip(reads, results, strict=True):
+            assert torch.equal(result.result(), read(once))
+
+
+def test_a_program_that_ends_with_gradients_in_two_bytes(config):
+    space = zeropage.init(config.replace(visible_dtype="bfloat16"))
+    with space:
+        layer = torch.nn.Linear(512, 512, bias=False)
+    backward(layer, 0)
+    space.wait()  # which makes nothing of them
+    assert gradient_bytes(space) == 2 * layer.weight.numel()
+    twin = copy.deepcopy(layer.weight.grad)
+    assert torch.equal(twin, accumulated(layer, 1))
+    backward(layer, 1)
+    space.close()
+    with pytest.raises(zeropage.AccessError, match="closed"):
+        print(layer.weight.grad.sum())
+
+
 def test_a_step_reads_gradients_in_two_bytes(config):
     """Of a parameter 12 bytes of states and 2 of the gradient are read, 14 are written."""
     space = zeropage.init(
@@ -257,7 +292,7 @@ def test_what_is_written_is_kept_as_it_was_written(kept, config):
         layer.weight.mul_(3)
         assert torch.equal(layer.weight.float(), exact * 3)
         torch.nn.init.orthogonal_(layer.bias.view(5, 6).float())
-        twin = copy.deepcopy(layer)
+        twin = copy.deepcopy(layer.weight.grad)
         assert twin.weight.dtype == torch.bfloat16 and torch.equal(twin.weight.float(), exact * 3)
         layer.load_state_dict({"weight": exact, "bias": torch.ones(30)})
         assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, seen(exact, kept))

@@ -128,11 +128,15 @@ class Ring final : public Io {
     std::vector<std::shared_ptr<TransferState>> over;
     listen();
     while (prepare_queued()) {
-      const int result = ::io_uring_submit_and_wait(&ring_, 1);
-      const bool refused = result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY;
-      const int error = refused ? -result : wake_up_error_;
-      if (error != 0) return stop(error, over);
+      // Not for ever: a program that closes all files takes away what would wake this thread.
+      __kernel_timespec longest{1, 0};
+      io_uring_cqe* cqe = nullptr;
+      const int result = ::io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &longest, nullptr);
+      const bool refused =
+          result < 0 && result != -ETIME && result != -EINTR && result != -EAGAIN && result != -EBUSY;
+      if (refused) return stop(-result, over);
       reap(over);
+      if (wake_up_error_ != 0) return stop(wake_up_error_, over);
       finish(over);
     }
   }

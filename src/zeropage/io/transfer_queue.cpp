@@ -43,13 +43,20 @@ Advance advance(Request& request, long result) {
 }
 
 void TransferQueue::push(std::shared_ptr<TransferState> state, Priority priority) {
-  ++unfinished_;
   const Transfer& t = state->transfer;
+  auto& requests = lane(priority);
+  const std::size_t before = requests.size();
   std::size_t at = 0;
-  do {  // one request, of no bytes, where there are none: it ends as any other
-    lane(priority).push_back({state, priority, t.offset + at, t.buffer + at, std::min(kRequestBytes, t.bytes - at)});
-    at += kRequestBytes;
-  } while (at < t.bytes);
+  try {
+    do {  // one request, of no bytes, where there are none: it ends as any other
+      requests.push_back({state, priority, t.offset + at, t.buffer + at, std::min(kRequestBytes, t.bytes - at)});
+      at += kRequestBytes;
+    } while (at < t.bytes);
+  } catch (...) {  // all of it, or nothing
+    requests.resize(before);
+    throw;
+  }
+  ++unfinished_;
 }
 
 std::optional<Request> TransferQueue::pop() {

@@ -360,14 +360,15 @@ template <bool fma>
 ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
                                        bool scalar) {
   constexpr std::size_t kStep = 8 * kBlock;  // what operators see is written while it is in the first cache
-  alignas(64) float scratch[8][kBlock];
+  alignas(64) float all[kStep];
+  float* const scratch[] = {all, all + kBlock, all + 2 * kBlock, all + 3 * kBlock, all + 4 * kBlock};
   std::size_t not_finite = 0;
   const AdamNumbers numbers(u);
   const Array& gradient = read_gradient(arrays);
   if (is_adam_in_place(u, arrays, numbers)) {
     for (std::size_t at = begin; at < end; at += kStep) {
       const std::size_t n = std::min(kStep, end - at);
-      Block b{load(arrays.parameter, at, n, nullptr), load(gradient, at, n, scratch[0]), {}, n, scalar};
+      Block b{load(arrays.parameter, at, n, nullptr), load(gradient, at, n, all), {}, n, scalar};
       for (int s = 0; s < 3; ++s) b.state[s] = load(arrays.state[s], at, n, nullptr);
       not_finite += adam<fma, true>(u, numbers, b);
       store(arrays.visible, at, n, b.parameter);

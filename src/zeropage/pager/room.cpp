@@ -103,11 +103,12 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       const auto now = std::chrono::steady_clock::now();
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
       const auto until = upper_ ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
-      const std::size_t pins = pins_;
+      const std::size_t pins = pins_, queued = victims_.size();
       const Waiting waiting(stats_.waited_seconds);
-      const bool fewer = changed_.wait_until(lock, until, [&] { return pins_ < pins || victims_.size() > 0; });
-      if (fewer) give_up_at = {};
-      if (fewer || until < give_up_at) continue;
+      const bool more =
+          changed_.wait_until(lock, until, [&] { return pins_ < pins || victims_.size() > queued || closed_; });
+      if (victims_.size() > queued) give_up_at = {};
+      if (more || until < give_up_at || give_up_at == decltype(give_up_at){}) continue;
     }
     throw Shortage{};
   }

@@ -75,7 +75,8 @@ c10::IValue run_element_whole(Call& call, Element& element) {
   for (std::size_t i = 0; i < call.arguments; ++i) {
     c10::IValue value = element.tensor_or_value(i);
     if (element.is_list(i)) {
-      if (at::Tensor copy = reduces(call.name()) ? preview(value.toTensor()) : at::Tensor(); copy.defined()) {
+      if (at::Tensor copy = reduces(call.name()) && !call.info.writes[i] ? preview(value.toTensor()) : at::Tensor();
+          copy.defined()) {
         value = std::move(copy);
       }
       if (auto* segment = segment_of(value.toTensor())) {

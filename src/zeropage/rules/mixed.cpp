@@ -130,7 +130,16 @@ bool run_rule(Call& call) {
   });
   call.paged.clear();
   call.find_paged();
-  const bool done = call.info.rule(call);
+  bool done = false;
+  try {
+    done = call.info.rule(call);
+  } catch (...) {  // of a list, operators on the first tensors may have been deferred
+    c10::NoGradGuard no_grad;
+    for (const Materialised& written : materialised) {
+      if (has_program(segment_of(written.master))) materialise(written.tensor, written.master);
+    }
+    throw;
+  }
   if (!done && is_norm(call)) {
     call.run_whole();
   } else if (!done) {

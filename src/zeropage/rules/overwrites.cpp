@@ -82,6 +82,7 @@ bool run_copy(Call& call) {
 bool run_random(Call& call) {
   const PagedArgument* target = whole_target(call);
   if (!target || call.paged.size() > 1) return false;
+  target->segment->complete();  // it may have no home yet
   if (fits(*target->segment)) {
     call.paged[0].access = Access::overwrite;
     call.run_whole();

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/rules/update.h"
 
 namespace zeropage {
@@ -54,6 +55,13 @@ at::Tensor shape_of(const at::Tensor& tensor) {
   return shape;
 }
 
+/// What the caller may do with operators: those of programs are not its own.
+c10::DispatchKeySet modes() {
+  return c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                              c10::DispatchKey::PythonDispatcher, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                              c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+}
+
 /// Says, while it lives, that a program runs: its operands need not wait for it.
 struct Running {
   bool& flag;
@@ -72,6 +80,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
 
   bool run() override;
   bool keep_alive(std::unique_ptr<StorageSegment>& segment) override;
+  bool can_wait() const override;
   Access access_to(const StorageSegment& segment) const override;
 
   bool empty() const { return instructions_.empty(); }
@@ -187,9 +196,9 @@ bool Program::keep_alive(std::unique_ptr<StorageSegment>& segment) {
   slot->segment->set_master({});  // dies last, and comes here itself
   if (slot->temporary && !running_) {
     slot->segment = nullptr;
-    return true;
+  } else {
+    slot->orphan = std::move(segment);
   }
-  slot->orphan = std::move(segment);
   const bool wanted = std::any_of(slots_.begin(), slots_.end(),
                                   [](const Slot& s) { return s.segment && !s.orphan && s.access != Access::read; });
   // Ranks must all run the same, and when tensors die may differ between them.
@@ -221,10 +230,7 @@ bool Program::run() {
       const bool dropped = slot.orphan && !domain_->partition.ranks;  // what is written to it goes nowhere
       operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
     }
-    // Whatever the program that needs the result is doing: these are not its operators.
-    c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKeySet(
-        {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher,
-         c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+    const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
     const auto update = find_update();
     for_each_window(
         operands, chunking_,
@@ -247,6 +253,7 @@ bool Program::makes_only(const StorageSegment& segment) const {
 /// Computes what it will make of `segment`, into another tensor.
 void Program::run_into(const at::Tensor& target, const StorageSegment& segment) {
   const Running running(running_);
+  const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
   c10::SmallVector<Operand, 8> operands;
   std::vector<int> operand_of(slots_.size(), -1);
   for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -257,6 +264,12 @@ void Program::run_into(const at::Tensor& target, const StorageSegment& segment) 
     operands.push_back({slot.shape, made ? segment_of(target) : slot.segment, slot.access, slot.per});
   }
   for_each_window(operands, chunking_, [&](c10::ArrayRef<at::Tensor> slices) { run_piece(slices, operand_of); });
+}
+
+bool Program::can_wait() const {
+  return !running_ && !begun() && std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
+    return slot.access == Access::read || slot.temporary;
+  });
 }
 
 Access Program::access_to(const StorageSegment& segment) const {
@@ -396,18 +409,23 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
 
 at::Tensor preview(const at::Tensor& tensor) {
   auto* const segment = segment_of(tensor);
-  if (!has_program(segment) || !segment->is_unallocated() || !is_whole(tensor)) return {};
+  if (!has_program(segment) || !segment->is_unallocated() || !is_operand(tensor, tensor)) return {};
   if (tensor.nbytes() > segment->domain()->cache->frame_limit()) return {};  // read page by page, more than once
   const auto& domain = segment->domain();
+  if (domain->partition.ranks) return {};  // which would have to make the same copies
   std::lock_guard lock(domain->deferral_mutex);
   const auto program = std::static_pointer_cast<Program>(segment->deferred());
   if (!program || !program->makes_only(*segment)) return {};
-  at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
-                               {.layout = segment->layout()});
-  const PinRequest request{segment_of(copy), Access::overwrite};
-  const TensorPin in_one_frame(request);
-  program->run_into(copy, *segment);
-  return copy;
+  try {
+    at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
+                                 {.layout = segment->layout()});
+    const PinRequest request{segment_of(copy), Access::overwrite};
+    const TensorPin in_one_frame(request);
+    program->run_into(copy, *segment);
+    return copy;
+  } catch (const BudgetError&) {
+    return {};  // no room for both: the tensor itself is made
+  }
 }
 
 std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,

@@ -168,7 +168,15 @@ void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
   }
   call.paged.clear();
   call.find_paged();
-  run(call);
+  try {
+    run(call);
+  } catch (...) {  // of a list, operators on the first tensors may have been deferred
+    for (const Dequantised& dequantised : all) {
+      if (!dequantised.written || !has_program(segment_of(dequantised.value))) continue;
+      encode(*dequantised.segment->quantisation(), dequantised.value);
+    }
+    throw;
+  }
   for (Dequantised& dequantised : all) {
     if (!dequantised.written) continue;
     encode(*dequantised.segment->quantisation(), dequantised.value);

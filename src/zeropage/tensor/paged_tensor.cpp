@@ -71,7 +71,12 @@ struct SegmentBuilder {
         domain->created.push_back(segment->storage());
       }
     }
-    creation.unallocated ? void(segment->unallocated_ = std::make_unique<SegmentBuilder>(*this)) : bind(*segment);
+    if (creation.unallocated) {
+      segment->builder_ = std::make_unique<const SegmentBuilder>(*this);
+      segment->unallocated_ = true;
+    } else {
+      bind(*segment);
+    }
     return segment;
   }
 
@@ -210,18 +215,13 @@ void StorageSegment::destroy(void* context) {
 }
 
 void StorageSegment::find_home() {
-  if (const auto builder = std::exchange(unallocated_, nullptr)) {
-    try {
-      builder->bind(*this);
-    } catch (...) {
-      unallocated_ = std::make_unique<SegmentBuilder>(*builder);
-      throw;
-    }
-  }
+  if (!is_unallocated()) return;
+  builder_->bind(*this);
+  unallocated_.store(false, std::memory_order_release);
 }
 
 Layout StorageSegment::layout() const {
-  if (unallocated_) return unallocated_->creation.layout.value_or(domain_->layout_for(role_, elements_));
+  if (is_unallocated()) return builder_->creation.layout.value_or(domain_->layout_for(role_, elements_));
   return is_partitioned() ? Layout::partitioned : Layout::replicated;
 }
 
@@ -237,7 +237,7 @@ void run_deferred(Domain& domain) {
   for (const auto& weak : all) {
     ++domain.next_deferred;
     try {
-      if (const auto deferred = weak.lock()) deferred->run();
+      if (const auto deferred = weak.lock(); deferred && !deferred->can_wait()) deferred->run();
     } catch (...) {
       if (!error) error = std::current_exception();
     }
@@ -304,7 +304,8 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
 TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   // What was deferred on a tensor runs in the frame that its operator will use, and may overwrite all of it.
   c10::SmallVector<PinRequest, 8> requests(asked.begin(), asked.end());
-  c10::SmallVector<StorageSegment*, 4> deferred;
+  c10::SmallVector<PinRequest*, 4> deferred;
+  std::unique_lock<std::recursive_mutex> deferral;  // no other thread runs it meanwhile: what it will do holds
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
     storages_.emplace_back(segment->storage().lock());
@@ -314,12 +315,18 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
           "tensor.clone()");
     }
     const bool in_frame = segment->is_deferred() && !segment->is_unallocated() && request.access != Access::overwrite;
-    if (!in_frame || segment->domain()->partition.ranks) {
+    auto& mutex = segment->domain()->deferral_mutex;
+    const bool other_space = deferral.mutex() && deferral.mutex() != &mutex;
+    if (!in_frame || other_space || segment->domain()->partition.ranks) {
       segment->refresh(request.access);
       continue;
     }
-    deferred.push_back(segment);
-    if (segment->deferred_access() == Access::overwrite) request.access = Access::overwrite;
+    if (!deferral.mutex()) deferral = std::unique_lock(mutex);
+    deferred.push_back(&request);
+  }
+  for (PinRequest* request : deferred) {
+    const auto* segment = static_cast<StorageSegment*>(request->segment);
+    if (segment->deferred_access() == Access::overwrite) request->access = Access::overwrite;
   }
   // One call a cache; nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
@@ -336,7 +343,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
     begin = end;
   }
   try {
-    for (StorageSegment* segment : deferred) segment->run_deferred();
+    for (const PinRequest* request : deferred) static_cast<StorageSegment*>(request->segment)->run_deferred();
   } catch (...) {
     TensorPin held = std::move(*this);
     throw;

@@ -93,6 +93,8 @@ class Deferred {
   virtual bool run() = 0;
   /// A segment's tensor died: true if the segment must outlive it, and does so here.
   virtual bool keep_alive(std::unique_ptr<StorageSegment>& segment) = 0;
+  /// All that comes of them is temporaries, which are made when an operator asks for them.
+  virtual bool can_wait() const = 0;
   /// What it will do to the content of `segment`.
   virtual Access access_to(const StorageSegment& segment) const = 0;
 };
@@ -161,7 +163,7 @@ class StorageSegment final : public Segment {
   /// What those operators do to its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
   /// True until find_home() gives it a home (Creation::unallocated).
-  bool is_unallocated() const { return unallocated_ != nullptr; }
+  bool is_unallocated() const { return unallocated_.load(std::memory_order_acquire); }
   void find_home();
   /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
   Quantisation* quantisation() const { return quantisation_.get(); }
@@ -232,7 +234,8 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false;
   std::shared_ptr<Deferred> deferred_;
-  std::unique_ptr<SegmentBuilder> unallocated_;
+  std::unique_ptr<const SegmentBuilder> builder_;  // of what has, or had, no home; threads may ask it meanwhile
+  std::atomic<bool> unallocated_ = false;
   std::unique_ptr<Quantisation> quantisation_;
 };
 
