@@ -50,14 +50,20 @@ struct DeviceFixture : CacheFixture {
 
 }  // namespace
 
-TEST_CASE_FIXTURE(DeviceFixture, "a frame for which another thread's pin leaves no hole is refused, and later had") {
-  make_apart(10 * kPage, 30 * kPage);
-  auto low = segment(4 * kPage), middle = segment(kPage), high = segment(4 * kPage), large = segment(6 * kPage);
-  write_later(*low, 0), write_later(*middle, 1), write_later(*high, 2);
-  const PinRequest held{middle.get(), Access::read}, wanted{large.get(), Access::overwrite};
-  cache->pin({&held, 1});
+TEST_CASE_FIXTURE(DeviceFixture, "a frame for which other threads' pins leave no hole is refused, and later had") {
+  make_apart(20 * kPage, 60 * kPage);
+  std::vector<std::unique_ptr<TestSegment>> segments;  // of 4 pages and of 1, in turns
+  for (unsigned i = 0; i < 7; ++i) {
+    segments.push_back(segment((i % 2 == 0 ? 4 : 1) * kPage));
+    write_later(*segments[i], i);
+  }
+  auto large = segment(6 * kPage);
+  const PinRequest held[] = {
+      {segments[1].get(), Access::read}, {segments[3].get(), Access::read}, {segments[5].get(), Access::read}};
+  cache->pin(held);
   bool refused = false;
   std::thread([&] {
+    const PinRequest wanted{large.get(), Access::overwrite};
     try {
       cache->pin({&wanted, 1});
       cache->unpin({&wanted, 1});
@@ -65,12 +71,11 @@ TEST_CASE_FIXTURE(DeviceFixture, "a frame for which another thread's pin leaves 
       refused = true;
     }
   }).join();
-  cache->unpin({&held, 1});
+  cache->unpin(held);
   CHECK(refused);
-  write_later(*large, 3);
-  const std::pair<TestSegment*, unsigned> all[] = {
-      {low.get(), 0}, {middle.get(), 1}, {high.get(), 2}, {large.get(), 3}};
-  for (const auto& [segment, seed] : all) check_later(*segment, seed);
+  write_later(*large, 7);
+  check_later(*large, 7);
+  for (unsigned i = 0; i < 7; ++i) check_later(*segments[i], i);
   device->finish();
   CHECK(wrong == 0);
 }
