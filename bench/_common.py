@@ -4,12 +4,16 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from tabulate import tabulate
 from tqdm import tqdm
 
 
-def turns(rounds: int, names: Iterable[str]) -> Iterator[str]:
+Name = TypeVar("Name")
+
+
+def turns(rounds: int, names: Iterable[Name]) -> Iterator[Name]:
     """Whose turn it is: every name once a round, for timings drift; every other round runs backwards."""
     order = list(names)
     for turn in tqdm(range(rounds), unit="round", leave=False, disable=None):

@@ -1,8 +1,11 @@
-// scale TENSORS EVICTIONS DIRECTORY
+// scale TENSORS EVICTIONS DIRECTORY PAGE_KIB
 //
 // Goes through TENSORS tensors of 1 to 9 pages, over and over, with memory for a quarter of them and a disk that
-// takes no time, and creates and destroys one in ten of them on the way, as gradients are. Prints microseconds of
-// processor time an eviction, with the fault that caused it. bench/scale.py compares sizes.
+// takes no time, and creates and destroys one in ten of them on the way, as gradients are. Prints the number of pages,
+// microseconds of processor time an eviction, with the fault that caused it, and the bytes of the swap file, which is
+// sparse: no byte of it, nor of memory, is touched. bench/scale.py compares sizes.
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +22,9 @@
 #include "zeropage/pager/frame_cache.h"
 
 using namespace zeropage;
+
+/// In place of libc's: the swap file takes no space on the disk.
+extern "C" int fallocate(int file, int, off_t offset, off_t bytes) { return ::ftruncate(file, offset + bytes); }
 
 namespace {
 
@@ -85,29 +91,29 @@ double processor_seconds() {
 }  // namespace
 
 int main(int count, char** arguments) try {
-  if (count != 4) {
-    std::fprintf(stderr, "usage: scale TENSORS EVICTIONS DIRECTORY\n");
+  if (count != 5) {
+    std::fprintf(stderr, "usage: scale TENSORS EVICTIONS DIRECTORY PAGE_KIB\n");
     return 2;
   }
   const auto tensors = static_cast<std::size_t>(std::atoll(arguments[1]));
   const auto evictions = static_cast<std::size_t>(std::atoll(arguments[2]));
-  constexpr std::size_t kPage = 16 * kBlockBytes;
+  const std::size_t page = static_cast<std::size_t>(std::atoll(arguments[4])) * kKiB;
   std::mt19937 random(1);
   std::vector<std::size_t> pages(tensors);
   std::size_t all_pages = 0;
   for (std::size_t& n : pages) all_pages += n = 1 + random() % 9;
 
   const auto cache = FrameCache::make(
-      {.device_bytes = all_pages * kPage / 4, .host_bytes = 0, .disk_path = arguments[3], .page_bytes = kPage},
+      {.device_bytes = all_pages * page / 4, .host_bytes = 0, .disk_path = arguments[3], .page_bytes = page},
       std::make_unique<InstantIo>());
   std::vector<std::unique_ptr<Tensor>> alive(tensors);
   const auto use = [&](std::size_t i) {
-    const bool is_gradient = i % 10 == 9;
-    if (!alive[i]) {
+    const bool is_gradient = i % 10 == 9, is_new = !alive[i];
+    if (is_new) {
       alive[i] = std::make_unique<Tensor>();
-      cache->bind(*alive[i], {pages[i] * kPage, 0, is_gradient ? Role::gradient : Role::optimizer, Tier::disk});
+      cache->bind(*alive[i], {pages[i] * page, 0, is_gradient ? Role::gradient : Role::optimizer, Tier::disk});
     }
-    const PinRequest request{alive[i].get(), Access::write};
+    const PinRequest request{alive[i].get(), is_new ? Access::overwrite : Access::write};
     cache->pin({&request, 1});
     cache->unpin({&request, 1});
     // It dies half a period later.
@@ -122,7 +128,7 @@ int main(int count, char** arguments) try {
   const double seconds = processor_seconds() - start;
   cache->wait();
   const double moved = static_cast<double>(cache->stats().evictions - before.evictions);
-  std::printf("%zu %.3f\n", all_pages, seconds / moved * 1e6);
+  std::printf("%zu %.3f %zu\n", all_pages, seconds / moved * 1e6, cache->swap_bytes());
   const double closing = processor_seconds();
   alive.clear();
   cache->close();

@@ -1,7 +1,8 @@
 """What an eviction and the fault that caused it cost when there are many pages and tensors: processor time, with a
-disk that takes none, for 1,000 to 100,000 pages.
+disk that takes none, for 1,000 to 100,000 pages, and for 100,000 large ones: a terabyte in a sparse swap file.
 
-growth: the cost at the largest size / at the smallest; growth_10: at the largest / at a tenth of it.
+growth: the cost at the largest size / at the smallest; growth_10: at the largest / at a tenth of it; growth_terabyte:
+at the largest with large pages / at the smallest.
 """
 
 import argparse
@@ -16,24 +17,29 @@ from _common import finish, turns
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", default="200,2000,20000", help="of 5 pages each, in the mean")
+    parser.add_argument("--page-kib", type=int, default=64)
+    parser.add_argument("--large-page-kib", type=int, default=10240)
     parser.add_argument("--evictions", type=int, default=40000)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     program = build("scale")
-    costs: dict[int, list[float]] = {}
+    kinds = [(tensors, args.page_kib) for tensors in args.tensors.split(",")]
+    kinds.append((kinds[-1][0], args.large_page_kib))
+    costs: dict[tuple[int, int], list[float]] = {}
     with tempfile.TemporaryDirectory(dir="build") as directory:
-        for tensors in turns(args.rounds, args.tensors.split(",")):
-            command = [program, tensors, str(args.evictions), directory]
+        for tensors, page_kib in turns(args.rounds, kinds):
+            command = [program, tensors, str(args.evictions), directory, str(page_kib)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            pages, cost = done.stdout.split()
-            costs.setdefault(int(pages), []).append(float(cost))
-    middle = {pages: statistics.median(values) for pages, values in sorted(costs.items())}
-    sizes = list(middle)
+            pages, cost, swap = done.stdout.split()
+            costs.setdefault((int(swap), int(pages)), []).append(float(cost))
+    rows = [[pages, swap / 1e9, statistics.median(values)] for (swap, pages), values in sorted(costs.items())]
+    first, *_, tenth, largest, terabyte = (row[2] for row in rows)
     finish(
-        [[pages, cost] for pages, cost in middle.items()],
-        ["pages", "us an eviction"],
-        growth=round(middle[sizes[-1]] / middle[sizes[0]], 3),
-        growth_10=round(middle[sizes[-1]] / middle[sizes[-2]], 3),
+        rows,
+        ["pages", "swap, GB", "us an eviction"],
+        growth=round(largest / first, 3),
+        growth_10=round(largest / tenth, 3),
+        growth_terabyte=round(terabyte / first, 3),
     )
 
 

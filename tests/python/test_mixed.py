@@ -292,7 +292,7 @@ def test_what_is_written_is_kept_as_it_was_written(kept, config):
         layer.weight.mul_(3)
         assert torch.equal(layer.weight.float(), exact * 3)
         torch.nn.init.orthogonal_(layer.bias.view(5, 6).float())
-        twin = copy.deepcopy(layer.weight.grad)
+        twin = copy.deepcopy(layer)
         assert twin.weight.dtype == torch.bfloat16 and torch.equal(twin.weight.float(), exact * 3)
         layer.load_state_dict({"weight": exact, "bias": torch.ones(30)})
         assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, seen(exact, kept))

@@ -81,6 +81,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool run() override;
   bool keep_alive(std::unique_ptr<StorageSegment>& segment) override;
   bool can_wait() const override;
+  void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const override;
   Access access_to(const StorageSegment& segment) const override;
 
   bool empty() const { return instructions_.empty(); }
@@ -270,6 +271,12 @@ bool Program::can_wait() const {
   return !running_ && !begun() && std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
     return slot.access == Access::read || slot.temporary;
   });
+}
+
+void Program::for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const {
+  for (const Slot& slot : slots_) {
+    if (slot.segment && !slot.segment->is_unallocated()) visit(*slot.segment);
+  }
 }
 
 Access Program::access_to(const StorageSegment& segment) const {

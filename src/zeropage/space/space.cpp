@@ -526,7 +526,13 @@ int ranks_of(const at::Tensor& tensor) {
 
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
-  if (!segment || segment->is_unallocated()) return;
+  if (!segment) return;
+  if (segment->is_unallocated()) {  // what it will be made of
+    std::lock_guard lock(segment->domain()->deferral_mutex);
+    const auto deferred = segment->deferred();
+    if (deferred) deferred->for_each_segment([](StorageSegment& other) { other.cache()->evict(other); });
+    return;
+  }
   segment->cache()->evict(*segment);
   if (segment->is_partitioned()) segment->share_segment().cache()->evict(segment->share_segment());
 }

@@ -95,6 +95,8 @@ class Deferred {
   virtual bool keep_alive(std::unique_ptr<StorageSegment>& segment) = 0;
   /// All that comes of them is temporaries, which are made when an operator asks for them.
   virtual bool can_wait() const = 0;
+  /// Calls `visit` for each segment that has a home and of which they read or write.
+  virtual void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const = 0;
   /// What it will do to the content of `segment`.
   virtual Access access_to(const StorageSegment& segment) const = 0;
 };
