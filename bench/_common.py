@@ -9,7 +9,6 @@ from typing import TypeVar
 from tabulate import tabulate
 from tqdm import tqdm
 
-
 Name = TypeVar("Name")
 
 
