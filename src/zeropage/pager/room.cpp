@@ -108,7 +108,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       const bool more =
           changed_.wait_until(lock, until, [&] { return pins_ < pins || victims_.size() > queued || closed_; });
       if (victims_.size() > queued) give_up_at = {};
-      if (more || until < give_up_at || give_up_at == decltype(give_up_at){}) continue;
+      if (more || until < give_up_at) continue;
     }
     throw Shortage{};
   }

@@ -527,7 +527,10 @@ int ranks_of(const at::Tensor& tensor) {
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
   if (!segment) return;
-  if (segment->is_unallocated()) {  // what it will be made of
+  if (segment->is_unallocated()) {
+    // What it will be made of leaves instead. Not over ranks: which programs are left may differ between them, and
+    // what is gathered must not.
+    if (segment->domain()->partition.ranks) return;
     std::lock_guard lock(segment->domain()->deferral_mutex);
     const auto deferred = segment->deferred();
     if (deferred) deferred->for_each_segment([](StorageSegment& other) { other.cache()->evict(other); });
