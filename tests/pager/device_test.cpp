@@ -191,6 +191,25 @@ TEST_CASE_FIXTURE(DeviceFixture, "zeroed pages reach neither the link nor the di
   CHECK(cache->stats().uploaded_bytes == before.uploaded_bytes);
 }
 
+TEST_CASE_FIXTURE(DeviceFixture, "a page is not zeroed in the host under an upload that reads it") {
+  make_apart(8 * kPage, 8 * kPage);
+  auto tensor = segment(kPage);
+  write_later(*tensor, 1);
+  cache->evict(*tensor);
+  std::byte* frame = nullptr;
+  {
+    PagePin pin = cache->pin_page(*tensor, 0, Access::read);
+    pin.wait();
+    frame = pin.data();
+  }
+  cache->zero(*tensor);
+  device->finish();
+  for (std::size_t i = 0; i < kPage; ++i) wrong += frame[i] != pattern(1, i);  // its memory was not used again
+  check_zeros_later(*tensor);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(DeviceFixture, "small tensors share a page on the device as in the host") {
   make_apart(8 * kPage, 6 * kPage);
   std::vector<std::unique_ptr<TestSegment>> small;

@@ -45,7 +45,7 @@ struct Update {
 struct Arrays {
   Array parameter, gradient, visible;
   Array state[3];
-  Array narrow_gradient;
+  Array narrow_gradient = {};
 };
 
 /// Updates elements [begin, end) and returns how many non-finite values the gradient had before it was scaled. Ranges

@@ -149,14 +149,13 @@ void FrameCache::zero(Segment& segment) {
   }
   Lock lock(mutex_);
   check_usable();
-  const auto busy = [](const Page& page) { return page.frame && page.frame->pins == 0 && page.frame->transfers > 0; };
-  // A transfer must end before its memory is given up; what it brought is of no interest.
-  const auto read_and_pinned = [](const Page& page) { return page.frame && is_reading(*page.frame); };
-  while (true) {
-    wait_until(lock, [&] { return std::none_of(run.pages.begin(), run.pages.end(), busy); });
-    const auto reading = std::find_if(run.pages.begin(), run.pages.end(), read_and_pinned);
-    if (reading == run.pages.end()) break;
-    wait_for_reads(lock, *reading->frame);
+  // A transfer must end before its memory changes hands; what it brings is of no interest.
+  const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
+  for (auto page = std::find_if(run.pages.begin(), run.pages.end(), busy); page != run.pages.end();
+       page = std::find_if(run.pages.begin(), run.pages.end(), busy)) {
+    Frame& frame = *page->frame;
+    wait_for_reads(lock, frame);
+    wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; });
   }
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
@@ -172,6 +171,7 @@ void FrameCache::zero(Segment& segment) {
   if (!run.below) return;
   const Inside inside(*this);
   const Unlocked unlocked(lock);
+  home_->forget(run);  // an upload may still be reading the page below
   lower_->zero(*run.below);
 }
 

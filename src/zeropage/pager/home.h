@@ -49,7 +49,7 @@ class Home {
     (void)wait;
     return false;
   }
-  /// Returns when nothing of the run is under way below: before it dies.
+  /// Returns when nothing reads what the run is below: before it dies, or is replaced there.
   virtual void forget(const Run&) {}
 };
 

@@ -105,18 +105,14 @@ bool LowerCacheHome::tidy(bool wait) {
 }
 
 void LowerCacheHome::forget(const Run& run) {
-  std::deque<UnderWay> over;
-  std::lock_guard lock(mutex_);
-  for (auto upload = uploads_.begin(); upload != uploads_.end();) {
-    if (upload->run != &run) {
-      ++upload;
-      continue;
-    }
-    device_.wait(upload->event);
-    over.push_back(std::move(*upload));
-    upload = uploads_.erase(upload);
+  std::deque<UnderWay> over, others;
+  {
+    std::lock_guard lock(mutex_);
+    for (UnderWay& upload : uploads_) (upload.run == &run ? over : others).push_back(std::move(upload));
+    uploads_.swap(others);
+    std::erase_if(ready_, [&](const auto& entry) { return std::get<0>(entry.first) == &run; });
   }
-  std::erase_if(ready_, [&](const auto& entry) { return std::get<0>(entry.first) == &run; });
+  for (UnderWay& upload : over) device_.wait(upload.event);
 }
 
 }  // namespace zeropage
