@@ -40,7 +40,7 @@ build: system $(PYTHON) ## torch, the package (editable) and its tools into .ven
 cpp-tests: build
 	@folder=$$(ls -dt $(BUILD)/cp*-*/ | head -1)
 	cmake -S . -B $$folder -DZEROPAGE_TESTS=ON > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
-	ninja -C $$folder --quiet core_tests torch_tests
+	ninja -C $$folder --quiet core_tests torch_tests sim
 	cd $$folder && ctest --output-on-failure
 
 test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests

@@ -44,8 +44,11 @@ def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup |
 
 
 def _start(device: str) -> None:
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = (found.type if found else "cpu") if device == "auto" else torch.device(device).type
+    if kind != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
+    # Where a device has no collectives of its own, its tensors pass through the host.
+    own = dist.Backend.default_device_backend_map.get(kind, "gloo")
+    dist.init_process_group("gloo" if own == "gloo" else f"cpu:gloo,{kind}:{own}")
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

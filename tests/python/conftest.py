@@ -1,4 +1,5 @@
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,9 +20,27 @@ def disk(tmp_path_factory, request):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", help="where models live: cpu or cuda")
+    parser.addoption("--device", default="cpu", help="where models live: cpu, cuda, or sim (tests/accelerator)")
+    parser.addoption("--delays", type=int, default=0, help="of sim: seed of random delays of its streams; 0: none")
     parser.addoption("--full", action="store_true", help="over ranks: every model and optimizer at every stage")
     parser.addoption("--memory", default="auto", help="\"separate\": treat the CPU's memory as a GPU's is")
+
+
+def pytest_collection_modifyitems(config, items):
+    if (device := config.getoption("--device")) != "cpu":
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip(reason=f"not for {device}"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cpu: needs memory that the host can touch, or settings of the CPU alone")
+    if config.getoption("--device").startswith("sim"):
+        sys.path.insert(0, str(config.rootpath / "tests" / "accelerator"))
+        import sim  # noqa: F401
+
+        if seed := config.getoption("--delays"):
+            torch.sim.set_delays(seed, 2000)
 
 
 def pytest_generate_tests(metafunc):

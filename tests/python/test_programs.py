@@ -115,7 +115,7 @@ class Program:
 
     def pinned(self):
         i = self.pick()
-        if self.plain[i].dtype != torch.bfloat16:
+        if self.plain[i].dtype != torch.bfloat16 and self.plain[i].is_cpu:
             self.plain[i].numpy().reshape(-1)[0] = 0.25
             with zeropage.pinned(self.paged[i]) as tensor:
                 tensor.numpy().reshape(-1)[0] = 0.25

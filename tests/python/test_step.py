@@ -309,6 +309,7 @@ def test_a_model_that_dies_before_its_step_ran_leaves_nothing(config):
     space.wait()
 
 
+@pytest.mark.cpu
 def test_a_pinned_parameter_is_updated_at_once(layer_pair):
     plain, paged = layer_pair
     for model in (plain, paged):

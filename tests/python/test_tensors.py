@@ -24,10 +24,10 @@ def layer(config):
 @pytest.mark.parametrize(
     "access",
     [
-        lambda t: t.detach().numpy(),
+        pytest.param(lambda t: t.detach().numpy(), marks=pytest.mark.cpu),
         lambda t: t.data_ptr(),
         lambda t: t.untyped_storage().data_ptr(),
-        lambda t: np.asarray(t.detach()),
+        pytest.param(lambda t: np.asarray(t.detach()), marks=pytest.mark.cpu),
         lambda t: t.detach()[3:5].data_ptr(),
         lambda t: torch.utils.dlpack.to_dlpack(t.detach()),
         lambda t: bytes(t.untyped_storage()),
@@ -41,6 +41,7 @@ def test_raw_access_names_the_remedy_wherever_the_data_is(access, evicted, layer
         access(layer.weight)
 
 
+@pytest.mark.cpu
 def test_pinned_data_may_be_read_and_written_raw(layer):
     zeropage.evict(layer)
     expected = layer.weight.sum().item()
@@ -272,6 +273,7 @@ def test_the_report_is_a_table_and_data(layer):
     assert dict(zeropage.report().general_path)["aten::mul_"] >= 1
 
 
+@pytest.mark.cpu
 def test_automatic_tiers_fill_the_device_then_the_host_then_the_disk(disk):
     space = zeropage.init(
         device="cpu", memory="separate", device_memory="4MiB", host_memory="4MiB", disk_path=disk, page_size="64KiB"

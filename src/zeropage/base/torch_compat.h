@@ -2,6 +2,7 @@
 // zeropage reaches into a private member.
 #pragma once
 
+#include <ATen/core/TensorBase.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
@@ -64,6 +65,12 @@ struct KeySetAccess : c10::TensorImpl {
 
 inline void add_key(c10::TensorImpl& tensor, c10::DispatchKey key) {
   tensor.*KeySetAccess::keys = tensor.key_set().add(key);
+}
+
+/// The tensor becomes what `other` is, on its device. set_data() alone knows only some backends for alike.
+inline void become(at::TensorBase& tensor, const at::TensorBase& other) {
+  tensor.unsafeGetTensorImpl()->*KeySetAccess::keys = other.key_set();
+  tensor.set_data(other);
 }
 
 }  // namespace zeropage::compat

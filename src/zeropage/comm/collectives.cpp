@@ -45,13 +45,52 @@ auto all_to_all_flat(c10d::ProcessGroup& group, at::Tensor out, at::Tensor in) {
 }
 #pragma GCC diagnostic pop
 
+bool has_backend(c10d::ProcessGroup& group, c10::DeviceType device) {
+  try {
+    return group.getBackend(device) != nullptr;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 }  // namespace
+
+/// What a collective works on: the caller's tensors, or, where the group has no backend for their device, as Gloo has
+/// none, copies in the host.
+class Collectives::Staging {
+ public:
+  explicit Staging(bool is_needed) : is_needed_(is_needed) {}
+
+  at::Tensor in(const at::Tensor& tensor) const { return is_needed_ ? tensor.cpu() : tensor; }
+  at::Tensor out(const at::Tensor& tensor) {
+    return is_needed_ ? returned(tensor, at::empty(tensor.sizes(), tensor.options().device(c10::kCPU))) : tensor;
+  }
+  at::Tensor in_out(const at::Tensor& tensor) { return is_needed_ ? returned(tensor, tensor.cpu()) : tensor; }
+  void copy_back() {
+    for (const auto& [tensor, copy] : results_) tensor.copy_(copy);
+    results_.clear();
+  }
+
+ private:
+  at::Tensor returned(const at::Tensor& tensor, const at::Tensor& copy) {
+    results_.emplace_back(tensor, copy);
+    return copy;
+  }
+
+  bool is_needed_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> results_;
+};
 
 /// A collective of c10d and the tensors it works on.
 class Collectives::Pending : public Work {
  public:
-  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept, std::string during)
-      : owner_(owner), work_(std::move(work)), kept_(std::move(kept)), during_(std::move(during)) {}
+  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept, Staging staging,
+          std::string during)
+      : owner_(owner),
+        work_(std::move(work)),
+        kept_(std::move(kept)),
+        staging_(std::move(staging)),
+        during_(std::move(during)) {}
 
   /// Blocks until no transfer uses the tensors, and discards how it ended.
   ~Pending() override {
@@ -71,12 +110,18 @@ class Collectives::Pending : public Work {
       failure_ = owner_.failure(during_, error);
       std::rethrow_exception(failure_);
     }
+    NoPagingGuard no_paging;
+    take_result();
+    staging_.copy_back();
   }
 
  protected:
+  virtual void take_result() {}
+
   Collectives& owner_;
   c10::intrusive_ptr<c10d::Work> work_;
   std::vector<at::Tensor> kept_;
+  Staging staging_;
   std::string during_;
   std::exception_ptr failure_;  // which every later wait() throws again
 };
@@ -87,14 +132,12 @@ class Collectives::Summing final : public Pending {
  public:
   using Pending::Pending;
 
-  void wait() override {
-    if (kept_.empty()) return;
-    Pending::wait();
-    NoPagingGuard no_paging;
+ private:
+  void take_result() override {
     at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
     parts.size(0) == 1 ? out.copy_(parts[0]) : at::add_out(out, parts[0], parts[1]);
     for (std::int64_t i = 2; i < parts.size(0); ++i) out.add_(parts[i]);
-    kept_.clear();
+    kept_.clear();  // memory
   }
 };
 
@@ -106,11 +149,8 @@ Collectives::Collectives(const Group& group, c10::Device device, CheckRanks chec
       device_(device),
       control_device_(device),
       check_(check) {
-  try {
-    (void)group->getBackend(c10::kCPU);
-    control_device_ = c10::kCPU;
-  } catch (const std::exception&) {  // NCCL alone: small tensors go through the device
-  }
+  if (has_backend(*group, c10::kCPU)) control_device_ = c10::kCPU;  // else NCCL alone: small ones go there too
+  is_staged_ = !device.is_cpu() && control_device_.is_cpu() && !has_backend(*group, device.type());
 }
 
 Collectives::Group Collectives::group() const {
@@ -121,14 +161,14 @@ Collectives::Group Collectives::group() const {
 }
 
 template <class Kind, class Start>
-std::unique_ptr<Ranks::Work> Collectives::start(Start&& start, std::vector<at::Tensor> kept) {
+std::unique_ptr<Ranks::Work> Collectives::start(Start&& start, std::vector<at::Tensor> kept, Staging staging) {
   std::string during;
   {
     std::lock_guard lock(mutex_);
     during = last_;
   }
   try {
-    return std::make_unique<Kind>(*this, start(), std::move(kept), during);
+    return std::make_unique<Kind>(*this, start(), std::move(kept), std::move(staging), during);
   } catch (const std::exception& error) {
     std::rethrow_exception(failure(during, error));
   }
@@ -165,7 +205,7 @@ at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   mine = mine.to(control_device_);
   at::Tensor all = at::empty({size() * kWords}, mine.options());
   traffic_.control += mine.nbytes() * (size() - 1);
-  start<Pending>([&] { return gather_flat(*group(), all, mine); }, {all, mine})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, mine); }, {all, mine}, Staging(false))->wait();
   return all.view({size(), kWords}).cpu();
 }
 
@@ -177,7 +217,7 @@ std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_
   text = text.to(control_device_);
   at::Tensor all = at::empty({size() * text.numel()}, text.options());
   traffic_.control += bytes * (size() - 1);
-  start<Pending>([&] { return gather_flat(*group(), all, text); }, {all, text})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, text); }, {all, text}, Staging(false))->wait();
   all = all.cpu();
   std::vector<std::string> texts;
   for (int i = 0; i < size(); ++i) {
@@ -253,32 +293,40 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
   enter("all-gather", subject, part_bytes);
   traffic_.gathered += part_bytes * (size() - 1);
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
-  return start<Pending>([&] { return gather_flat(*group(), whole, mine); }, {whole, mine});
+  Staging staging(is_staged_);
+  const at::Tensor out = staging.out(whole), in = staging.in(mine);
+  return start<Pending>([&] { return gather_flat(*group(), out, in); }, {out, in}, std::move(staging));
 }
 
 std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject) {
   NoPagingGuard no_paging;
   enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
-  if (!device_.is_cpu()) return start<Pending>([&] { return scatter_flat(*group(), out, in); }, {out, in});
+  if (!device_.is_cpu() && !is_staged_) {
+    return start<Pending>([&] { return scatter_flat(*group(), out, in); }, {out, in}, Staging(false));
+  }
+  Staging staging(is_staged_);
+  in = staging.in(in), out = staging.out(out);
   at::Tensor parts = at::empty_like(in);
-  return start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in});
+  return start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in}, std::move(staging));
 }
 
 std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subject& subject) {
   NoPagingGuard no_paging;
   enter("all-reduce", subject, sum.nbytes());
   traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
-  std::vector<at::Tensor> tensors{sum};
-  return start<Pending>([&] { return group()->allreduce(tensors); }, tensors);
+  Staging staging(is_staged_);
+  std::vector<at::Tensor> tensors{staging.in_out(sum)};
+  return start<Pending>([&] { return group()->allreduce(tensors); }, tensors, std::move(staging));
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   NoPagingGuard no_paging;
   enter("broadcast", subject, tensor.nbytes());
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
-  std::vector<at::Tensor> tensors{tensor};
-  start<Pending>([&] { return group()->broadcast(tensors); }, tensors)->wait();
+  Staging staging(is_staged_);
+  std::vector<at::Tensor> tensors{staging.in_out(tensor)};
+  start<Pending>([&] { return group()->broadcast(tensors); }, tensors, std::move(staging))->wait();
 }
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
@@ -287,7 +335,7 @@ at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& 
   traffic_.control += mine.nbytes() * (size() - 1);
   at::Tensor part = mine.contiguous().view({-1}).to(control_device_);
   at::Tensor all = at::empty({size() * part.numel()}, part.options());
-  start<Pending>([&] { return gather_flat(*group(), all, part); }, {all, part})->wait();
+  start<Pending>([&] { return gather_flat(*group(), all, part); }, {all, part}, Staging(false))->wait();
   return all.view({size(), part.numel()}).to(mine.device());
 }
 

@@ -76,6 +76,7 @@ class Collectives final : public Ranks {
   Traffic traffic() const;
 
  private:
+  class Staging;
   class Pending;
   class Summing;
   void enter(std::string_view kind, const Subject& subject, std::size_t bytes);
@@ -83,7 +84,7 @@ class Collectives final : public Ranks {
   at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
   template <class Kind, class Start>
-  std::unique_ptr<Work> start(Start&& start, std::vector<at::Tensor> kept);
+  std::unique_ptr<Work> start(Start&& start, std::vector<at::Tensor> kept, Staging staging);
   std::exception_ptr failure(const std::string& during, const std::exception& error);
   std::vector<std::string> gather_padded(std::string mine, std::size_t bytes);
   std::string where_all_are();
@@ -94,6 +95,7 @@ class Collectives final : public Ranks {
   int size_, rank_;
   c10::Device device_;
   c10::Device control_device_;  // of small tensors: the CPU where the group has a backend for it
+  bool is_staged_ = false;      // the group has none for the device: all pass through the host
   CheckRanks check_;
   mutable std::mutex mutex_;
   std::uint64_t history_ = 0;

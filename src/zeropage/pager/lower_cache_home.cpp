@@ -9,13 +9,23 @@ LowerCacheHome::~LowerCacheHome() {
   for (UnderWay& download : downloads_) device_.wait(download.event);
 }
 
-bool LowerCacheHome::is_ready(const Run& run, std::size_t page, Access access) {
-  PagePin pin = lower_.try_pin_page(*run.below, page, access);
-  if (!pin) {
-    const PinRequest request{run.below.get(), access};
-    if (access == Access::read) lower_.announce({&request, 1});
-    return false;
+/// To the plan below, what the cache above asks for page by page is one use, as long as it goes on to later pages.
+void LowerCacheHome::follow(const Run& run, std::size_t page, Access access) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto [at, is_new] = passes_.try_emplace({&run, access}, page);
+    const bool goes_on = !is_new && page >= at->second;
+    at->second = page;
+    if (goes_on) return;
   }
+  const PinRequest request{run.below.get(), access};
+  lower_.announce({&request, 1});
+}
+
+bool LowerCacheHome::is_ready(const Run& run, std::size_t page, Access access) {
+  follow(run, page, access);
+  PagePin pin = lower_.try_pin_page(*run.below, page, access);
+  if (!pin) return false;
   std::lock_guard lock(mutex_);
   ready_.insert_or_assign({&run, page, access}, std::move(pin));
   return true;
@@ -35,8 +45,7 @@ PagePin LowerCacheHome::pin(const Run& run, std::size_t page, Access access, Pri
       return pin;
     }
   }
-  const PinRequest request{run.below.get(), access};
-  lower_.announce({&request, 1});
+  follow(run, page, access);
   while (true) {
     try {
       if (priority == Priority::demanded) return lower_.pin_page(*run.below, page, access);
@@ -111,6 +120,7 @@ void LowerCacheHome::forget(const Run& run) {
     for (UnderWay& upload : uploads_) (upload.run == &run ? over : others).push_back(std::move(upload));
     uploads_.swap(others);
     std::erase_if(ready_, [&](const auto& entry) { return std::get<0>(entry.first) == &run; });
+    for (const Access access : {Access::read, Access::overwrite}) passes_.erase({&run, access});
   }
   for (UnderWay& upload : over) device_.wait(upload.event);
 }

@@ -39,6 +39,7 @@ class LowerCacheHome final : public Home {
   using Key = std::tuple<const Run*, std::size_t, Access>;
 
   PagePin pin(const Run& run, std::size_t page, Access access, Priority priority);
+  void follow(const Run& run, std::size_t page, Access access);
   bool is_ready(const Run& run, std::size_t page, Access access);
 
   FrameCache& lower_;
@@ -46,6 +47,7 @@ class LowerCacheHome final : public Home {
   std::mutex mutex_;                          // never held while waiting
   std::deque<UnderWay> uploads_, downloads_;  // oldest first
   std::map<Key, PagePin> ready_;              // pages that were found ready, until their transfers start
+  std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the page that each has come to
 };
 
 }  // namespace zeropage

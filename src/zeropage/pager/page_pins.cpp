@@ -97,6 +97,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
   if (page.frame && !absent && page.state != Residency::reading) {
+    note_progress(run, index);
     add_pin(*page.frame);
     return take_pin(*page.frame, segment, index, access);
   }
@@ -104,6 +105,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
   Frame* const frame = try_make_frame(lock, run, index, 1, now_);
   if (!frame) return {};
+  note_progress(run, index);
   page.frame = frame;
   frame->claimer = std::this_thread::get_id();
   if (access != Access::overwrite) bring_claimed(lock, run, index);

@@ -29,7 +29,7 @@ struct Request {
       if (name == "layout") plain = plain && value.toLayout() == c10::kStrided;
       if (name == "pin_memory") plain = plain && !value.toBool();
     }
-    if (device.is_cuda() && !device.has_index()) device.set_index(default_device.index());
+    if (device.type() == default_device.type() && !device.has_index()) device = default_device;
   }
 };
 

@@ -46,7 +46,7 @@ bool chunkings_agree(std::size_t elements) {
 
 /// A tensor of the same shape with no storage to keep alive.
 at::Tensor shape_of(const at::Tensor& tensor) {
-  const auto backend = tensor.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  const auto backend = c10::computeDispatchKey(std::nullopt, std::nullopt, tensor.device());
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
                                                        c10::DataPtr(nullptr, tensor.device()), nullptr, false);
   auto shape = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),

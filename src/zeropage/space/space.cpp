@@ -1,6 +1,7 @@
 #include "zeropage/space/space.h"
 
 #include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
@@ -36,8 +37,14 @@ std::size_t ranks_here() {
 /// What this process may take of the machine's memory.
 std::size_t free_memory(bool over_ranks) { return available_memory() / (over_ranks ? ranks_here() : 1); }
 
+/// What torch computes on beside the CPU, if it has memory of its own.
+std::optional<c10::DeviceType> accelerator() {
+  const auto type = at::getAccelerator();
+  return type == c10::kMPS ? std::nullopt : type;
+}
+
 c10::Device device_of(const Config& config) {
-  c10::Device device(at::hasCUDA() ? c10::kCUDA : c10::kCPU);
+  c10::Device device(accelerator().value_or(c10::kCPU));
   if (config.device != "auto") {
     try {
       device = c10::Device(config.device);
@@ -47,17 +54,19 @@ c10::Device device_of(const Config& config) {
     }
   }
   if (device.is_cpu()) return c10::kCPU;
-  if (!device.is_cuda()) {
+  const bool is_there = device.type() == accelerator();
+  const std::string kind = c10::DeviceTypeName(accelerator().value_or(c10::kCUDA), /*lower_case=*/true);
+  if (!is_there && !device.is_cuda()) {
     throw SettingError(
-        fmt::format("device = \"{}\" is not served; set device to \"cpu\" or \"cuda\"", config.device));
+        fmt::format("device = \"{}\" is not served; set device to \"cpu\" or \"{}\"", config.device, kind));
   }
-  const auto count = at::hasCUDA() ? c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount() : 0;
+  const auto count = is_there ? c10::impl::VirtualGuardImpl(device.type()).deviceCount() : 0;
   if (count <= std::max<int>(device.index(), 0)) {
-    throw SettingError(fmt::format("device = \"{}\" is not there: torch sees {} CUDA devices; set device=\"cpu\"",
-                                   config.device, static_cast<int>(count)));
+    throw SettingError(fmt::format("device = \"{}\" is not there: torch sees {} {} devices; set device=\"cpu\"",
+                                   config.device, static_cast<int>(count), c10::DeviceTypeName(device.type())));
   }
-  at::globalContext().lazyInitDevice(c10::kCUDA);
-  return device.has_index() ? device : c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice();
+  at::globalContext().lazyInitDevice(device.type());
+  return device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
 }
 
 bool has_separate_memory(const Config& config, c10::Device device) {
@@ -410,10 +419,10 @@ bool Space::page(at::Tensor& tensor, Role role) {
     if (domain_->pages(tensor.nbytes())) {
       const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
       at::Tensor own = make_paged(domain_, like.sizes(), like.strides(), tensor.dtype(), role);
-      tensor.set_data(own.copy_(tensor));
+      compat::become(tensor, own.copy_(tensor));
       paged = true;
     } else if (tensor.device() != domain_->device) {
-      tensor.set_data(tensor.to(domain_->device));
+      compat::become(tensor, tensor.to(domain_->device));
     }
   }
   if (paged && tensor.grad().defined()) page(tensor.mutable_grad(), Role::gradient);

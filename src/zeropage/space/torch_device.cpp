@@ -27,16 +27,22 @@ struct Ordinary {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
-/// cudaHostRegister and its counterpart, from the runtime that torch has loaded, if it has.
+/// cudaHostRegister and its counterpart, from the runtime that torch has loaded, if it has; of another backend of
+/// torch, functions that are called as these are, with its name for "cuda".
 struct HostRegistration {
   int (*add)(void*, std::size_t, unsigned) = nullptr;
   int (*remove)(void*) = nullptr;
   int (*last_error)() = nullptr;  // reading it also clears it, so that torch does not take ours for its own
 
-  HostRegistration()
-      : add(reinterpret_cast<decltype(add)>(::dlsym(RTLD_DEFAULT, "cudaHostRegister"))),
-        remove(reinterpret_cast<decltype(remove)>(::dlsym(RTLD_DEFAULT, "cudaHostUnregister"))),
-        last_error(reinterpret_cast<decltype(last_error)>(::dlsym(RTLD_DEFAULT, "cudaGetLastError"))) {}
+  explicit HostRegistration(const std::string& backend) {
+    find(backend + "HostRegister", add);
+    find(backend + "HostUnregister", remove);
+    find(backend + "GetLastError", last_error);
+  }
+  template <class Function>
+  static void find(const std::string& name, Function*& function) {
+    function = reinterpret_cast<Function*>(::dlsym(RTLD_DEFAULT, name.c_str()));
+  }
   explicit operator bool() const { return add && remove && last_error; }
 };
 
@@ -110,7 +116,7 @@ class TorchDevice final : public DeviceMemory {
   }
 
   std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
-    static const HostRegistration registration;
+    static const HostRegistration registration(c10::DeviceTypeName(device_.type(), /*lower_case=*/true));
     if (!registration) return nullptr;
     c10::DeviceGuard here(device_);
     if (registration.add(memory.data(), memory.size(), /*flags=*/0) != 0) {

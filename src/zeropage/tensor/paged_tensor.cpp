@@ -130,7 +130,7 @@ namespace {
 
 at::Tensor tensor_over(const Domain& domain, c10::intrusive_ptr<c10::StorageImpl> storage, c10::IntArrayRef sizes,
                        c10::IntArrayRef strides, caffe2::TypeMeta dtype) {
-  const auto backend = domain.device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  const auto backend = c10::computeDispatchKey(std::nullopt, std::nullopt, domain.device);
   auto tensor =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(backend), dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);

@@ -1,0 +1,109 @@
+// A device of our own, "sim", for machines without a GPU: its memory cannot be touched by the host, its streams run
+// later than they are asked to, and its link is as slow as it is told to be. A program that forgets to wait for an
+// event, or reads device memory with a pointer, fails here as it would on a GPU.
+//
+// [Note: two mappings] Device memory is mapped twice. At the addresses that tensors hold nothing is accessible, so a
+// host access faults, always. The streams' threads reach the same bytes at `shadow()`.
+//
+// Operators are the CPU's kernels on shadows, run on the stream's thread (operators.cpp). Those whose results have a
+// size or a value that the host must know, and random ones, wait for the stream and run at once.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+
+namespace sim {
+
+inline constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
+inline const c10::Device kDevice(kType, 0);
+
+// --- streams.cpp ---
+
+/// Work in the order in which it was asked for, on a thread of its own.
+class Queue {
+ public:
+  explicit Queue(c10::StreamId id) : id_(id), random_(static_cast<std::uint64_t>(id)) {}
+
+  c10::StreamId id() const { return id_; }
+  /// Returns the position behind `work`.
+  std::uint64_t push(std::function<void()> work);
+  std::uint64_t asked();
+  bool done(std::uint64_t position) { return ran_ >= position; }
+  void wait(std::uint64_t position);
+  void seed(std::uint64_t seed);
+
+ private:
+  void work();
+  void delay();
+
+  const c10::StreamId id_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> items_;
+  std::uint64_t asked_ = 0;
+  std::atomic<std::uint64_t> ran_ = 0;
+  bool started_ = false;
+  std::mt19937_64 random_;
+};
+
+struct Event {
+  Queue* queue = nullptr;
+  std::uint64_t position = 0;
+  std::chrono::steady_clock::time_point when{};  // on the host's clock, as soon as it has passed
+};
+
+Queue& queue_of(const c10::Stream& stream);
+c10::Stream current_stream();
+c10::Stream set_current_stream(const c10::Stream& stream);
+c10::Stream stream_from_pool();
+inline Queue& current_queue() { return queue_of(current_stream()); }
+/// Returns when all streams have run dry; throws what an operator threw on the device meanwhile.
+void synchronize();
+void throw_failure();
+void note_failure(const std::string& what);
+
+/// What runs is delayed at random by up to this many microseconds, with this seed. 0: not delayed.
+void set_delays(std::uint64_t seed, std::int64_t microseconds);
+/// Bytes a second, in each direction. 0: as fast as memory is.
+void set_link(double bytes_per_second);
+
+enum class Way { upload, download };
+/// Takes the time that `bytes` need on the link, on the thread of a stream.
+void cross_link(Way way, std::size_t bytes);
+
+struct Statistics {
+  std::atomic<std::uint64_t> uploaded_bytes, downloaded_bytes, copies_in_place_of_dma;
+  std::atomic<double> link_seconds, waited_seconds;  // waited: by streams, for events of others
+  std::atomic<std::uint64_t> operators, synchronous_operators;
+};
+Statistics& statistics();
+
+// --- memory.cpp ---
+
+/// Where the streams' threads see device memory. Null stays null.
+void* shadow(const void* device_memory);
+c10::Allocator* device_allocator();
+void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
+/// Memory that transfers may reach while the host goes on.
+bool is_pinned(const void* host_memory);
+c10::Allocator* pinned_allocator();
+
+// --- generator.cpp ---
+
+const at::Generator& default_generator();
+at::Generator new_generator();
+/// The CPU's generator that draws for one of the device; of none, for the device's own.
+at::Generator drawing(const at::Generator& generator);
+
+}  // namespace sim
