@@ -100,6 +100,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return new_generator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
+    TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
     const std::size_t kept = std::min(storage.nbytes(), bytes);
     c10::DataPtr data = device_allocator()->allocate(bytes);
     if (kept) device_allocator()->copy_data(data.get(), storage.data(), kept);

@@ -73,6 +73,9 @@ void synchronize();
 void throw_failure();
 void note_failure(const std::string& what);
 
+/// In a forked child, which has none of the threads.
+bool is_forked();
+
 /// What runs is delayed at random by up to this many microseconds, with this seed. 0: not delayed.
 void set_delays(std::uint64_t seed, std::int64_t microseconds);
 /// Bytes a second, in each direction. 0: as fast as memory is.

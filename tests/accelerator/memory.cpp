@@ -83,6 +83,7 @@ class Memory {
   }
 
   void free(void* pointer) {
+    if (is_forked()) return;
     std::lock_guard lock(mutex_);
     const std::size_t at = static_cast<char*>(pointer) - base_;
     const auto found = blocks_.find(at);

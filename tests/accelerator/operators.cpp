@@ -330,9 +330,11 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size,
                          std::optional<at::MemoryFormat> format) {
   auto* const impl = tensor.unsafeGetTensorImpl();
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  impl->set_sizes_contiguous(sizes);
   const auto bytes = at::detail::computeStorageNbytesContiguous(sizes, tensor.itemsize(), tensor.storage_offset());
-  if (bytes > tensor.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
+  if (bytes > tensor.storage().nbytes()) {
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
+  }
+  impl->set_sizes_contiguous(sizes);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   return tensor;
 }

@@ -110,6 +110,8 @@ void Queue::delay() {
   if (drawn % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds((drawn >> 8) % (most + 1)));
 }
 
+bool is_forked() { return forked; }
+
 Queue& queue_of(const c10::Stream& stream) { return *queues().at(stream.id()); }
 c10::Stream current_stream() { return c10::Stream(c10::Stream::UNSAFE, kDevice, current); }
 c10::Stream set_current_stream(const c10::Stream& stream) {

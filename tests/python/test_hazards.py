@@ -98,6 +98,7 @@ def test_a_gradient_that_is_known_to_be_zero_is_one_of_zeros(page):
     assert zeropage.is_paged(p.grad)
 
 
+@pytest.mark.cpu  # PyTorch makes these there
 def test_operands_that_pytorch_knows_to_be_zero_have_no_memory_and_are_added(page):
     zero = torch._efficientzerotensor((5, 5))
     assert torch.equal(page(torch.ones(5, 5)).add_(zero), torch.ones(5, 5))
@@ -229,6 +230,7 @@ def library():
     torch.ops.zeropage_test.__dict__.pop("f", None)
 
 
+@pytest.mark.cpu  # sim's operators run on other tensors, whose versions nobody sees
 def test_a_write_that_an_operator_does_not_declare_is_kept(page, library):
     library("f(Tensor x, Tensor y) -> Tensor", lambda x, y: x.add_(y).sum())
     x, y = page(torch.zeros(20, 20)), page(torch.ones(20, 20))
