@@ -39,6 +39,7 @@ def pytest_configure(config):
         sys.path.insert(0, str(config.rootpath / "tests" / "accelerator"))
         import sim  # noqa: F401
 
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"  # Accelerate looks for devices that it knows
         if seed := config.getoption("--delays"):
             torch.sim.set_delays(seed, 2000)
 

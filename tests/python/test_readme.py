@@ -5,6 +5,8 @@ import io
 import pathlib
 import re
 
+import pytest
+
 
 def run_example():
     readme = (pathlib.Path(__file__).parent.parent.parent / "README.md").read_text()
@@ -16,6 +18,7 @@ def run_example():
     assert len(steps) == 20 and float(steps[-1][1]) < float(steps[0][1])
 
 
+@pytest.mark.cpu  # tests for other devices make them the default, and the example's data come from NumPy
 def test_the_example_runs_and_learns():
     run_example()
 
