@@ -1,9 +1,9 @@
 import os
-import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import devices
 import pytest
 import torch
 
@@ -35,13 +35,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu: needs memory that the host can touch, or settings of the CPU alone")
-    if config.getoption("--device").startswith("sim"):
-        sys.path.insert(0, str(config.rootpath / "tests" / "accelerator"))
-        import sim  # noqa: F401
-
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"  # Accelerate looks for devices that it knows
-        if seed := config.getoption("--delays"):
-            torch.sim.set_delays(seed, 2000)
+    devices.choose(config.getoption("--device"), config.getoption("--delays"))
+    devices.use(devices.NAME, devices.SEED)
 
 
 def pytest_generate_tests(metafunc):

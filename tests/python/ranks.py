@@ -8,6 +8,7 @@ import socket
 import tempfile
 import traceback
 
+import devices
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ def _serve(rank, size, port, timeout, pipe):
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    devices.use(devices.NAME, devices.SEED and devices.SEED + rank)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
     while True:
         try:
@@ -95,7 +97,7 @@ def space(tier="disk", **settings):
     with tempfile.TemporaryDirectory(dir="build", prefix="swap-") as path:
         roles = dict.fromkeys(["parameters", "gradients", "optimizer"], tier)
         small = {
-            "device": "cpu",
+            "device": devices.NAME,
             "device_memory": "6MB",
             "host_memory": "4MB",
             "resident_below": 1,

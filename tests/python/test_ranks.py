@@ -38,7 +38,7 @@ def train(build, loss_of, scope, mine, of, optimizer=adamw, steps=3, clip=True):
 
 
 def mean_over_ranks(history):
-    values = torch.tensor(history, dtype=torch.float64)
+    values = torch.tensor(history, dtype=torch.float64, device="cpu")
     losses = values[:, 0].contiguous()
     dist.all_reduce(losses)
     return [
