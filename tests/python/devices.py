@@ -1,0 +1,30 @@
+"""The device that tests run on: chosen by pytest --device, and known to the processes that tests start."""
+
+import os
+import pathlib
+import sys
+
+import torch
+
+NAME = os.environ.get("ZEROPAGE_TEST_DEVICE", "cpu")
+SEED = int(os.environ.get("ZEROPAGE_TEST_DELAYS", "0"))  # of random delays of the simulated device; 0: none
+LONGEST_DELAY = 2000  # microseconds
+
+
+def choose(name: str, seed: int) -> None:
+    """For this process and those it starts."""
+    global NAME, SEED
+    os.environ["ZEROPAGE_TEST_DEVICE"], os.environ["ZEROPAGE_TEST_DELAYS"] = name, str(seed)
+    NAME, SEED = name, seed
+    if name.startswith("sim"):
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"  # Accelerate looks for devices that it knows
+
+
+def use(name: str, seed: int) -> None:
+    if name.startswith("sim"):
+        sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "accelerator"))
+        import sim  # noqa: F401
+
+        torch.sim.set_delays(seed, LONGEST_DELAY if seed else 0)
+    if name != "cpu":
+        torch.set_default_device(name)
