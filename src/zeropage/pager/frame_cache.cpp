@@ -27,8 +27,7 @@ Arena::SlabHook FrameCache::register_slab(const CacheOptions& options) {
 }
 
 FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
-    : generation_(process_generation()),
-      page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
+    : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
       device_limit_(options.device_bytes),
       host_limit_(options.device ? 0 : options.host_bytes),
       memory_(device_limit_ + host_limit_, options.device,
@@ -53,19 +52,18 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
 
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
                        std::shared_ptr<DeviceMemory> device)
-    : generation_(process_generation()),
-      page_bytes_(local->page_bytes_),
+    : page_bytes_(local->page_bytes_),
       device_limit_(bytes),
       host_limit_(0),
       memory_(bytes, device, {}),
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
-      home_(std::make_unique<ShardedHome>(*this, *lower_, ranks_, device.get())) {
+      home_(std::make_unique<ShardedHome>(monitor_, *lower_, ranks_, device.get())) {
   lower_->serves_upper_ = true;
 }
 
 FrameCache::~FrameCache() {
-  if (generation_ != process_generation()) {
+  if (monitor_.in_forked_child()) {
     // A forked child: the ring, its buffers and the disk are the parent's. Leave every copy as it is.
     new auto(std::move(runs_));
     memory_.abandon();
@@ -77,12 +75,11 @@ FrameCache::~FrameCache() {
 }
 
 void FrameCache::close() {
-  if (generation_ != process_generation()) return;
+  if (monitor_.in_forked_child()) return;
   {
-    Lock lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    changed_.notify_all();
+    Lock lock(monitor_.mutex());
+    if (monitor_.closed()) return;
+    monitor_.close();
   }
   if (lower_) {
     std::lock_guard lock(lower_->progress_mutex_);
@@ -94,7 +91,7 @@ void FrameCache::close() {
   }
   if (io_) io_->wait_all();
   {
-    Lock lock(mutex_);
+    Lock lock(monitor_.mutex());
     drained_ = true;
     finish_close();
   }
@@ -112,7 +109,7 @@ void FrameCache::finish_close() noexcept {
     memory_.drop(frame);
   }
   for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
-  if (pins_ > 0 || inside_ > 0) return;
+  if (pins_ > 0 || monitor_.inside() > 0) return;
   for (auto& [_, run] : runs_) {
     run->extent = {};
     if (run->below) {
@@ -126,16 +123,6 @@ void FrameCache::finish_close() noexcept {
   memory_.close();
 }
 
-void FrameCache::check_usable() const {
-  if (generation_ != process_generation()) {
-    throw AccessError(
-        "this tensor is paged by the parent process and cannot be used in a forked child; use the spawn "
-        "start method, or pass the child a copy made with zeropage.pinned(tensor)");
-  }
-  if (closed_)
-    throw AccessError("this tensor's space was closed and its data is gone; close a space after its last use");
-}
-
 void FrameCache::zero(Segment& segment) {
   check_usable();
   Run& run = *segment.run_;
@@ -147,7 +134,7 @@ void FrameCache::zero(Segment& segment) {
     }
     return;
   }
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   // A transfer must end before its memory changes hands; what it brings is of no interest.
   const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
@@ -169,7 +156,7 @@ void FrameCache::zero(Segment& segment) {
     }
   }
   if (!run.below) return;
-  const Inside inside(*this);
+  const Inside inside(monitor_);
   const Unlocked unlocked(lock);
   home_->forget(run);  // an upload may still be reading the page below
   lower_->zero(*run.below);
@@ -206,20 +193,20 @@ void FrameCache::give_up_frames(Lock& lock, Run& run) {
 
 void FrameCache::evict(Segment& segment) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   Run& run = *segment.run_;
   if (!run.home) return;
   give_up_frames(lock, run);
   if (!run.below) return;
-  const Inside inside(*this);
+  const Inside inside(monitor_);
   const Unlocked unlocked(lock);
   lower_->evict(*run.below);
 }
 
 void FrameCache::store(Segment& segment) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   Run& run = *segment.run_;
   const bool dirty = std::any_of(run.pages.begin(), run.pages.end(), [](const Page& page) {
@@ -230,7 +217,7 @@ void FrameCache::store(Segment& segment) {
 
 void FrameCache::share_changes(Segment& segment) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   Run& run = *segment.run_;
   const auto refuse_if_pinned = [&] {
@@ -253,14 +240,14 @@ void FrameCache::share_changes(Segment& segment) {
 }
 
 bool FrameCache::resident(const Segment& segment) const {
-  Lock lock(mutex_);
-  if (closed_ || !segment.run_) return false;
+  Lock lock(monitor_.mutex());
+  if (monitor_.closed() || !segment.run_) return false;
   return std::any_of(segment.run_->pages.begin(), segment.run_->pages.end(), [](const Page& p) { return p.frame; });
 }
 
 void FrameCache::wait() {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   if (ranks_) return;
   wait_until(lock, [&] { return reading_bytes_ == 0 && writing_bytes_ == 0; });
@@ -272,7 +259,7 @@ void FrameCache::wait() {
 CacheStats FrameCache::stats() const {
   const bool separate = lower_ && !ranks_;
   CacheStats sum = separate ? lower_->stats() : CacheStats{};
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
       sum.home_bytes[role][tier] += stats_.home_bytes[role][tier];
@@ -284,7 +271,7 @@ CacheStats FrameCache::stats() const {
   sum.faults = stats_.faults;  // of operators: the pages of the host that they met are behind them
   sum.evictions += stats_.evictions;
   sum.surprises = plan_.surprises();
-  sum.waited_seconds += separate ? 0 : stats_.waited_seconds;
+  sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
   return sum;
 }
 
@@ -297,7 +284,7 @@ std::size_t FrameCache::device_bytes() const {
 
 FrameCache::Usage FrameCache::usage(Pool pool) const {
   if (pool == Pool::host && lower_ && !ranks_) return lower_->usage(pool);
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   const std::size_t total = memory_.budget().used(), device = device_bytes();
   if (pool == Pool::device) return {"device_memory", device, device_peak_, device_limit_};
   return {"host_memory", total - device, host_peak_, host_limit_};
@@ -313,7 +300,7 @@ std::string_view FrameCache::io_name() const { return lower_ ? lower_->io_name()
 
 std::size_t FrameCache::swap_bytes() const {
   if (lower_) return lower_->swap_bytes();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   return swap_ ? swap_->size() : 0;
 }
 

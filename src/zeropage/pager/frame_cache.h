@@ -3,8 +3,8 @@
 // operators.
 //
 // Contract: a budget is never exceeded. Every transfer's result is checked. An operation that throws has changed no
-// page's content. One lock guards all; it is never held while waiting: a thread that must wait sleeps on `changed_`
-// and looks again. After close(), and in a forked child, every call that needs the bytes throws AccessError.
+// page's content. One lock guards all; it is never held while waiting
+// (monitor.h). After close(), and in a forked child, every call that needs the bytes throws AccessError.
 //
 // [Note: one memory] Where operators run on the CPU, frames and the cache of disk pages lie in one arena of
 // device_memory + host_memory bytes. What operators hold at once, and homes of tier device, never exceed
@@ -23,8 +23,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -34,12 +32,12 @@
 #include <unordered_map>
 #include <vector>
 
-#include "zeropage/base/process.h"
 #include "zeropage/base/units.h"
 #include "zeropage/comm/ranks.h"
 #include "zeropage/pager/access_plan.h"
 #include "zeropage/pager/frame_memory.h"
 #include "zeropage/pager/home.h"
+#include "zeropage/pager/monitor.h"
 #include "zeropage/pager/read_ahead.h"
 #include "zeropage/pager/victim_queue.h"
 
@@ -66,11 +64,6 @@ struct CacheStats {
   std::size_t surprises = 0;                             // uses that were not planned
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
-};
-
-struct PinRequest {
-  Segment* segment;
-  Access access;
 };
 
 /// One page held in memory for a rule. Its read may still be under way: wait() before touching data().
@@ -161,7 +154,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void close();  // gives everything back; segments become husks
 
   /// Throws AccessError in a forked child and after close().
-  void check_usable() const;
+  void check_usable() const { monitor_.check_usable(); }
   CacheStats stats() const;
   /// What of a budget is used, at most was, and can be.
   struct Usage {
@@ -180,11 +173,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
  private:
   friend class PagePin;
   friend class ReadAhead;
-  friend class SharesInUse;
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = Monitor::Lock;
   struct Hold;
-  class Unlocked;
-  class Inside;
   using ThreadPins = std::pair<std::uint64_t, std::size_t>;
   struct Shortage {};  // memory cannot be had: told apart from a BudgetError of a home below
 
@@ -264,12 +254,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void give_up_frames(Lock& lock, Run& run);
   std::size_t homes_in(Tier tier) const { return permanent_bytes_[static_cast<int>(tier)]; }
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;  // a page's state, a pin, or memory
-  const std::uint64_t generation_;
-  std::atomic<bool> closed_ = false;  // changed under the lock; read without it too, where a hint will do
-  bool drained_ = false;              // closed, and no transfer is under way
-  int inside_ = 0;                    // threads that are at work here and have given up the lock
+  Monitor monitor_{[this] { finish_close(); }};
+  bool drained_ = false;  // closed, and no transfer is under way
   std::size_t page_bytes_;
   std::size_t device_limit_, host_limit_;
   std::unique_ptr<Io> io_;

@@ -10,7 +10,7 @@ namespace zeropage {
 
 PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   Run& run = *segment.run_;
   Page& page = run.pages[index];
   Frame* held = nullptr;
@@ -68,7 +68,7 @@ void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
     memory_.clear(frame.memory.data(), frame.memory.bytes());
     if (memory_.device()) frame.ready = memory_.device()->record();
     page.state = run.gathered() ? Residency::clean : Residency::dirty;
-    changed_.notify_all();
+    monitor_.changed().notify_all();
   } else if (page.state == Residency::evicted) {
     start_reads(lock, frame, Priority::demanded);
   }
@@ -90,7 +90,7 @@ PagePin FrameCache::take_pin(Frame& frame, Segment& segment, std::size_t index, 
 
 PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access access) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   Run& run = *segment.run_;
   Page& page = run.pages[index];
@@ -111,10 +111,10 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
 }
 
 void FrameCache::let_go_of_page(PagePin& pin) noexcept {
-  if (generation_ != process_generation()) return;
-  Lock lock(mutex_);
+  if (monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
   Frame& frame = *pin.frame_;
-  if (closed_) return drop_pin(frame, pin.thread_);
+  if (monitor_.closed()) return drop_pin(frame, pin.thread_);
   try {
     mark_used(frame);
   } catch (...) {  // as in unpin
@@ -135,7 +135,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
 
 void FrameCache::wait_for_page(PagePin& pin) {
   check_usable();  // before the lock, which a forked child may have found taken
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   Frame& frame = *pin.frame_;
   wait_for_reads(lock, frame);
@@ -147,7 +147,7 @@ void FrameCache::wait_for_page(PagePin& pin) {
   if (pin.access_ == Access::read || frame.permanent) return;
   frame.claimer = {};
   mark(*pin.run_, pin.page_, pin.access_);
-  changed_.notify_all();
+  monitor_.changed().notify_all();
 }
 
 PagePin::~PagePin() {

@@ -52,8 +52,8 @@ void FrameCache::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
   if (--frame.pins > 0) return;
   frame.last_use = now_;
   if (frame.transfers == 0) settle(frame);
-  changed_.notify_all();
-  if (closed_) finish_close();
+  monitor_.changed().notify_all();
+  if (monitor_.closed()) monitor_.left();
 }
 
 /// Of a frame that no pin and no transfer holds any more.
@@ -94,7 +94,7 @@ void FrameCache::record_use(std::span<const PinRequest> requests, bool whole) {
 
 void FrameCache::announce(std::span<const PinRequest> requests) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   record_use(requests, /*whole=*/false);
   if (!ranks_) ahead_.run(*this, lock);
@@ -135,7 +135,7 @@ void FrameCache::refuse(std::size_t bytes) const {
 
 void FrameCache::pin(std::span<const PinRequest> requests) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   record_use(requests, /*whole=*/true);
   std::vector<Hold> holds;
@@ -305,7 +305,7 @@ void FrameCache::commit(Hold& hold) noexcept {
   }
   frame.assembling = false;
   run.assembled = nullptr;
-  changed_.notify_all();
+  monitor_.changed().notify_all();
 }
 
 void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
@@ -314,7 +314,7 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
     if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays marked as assembling, and is dropped
     drop_pin(*std::exchange(hold.frame, nullptr));
   }
-  changed_.notify_all();
+  monitor_.changed().notify_all();
 }
 
 /// Everything that can leave does.
@@ -334,8 +334,8 @@ void FrameCache::empty(Lock& lock) {
 }
 
 void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept {
-  if (generation_ != process_generation()) return;
-  Lock lock(mutex_);
+  if (monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;
     if (--segment.pins_ == 0) segment.hide();
@@ -347,7 +347,7 @@ void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t threa
     if (--frame.whole_pins == 0 && !frame.permanent) held_bytes_ -= frame.memory.bytes();
     drop_pin(frame, thread);
   }
-  if (closed_) return;
+  if (monitor_.closed()) return;
   clean_behind(lock);
   if (!ranks_) ahead_.run(*this, lock);
 }

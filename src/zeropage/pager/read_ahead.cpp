@@ -28,7 +28,8 @@ void ReadAhead::restart() {
 }
 
 void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
-  if (running_ || cache.closed_ || !cache.plan_.knows()) return;  // running: where a read of ranks gave up the lock
+  if (running_ || cache.monitor_.closed() || !cache.plan_.knows())
+    return;  // running: where a read of ranks gave up the lock
   // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
   if (cache.failed_write_ && !cache.ranks_) return;
   running_ = true;
@@ -41,7 +42,7 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
   try {
     const auto most = static_cast<std::int64_t>(window(cache));
     bool all = false;  // that comes soon was looked at
-    while (!cache.closed_ &&
+    while (!cache.monitor_.closed() &&
            static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
       if (again_) restart();
       // What is gone through now is looked at to its end.
@@ -53,7 +54,7 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
       reached_ = next->time + 1;
       advance();
     }
-    if (!all && !cache.closed_ && cache.pageable_peak_ > limit)
+    if (!all && !cache.monitor_.closed() && cache.pageable_peak_ > limit)
       write_behind(cache, static_cast<std::size_t>(most) / 2, lock);
   } catch (...) {
     // What could not start ahead starts again when it is demanded, and its error is told then.
@@ -149,7 +150,7 @@ void ReadAhead::keep_room(std::int64_t bytes) {
 
 ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first_page, std::size_t pages,
                                   AccessPlan::Time time, std::unique_lock<std::mutex>& lock) {
-  if (cache.closed_) return Result::blocked;
+  if (cache.monitor_.closed()) return Result::blocked;
   for (std::size_t i = first_page; i < first_page + pages; ++i) {
     if (!cache.home_->ready_to_read(run, i)) return Result::blocked;
   }

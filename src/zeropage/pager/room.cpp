@@ -104,9 +104,9 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
       const auto until = upper_ ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
       const std::size_t pins = pins_, queued = victims_.size();
-      const Waiting waiting(stats_.waited_seconds);
-      const bool more =
-          changed_.wait_until(lock, until, [&] { return pins_ < pins || victims_.size() > queued || closed_; });
+      const Waiting waiting(monitor_.waited_seconds());
+      const bool more = monitor_.changed().wait_until(
+          lock, until, [&] { return pins_ < pins || victims_.size() > queued || monitor_.closed(); });
       if (victims_.size() > queued) give_up_at = {};
       if (more || until < give_up_at) continue;
     }
@@ -148,7 +148,7 @@ void FrameCache::drop_frame(Frame& frame) noexcept {
   if (frame.ahead) ahead_bytes_ -= frame.memory.bytes();
   victims_.remove(frame);
   memory_.drop(frame);
-  changed_.notify_all();
+  monitor_.changed().notify_all();
 }
 
 bool FrameCache::is_reading(const Frame& frame) {

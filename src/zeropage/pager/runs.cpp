@@ -44,7 +44,7 @@ void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
   check_usable();
   bool used_before = false;
   {
-    Lock lock(mutex_);
+    Lock lock(monitor_.mutex());
     check_usable();
     std::size_t offset = 0;
     Run& run = run_for(lock, spec, offset);
@@ -182,7 +182,7 @@ void FrameCache::count_home(const Run& run, bool created) {
 
 bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
   if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   if (tier == Tier::disk) return swap_ != nullptr;
   // Half of a budget at most: operators and rules need frames beside the homes.
   return homes_in(tier) + bytes <= (tier == Tier::device ? device_limit_ : host_limit_) / 2;
@@ -190,8 +190,8 @@ bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
 
 void FrameCache::release(Segment& segment) noexcept {
   // A forked child has copies of segments that belong to its parent: nothing here is its to give back.
-  if (generation_ != process_generation()) return;
-  Lock lock(mutex_);
+  if (monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
   if (!segment.run_) return;
   Run& run = *std::exchange(segment.run_, nullptr);
   if (run.whole == &segment) run.whole = nullptr;
@@ -199,9 +199,9 @@ void FrameCache::release(Segment& segment) noexcept {
     if (run.shares[i].offset != segment.offset_) continue;
     run.shares[i].segment = nullptr;
     // The caller destroys the share next. By index: another thread may add a tensor to the run.
-    changed_.wait(lock, [&] { return run.shares[i].users == 0; });
+    monitor_.changed().wait(lock, [&] { return run.shares[i].users == 0; });
   }
-  if (closed_) return;
+  if (monitor_.closed()) return;
   if (run.slots) {
     run.slots->release(segment.offset_, round_up(std::max<std::size_t>(segment.bytes_, 1), kSlotBytes));
     list_room(run);
@@ -236,7 +236,7 @@ void FrameCache::delete_run(Run& run) {
 
 void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   std::size_t offset = 0;
   Run& run = gathered_run_for(segment, spec, offset);

@@ -49,7 +49,7 @@ void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
     if (outcome) read_ended(run, frame, i, std::move(*outcome));
   }
   --frame.starting;
-  if (blocks) changed_.notify_all();
+  if (blocks) monitor_.changed().notify_all();
 }
 
 /// All pages of a frame are read together or not at all.
@@ -106,7 +106,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     if (outcome) write_ended(run, i, *outcome);
   }
   drop_pin(frame);
-  if (blocks) changed_.notify_all();  // a thread that found nothing to wait for now does
+  if (blocks) monitor_.changed().notify_all();  // a thread that found nothing to wait for now does
   return true;
 }
 
@@ -132,13 +132,13 @@ void FrameCache::throw_failed_write(std::size_t before) {
 
 void FrameCache::transfer_ended(Run& run) {
   if (--run.transfers == 0 && run.dead) delete_run(run);
-  changed_.notify_all();
+  monitor_.changed().notify_all();
 }
 
 /// On the thread on which a transfer ended.
 void FrameCache::on_end(std::function<void()> book) {
   {
-    Lock lock(mutex_);
+    Lock lock(monitor_.mutex());
     book();
     if (!ranks_) ahead_.run(*this, lock);
   }
@@ -147,7 +147,7 @@ void FrameCache::on_end(std::function<void()> book) {
 }
 
 void FrameCache::progress() {
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   if (!ranks_) ahead_.run(*this, lock);
 }
 
@@ -172,7 +172,7 @@ void FrameCache::wait_for_reads(Lock& lock, Frame& frame) {
   wait_until(lock, [&] { return frame.starting == 0; });  // the home must know of a transfer that is to be hurried
   for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
     if (!is_read(page)) continue;
-    const Waiting waiting(stats_.waited_seconds);
+    const Waiting waiting(monitor_.waited_seconds());
     std::byte* const at = frame.memory.data() + (page - frame.first_page) * run->page_bytes;
     const Unlocked unlocked(lock);
     home_->hurry(*run, page, at);
