@@ -28,10 +28,9 @@ Arena::SlabHook FrameCache::register_slab(const CacheOptions& options) {
 
 FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
     : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
-      device_limit_(options.device_bytes),
-      host_limit_(options.device ? 0 : options.host_bytes),
-      memory_(device_limit_ + host_limit_, options.device,
-              options.register_memory ? register_slab(options) : nullptr) {
+      memory_(options.device_bytes + (options.device ? 0 : options.host_bytes), options.device,
+              options.register_memory ? register_slab(options) : nullptr),
+      budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false) {
   if (options.device) {  // [Note: two memories]
     CacheOptions host = options;
     host.device = nullptr;
@@ -53,9 +52,8 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
                        std::shared_ptr<DeviceMemory> device)
     : page_bytes_(local->page_bytes_),
-      device_limit_(bytes),
-      host_limit_(0),
       memory_(bytes, device, {}),
+      budgets_(memory_, bytes, 0, /*gathered=*/true),
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
       home_(std::make_unique<ShardedHome>(monitor_, *lower_, ranks_, device.get())) {
@@ -147,8 +145,8 @@ void FrameCache::zero(Segment& segment) {
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
     if (page.frame && page.frame->pins > 0) {
-      order_after(*page.frame);
-      memory_.clear(address(run, i), run.bytes_of(i));
+      memory_.order_after(*page.frame);
+      memory_.clear(FrameMemory::address(run, i), run.bytes_of(i));
       mark(run, i, Access::overwrite);
     } else {
       page.state = Residency::zero;
@@ -270,30 +268,15 @@ CacheStats FrameCache::stats() const {
   if (separate) sum.uploaded_bytes = stats_.read_bytes, sum.downloaded_bytes = stats_.written_bytes;
   sum.faults = stats_.faults;  // of operators: the pages of the host that they met are behind them
   sum.evictions += stats_.evictions;
-  sum.surprises = plan_.surprises();
+  sum.surprises = timeline_.plan().surprises();
   sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
   return sum;
-}
-
-/// [Note: one memory]
-std::size_t FrameCache::device_bytes() const {
-  const std::size_t total = memory_.budget().used();
-  return std::max(std::min(held_bytes_ + homes_in(Tier::device), total),
-                  total > host_limit_ ? total - host_limit_ : 0);
 }
 
 FrameCache::Usage FrameCache::usage(Pool pool) const {
   if (pool == Pool::host && lower_ && !ranks_) return lower_->usage(pool);
   Lock lock(monitor_.mutex());
-  const std::size_t total = memory_.budget().used(), device = device_bytes();
-  if (pool == Pool::device) return {"device_memory", device, device_peak_, device_limit_};
-  return {"host_memory", total - device, host_peak_, host_limit_};
-}
-
-void FrameCache::note_usage() {
-  const std::size_t total = memory_.budget().used(), device = device_bytes();
-  device_peak_ = std::max(device_peak_, device);
-  host_peak_ = std::max(host_peak_, total - device);
+  return budgets_.usage(pool);
 }
 
 std::string_view FrameCache::io_name() const { return lower_ ? lower_->io_name() : io_ ? io_->name() : "none"; }

@@ -34,11 +34,12 @@
 
 #include "zeropage/base/units.h"
 #include "zeropage/comm/ranks.h"
-#include "zeropage/pager/access_plan.h"
+#include "zeropage/pager/budgets.h"
 #include "zeropage/pager/frame_memory.h"
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/read_ahead.h"
+#include "zeropage/pager/timeline.h"
 #include "zeropage/pager/victim_queue.h"
 
 namespace zeropage {
@@ -156,14 +157,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// Throws AccessError in a forked child and after close().
   void check_usable() const { monitor_.check_usable(); }
   CacheStats stats() const;
-  /// What of a budget is used, at most was, and can be.
-  struct Usage {
-    std::string name;
-    std::size_t now, peak, limit;
-  };
+  using Usage = Budgets::Usage;
   Usage usage(Pool pool) const;
   /// The most bytes that operators can have pinned at once.
-  std::size_t frame_limit() const { return device_limit_; }
+  std::size_t frame_limit() const { return budgets_.device_limit(); }
   bool is_gathered() const { return ranks_ != nullptr; }
   bool has_separate_memory() const { return memory_.device() != nullptr; }
   std::size_t page_bytes() const { return page_bytes_; }
@@ -210,8 +207,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void count_pin();
   std::size_t pins_of_this_thread() const;
   void settle(Frame& frame) noexcept;
-  void record_use(std::span<const PinRequest> requests, bool whole);
-  void note_progress(Run& run, std::size_t index);
   PagePin take_pin(Frame& frame, Segment& segment, std::size_t page, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t page);
   void let_go_of_page(PagePin& pin) noexcept;
@@ -242,31 +237,23 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
   void clean_behind(Lock& lock) noexcept;
 
-  std::byte* address(const Run& run, std::size_t page) const;
-  void order_after(Frame& frame);
-  void mark_used(Frame& frame);
-  std::size_t device_bytes() const;
-  void note_usage();
-  [[noreturn]] void refuse(std::size_t bytes) const;
   void finish_close() noexcept;
   void progress();
   void give_up(Frame& frame);
   void give_up_frames(Lock& lock, Run& run);
-  std::size_t homes_in(Tier tier) const { return permanent_bytes_[static_cast<int>(tier)]; }
 
   Monitor monitor_{[this] { finish_close(); }};
   bool drained_ = false;  // closed, and no transfer is under way
   std::size_t page_bytes_;
-  std::size_t device_limit_, host_limit_;
   std::unique_ptr<Io> io_;
   std::unique_ptr<SwapFile> swap_;
   std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
   FrameMemory memory_;
+  Budgets budgets_;
   std::shared_ptr<FrameCache> lower_;  // of the host, under a device's; of this rank's shares, under the gathered one
   std::shared_ptr<Ranks> ranks_;       // null but for the gathered one
   std::unique_ptr<Home> home_;         // of runs with no frame of their own
-  AccessPlan plan_;
-  AccessPlan::Time now_ = 0;  // in the plan, and within a group whose pages are gone through
+  Timeline timeline_;
   VictimQueue victims_;
   ReadAhead ahead_;
   std::uint64_t planned_at_ = 0;  // surprises when victims were last ordered
@@ -277,15 +264,12 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::size_t pageable_bytes_ = 0, pageable_peak_ = 0;         // of all runs whose home is elsewhere
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
-  std::size_t held_bytes_ = 0;                                 // by operators
-  std::size_t permanent_bytes_[kTiers] = {};                   // of frames that are homes
   std::size_t ahead_bytes_ = 0;                                // read ahead, and not used yet
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
   std::size_t pins_ = 0;
   std::vector<ThreadPins> thread_pins_;  // of them, by the thread that took them; no zeros
   std::exception_ptr failed_write_;      // that no thread has been told of
   std::size_t failed_writes_ = 0;
-  std::size_t device_peak_ = 0, host_peak_ = 0;
   bool serves_upper_ = false;                 // another cache's transfers pin pages here
   std::mutex progress_mutex_;                 // never taken under mutex_
   std::atomic<FrameCache*> upper_ = nullptr;  // which reads ahead when something has come here

@@ -14,7 +14,7 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
   Run& run = *segment.run_;
   Page& page = run.pages[index];
   Frame* held = nullptr;
-  note_progress(run, index);
+  timeline_.note_page(run, index);
   if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   try {
     while (true) {
@@ -42,21 +42,14 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
       break;
     }
   } catch (const Shortage&) {
-    throw BudgetError(fmt::format(
-        "device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
-        "or in use at once; raise {}",
-        format_bytes(device_limit_), format_bytes(host_limit_), format_bytes(FrameMemory::bytes_of(run, index, 1)),
-        host_limit_ > 0 ? "host_memory" : "device_memory"));
+    throw BudgetError(
+        fmt::format("device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
+                    "or in use at once; raise {}",
+                    format_bytes(budgets_.device_limit()), format_bytes(budgets_.host_limit()),
+                    format_bytes(FrameMemory::bytes_of(run, index, 1)),
+                    budgets_.host_limit() > 0 ? "host_memory" : "device_memory"));
   }
   return take_pin(*held, segment, index, access);
-}
-
-/// Where the program is, when it takes a page of those that it goes through.
-void FrameCache::note_progress(Run& run, std::size_t index) {
-  if (run.stream_page > index) return;
-  run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
-  if (run.stream_use <= plan_.latest_group()) return;
-  now_ = std::max(now_, AccessPlan::time_of_page(run.stream_begin, run.stream_end, index, run.pages.size()));
 }
 
 /// Of a page that this thread has claimed: its content comes after all.
@@ -84,7 +77,7 @@ PagePin FrameCache::take_pin(Frame& frame, Segment& segment, std::size_t index, 
   pin.access_ = access;
   pin.thread_ = this_thread_number();
   pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run_->page_bytes + segment.offset_;
-  order_after(frame);
+  memory_.order_after(frame);
   return pin;
 }
 
@@ -102,7 +95,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
   }
   if (page.frame || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
-  Frame* const frame = try_make_frame(lock, run, index, 1, now_);
+  Frame* const frame = try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};
   page.frame = frame;
   frame->claimer = std::this_thread::get_id();
@@ -116,7 +109,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
   Frame& frame = *pin.frame_;
   if (monitor_.closed()) return drop_pin(frame, pin.thread_);
   try {
-    mark_used(frame);
+    memory_.mark_used(frame);
   } catch (...) {  // as in unpin
   }
   if (frame.run) {
@@ -142,7 +135,7 @@ void FrameCache::wait_for_page(PagePin& pin) {
   if (frame.failure && (!frame.run || pin.run_->pages[pin.page_].frame != &frame)) {
     std::rethrow_exception(frame.failure);
   }
-  order_after(frame);
+  memory_.order_after(frame);
   if (!frame.run) return;  // it died, and what was to be read is there
   if (pin.access_ == Access::read || frame.permanent) return;
   frame.claimer = {};

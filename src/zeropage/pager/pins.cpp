@@ -50,7 +50,7 @@ void FrameCache::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
     thread_pins_.pop_back();
   }
   if (--frame.pins > 0) return;
-  frame.last_use = now_;
+  frame.last_use = timeline_.now();
   if (frame.transfers == 0) settle(frame);
   monitor_.changed().notify_all();
   if (monitor_.closed()) monitor_.left();
@@ -70,33 +70,11 @@ void FrameCache::settle(Frame& frame) noexcept {
   consider(frame);
 }
 
-/// What a program that repeats itself will do again.
-void FrameCache::record_use(std::span<const PinRequest> requests, bool whole) {
-  if (std::none_of(requests.begin(), requests.end(), [](auto& r) { return r.segment->run_->home != nullptr; }))
-    return;
-  const std::uint64_t surprises = plan_.surprises();
-  bool begins = true;
-  for (const PinRequest& request : requests) {
-    const Run& run = *request.segment->run_;
-    if (!run.home) continue;
-    plan_.use({run.ordinal, request.access, whole, begins}, run.bytes);
-    begins = whole;
-    if (!whole) request.segment->run_->stream_use = plan_.uses(), request.segment->run_->stream_page = 0;
-  }
-  for (const PinRequest& request : requests) {
-    if (whole) break;
-    request.segment->run_->stream_begin = plan_.latest_group_began();
-    request.segment->run_->stream_end = plan_.now();
-  }
-  now_ = whole ? plan_.now() : plan_.latest_group_began();
-  if (plan_.surprises() != surprises) ahead_.restart();
-}
-
 void FrameCache::announce(std::span<const PinRequest> requests) {
   check_usable();
   Lock lock(monitor_.mutex());
   check_usable();
-  record_use(requests, /*whole=*/false);
+  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart();
   if (!ranks_) ahead_.run(*this, lock);
 }
 
@@ -114,7 +92,7 @@ std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> 
     holds.push_back({&run, read});
     if (run.home) needed += round_up(run.bytes, kBlockBytes);
   }
-  if (needed > device_limit_) refuse(needed);
+  if (needed > budgets_.device_limit()) budgets_.refuse(needed);
   // The same order in all threads: none waits for a run that another brings in while that one waits for the first.
   std::sort(holds.begin(), holds.end(), [](const Hold& a, const Hold& b) {
     return a.run->bytes != b.run->bytes ? a.run->bytes > b.run->bytes : a.run->ordinal < b.run->ordinal;
@@ -122,22 +100,11 @@ std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> 
   return holds;
 }
 
-void FrameCache::refuse(std::size_t bytes) const {
-  throw BudgetError(fmt::format(
-      "{} = {} cannot hold the {} that it needs at once{}; raise {}",
-      ranks_ ? "device_memory's part for gathered tensors" : "device_memory", format_bytes(device_limit_),
-      format_bytes(bytes),
-      held_bytes_ + homes_in(Tier::device) > 0
-          ? fmt::format(" beside the {} that are homes or in use", format_bytes(held_bytes_ + homes_in(Tier::device)))
-          : "",
-      "device_memory"));
-}
-
 void FrameCache::pin(std::span<const PinRequest> requests) {
   check_usable();
   Lock lock(monitor_.mutex());
   check_usable();
-  record_use(requests, /*whole=*/true);
+  if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart();
   std::vector<Hold> holds;
   std::size_t more = 0;
   const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
@@ -146,7 +113,7 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
     if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
     return true;
   });
-  if (!resident || (more > 0 && held_bytes_ + homes_in(Tier::device) + more > device_limit_)) {
+  if (!resident || (more > 0 && !budgets_.can_hold(more))) {
     holds = holds_for(requests);
     try {
       hold(lock, holds);
@@ -161,7 +128,7 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
         let_go(holds);
         std::size_t needed = 0;
         for (const Hold& hold : holds) needed += hold.run->home ? round_up(hold.run->bytes, kBlockBytes) : 0;
-        refuse(needed);
+        budgets_.refuse(needed);
       } catch (...) {
         let_go(holds);
         throw;
@@ -179,13 +146,13 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
     if (!frame.permanent) {
       for (std::size_t i = 0; i < run.pages.size(); ++i) mark(run, i, request.access);
     }
-    order_after(frame);
+    memory_.order_after(frame);
     add_pin(frame);
-    if (frame.whole_pins++ == 0 && !frame.permanent) held_bytes_ += frame.memory.bytes();
+    if (frame.whole_pins++ == 0 && !frame.permanent) budgets_.hold(frame.memory.bytes());
     if (segment.pins_++ == 0) segment.expose(frame.memory.data() + segment.offset_);
   }
   for (Hold& hold : holds) drop_pin(*hold.frame);
-  note_usage();
+  budgets_.note_usage();
   ahead_.run(*this, lock);
 }
 
@@ -202,7 +169,7 @@ void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
   std::size_t more = 0;
   for (const Hold& hold : holds)
     more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
-  if (held_bytes_ + homes_in(Tier::device) + more > device_limit_) throw Shortage{};
+  if (!budgets_.can_hold(more)) throw Shortage{};
   for (Hold& hold : holds) fill(hold);
 }
 
@@ -268,15 +235,15 @@ void FrameCache::fill(Hold& hold) {
   if (!hold.is_new) return;
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
-  order_after(frame);
+  memory_.order_after(frame);
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
     std::byte* const into = frame.memory.data() + i * run.page_bytes;
     if (page.frame == &frame) continue;
     if (page.frame) {
-      order_after(*page.frame);
-      memory_.copy(into, address(run, i), run.bytes_of(i));
-      mark_used(*page.frame);
+      memory_.order_after(*page.frame);
+      memory_.copy(into, FrameMemory::address(run, i), run.bytes_of(i));
+      memory_.mark_used(*page.frame);
     } else if (page.state == Residency::zero && hold.read) {
       memory_.clear(into, run.bytes_of(i));
     }
@@ -321,7 +288,7 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
 void FrameCache::empty(Lock& lock) {
   const std::size_t failed_before = failed_writes_;
   while (true) {
-    if (Frame* victim = victims_.best(now_)) {
+    if (Frame* victim = victims_.best(timeline_.now())) {
       is_dirty(*victim) ? void(write_back(lock, *victim, Priority::demanded)) : evict_frame(*victim);
     } else if (writing_bytes_ > 0) {
       const std::size_t writing = writing_bytes_;
@@ -341,10 +308,10 @@ void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t threa
     if (--segment.pins_ == 0) segment.hide();
     Frame& frame = *segment.run_->whole_frame();
     try {
-      mark_used(frame);
+      memory_.mark_used(frame);
     } catch (...) {  // a device that cannot record an event is lost, and so is what it computes
     }
-    if (--frame.whole_pins == 0 && !frame.permanent) held_bytes_ -= frame.memory.bytes();
+    if (--frame.whole_pins == 0 && !frame.permanent) budgets_.let_go(frame.memory.bytes());
     drop_pin(frame, thread);
   }
   if (monitor_.closed()) return;

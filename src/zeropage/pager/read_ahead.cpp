@@ -28,12 +28,12 @@ void ReadAhead::restart() {
 }
 
 void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
-  if (running_ || cache.monitor_.closed() || !cache.plan_.knows())
+  if (running_ || cache.monitor_.closed() || !cache.timeline_.plan().knows())
     return;  // running: where a read of ranks gave up the lock
   // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
   if (cache.failed_write_ && !cache.ranks_) return;
   running_ = true;
-  const std::uint64_t uses = cache.plan_.uses();
+  const std::uint64_t uses = cache.timeline_.plan().uses();
   while (!kept_.empty() && kept_.front().use < uses) {
     kept_bytes_ -= kept_.front().bytes;
     kept_.pop_front();
@@ -46,9 +46,10 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
            static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
       if (again_) restart();
       // What is gone through now is looked at to its end.
-      if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
+      if (group_ < cache.timeline_.plan().latest_group())
+        group_ = cache.timeline_.plan().latest_group(), members_.clear();
       const auto next = target(cache);
-      all = !next || next->time > cache.now_ + limit;
+      all = !next || next->time > cache.timeline_.now() + limit;
       if (all) break;
       if (bring(cache, *next, lock) == Result::blocked) break;
       reached_ = next->time + 1;
@@ -63,10 +64,10 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
 }
 
 bool ReadAhead::find_group(const FrameCache& cache) {
-  const std::uint64_t uses = cache.plan_.uses();
+  const std::uint64_t uses = cache.timeline_.plan().uses();
   steps_ = 1, step_ = 0, member_ = 0;
   for (auto k = static_cast<std::int64_t>(group_ - uses);; ++k) {
-    const auto coming = cache.plan_.coming(k);
+    const auto coming = cache.timeline_.plan().coming(k);
     if (!coming || (!members_.empty() && (coming->use.begins || members_.size() == 64))) break;
     const Run* run = cache.by_ordinal_[coming->use.ordinal];
     const std::size_t pages = run && !coming->use.whole ? run->pages.size() : 1;
@@ -118,7 +119,7 @@ ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std:
   }
   if (!run->home || run->dead || run->assembled) return Result::there;
   if (run->whole && run->whole->will_change()) return Result::there;  // it would be gathered again
-  const bool is_now = group_ < cache.plan_.uses();
+  const bool is_now = group_ < cache.timeline_.plan().uses();
   if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // it has been taken
   const auto first = run->pages.begin() + static_cast<std::ptrdiff_t>(target.first_page);
   const auto last = first + static_cast<std::ptrdiff_t>(target.pages);
@@ -176,7 +177,7 @@ void ReadAhead::write_behind(FrameCache& cache, std::size_t most, std::unique_lo
     if (!victim || victim->next_use <= reached_) return;
     const std::size_t lacking = most - cache.memory_.free() - cache.writing_bytes_;
     const auto clean = [&](const Frame& frame) { return !cache.is_dirty(frame); };
-    if (cache.victims_.bytes_before(*victim, cache.now_, lacking, clean) >= lacking) return;
+    if (cache.victims_.bytes_before(*victim, cache.timeline_.now(), lacking, clean) >= lacking) return;
     if (!cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before) return;
   }
 }
@@ -189,7 +190,7 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
     return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
   };
   while (lacking() > 0) {
-    Frame* const victim = cache.victims_.best(cache.now_, time);
+    Frame* const victim = cache.victims_.best(cache.timeline_.now(), time);
     if (!victim) return Result::blocked;
     if (!cache.is_dirty(*victim)) {
       cache.evict_frame(*victim);

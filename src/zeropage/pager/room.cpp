@@ -31,7 +31,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     bool fragmented = false;
     if (Frame* frame = memory_.try_make(run, first_page, pages, permanent, fragmented)) {
       count_pin();
-      note_usage();
+      budgets_.note_usage();
       return *frame;
     }
     const bool needs_window = fragmented && !memory_.joins_holes();
@@ -52,14 +52,14 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
         continue;
       }
       clearing = false;
-    } else if (Frame* victim = victims_.best(now_)) {
+    } else if (Frame* victim = victims_.best(timeline_.now())) {
       if (!is_dirty(*victim)) {
         evict_frame(*victim);
         continue;
       }
       // It must be written first. What is clean and is not used soon leaves instead of being waited for.
       Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
-      const bool leaves = clean && clean->next_use > now_ + memory_.budget().limit() / 2;
+      const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
       if (leaves) evict_frame(*clean);
       if (!enough) write_back(lock, *victim, Priority::demanded);
       if (leaves || !enough) continue;
@@ -124,14 +124,14 @@ Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, 
     frame = memory_.try_make(run, first_page, pages, false, fragmented);
   }
   while (!frame && fragmented && memory_.joins_holes()) {  // what is free is less than the pieces that can be joined
-    Frame* const victim = victims_.best(now_, before);
+    Frame* const victim = victims_.best(timeline_.now(), before);
     if (!victim || is_dirty(*victim)) break;
     evict_frame(*victim);
     frame = memory_.try_make(run, first_page, pages, false, fragmented);
   }
   if (!frame) return nullptr;
   count_pin();
-  note_usage();
+  budgets_.note_usage();
   return frame;
 }
 
@@ -180,7 +180,7 @@ void FrameCache::evict_frame(Frame& frame) {
 void FrameCache::consider(Frame& frame) noexcept {
   if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
   const bool dirty = is_dirty(frame);
-  const auto next = plan_.next_use(frame.ordinal);
+  const auto next = timeline_.plan().next_use(frame.ordinal);
   const bool is_read = next.access != Access::overwrite || frame.shares_page;
   AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
   if (next.begin != AccessPlan::kNever) {
@@ -191,7 +191,8 @@ void FrameCache::consider(Frame& frame) noexcept {
   // Of pages that are gone through now, those that have not been taken yet are next.
   constexpr std::size_t kLargestGroup = 8;
   const bool same_on_ranks = !ranks_ || run.role == Role::parameter;  // [Note: gathered]
-  if (same_on_ranks && frame.first_page >= run.stream_page && run.stream_use + kLargestGroup >= plan_.uses()) {
+  if (same_on_ranks && frame.first_page >= run.stream_page &&
+      run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
     time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
   }
   victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
@@ -199,9 +200,11 @@ void FrameCache::consider(Frame& frame) noexcept {
 
 /// Where the plan is another one, what leaves next is too.
 void FrameCache::plan_anew() {
-  if (planned_at_ == plan_.surprises() || plan_.uses() - uses_when_planned_ < victims_.size() / 4) return;
-  planned_at_ = plan_.surprises();
-  uses_when_planned_ = plan_.uses();
+  if (planned_at_ == timeline_.plan().surprises() ||
+      timeline_.plan().uses() - uses_when_planned_ < victims_.size() / 4)
+    return;
+  planned_at_ = timeline_.plan().surprises();
+  uses_when_planned_ = timeline_.plan().uses();
   victims_.for_each([this](Frame& frame) { consider(frame); });
 }
 
@@ -224,7 +227,7 @@ bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool c
 /// Where there is no plan: once memory is short, what would leave next is kept on its way home.
 void FrameCache::clean_behind(Lock& lock) noexcept {
   const std::size_t limit = memory_.budget().limit();
-  if (plan_.knows() || ranks_ || failed_write_ || memory_.free() > limit / 2) return;
+  if (timeline_.plan().knows() || ranks_ || failed_write_ || memory_.free() > limit / 2) return;
   try {
     while (victims_.bytes(1) + writing_bytes_ < limit / kBehindShare) {
       Frame* const victim = victims_.first(2);
@@ -233,21 +236,6 @@ void FrameCache::clean_behind(Lock& lock) noexcept {
   } catch (...) {
     // What could not start behind starts again when its memory is needed, and its error is told then.
   }
-}
-
-// [Note: streams and frames] in store/device_memory.h.
-
-void FrameCache::order_after(Frame& frame) {
-  const auto& device = memory_.device();
-  if (!device || !frame.ready) return;
-  device->done(frame.ready) ? frame.ready.reset() : device->stream_wait(frame.ready);
-}
-
-void FrameCache::mark_used(Frame& frame) {
-  const auto& device = memory_.device();
-  if (!device) return;
-  device->stream_wait(frame.last_used);  // of another thread's stream, perhaps
-  frame.last_used = device->record();
 }
 
 }  // namespace zeropage

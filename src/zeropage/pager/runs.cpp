@@ -122,8 +122,8 @@ Run& FrameCache::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes,
 /// The run's frame is its home.
 void FrameCache::make_permanent(Lock& lock, Run& run) {
   const bool on_device = run.tier == Tier::device;
-  const std::size_t limit = on_device ? device_limit_ : host_limit_;
-  const std::size_t used = homes_in(run.tier) + (on_device ? held_bytes_ : 0),
+  const std::size_t limit = on_device ? budgets_.device_limit() : budgets_.host_limit();
+  const std::size_t used = budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0),
                     bytes = round_up(run.bytes, kBlockBytes);
   const auto refuse_home = [&] {
     throw BudgetError(fmt::format("{} = {} cannot hold {} more: {} of it are homes or in use at once; raise {}",
@@ -134,7 +134,8 @@ void FrameCache::make_permanent(Lock& lock, Run& run) {
   if (used + bytes > limit) refuse_home();
   try {
     Frame& frame = make_frame(lock, run, 0, run.pages.size(), /*permanent=*/true);
-    if (homes_in(run.tier) + (on_device ? held_bytes_ : 0) + bytes > limit) {  // another thread was quicker
+    if (budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0) + bytes >
+        limit) {  // another thread was quicker
       frame.permanent = false;
       frame.assembling = true;
       drop_pin(frame);
@@ -153,7 +154,7 @@ void FrameCache::add_run(std::unique_ptr<Run> owned) {
   Run& run = *owned;
   const std::uint64_t kind =
       (run.bytes << 8) | (static_cast<std::uint64_t>(run.role) << 4) | static_cast<std::uint64_t>(run.tier);
-  run.ordinal = plan_.create(kind, /*take_over=*/!ranks_);
+  run.ordinal = timeline_.plan().create(kind, /*take_over=*/!ranks_);
   if (by_ordinal_.size() <= run.ordinal) {
     by_ordinal_.resize(run.ordinal + 1, nullptr);
     bytes_of_ordinal_.resize(run.ordinal + 1, 0);
@@ -162,7 +163,7 @@ void FrameCache::add_run(std::unique_ptr<Run> owned) {
   bytes_of_ordinal_[run.ordinal] = round_up(run.bytes, kBlockBytes);
   if (ranks_ && run.role != Role::parameter) by_ordinal_[run.ordinal] = nullptr, bytes_of_ordinal_[run.ordinal] = 0;
   count_home(run, true);
-  note_usage();
+  budgets_.note_usage();
   runs_.emplace(&run, std::move(owned));
 }
 
@@ -176,7 +177,10 @@ void FrameCache::count_home(const Run& run, bool created) {
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
   std::size_t& bytes = stats_.home_bytes[role][tier];
   bytes += created ? run.bytes : -run.bytes;
-  if (!run.home) permanent_bytes_[tier] += (created ? 1 : -1) * round_up(run.bytes, kBlockBytes);
+  if (!run.home) {
+    const std::size_t frame_bytes = round_up(run.bytes, kBlockBytes);
+    created ? budgets_.add_home(run.tier, frame_bytes) : budgets_.remove_home(run.tier, frame_bytes);
+  }
   stats_.home_peak[role][tier] = std::max(stats_.home_peak[role][tier], bytes);
 }
 
@@ -185,7 +189,8 @@ bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
   Lock lock(monitor_.mutex());
   if (tier == Tier::disk) return swap_ != nullptr;
   // Half of a budget at most: operators and rules need frames beside the homes.
-  return homes_in(tier) + bytes <= (tier == Tier::device ? device_limit_ : host_limit_) / 2;
+  return budgets_.homes_in(tier) + bytes <=
+         (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
 }
 
 void FrameCache::release(Segment& segment) noexcept {
@@ -215,7 +220,7 @@ void FrameCache::let_die(Run& run) {
   if (ranks_ && run.role == Role::parameter) return;
   run.dead = true;
   by_ordinal_[run.ordinal] = nullptr;
-  plan_.destroy(run.ordinal);
+  timeline_.plan().destroy(run.ordinal);
   if (run.listed) std::erase(shared_[{run.role, run.tier}], &run);
   count_home(run, false);
   if (run.transfers == 0) delete_run(run);

@@ -7,11 +7,6 @@
 
 namespace zeropage {
 
-std::byte* FrameCache::address(const Run& run, std::size_t page) const {
-  const Frame& frame = *run.pages[page].frame;
-  return frame.memory.data() + (page - frame.first_page) * run.page_bytes;
-}
-
 /// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. If one
 /// cannot start, the frame has failed, and the thread that waits for it throws the error.
 void FrameCache::start_reads(Lock& lock, Frame& frame, Priority priority) {
@@ -80,7 +75,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     pages.push_back(i);
   }
   if (pages.empty()) return false;
-  if (ranks_) order_after(frame);
+  if (ranks_) memory_.order_after(frame);
   add_pin(frame);  // the frame stays while the lock is given up
   for (const std::size_t i : pages) {
     run.pages[i].state = Residency::writing;
