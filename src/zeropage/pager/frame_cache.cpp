@@ -99,15 +99,9 @@ void FrameCache::close() {
 /// Of a closed cache: what no operator holds is given back, and with the last pin all of it.
 void FrameCache::finish_close() noexcept {
   if (!drained_) return;
-  for (auto next = memory_.frames().begin(); next != memory_.frames().end();) {
-    Frame& frame = *(next++)->second;
-    if (frame.pins > 0 || frame.transfers > 0) continue;
-    forget_frame(frame);
-    victims_.remove(frame);
-    memory_.drop(frame);
-  }
+  frames_.drop_unused();
   for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
-  if (pins_ > 0 || monitor_.inside() > 0) return;
+  if (frames_.pins() > 0 || monitor_.inside() > 0) return;
   for (auto& [_, run] : runs_) {
     run->extent = {};
     if (run->below) {
@@ -147,10 +141,10 @@ void FrameCache::zero(Segment& segment) {
     if (page.frame && page.frame->pins > 0) {
       memory_.order_after(*page.frame);
       memory_.clear(FrameMemory::address(run, i), run.bytes_of(i));
-      mark(run, i, Access::overwrite);
+      Frames::mark(run, i, Access::overwrite);
     } else {
       page.state = Residency::zero;
-      if (page.frame) give_up(*page.frame);
+      if (page.frame) frames_.give_up(*page.frame);
     }
   }
   if (!run.below) return;
@@ -158,15 +152,6 @@ void FrameCache::zero(Segment& segment) {
   const Unlocked unlocked(lock);
   home_->forget(run);  // an upload may still be reading the page below
   lower_->zero(*run.below);
-}
-
-/// Of a frame whose content is of no interest: its pages are what they are at home.
-void FrameCache::give_up(Frame& frame) {
-  for (std::size_t i = 0; i < frame.pages; ++i) {
-    Page& page = frame.run->pages[frame.first_page + i];
-    if (page.frame == &frame && page.state != Residency::zero) page.state = Residency::evicted;
-  }
-  drop_frame(frame);
 }
 
 /// Writes what is newer in frames home, and drops them. Pinned ones stay.
@@ -177,13 +162,13 @@ void FrameCache::give_up_frames(Lock& lock, Run& run) {
       if (frame.transfers > 0) {
         wait_for_reads(lock, frame);
         wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-      } else if (is_dirty(frame)) {
+      } else if (Frames::is_dirty(frame)) {
         const std::size_t failed_before = failed_writes_;
         write_back(lock, frame, Priority::demanded);
         wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
         throw_failed_write(failed_before);
       } else {
-        evict_frame(frame);
+        frames_.evict(frame);
       }
     }
   }
@@ -267,7 +252,7 @@ CacheStats FrameCache::stats() const {
   if (!separate) sum.read_bytes = stats_.read_bytes, sum.written_bytes = stats_.written_bytes;
   if (separate) sum.uploaded_bytes = stats_.read_bytes, sum.downloaded_bytes = stats_.written_bytes;
   sum.faults = stats_.faults;  // of operators: the pages of the host that they met are behind them
-  sum.evictions += stats_.evictions;
+  sum.evictions += frames_.evictions();
   sum.surprises = timeline_.plan().surprises();
   sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
   return sum;

@@ -36,11 +36,11 @@
 #include "zeropage/comm/ranks.h"
 #include "zeropage/pager/budgets.h"
 #include "zeropage/pager/frame_memory.h"
+#include "zeropage/pager/frames.h"
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/read_ahead.h"
 #include "zeropage/pager/timeline.h"
-#include "zeropage/pager/victim_queue.h"
 
 namespace zeropage {
 
@@ -172,7 +172,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   friend class ReadAhead;
   using Lock = Monitor::Lock;
   struct Hold;
-  using ThreadPins = std::pair<std::uint64_t, std::size_t>;
   struct Shortage {};  // memory cannot be had: told apart from a BudgetError of a home below
 
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
@@ -201,12 +200,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void commit(Hold& hold) noexcept;
   void let_go(std::vector<Hold>& holds) noexcept;
   void empty(Lock& lock);
-  void mark(Run& run, std::size_t page, Access access);
-  void add_pin(Frame& frame);
-  void drop_pin(Frame& frame, std::uint64_t thread = this_thread_number()) noexcept;
-  void count_pin();
-  std::size_t pins_of_this_thread() const;
-  void settle(Frame& frame) noexcept;
   PagePin take_pin(Frame& frame, Segment& segment, std::size_t page, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t page);
   void let_go_of_page(PagePin& pin) noexcept;
@@ -227,19 +220,11 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   // room.cpp: memory, and what leaves it
   Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
-  static void forget_frame(const Frame& frame) noexcept;
-  void drop_frame(Frame& frame) noexcept;
-  void evict_frame(Frame& frame);
-  bool is_dirty(const Frame& frame) const;
-  static bool is_reading(const Frame& frame);
-  void consider(Frame& frame) noexcept;
-  void plan_anew();
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
   void clean_behind(Lock& lock) noexcept;
 
   void finish_close() noexcept;
   void progress();
-  void give_up(Frame& frame);
   void give_up_frames(Lock& lock, Run& run);
 
   Monitor monitor_{[this] { finish_close(); }};
@@ -254,21 +239,16 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::shared_ptr<Ranks> ranks_;       // null but for the gathered one
   std::unique_ptr<Home> home_;         // of runs with no frame of their own
   Timeline timeline_;
-  VictimQueue victims_;
+  Frames frames_{monitor_, memory_, budgets_, timeline_, is_gathered()};
   ReadAhead ahead_;
-  std::uint64_t planned_at_ = 0;  // surprises when victims were last ordered
-  std::uint64_t uses_when_planned_ = 0;
   std::unordered_map<Run*, std::unique_ptr<Run>> runs_;
   std::vector<Run*> by_ordinal_;  // null: dead, or not to be gathered ahead
   std::vector<std::size_t> bytes_of_ordinal_;
   std::size_t pageable_bytes_ = 0, pageable_peak_ = 0;         // of all runs whose home is elsewhere
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
-  std::size_t ahead_bytes_ = 0;                                // read ahead, and not used yet
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
-  std::size_t pins_ = 0;
-  std::vector<ThreadPins> thread_pins_;  // of them, by the thread that took them; no zeros
-  std::exception_ptr failed_write_;      // that no thread has been told of
+  std::exception_ptr failed_write_;  // that no thread has been told of
   std::size_t failed_writes_ = 0;
   bool serves_upper_ = false;                 // another cache's transfers pin pages here
   std::mutex progress_mutex_;                 // never taken under mutex_

@@ -25,14 +25,14 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
         continue;
       }
       if (page.frame) {
-        add_pin(*(held = page.frame));
+        frames_.add_pin(*(held = page.frame));
         if (claimed && access != Access::overwrite) bring_claimed(lock, run, index);
         break;
       }
       Frame& frame = make_frame(lock, run, index, 1);
       if (page.frame) {  // another thread was quicker
         frame.assembling = true;
-        drop_pin(frame);
+        frames_.drop_pin(frame);
         continue;
       }
       ++stats_.faults;
@@ -90,7 +90,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
   if (page.frame && !absent && page.state != Residency::reading) {
-    add_pin(*page.frame);
+    frames_.add_pin(*page.frame);
     return take_pin(*page.frame, segment, index, access);
   }
   if (page.frame || run.assembled) return {};
@@ -107,7 +107,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   Frame& frame = *pin.frame_;
-  if (monitor_.closed()) return drop_pin(frame, pin.thread_);
+  if (monitor_.closed()) return frames_.drop_pin(frame, pin.thread_);
   try {
     memory_.mark_used(frame);
   } catch (...) {  // as in unpin
@@ -121,7 +121,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
     }
     frame.transient = pin.will_not_reuse_;
   }
-  drop_pin(frame, pin.thread_);
+  frames_.drop_pin(frame, pin.thread_);
   clean_behind(lock);
   if (!ranks_) ahead_.run(*this, lock);
 }
@@ -139,7 +139,7 @@ void FrameCache::wait_for_page(PagePin& pin) {
   if (!frame.run) return;  // it died, and what was to be read is there
   if (pin.access_ == Access::read || frame.permanent) return;
   frame.claimer = {};
-  mark(*pin.run_, pin.page_, pin.access_);
+  Frames::mark(*pin.run_, pin.page_, pin.access_);
   monitor_.changed().notify_all();
 }
 

@@ -16,65 +16,11 @@ struct FrameCache::Hold {
   bool is_new = false;
 };
 
-std::size_t FrameCache::pins_of_this_thread() const {
-  const auto mine = std::ranges::find(thread_pins_, this_thread_number(), &ThreadPins::first);
-  return mine == thread_pins_.end() ? 0 : mine->second;
-}
-
-void FrameCache::count_pin() {
-  const std::uint64_t thread = this_thread_number();
-  const auto mine = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
-  mine == thread_pins_.end() ? void(thread_pins_.emplace_back(thread, 1)) : void(++mine->second);
-  ++pins_;
-}
-
-void FrameCache::mark(Run& run, std::size_t page, Access access) {
-  if (access == Access::read) return;
-  Residency& state = run.pages[page].state;
-  state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
-}
-
-void FrameCache::add_pin(Frame& frame) {
-  count_pin();
-  if (std::exchange(frame.ahead, false)) ahead_bytes_ -= frame.memory.bytes();
-  victims_.remove(frame);
-  ++frame.pins;
-}
-
-/// `thread` is the one that took the pin: what it holds, and others do not, decides whether others are waited for.
-void FrameCache::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
-  --pins_;
-  const auto owner = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
-  if (owner != thread_pins_.end() && --owner->second == 0) {
-    *owner = thread_pins_.back();
-    thread_pins_.pop_back();
-  }
-  if (--frame.pins > 0) return;
-  frame.last_use = timeline_.now();
-  if (frame.transfers == 0) settle(frame);
-  monitor_.changed().notify_all();
-  if (monitor_.closed()) monitor_.left();
-}
-
-/// Of a frame that no pin and no transfer holds any more.
-void FrameCache::settle(Frame& frame) noexcept {
-  if (frame.permanent) return;
-  if (!frame.run) return ranks_ ? consider(frame) : drop_frame(frame);  // [Note: gathered]
-  if ((frame.failure || frame.assembling) && !is_dirty(frame)) {
-    for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
-      Page& page = frame.run->pages[i];
-      if (page.frame == &frame && page.state == Residency::clean) page.state = Residency::evicted;
-    }
-    return drop_frame(frame);
-  }
-  consider(frame);
-}
-
 void FrameCache::announce(std::span<const PinRequest> requests) {
   check_usable();
   Lock lock(monitor_.mutex());
   check_usable();
-  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart();
+  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart(*this);
   if (!ranks_) ahead_.run(*this, lock);
 }
 
@@ -104,7 +50,7 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
   check_usable();
   Lock lock(monitor_.mutex());
   check_usable();
-  if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart();
+  if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart(*this);
   std::vector<Hold> holds;
   std::size_t more = 0;
   const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
@@ -144,14 +90,14 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
     Run& run = *segment.run_;
     Frame& frame = *run.whole_frame();
     if (!frame.permanent) {
-      for (std::size_t i = 0; i < run.pages.size(); ++i) mark(run, i, request.access);
+      for (std::size_t i = 0; i < run.pages.size(); ++i) Frames::mark(run, i, request.access);
     }
     memory_.order_after(frame);
-    add_pin(frame);
+    frames_.add_pin(frame);
     if (frame.whole_pins++ == 0 && !frame.permanent) budgets_.hold(frame.memory.bytes());
     if (segment.pins_++ == 0) segment.expose(frame.memory.data() + segment.offset_);
   }
-  for (Hold& hold : holds) drop_pin(*hold.frame);
+  for (Hold& hold : holds) frames_.drop_pin(*hold.frame);
   budgets_.note_usage();
   ahead_.run(*this, lock);
 }
@@ -178,14 +124,14 @@ void FrameCache::take_frame(Lock& lock, Hold& hold) {
   while (true) {
     wait_until(lock, [&] { return run.assembled == nullptr; });
     if (Frame* frame = run.whole_frame()) {
-      add_pin(*frame);
+      frames_.add_pin(*frame);
       hold.frame = frame;
       return;
     }
     Frame& frame = make_frame(lock, run, 0, run.pages.size());
     frame.assembling = true;
     if (run.assembled || run.whole_frame()) {  // another thread was quicker
-      drop_pin(frame);
+      frames_.drop_pin(frame);
       continue;
     }
     run.assembled = &frame;
@@ -212,11 +158,11 @@ void FrameCache::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   for (std::size_t i = 0; i < holds.size(); ++i) {
     Hold& hold = holds[i];
     if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
-    if (is_reading(*hold.frame)) {
+    if (Frames::is_reading(*hold.frame)) {
       wait_for_reads(lock, *hold.frame);
     } else if (in_use(hold)) {
       const auto reading = std::find_if(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
-        return page.frame && page.frame != hold.frame && is_reading(*page.frame);
+        return page.frame && page.frame != hold.frame && Frames::is_reading(*page.frame);
       });
       reading != hold.run->pages.end() ? wait_for_reads(lock, *reading->frame)
                                        : wait_until(lock, [&] { return !in_use(hold); });
@@ -263,7 +209,7 @@ void FrameCache::commit(Hold& hold) noexcept {
     if (other) {
       // Its last page here: none behind points to it.
       const bool more = i + 1 < run.pages.size() && run.pages[i + 1].frame == other;
-      if (!more) drop_frame(*other);
+      if (!more) frames_.drop(*other);
     } else if (page.state == Residency::zero) {
       page.state = run.gathered() ? Residency::clean : Residency::dirty;
     } else {
@@ -279,7 +225,7 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
   for (Hold& hold : holds) {
     if (!hold.frame) continue;
     if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays marked as assembling, and is dropped
-    drop_pin(*std::exchange(hold.frame, nullptr));
+    frames_.drop_pin(*std::exchange(hold.frame, nullptr));
   }
   monitor_.changed().notify_all();
 }
@@ -288,8 +234,8 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
 void FrameCache::empty(Lock& lock) {
   const std::size_t failed_before = failed_writes_;
   while (true) {
-    if (Frame* victim = victims_.best(timeline_.now())) {
-      is_dirty(*victim) ? void(write_back(lock, *victim, Priority::demanded)) : evict_frame(*victim);
+    if (Frame* victim = frames_.victims().best(timeline_.now())) {
+      Frames::is_dirty(*victim) ? void(write_back(lock, *victim, Priority::demanded)) : frames_.evict(*victim);
     } else if (writing_bytes_ > 0) {
       const std::size_t writing = writing_bytes_;
       wait_until(lock, [&] { return writing_bytes_ != writing; });
@@ -312,7 +258,7 @@ void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t threa
     } catch (...) {  // a device that cannot record an event is lost, and so is what it computes
     }
     if (--frame.whole_pins == 0 && !frame.permanent) budgets_.let_go(frame.memory.bytes());
-    drop_pin(frame, thread);
+    frames_.drop_pin(frame, thread);
   }
   if (monitor_.closed()) return;
   clean_behind(lock);

@@ -18,13 +18,13 @@ std::size_t ReadAhead::window(const FrameCache& cache) {
   return std::min({kMostAhead, limit / 8, std::max(missing / 16, cache.page_bytes_)});
 }
 
-void ReadAhead::restart() {
+void ReadAhead::restart(FrameCache& cache) {
   group_ = 0;
   members_.clear();
   kept_.clear();
   kept_bytes_ = 0;
-  reached_ = 0;
-  again_ = false;
+  cache.frames_.looked_ahead().reached = 0;
+  cache.frames_.looked_ahead().again = false;
 }
 
 void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
@@ -43,8 +43,8 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
     const auto most = static_cast<std::int64_t>(window(cache));
     bool all = false;  // that comes soon was looked at
     while (!cache.monitor_.closed() &&
-           static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
-      if (again_) restart();
+           static_cast<std::int64_t>(cache.frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
+      if (cache.frames_.looked_ahead().again) restart(cache);
       // What is gone through now is looked at to its end.
       if (group_ < cache.timeline_.plan().latest_group())
         group_ = cache.timeline_.plan().latest_group(), members_.clear();
@@ -52,7 +52,7 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
       all = !next || next->time > cache.timeline_.now() + limit;
       if (all) break;
       if (bring(cache, *next, lock) == Result::blocked) break;
-      reached_ = next->time + 1;
+      cache.frames_.looked_ahead().reached = next->time + 1;
       advance();
     }
     if (!all && !cache.monitor_.closed() && cache.pageable_peak_ > limit)
@@ -162,10 +162,9 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
   }
   Frame* const frame = cache.try_make_frame(lock, run, first_page, pages, time);
   if (!frame) return Result::blocked;
-  frame->ahead = true;
-  cache.ahead_bytes_ += frame->memory.bytes();
+  cache.frames_.set_ahead(*frame);
   cache.start_reads(lock, *frame, Priority::ahead);
-  cache.drop_pin(*frame);
+  cache.frames_.drop_pin(*frame);
   return Result::there;
 }
 
@@ -173,11 +172,11 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
 void ReadAhead::write_behind(FrameCache& cache, std::size_t most, std::unique_lock<std::mutex>& lock) {
   const std::size_t failed_before = cache.failed_writes_;
   while (cache.memory_.free() + cache.writing_bytes_ < most) {
-    Frame* const victim = cache.victims_.first(2);
-    if (!victim || victim->next_use <= reached_) return;
+    Frame* const victim = cache.frames_.victims().first(2);
+    if (!victim || victim->next_use <= cache.frames_.looked_ahead().reached) return;
     const std::size_t lacking = most - cache.memory_.free() - cache.writing_bytes_;
-    const auto clean = [&](const Frame& frame) { return !cache.is_dirty(frame); };
-    if (cache.victims_.bytes_before(*victim, cache.timeline_.now(), lacking, clean) >= lacking) return;
+    const auto clean = [](const Frame& frame) { return !Frames::is_dirty(frame); };
+    if (cache.frames_.victims().bytes_before(*victim, cache.timeline_.now(), lacking, clean) >= lacking) return;
     if (!cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before) return;
   }
 }
@@ -190,10 +189,10 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
     return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
   };
   while (lacking() > 0) {
-    Frame* const victim = cache.victims_.best(cache.timeline_.now(), time);
+    Frame* const victim = cache.frames_.victims().best(cache.timeline_.now(), time);
     if (!victim) return Result::blocked;
-    if (!cache.is_dirty(*victim)) {
-      cache.evict_frame(*victim);
+    if (!Frames::is_dirty(*victim)) {
+      cache.frames_.evict(*victim);
       continue;
     }
     // Enough is on its way home to make the room, or to keep a disk busy.

@@ -30,11 +30,7 @@ class ReadAhead {
  public:
   void run(FrameCache& cache, std::unique_lock<std::mutex>& lock);
   /// The plan is another one.
-  void restart();
-  /// A frame left that is used next at `time`.
-  void evicted(AccessPlan::Time time) {
-    if (time < reached_) again_ = true;
-  }
+  void restart(FrameCache& cache);
 
  private:
   struct Member {
@@ -70,8 +66,6 @@ class ReadAhead {
   std::size_t steps_ = 0, step_ = 0, member_ = 0;
   std::deque<Room> kept_;
   std::int64_t kept_bytes_ = 0;
-  AccessPlan::Time reached_ = 0;  // up to here everything was looked at
-  bool again_ = false;            // from where the program is
   bool running_ = false;
 };
 

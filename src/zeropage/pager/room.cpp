@@ -29,21 +29,17 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
   while (true) {
     check_usable();
     bool fragmented = false;
-    if (Frame* frame = memory_.try_make(run, first_page, pages, permanent, fragmented)) {
-      count_pin();
-      budgets_.note_usage();
-      return *frame;
-    }
+    if (Frame* frame = frames_.try_make(run, first_page, pages, permanent, fragmented)) return *frame;
     const bool needs_window = fragmented && !memory_.joins_holes();
     if (failed_writes_ != failed_before && failed_write_) {
-      Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
+      Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
       if (clean && !needs_window) {
-        evict_frame(*clean);
+        frames_.evict(*clean);
         continue;
       }
       std::rethrow_exception(std::exchange(failed_write_, nullptr));
     }
-    plan_anew();
+    frames_.plan_anew();
     const bool enough = !fragmented && writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
     if (needs_window) {
       if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
@@ -52,15 +48,15 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
         continue;
       }
       clearing = false;
-    } else if (Frame* victim = victims_.best(timeline_.now())) {
-      if (!is_dirty(*victim)) {
-        evict_frame(*victim);
+    } else if (Frame* victim = frames_.victims().best(timeline_.now())) {
+      if (!Frames::is_dirty(*victim)) {
+        frames_.evict(*victim);
         continue;
       }
       // It must be written first. What is clean and is not used soon leaves instead of being waited for.
-      Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
+      Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
       const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
-      if (leaves) evict_frame(*clean);
+      if (leaves) frames_.evict(*clean);
       if (!enough) write_back(lock, *victim, Priority::demanded);
       if (leaves || !enough) continue;
     }
@@ -68,7 +64,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       const auto& frames = memory_.frames();
       Frame* first = nullptr;  // in an order that is the same on all ranks
       for (const auto& [_, frame] : frames) {
-        if (!is_reading(*frame)) continue;
+        if (!Frames::is_reading(*frame)) continue;
         if (!first || std::pair(frame->ordinal, frame->first_page) < std::pair(first->ordinal, first->first_page)) {
           first = frame.get();
         }
@@ -80,10 +76,10 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     }
     if (writing_bytes_ > 0 || reading_bytes_ > 0) {
       // Until one of them has ended, or, where neighbours must leave together, all.
-      const std::size_t writing = writing_bytes_, reading = reading_bytes_, queued = victims_.size();
+      const std::size_t writing = writing_bytes_, reading = reading_bytes_, queued = frames_.victims().size();
       wait_until(lock, [&] {
         if (needs_window && writing > 0) return writing_bytes_ == 0;
-        return writing_bytes_ != writing || reading_bytes_ != reading || victims_.size() != queued;
+        return writing_bytes_ != writing || reading_bytes_ != reading || frames_.victims().size() != queued;
       });
       continue;
     }
@@ -98,16 +94,17 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       if (ended) continue;
     }
     // ShardedHome frees what its gathers hold when it is refused.
-    if ((!serves_upper_ || upper_) && pins_ > pins_of_this_thread()) {
+    if ((!serves_upper_ || upper_) && frames_.pins() > frames_.pins_of_this_thread()) {
       // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
       const auto now = std::chrono::steady_clock::now();
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
       const auto until = upper_ ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
-      const std::size_t pins = pins_, queued = victims_.size();
+      const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
       const Waiting waiting(monitor_.waited_seconds());
-      const bool more = monitor_.changed().wait_until(
-          lock, until, [&] { return pins_ < pins || victims_.size() > queued || monitor_.closed(); });
-      if (victims_.size() > queued) give_up_at = {};
+      const bool more = monitor_.changed().wait_until(lock, until, [&] {
+        return frames_.pins() < pins || frames_.victims().size() > queued || monitor_.closed();
+      });
+      if (frames_.victims().size() > queued) give_up_at = {};
       if (more || until < give_up_at) continue;
     }
     throw Shortage{};
@@ -118,104 +115,28 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
 Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
                                   AccessPlan::Time before) {
   bool fragmented = false;
-  Frame* frame = memory_.try_make(run, first_page, pages, false, fragmented);
+  Frame* frame = frames_.try_make(run, first_page, pages, false, fragmented);
   if (!frame && fragmented && !memory_.joins_holes() &&
       clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
-    frame = memory_.try_make(run, first_page, pages, false, fragmented);
+    frame = frames_.try_make(run, first_page, pages, false, fragmented);
   }
   while (!frame && fragmented && memory_.joins_holes()) {  // what is free is less than the pieces that can be joined
-    Frame* const victim = victims_.best(timeline_.now(), before);
-    if (!victim || is_dirty(*victim)) break;
-    evict_frame(*victim);
-    frame = memory_.try_make(run, first_page, pages, false, fragmented);
+    Frame* const victim = frames_.victims().best(timeline_.now(), before);
+    if (!victim || Frames::is_dirty(*victim)) break;
+    frames_.evict(*victim);
+    frame = frames_.try_make(run, first_page, pages, false, fragmented);
   }
-  if (!frame) return nullptr;
-  count_pin();
-  budgets_.note_usage();
   return frame;
-}
-
-void FrameCache::forget_frame(const Frame& frame) noexcept {
-  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
-    Page& page = frame.run->pages[frame.first_page + i];
-    if (page.frame == &frame) page.frame = nullptr;
-  }
-}
-
-/// Forgets a frame; its pages must not need it.
-void FrameCache::drop_frame(Frame& frame) noexcept {
-  forget_frame(frame);
-  if (frame.ahead) ahead_bytes_ -= frame.memory.bytes();
-  victims_.remove(frame);
-  memory_.drop(frame);
-  monitor_.changed().notify_all();
-}
-
-bool FrameCache::is_reading(const Frame& frame) {
-  if (!frame.run || frame.transfers == 0) return false;
-  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
-  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
-                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::reading; });
-}
-
-bool FrameCache::is_dirty(const Frame& frame) const {
-  if (!frame.run) return false;
-  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
-  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
-                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::dirty; });
-}
-
-/// Of a clean frame that nothing uses.
-void FrameCache::evict_frame(Frame& frame) {
-  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
-    Page& page = frame.run->pages[frame.first_page + i];
-    if (page.frame == &frame) page.state = Residency::evicted;
-  }
-  ahead_.evicted(frame.next_use);
-  drop_frame(frame);
-  ++stats_.evictions;
-}
-
-/// Puts a frame that could leave in its place among the others.
-void FrameCache::consider(Frame& frame) noexcept {
-  if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
-  const bool dirty = is_dirty(frame);
-  const auto next = timeline_.plan().next_use(frame.ordinal);
-  const bool is_read = next.access != Access::overwrite || frame.shares_page;
-  AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
-  if (next.begin != AccessPlan::kNever) {
-    time = AccessPlan::time_of_page(next.begin, next.end, frame.first_page, frame.run_pages);
-  }
-  if (!frame.run) return victims_.insert(frame, time, static_cast<int>(is_read));
-  const Run& run = *frame.run;
-  // Of pages that are gone through now, those that have not been taken yet are next.
-  constexpr std::size_t kLargestGroup = 8;
-  const bool same_on_ranks = !ranks_ || run.role == Role::parameter;  // [Note: gathered]
-  if (same_on_ranks && frame.first_page >= run.stream_page &&
-      run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
-    time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
-  }
-  victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
-}
-
-/// Where the plan is another one, what leaves next is too.
-void FrameCache::plan_anew() {
-  if (planned_at_ == timeline_.plan().surprises() ||
-      timeline_.plan().uses() - uses_when_planned_ < victims_.size() / 4)
-    return;
-  planned_at_ = timeline_.plan().surprises();
-  uses_when_planned_ = timeline_.plan().uses();
-  victims_.for_each([this](Frame& frame) { consider(frame); });
 }
 
 /// Evicts neighbours that together with the holes between them make `bytes`. True if there is something new to look
 /// at: they have left, or are being written.
 bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock) {
   const auto frames = memory_.window(bytes, [&](const Frame& frame) {
-    return frame.cost >= 0 && frame.next_use > before && (!clean_only || !is_dirty(frame));
+    return frame.cost >= 0 && frame.next_use > before && (!clean_only || !Frames::is_dirty(frame));
   });
   std::vector<Frame*> dirty;
-  for (Frame* frame : frames) is_dirty(*frame) ? dirty.push_back(frame) : evict_frame(*frame);
+  for (Frame* frame : frames) Frames::is_dirty(*frame) ? dirty.push_back(frame) : frames_.evict(*frame);
   const bool blocks = home_->blocks();
   for (Frame* frame : dirty) {
     write_back(lock, *frame, Priority::demanded);
@@ -229,8 +150,8 @@ void FrameCache::clean_behind(Lock& lock) noexcept {
   const std::size_t limit = memory_.budget().limit();
   if (timeline_.plan().knows() || ranks_ || failed_write_ || memory_.free() > limit / 2) return;
   try {
-    while (victims_.bytes(1) + writing_bytes_ < limit / kBehindShare) {
-      Frame* const victim = victims_.first(2);
+    while (frames_.victims().bytes(1) + writing_bytes_ < limit / kBehindShare) {
+      Frame* const victim = frames_.victims().first(2);
       if (!victim || !write_back(lock, *victim, Priority::behind) || failed_write_) return;
     }
   } catch (...) {

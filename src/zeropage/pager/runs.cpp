@@ -138,13 +138,13 @@ void FrameCache::make_permanent(Lock& lock, Run& run) {
         limit) {  // another thread was quicker
       frame.permanent = false;
       frame.assembling = true;
-      drop_pin(frame);
+      frames_.drop_pin(frame);
       refuse_home();
     }
     memory_.clear(frame.memory.data(), frame.memory.bytes());
     if (memory_.device()) frame.ready = memory_.device()->record();
     for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
-    drop_pin(frame);
+    frames_.drop_pin(frame);
   } catch (const Shortage&) {
     refuse_home();
   }
@@ -230,10 +230,10 @@ void FrameCache::delete_run(Run& run) {
   for (Page& page : run.pages) {
     Frame* frame = page.frame;
     if (!frame) continue;
-    forget_frame(*frame);
+    Frames::forget(*frame);
     frame->run = nullptr;
     frame->permanent = false;
-    if (frame->pins == 0) settle(*frame);  // else the last pin does
+    if (frame->pins == 0) frames_.settle(*frame);  // else the last pin does
   }
   if (run.below) home_->forget(run);
   runs_.erase(&run);

@@ -59,7 +59,7 @@ void FrameCache::read_ended(Run& run, Frame& frame, std::size_t page, Home::Outc
       p.state = frame.failure ? Residency::evicted : Residency::clean;
       if (frame.failure) p.frame = nullptr;
     }
-    if (frame.pins == 0) settle(frame);  // else the last pin does
+    if (frame.pins == 0) frames_.settle(frame);  // else the last pin does
   }
   transfer_ended(run);
 }
@@ -76,7 +76,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
   }
   if (pages.empty()) return false;
   if (ranks_) memory_.order_after(frame);
-  add_pin(frame);  // the frame stays while the lock is given up
+  frames_.add_pin(frame);  // the frame stays while the lock is given up
   for (const std::size_t i : pages) {
     run.pages[i].state = Residency::writing;
     ++frame.transfers, ++run.transfers;
@@ -100,7 +100,7 @@ bool FrameCache::write_back(Lock& lock, Frame& frame, Priority priority) {
     }
     if (outcome) write_ended(run, i, *outcome);
   }
-  drop_pin(frame);
+  frames_.drop_pin(frame);
   if (blocks) monitor_.changed().notify_all();  // a thread that found nothing to wait for now does
   return true;
 }
@@ -116,7 +116,7 @@ void FrameCache::write_ended(Run& run, std::size_t index, const Home::Outcome& o
     page.state = page.state == Residency::rewritten ? Residency::dirty : Residency::clean;
   }
   Frame& frame = *page.frame;
-  if (--frame.transfers == 0 && frame.pins == 0) settle(frame);
+  if (--frame.transfers == 0 && frame.pins == 0) frames_.settle(frame);
   transfer_ended(run);
 }
 
@@ -157,13 +157,13 @@ void FrameCache::wait_for_reads(Lock& lock, Frame& frame) {
     while (page < frame.first_page + frame.pages && !is_read(page)) ++page;
     return page;
   };
-  if (!is_reading(frame)) return;
+  if (!Frames::is_reading(frame)) return;
   struct Pin {
-    FrameCache& cache;
+    Frames& frames;
     Frame& frame;
-    Pin(FrameCache& c, Frame& f) : cache(c), frame(f) { cache.add_pin(frame); }
-    ~Pin() { cache.drop_pin(frame); }
-  } pin{*this, frame};
+    Pin(Frames& fs, Frame& f) : frames(fs), frame(f) { frames.add_pin(frame); }
+    ~Pin() { frames.drop_pin(frame); }
+  } pin{frames_, frame};
   wait_until(lock, [&] { return frame.starting == 0; });  // the home must know of a transfer that is to be hurried
   for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
     if (!is_read(page)) continue;
