@@ -63,7 +63,7 @@ FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks>
 FrameCache::~FrameCache() {
   if (monitor_.in_forked_child()) {
     // A forked child: the ring, its buffers and the disk are the parent's. Leave every copy as it is.
-    new auto(std::move(runs_));
+    runs_.abandon();
     memory_.abandon();
     new auto(std::move(registered_));
     (void)home_.release(), (void)io_.release(), (void)swap_.release();
@@ -100,15 +100,9 @@ void FrameCache::close() {
 void FrameCache::finish_close() noexcept {
   if (!drained_) return;
   frames_.drop_unused();
-  for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
+  runs_.forget_home_bytes();
   if (frames_.pins() > 0 || monitor_.inside() > 0) return;
-  for (auto& [_, run] : runs_) {
-    run->extent = {};
-    if (run->below) {
-      if (home_) home_->forget(*run);
-      run->below.reset();
-    }
-  }
+  runs_.give_back_homes();
   home_.reset();
   swap_.reset();
   registered_.clear();
@@ -245,8 +239,8 @@ CacheStats FrameCache::stats() const {
   Lock lock(monitor_.mutex());
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
-      sum.home_bytes[role][tier] += stats_.home_bytes[role][tier];
-      sum.home_peak[role][tier] += stats_.home_peak[role][tier];
+      sum.home_bytes[role][tier] += runs_.home_bytes(role, tier);
+      sum.home_peak[role][tier] += runs_.home_peak(role, tier);
     }
   }
   if (!separate) sum.read_bytes = stats_.read_bytes, sum.written_bytes = stats_.written_bytes;

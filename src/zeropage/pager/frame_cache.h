@@ -40,6 +40,7 @@
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/read_ahead.h"
+#include "zeropage/pager/runs.h"
 #include "zeropage/pager/timeline.h"
 
 namespace zeropage {
@@ -178,7 +179,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
   Arena::SlabHook register_slab(const CacheOptions& options);
-  // runs.cpp: which run a segment lies in, and where that is at home
+  // home_allocator.cpp: which run a segment lies in, and where that is at home
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
   Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
   Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
@@ -186,10 +187,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void list_room(Run& run);
   Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
   Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed);
-  void add_run(std::unique_ptr<Run> run);
   void let_die(Run& run);
-  void delete_run(Run& run);
-  void count_home(const Run& run, bool created);
 
   // pins.cpp
   std::vector<Hold> holds_for(std::span<const PinRequest> requests) const;
@@ -241,10 +239,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Timeline timeline_;
   Frames frames_{monitor_, memory_, budgets_, timeline_, is_gathered()};
   ReadAhead ahead_;
-  std::unordered_map<Run*, std::unique_ptr<Run>> runs_;
-  std::vector<Run*> by_ordinal_;  // null: dead, or not to be gathered ahead
-  std::vector<std::size_t> bytes_of_ordinal_;
-  std::size_t pageable_bytes_ = 0, pageable_peak_ = 0;         // of all runs whose home is elsewhere
+  Runs runs_{frames_, budgets_, timeline_};
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;

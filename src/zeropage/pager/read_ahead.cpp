@@ -14,7 +14,7 @@ constexpr std::size_t kMostAhead = 64 * kMiB;  // enough to keep a disk busy thr
 /// [Note: how far ahead]
 std::size_t ReadAhead::window(const FrameCache& cache) {
   const std::size_t limit = cache.memory_.budget().limit();
-  const std::size_t missing = cache.pageable_peak_ > limit ? cache.pageable_peak_ - limit : 0;
+  const std::size_t missing = cache.runs_.pageable_peak() > limit ? cache.runs_.pageable_peak() - limit : 0;
   return std::min({kMostAhead, limit / 8, std::max(missing / 16, cache.page_bytes_)});
 }
 
@@ -55,7 +55,7 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
       cache.frames_.looked_ahead().reached = next->time + 1;
       advance();
     }
-    if (!all && !cache.monitor_.closed() && cache.pageable_peak_ > limit)
+    if (!all && !cache.monitor_.closed() && cache.runs_.pageable_peak() > limit)
       write_behind(cache, static_cast<std::size_t>(most) / 2, lock);
   } catch (...) {
     // What could not start ahead starts again when it is demanded, and its error is told then.
@@ -69,10 +69,10 @@ bool ReadAhead::find_group(const FrameCache& cache) {
   for (auto k = static_cast<std::int64_t>(group_ - uses);; ++k) {
     const auto coming = cache.timeline_.plan().coming(k);
     if (!coming || (!members_.empty() && (coming->use.begins || members_.size() == 64))) break;
-    const Run* run = cache.by_ordinal_[coming->use.ordinal];
+    const Run* run = cache.runs_.at(coming->use.ordinal);
     const std::size_t pages = run && !coming->use.whole ? run->pages.size() : 1;
     steps_ = std::max(steps_, pages);
-    const std::size_t bytes = cache.bytes_of_ordinal_[coming->use.ordinal];
+    const std::size_t bytes = cache.runs_.bytes_at(coming->use.ordinal);
     if (members_.empty()) begin_ = coming->time;
     end_ = coming->time + bytes;
     members_.push_back({coming->use, pages, bytes});
@@ -87,7 +87,7 @@ std::optional<ReadAhead::Target> ReadAhead::target(const FrameCache& cache) {
     const Member& member = members_[member_];
     const std::size_t page = step_ * member.pages / steps_;
     const bool is_new = step_ == 0 || page != (step_ - 1) * member.pages / steps_;
-    const Run* run = cache.by_ordinal_[member.use.ordinal];
+    const Run* run = cache.runs_.at(member.use.ordinal);
     if (is_new && (!run || page < run->pages.size())) {
       const std::size_t pages = member.use.whole && run ? run->pages.size() : 1;
       return Target{&member, page, pages, AccessPlan::time_of_page(begin_, end_, page, member.pages)};
@@ -110,9 +110,9 @@ void ReadAhead::advance() {
 
 ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std::unique_lock<std::mutex>& lock) {
   const AccessPlan::Use use = target.member->use;
-  Run* const run = cache.by_ordinal_[use.ordinal];
+  Run* const run = cache.runs_.at(use.ordinal);
   if (!run) {  // it will be created
-    const std::size_t bytes = cache.bytes_of_ordinal_[use.ordinal];
+    const std::size_t bytes = cache.runs_.bytes_at(use.ordinal);
     if (make_room(cache, bytes, target.time, lock) == Result::blocked) return Result::blocked;
     keep_room(bytes);
     return Result::there;

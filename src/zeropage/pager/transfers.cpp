@@ -126,7 +126,7 @@ void FrameCache::throw_failed_write(std::size_t before) {
 }
 
 void FrameCache::transfer_ended(Run& run) {
-  if (--run.transfers == 0 && run.dead) delete_run(run);
+  if (--run.transfers == 0 && run.dead) runs_.remove(run);
   monitor_.changed().notify_all();
 }
 
