@@ -7,9 +7,20 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/pager/lower_cache_home.h"
 #include "zeropage/pager/sharded_home.h"
-#include "zeropage/pager/waiting.h"
 
 namespace zeropage {
+namespace {
+
+/// The cache of the host under that of a device: [Note: two memories].
+std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_ptr<Io> io) {
+  CacheOptions host = options;
+  host.device = nullptr;
+  host.device_bytes = 0;
+  host.register_memory = [memory = options.device](std::span<std::byte> slab) { return memory->register_host(slab); };
+  return FrameCache::make(host, std::move(io));
+}
+
+}  // namespace
 
 std::shared_ptr<FrameCache> FrameCache::make(const CacheOptions& options, std::unique_ptr<Io> io) {
   return std::shared_ptr<FrameCache>(new FrameCache(options, std::move(io)));
@@ -30,23 +41,18 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
     : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
       memory_(options.device_bytes + (options.device ? 0 : options.host_bytes), options.device,
               options.register_memory ? register_slab(options) : nullptr),
-      budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false) {
-  if (options.device) {  // [Note: two memories]
-    CacheOptions host = options;
-    host.device = nullptr;
-    host.device_bytes = 0;
-    host.register_memory = [memory = options.device](std::span<std::byte> slab) {
-      return memory->register_host(slab);
-    };
-    lower_ = make(host, std::move(io));
-    lower_->upper_ = this;
-    lower_->serves_upper_ = true;
-    home_ = std::make_unique<LowerCacheHome>(*lower_, *options.device);
-  } else if (!options.disk_path.empty()) {
-    io_ = io ? std::move(io) : make_io(options.io);
-    swap_ = std::make_unique<SwapFile>(options.disk_path);
-    home_ = make_disk_home(*io_, *swap_);
-  }
+      budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false),
+      lower_(options.device ? make_host(options, std::move(io)) : nullptr),
+      io_(lower_ || options.disk_path.empty() ? nullptr
+          : io                                ? std::move(io)
+                                              : make_io(options.io)),
+      swap_(io_ ? std::make_unique<SwapFile>(options.disk_path) : nullptr),
+      home_(lower_ ? std::make_unique<LowerCacheHome>(*lower_, *options.device)
+            : io_  ? make_disk_home(*io_, *swap_)
+                   : nullptr) {
+  if (!lower_) return;
+  lower_->upper_.serve();
+  lower_->upper_.connect([this] { read_ahead(); }, [this] { return home_->tidy(/*wait=*/true); });
 }
 
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
@@ -57,7 +63,19 @@ FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks>
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
       home_(std::make_unique<ShardedHome>(monitor_, *lower_, ranks_, device.get())) {
-  lower_->serves_upper_ = true;
+  lower_->upper_.serve();
+}
+
+/// On the thread on which a transfer ended: the next ones start, here and in the cache above.
+void FrameCache::go_on(Lock& lock) {
+  if (!ranks_) ahead_.run(*this, lock);
+  lock.unlock();
+  upper_.progress();
+}
+
+void FrameCache::read_ahead() {
+  Lock lock(monitor_.mutex());
+  if (!ranks_) ahead_.run(*this, lock);
 }
 
 FrameCache::~FrameCache() {
@@ -79,10 +97,7 @@ void FrameCache::close() {
     if (monitor_.closed()) return;
     monitor_.close();
   }
-  if (lower_) {
-    std::lock_guard lock(lower_->progress_mutex_);
-    lower_->upper_ = nullptr;
-  }
+  if (lower_) lower_->upper_.disconnect();
   if (home_) {
     while (home_->tidy(/*wait=*/true)) {
     }
@@ -127,8 +142,8 @@ void FrameCache::zero(Segment& segment) {
   for (auto page = std::find_if(run.pages.begin(), run.pages.end(), busy); page != run.pages.end();
        page = std::find_if(run.pages.begin(), run.pages.end(), busy)) {
     Frame& frame = *page->frame;
-    wait_for_reads(lock, frame);
-    wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; });
+    transfers_.wait_for_reads(lock, frame);
+    transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; });
   }
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
@@ -154,13 +169,13 @@ void FrameCache::give_up_frames(Lock& lock, Run& run) {
     while (page.frame && page.frame->pins == 0) {
       Frame& frame = *page.frame;
       if (frame.transfers > 0) {
-        wait_for_reads(lock, frame);
-        wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+        transfers_.wait_for_reads(lock, frame);
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
       } else if (Frames::is_dirty(frame)) {
-        const std::size_t failed_before = failed_writes_;
-        write_back(lock, frame, Priority::demanded);
-        wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-        throw_failed_write(failed_before);
+        const std::size_t failed_before = transfers_.failed_writes();
+        transfers_.write_back(lock, frame, Priority::demanded);
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+        transfers_.throw_failed_write(failed_before);
       } else {
         frames_.evict(frame);
       }
@@ -227,8 +242,8 @@ void FrameCache::wait() {
   Lock lock(monitor_.mutex());
   check_usable();
   if (ranks_) return;
-  wait_until(lock, [&] { return reading_bytes_ == 0 && writing_bytes_ == 0; });
-  if (failed_write_) std::rethrow_exception(std::exchange(failed_write_, nullptr));
+  transfers_.wait_until(lock, [&] { return transfers_.reading_bytes() == 0 && transfers_.writing_bytes() == 0; });
+  transfers_.throw_failed_write();
   lock.unlock();
   if (lower_) lower_->wait();
 }
@@ -243,8 +258,8 @@ CacheStats FrameCache::stats() const {
       sum.home_peak[role][tier] += runs_.home_peak(role, tier);
     }
   }
-  if (!separate) sum.read_bytes = stats_.read_bytes, sum.written_bytes = stats_.written_bytes;
-  if (separate) sum.uploaded_bytes = stats_.read_bytes, sum.downloaded_bytes = stats_.written_bytes;
+  if (!separate) sum.read_bytes = transfers_.read_bytes(), sum.written_bytes = transfers_.written_bytes();
+  if (separate) sum.uploaded_bytes = transfers_.read_bytes(), sum.downloaded_bytes = transfers_.written_bytes();
   sum.faults = stats_.faults;  // of operators: the pages of the host that they met are behind them
   sum.evictions += frames_.evictions();
   sum.surprises = timeline_.plan().surprises();

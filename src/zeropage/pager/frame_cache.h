@@ -42,6 +42,8 @@
 #include "zeropage/pager/read_ahead.h"
 #include "zeropage/pager/runs.h"
 #include "zeropage/pager/timeline.h"
+#include "zeropage/pager/transfers.h"
+#include "zeropage/pager/upper_cache.h"
 
 namespace zeropage {
 
@@ -203,18 +205,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void let_go_of_page(PagePin& pin) noexcept;
   void wait_for_page(PagePin& pin);
 
-  // transfers.cpp: bytes
-  void start_reads(Lock& lock, Frame& frame, Priority priority);
-  void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
-  bool write_back(Lock& lock, Frame& frame, Priority priority);
-  void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
-  void throw_failed_write(std::size_t before);
-  void transfer_ended(Run& run);
-  void on_end(std::function<void()> book);
-  template <class Ready>
-  void wait_until(Lock& lock, Ready ready);
-  void wait_for_reads(Lock& lock, Frame& frame);
-
   // room.cpp: memory, and what leaves it
   Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
@@ -222,32 +212,29 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void clean_behind(Lock& lock) noexcept;
 
   void finish_close() noexcept;
-  void progress();
+  void go_on(Lock& lock);
+  void read_ahead();
   void give_up_frames(Lock& lock, Run& run);
 
   Monitor monitor_{[this] { finish_close(); }};
   bool drained_ = false;  // closed, and no transfer is under way
   std::size_t page_bytes_;
-  std::unique_ptr<Io> io_;
-  std::unique_ptr<SwapFile> swap_;
   std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
   FrameMemory memory_;
   Budgets budgets_;
   std::shared_ptr<FrameCache> lower_;  // of the host, under a device's; of this rank's shares, under the gathered one
   std::shared_ptr<Ranks> ranks_;       // null but for the gathered one
-  std::unique_ptr<Home> home_;         // of runs with no frame of their own
+  std::unique_ptr<Io> io_;
+  std::unique_ptr<SwapFile> swap_;
+  std::unique_ptr<Home> home_;  // of runs with no frame of their own
   Timeline timeline_;
   Frames frames_{monitor_, memory_, budgets_, timeline_, is_gathered()};
   ReadAhead ahead_;
   Runs runs_{frames_, budgets_, timeline_};
+  UpperCache upper_;
+  Transfers transfers_{monitor_, memory_, frames_, runs_, home_.get(), [this](Lock& lock) { go_on(lock); }};
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
-  std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
-  std::exception_ptr failed_write_;  // that no thread has been told of
-  std::size_t failed_writes_ = 0;
-  bool serves_upper_ = false;                 // another cache's transfers pin pages here
-  std::mutex progress_mutex_;                 // never taken under mutex_
-  std::atomic<FrameCache*> upper_ = nullptr;  // which reads ahead when something has come here
   CacheStats stats_;
 };
 

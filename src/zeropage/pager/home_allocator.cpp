@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/waiting.h"
+#include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
 namespace {

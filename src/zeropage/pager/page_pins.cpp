@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/waiting.h"
+#include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
 
@@ -21,7 +21,7 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
       check_usable();
       const bool claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
       if (claimed && page.frame->claimer != std::this_thread::get_id()) {
-        wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
+        transfers_.wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
         continue;
       }
       if (page.frame) {
@@ -63,7 +63,7 @@ void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
     page.state = run.gathered() ? Residency::clean : Residency::dirty;
     monitor_.changed().notify_all();
   } else if (page.state == Residency::evicted) {
-    start_reads(lock, frame, Priority::demanded);
+    transfers_.start_reads(lock, frame, Priority::demanded);
   }
 }
 
@@ -131,7 +131,7 @@ void FrameCache::wait_for_page(PagePin& pin) {
   Lock lock(monitor_.mutex());
   check_usable();
   Frame& frame = *pin.frame_;
-  wait_for_reads(lock, frame);
+  transfers_.wait_for_reads(lock, frame);
   if (frame.failure && (!frame.run || pin.run_->pages[pin.page_].frame != &frame)) {
     std::rethrow_exception(frame.failure);
   }

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/waiting.h"
+#include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
 
@@ -108,7 +108,7 @@ void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
   for (Hold& hold : holds) {
     if (!hold.is_new) continue;
     ++stats_.faults;
-    if (hold.read) start_reads(lock, *hold.frame, Priority::demanded);
+    if (hold.read) transfers_.start_reads(lock, *hold.frame, Priority::demanded);
   }
   wait_for_content(lock, holds);
   // What operators hold at once is limited, whatever memory there is.
@@ -122,7 +122,7 @@ void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
 void FrameCache::take_frame(Lock& lock, Hold& hold) {
   Run& run = *hold.run;
   while (true) {
-    wait_until(lock, [&] { return run.assembled == nullptr; });
+    transfers_.wait_until(lock, [&] { return run.assembled == nullptr; });
     if (Frame* frame = run.whole_frame()) {
       frames_.add_pin(*frame);
       hold.frame = frame;
@@ -159,15 +159,15 @@ void FrameCache::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
     Hold& hold = holds[i];
     if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
     if (Frames::is_reading(*hold.frame)) {
-      wait_for_reads(lock, *hold.frame);
+      transfers_.wait_for_reads(lock, *hold.frame);
     } else if (in_use(hold)) {
       const auto reading = std::find_if(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
         return page.frame && page.frame != hold.frame && Frames::is_reading(*page.frame);
       });
-      reading != hold.run->pages.end() ? wait_for_reads(lock, *reading->frame)
-                                       : wait_until(lock, [&] { return !in_use(hold); });
+      reading != hold.run->pages.end() ? transfers_.wait_for_reads(lock, *reading->frame)
+                                       : transfers_.wait_until(lock, [&] { return !in_use(hold); });
     } else if (misses(hold)) {
-      start_reads(lock, *hold.frame, Priority::demanded);
+      transfers_.start_reads(lock, *hold.frame, Priority::demanded);
     } else {
       continue;
     }
@@ -232,17 +232,18 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
 
 /// Everything that can leave does.
 void FrameCache::empty(Lock& lock) {
-  const std::size_t failed_before = failed_writes_;
+  const std::size_t failed_before = transfers_.failed_writes();
   while (true) {
     if (Frame* victim = frames_.victims().best(timeline_.now())) {
-      Frames::is_dirty(*victim) ? void(write_back(lock, *victim, Priority::demanded)) : frames_.evict(*victim);
-    } else if (writing_bytes_ > 0) {
-      const std::size_t writing = writing_bytes_;
-      wait_until(lock, [&] { return writing_bytes_ != writing; });
+      Frames::is_dirty(*victim) ? void(transfers_.write_back(lock, *victim, Priority::demanded))
+                                : frames_.evict(*victim);
+    } else if (transfers_.writing_bytes() > 0) {
+      const std::size_t writing = transfers_.writing_bytes();
+      transfers_.wait_until(lock, [&] { return transfers_.writing_bytes() != writing; });
     } else {
       return;
     }
-    throw_failed_write(failed_before);
+    transfers_.throw_failed_write(failed_before);
   }
 }
 

@@ -31,7 +31,7 @@ void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
   if (running_ || cache.monitor_.closed() || !cache.timeline_.plan().knows())
     return;  // running: where a read of ranks gave up the lock
   // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
-  if (cache.failed_write_ && !cache.ranks_) return;
+  if (cache.transfers_.has_failed_write() && !cache.ranks_) return;
   running_ = true;
   const std::uint64_t uses = cache.timeline_.plan().uses();
   while (!kept_.empty() && kept_.front().use < uses) {
@@ -153,7 +153,7 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
                                   AccessPlan::Time time, std::unique_lock<std::mutex>& lock) {
   if (cache.monitor_.closed()) return Result::blocked;
   for (std::size_t i = first_page; i < first_page + pages; ++i) {
-    if (!cache.home_->ready_to_read(run, i)) return Result::blocked;
+    if (!cache.transfers_.ready_to_read(run, i)) return Result::blocked;
   }
   // Room that will be free does not serve a read that starts now.
   const std::int64_t later = std::min<std::int64_t>(kept_bytes_, 0);
@@ -163,28 +163,30 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
   Frame* const frame = cache.try_make_frame(lock, run, first_page, pages, time);
   if (!frame) return Result::blocked;
   cache.frames_.set_ahead(*frame);
-  cache.start_reads(lock, *frame, Priority::ahead);
+  cache.transfers_.start_reads(lock, *frame, Priority::ahead);
   cache.frames_.drop_pin(*frame);
   return Result::there;
 }
 
 /// There is more to read than may be read yet: what will leave for it is written home, so that it can leave at once.
 void ReadAhead::write_behind(FrameCache& cache, std::size_t most, std::unique_lock<std::mutex>& lock) {
-  const std::size_t failed_before = cache.failed_writes_;
-  while (cache.memory_.free() + cache.writing_bytes_ < most) {
+  const std::size_t failed_before = cache.transfers_.failed_writes();
+  while (cache.memory_.free() + cache.transfers_.writing_bytes() < most) {
     Frame* const victim = cache.frames_.victims().first(2);
     if (!victim || victim->next_use <= cache.frames_.looked_ahead().reached) return;
-    const std::size_t lacking = most - cache.memory_.free() - cache.writing_bytes_;
+    const std::size_t lacking = most - cache.memory_.free() - cache.transfers_.writing_bytes();
     const auto clean = [](const Frame& frame) { return !Frames::is_dirty(frame); };
     if (cache.frames_.victims().bytes_before(*victim, cache.timeline_.now(), lacking, clean) >= lacking) return;
-    if (!cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before) return;
+    if (!cache.transfers_.write_back(lock, *victim, Priority::behind) ||
+        cache.transfers_.failed_writes() != failed_before)
+      return;
   }
 }
 
 /// Until `bytes` are free beside what is kept: clean frames that are used later leave, and dirty ones are written.
 ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time,
                                        std::unique_lock<std::mutex>& lock) {
-  const std::size_t failed_before = cache.failed_writes_;
+  const std::size_t failed_before = cache.transfers_.failed_writes();
   const auto lacking = [&] {
     return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
   };
@@ -196,9 +198,10 @@ ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, Acc
       continue;
     }
     // Enough is on its way home to make the room, or to keep a disk busy.
-    const auto writing = static_cast<std::int64_t>(cache.writing_bytes_);
+    const auto writing = static_cast<std::int64_t>(cache.transfers_.writing_bytes());
     if (writing >= std::max(lacking(), static_cast<std::int64_t>(window(cache))) ||
-        !cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before)
+        !cache.transfers_.write_back(lock, *victim, Priority::behind) ||
+        cache.transfers_.failed_writes() != failed_before)
       return Result::blocked;
   }
   return Result::there;

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/waiting.h"
+#include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
 namespace {
@@ -21,7 +21,7 @@ constexpr std::chrono::milliseconds kUntilTidied{5};
 /// A frame with one pin. Waits for what must be written, and for what other threads hold. Throws Shortage if nothing
 /// is left that could leave, DiskError if what should leave cannot be written.
 Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
-  const std::size_t failed_before = failed_writes_;
+  const std::size_t failed_before = transfers_.failed_writes();
   const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
   if (bytes > memory_.budget().limit()) throw Shortage{};
   bool clearing = false;  // neighbours are being written
@@ -31,19 +31,20 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
     bool fragmented = false;
     if (Frame* frame = frames_.try_make(run, first_page, pages, permanent, fragmented)) return *frame;
     const bool needs_window = fragmented && !memory_.joins_holes();
-    if (failed_writes_ != failed_before && failed_write_) {
+    if (transfers_.failed_writes() != failed_before && transfers_.has_failed_write()) {
       Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
       if (clean && !needs_window) {
         frames_.evict(*clean);
         continue;
       }
-      std::rethrow_exception(std::exchange(failed_write_, nullptr));
+      transfers_.throw_failed_write();
     }
     frames_.plan_anew();
-    const bool enough = !fragmented && writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
+    const bool enough =
+        !fragmented && transfers_.writing_bytes() > 0 && memory_.free() + transfers_.writing_bytes() >= bytes;
     if (needs_window) {
       if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
-      if ((!clearing || writing_bytes_ == 0) && clear_window(bytes, 0, false, lock)) {
+      if ((!clearing || transfers_.writing_bytes() == 0) && clear_window(bytes, 0, false, lock)) {
         clearing = true;
         continue;
       }
@@ -57,10 +58,10 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
       const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
       if (leaves) frames_.evict(*clean);
-      if (!enough) write_back(lock, *victim, Priority::demanded);
+      if (!enough) transfers_.write_back(lock, *victim, Priority::demanded);
       if (leaves || !enough) continue;
     }
-    if (ranks_ && reading_bytes_ > 0) {  // a gather ends when it is waited for
+    if (ranks_ && transfers_.reading_bytes() > 0) {  // a gather ends when it is waited for
       const auto& frames = memory_.frames();
       Frame* first = nullptr;  // in an order that is the same on all ranks
       for (const auto& [_, frame] : frames) {
@@ -70,35 +71,35 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
         }
       }
       if (first) {
-        wait_for_reads(lock, *first);
+        transfers_.wait_for_reads(lock, *first);
         continue;
       }
     }
-    if (writing_bytes_ > 0 || reading_bytes_ > 0) {
+    if (transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0) {
       // Until one of them has ended, or, where neighbours must leave together, all.
-      const std::size_t writing = writing_bytes_, reading = reading_bytes_, queued = frames_.victims().size();
-      wait_until(lock, [&] {
-        if (needs_window && writing > 0) return writing_bytes_ == 0;
-        return writing_bytes_ != writing || reading_bytes_ != reading || frames_.victims().size() != queued;
+      const std::size_t writing = transfers_.writing_bytes(), reading = transfers_.reading_bytes(),
+                        queued = frames_.victims().size();
+      transfers_.wait_until(lock, [&] {
+        if (needs_window && writing > 0) return transfers_.writing_bytes() == 0;
+        return transfers_.writing_bytes() != writing || transfers_.reading_bytes() != reading ||
+               frames_.victims().size() != queued;
       });
       continue;
     }
-    if (upper_) {  // transfers of the cache above hold pages here, and may have ended without a word
+    if (upper_.connected()) {  // transfers of the cache above hold pages here, and may have ended without a word
       bool ended = false;
       {
         const Unlocked unlocked(lock);
-        const std::lock_guard progress(progress_mutex_);
-        FrameCache* const upper = upper_;
-        ended = upper && upper->home_->tidy(/*wait=*/true);
+        ended = upper_.tidy();
       }
       if (ended) continue;
     }
     // ShardedHome frees what its gathers hold when it is refused.
-    if ((!serves_upper_ || upper_) && frames_.pins() > frames_.pins_of_this_thread()) {
+    if ((!upper_.serves() || upper_.connected()) && frames_.pins() > frames_.pins_of_this_thread()) {
       // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
       const auto now = std::chrono::steady_clock::now();
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
-      const auto until = upper_ ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
+      const auto until = upper_.connected() ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
       const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
       const Waiting waiting(monitor_.waited_seconds());
       const bool more = monitor_.changed().wait_until(lock, until, [&] {
@@ -137,9 +138,9 @@ bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool c
   });
   std::vector<Frame*> dirty;
   for (Frame* frame : frames) Frames::is_dirty(*frame) ? dirty.push_back(frame) : frames_.evict(*frame);
-  const bool blocks = home_->blocks();
+  const bool blocks = transfers_.blocks();
   for (Frame* frame : dirty) {
-    write_back(lock, *frame, Priority::demanded);
+    transfers_.write_back(lock, *frame, Priority::demanded);
     if (blocks) break;  // the lock was given up: what lies where has to be looked at anew
   }
   return !frames.empty();
@@ -148,11 +149,11 @@ bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool c
 /// Where there is no plan: once memory is short, what would leave next is kept on its way home.
 void FrameCache::clean_behind(Lock& lock) noexcept {
   const std::size_t limit = memory_.budget().limit();
-  if (timeline_.plan().knows() || ranks_ || failed_write_ || memory_.free() > limit / 2) return;
+  if (timeline_.plan().knows() || ranks_ || transfers_.has_failed_write() || memory_.free() > limit / 2) return;
   try {
-    while (frames_.victims().bytes(1) + writing_bytes_ < limit / kBehindShare) {
+    while (frames_.victims().bytes(1) + transfers_.writing_bytes() < limit / kBehindShare) {
       Frame* const victim = frames_.victims().first(2);
-      if (!victim || !write_back(lock, *victim, Priority::behind) || failed_write_) return;
+      if (!victim || !transfers_.write_back(lock, *victim, Priority::behind) || transfers_.has_failed_write()) return;
     }
   } catch (...) {
     // What could not start behind starts again when its memory is needed, and its error is told then.
