@@ -163,33 +163,13 @@ void FrameCache::zero(Segment& segment) {
   lower_->zero(*run.below);
 }
 
-/// Writes what is newer in frames home, and drops them. Pinned ones stay.
-void FrameCache::give_up_frames(Lock& lock, Run& run) {
-  for (Page& page : run.pages) {
-    while (page.frame && page.frame->pins == 0) {
-      Frame& frame = *page.frame;
-      if (frame.transfers > 0) {
-        transfers_.wait_for_reads(lock, frame);
-        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-      } else if (Frames::is_dirty(frame)) {
-        const std::size_t failed_before = transfers_.failed_writes();
-        transfers_.write_back(lock, frame, Priority::demanded);
-        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-        transfers_.throw_failed_write(failed_before);
-      } else {
-        frames_.evict(frame);
-      }
-    }
-  }
-}
-
 void FrameCache::evict(Segment& segment) {
   check_usable();
   Lock lock(monitor_.mutex());
   check_usable();
   Run& run = *segment.run_;
   if (!run.home) return;
-  give_up_frames(lock, run);
+  room_.give_up_frames(lock, run);
   if (!run.below) return;
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
@@ -204,7 +184,7 @@ void FrameCache::store(Segment& segment) {
   const bool dirty = std::any_of(run.pages.begin(), run.pages.end(), [](const Page& page) {
     return page.state == Residency::dirty && page.frame->pins == 0;
   });
-  if (dirty) give_up_frames(lock, run);
+  if (dirty) room_.give_up_frames(lock, run);
 }
 
 void FrameCache::share_changes(Segment& segment) {
@@ -226,7 +206,7 @@ void FrameCache::share_changes(Segment& segment) {
     const auto held = [](const Page& page) { return page.frame != nullptr; };
     if (std::none_of(run.pages.begin(), run.pages.end(), held)) break;
     refuse_if_pinned();
-    give_up_frames(lock, run);
+    room_.give_up_frames(lock, run);
   }
   for (Page& page : run.pages) page.state = Residency::evicted;
 }

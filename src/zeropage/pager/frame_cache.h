@@ -40,6 +40,7 @@
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/read_ahead.h"
+#include "zeropage/pager/room.h"
 #include "zeropage/pager/runs.h"
 #include "zeropage/pager/timeline.h"
 #include "zeropage/pager/transfers.h"
@@ -175,7 +176,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   friend class ReadAhead;
   using Lock = Monitor::Lock;
   struct Hold;
-  struct Shortage {};  // memory cannot be had: told apart from a BudgetError of a home below
 
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
@@ -199,22 +199,14 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void fill(Hold& hold);
   void commit(Hold& hold) noexcept;
   void let_go(std::vector<Hold>& holds) noexcept;
-  void empty(Lock& lock);
   PagePin take_pin(Frame& frame, Segment& segment, std::size_t page, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t page);
   void let_go_of_page(PagePin& pin) noexcept;
   void wait_for_page(PagePin& pin);
 
-  // room.cpp: memory, and what leaves it
-  Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
-  Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
-  bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
-  void clean_behind(Lock& lock) noexcept;
-
   void finish_close() noexcept;
   void go_on(Lock& lock);
   void read_ahead();
-  void give_up_frames(Lock& lock, Run& run);
 
   Monitor monitor_{[this] { finish_close(); }};
   bool drained_ = false;  // closed, and no transfer is under way
@@ -233,6 +225,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Runs runs_{frames_, budgets_, timeline_};
   UpperCache upper_;
   Transfers transfers_{monitor_, memory_, frames_, runs_, home_.get(), [this](Lock& lock) { go_on(lock); }};
+  Room room_{monitor_, memory_, timeline_, frames_, transfers_, upper_};
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
   CacheStats stats_;

@@ -133,7 +133,7 @@ void FrameCache::make_permanent(Lock& lock, Run& run) {
   };
   if (used + bytes > limit) refuse_home();
   try {
-    Frame& frame = make_frame(lock, run, 0, run.pages.size(), /*permanent=*/true);
+    Frame& frame = room_.make_frame(lock, run, 0, run.pages.size(), /*permanent=*/true);
     if (budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0) + bytes >
         limit) {  // another thread was quicker
       frame.permanent = false;

@@ -29,7 +29,7 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
         if (claimed && access != Access::overwrite) bring_claimed(lock, run, index);
         break;
       }
-      Frame& frame = make_frame(lock, run, index, 1);
+      Frame& frame = room_.make_frame(lock, run, index, 1);
       if (page.frame) {  // another thread was quicker
         frame.assembling = true;
         frames_.drop_pin(frame);
@@ -95,7 +95,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
   }
   if (page.frame || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
-  Frame* const frame = try_make_frame(lock, run, index, 1, timeline_.now());
+  Frame* const frame = room_.try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};
   page.frame = frame;
   frame->claimer = std::this_thread::get_id();
@@ -122,7 +122,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
     frame.transient = pin.will_not_reuse_;
   }
   frames_.drop_pin(frame, pin.thread_);
-  clean_behind(lock);
+  room_.clean_behind(lock);
   if (!ranks_) ahead_.run(*this, lock);
 }
 

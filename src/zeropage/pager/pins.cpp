@@ -68,7 +68,7 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
       let_go(holds);
       for (Hold& hold : holds) hold = {hold.run, hold.read};
       try {
-        empty(lock);
+        room_.empty(lock);
         hold(lock, holds);
       } catch (const Shortage&) {
         let_go(holds);
@@ -128,7 +128,7 @@ void FrameCache::take_frame(Lock& lock, Hold& hold) {
       hold.frame = frame;
       return;
     }
-    Frame& frame = make_frame(lock, run, 0, run.pages.size());
+    Frame& frame = room_.make_frame(lock, run, 0, run.pages.size());
     frame.assembling = true;
     if (run.assembled || run.whole_frame()) {  // another thread was quicker
       frames_.drop_pin(frame);
@@ -230,23 +230,6 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
   monitor_.changed().notify_all();
 }
 
-/// Everything that can leave does.
-void FrameCache::empty(Lock& lock) {
-  const std::size_t failed_before = transfers_.failed_writes();
-  while (true) {
-    if (Frame* victim = frames_.victims().best(timeline_.now())) {
-      Frames::is_dirty(*victim) ? void(transfers_.write_back(lock, *victim, Priority::demanded))
-                                : frames_.evict(*victim);
-    } else if (transfers_.writing_bytes() > 0) {
-      const std::size_t writing = transfers_.writing_bytes();
-      transfers_.wait_until(lock, [&] { return transfers_.writing_bytes() != writing; });
-    } else {
-      return;
-    }
-    transfers_.throw_failed_write(failed_before);
-  }
-}
-
 void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
@@ -262,7 +245,7 @@ void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t threa
     frames_.drop_pin(frame, thread);
   }
   if (monitor_.closed()) return;
-  clean_behind(lock);
+  room_.clean_behind(lock);
   if (!ranks_) ahead_.run(*this, lock);
 }
 

@@ -160,7 +160,7 @@ ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first
   if (make_room(cache, FrameMemory::bytes_of(run, first_page, pages) - later, time, lock) == Result::blocked) {
     return Result::blocked;
   }
-  Frame* const frame = cache.try_make_frame(lock, run, first_page, pages, time);
+  Frame* const frame = cache.room_.try_make_frame(lock, run, first_page, pages, time);
   if (!frame) return Result::blocked;
   cache.frames_.set_ahead(*frame);
   cache.transfers_.start_reads(lock, *frame, Priority::ahead);

@@ -1,10 +1,9 @@
-// Memory: what it is given to, and what leaves when it is short.
-#include <fmt/format.h>
+#include "zeropage/pager/room.h"
 
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/frame_cache.h"
+#include "zeropage/base/units.h"
 
 namespace zeropage {
 namespace {
@@ -18,16 +17,14 @@ constexpr std::chrono::milliseconds kUntilTidied{5};
 
 }  // namespace
 
-/// A frame with one pin. Waits for what must be written, and for what other threads hold. Throws Shortage if nothing
-/// is left that could leave, DiskError if what should leave cannot be written.
-Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
+Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
   const std::size_t failed_before = transfers_.failed_writes();
   const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
   if (bytes > memory_.budget().limit()) throw Shortage{};
   bool clearing = false;  // neighbours are being written
   std::chrono::steady_clock::time_point give_up_at;
   while (true) {
-    check_usable();
+    monitor_.check_usable();
     bool fragmented = false;
     if (Frame* frame = frames_.try_make(run, first_page, pages, permanent, fragmented)) return *frame;
     const bool needs_window = fragmented && !memory_.joins_holes();
@@ -61,7 +58,7 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
       if (!enough) transfers_.write_back(lock, *victim, Priority::demanded);
       if (leaves || !enough) continue;
     }
-    if (ranks_ && transfers_.reading_bytes() > 0) {  // a gather ends when it is waited for
+    if (frames_.is_gathered() && transfers_.reading_bytes() > 0) {  // a gather ends when it is waited for
       const auto& frames = memory_.frames();
       Frame* first = nullptr;  // in an order that is the same on all ranks
       for (const auto& [_, frame] : frames) {
@@ -112,9 +109,8 @@ Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std:
   }
 }
 
-/// The same without waiting; what leaves is clean and used later than `before`. Null if that is not enough.
-Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
-                                  AccessPlan::Time before) {
+Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
+                            AccessPlan::Time before) {
   bool fragmented = false;
   Frame* frame = frames_.try_make(run, first_page, pages, false, fragmented);
   if (!frame && fragmented && !memory_.joins_holes() &&
@@ -130,9 +126,44 @@ Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, 
   return frame;
 }
 
+void Room::empty(Lock& lock) {
+  const std::size_t failed_before = transfers_.failed_writes();
+  while (true) {
+    if (Frame* victim = frames_.victims().best(timeline_.now())) {
+      Frames::is_dirty(*victim) ? void(transfers_.write_back(lock, *victim, Priority::demanded))
+                                : frames_.evict(*victim);
+    } else if (transfers_.writing_bytes() > 0) {
+      const std::size_t writing = transfers_.writing_bytes();
+      transfers_.wait_until(lock, [&] { return transfers_.writing_bytes() != writing; });
+    } else {
+      return;
+    }
+    transfers_.throw_failed_write(failed_before);
+  }
+}
+
+void Room::give_up_frames(Lock& lock, Run& run) {
+  for (Page& page : run.pages) {
+    while (page.frame && page.frame->pins == 0) {
+      Frame& frame = *page.frame;
+      if (frame.transfers > 0) {
+        transfers_.wait_for_reads(lock, frame);
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+      } else if (Frames::is_dirty(frame)) {
+        const std::size_t failed_before = transfers_.failed_writes();
+        transfers_.write_back(lock, frame, Priority::demanded);
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+        transfers_.throw_failed_write(failed_before);
+      } else {
+        frames_.evict(frame);
+      }
+    }
+  }
+}
+
 /// Evicts neighbours that together with the holes between them make `bytes`. True if there is something new to look
 /// at: they have left, or are being written.
-bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock) {
+bool Room::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock) {
   const auto frames = memory_.window(bytes, [&](const Frame& frame) {
     return frame.cost >= 0 && frame.next_use > before && (!clean_only || !Frames::is_dirty(frame));
   });
@@ -146,10 +177,11 @@ bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool c
   return !frames.empty();
 }
 
-/// Where there is no plan: once memory is short, what would leave next is kept on its way home.
-void FrameCache::clean_behind(Lock& lock) noexcept {
+void Room::clean_behind(Lock& lock) noexcept {
   const std::size_t limit = memory_.budget().limit();
-  if (timeline_.plan().knows() || ranks_ || transfers_.has_failed_write() || memory_.free() > limit / 2) return;
+  if (timeline_.plan().knows() || frames_.is_gathered() || transfers_.has_failed_write() ||
+      memory_.free() > limit / 2)
+    return;
   try {
     while (frames_.victims().bytes(1) + transfers_.writing_bytes() < limit / kBehindShare) {
       Frame* const victim = frames_.victims().first(2);

@@ -44,9 +44,9 @@ class Transfers {
 
   /// So far.
   std::size_t failed_writes() const { return failed_writes_; }
-  /// Whether a write failed of which no thread has been told; and, to tell the caller, if one did at all, or since
-  /// there were `before` of them.
+  /// Whether a write failed of which no thread has been told.
   bool has_failed_write() const { return failed_write_ != nullptr; }
+  /// Tells the caller of it, if there is one, or if one failed since there were `before` of them.
   void throw_failed_write();
   void throw_failed_write(std::size_t before);
 
