@@ -68,14 +68,14 @@ FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks>
 
 /// On the thread on which a transfer ended: the next ones start, here and in the cache above.
 void FrameCache::go_on(Lock& lock) {
-  if (!ranks_) ahead_.run(*this, lock);
+  if (!ranks_) ahead_.run(lock);
   lock.unlock();
   upper_.progress();
 }
 
 void FrameCache::read_ahead() {
   Lock lock(monitor_.mutex());
-  if (!ranks_) ahead_.run(*this, lock);
+  if (!ranks_) ahead_.run(lock);
 }
 
 FrameCache::~FrameCache() {

@@ -173,7 +173,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
  private:
   friend class PagePin;
-  friend class ReadAhead;
   using Lock = Monitor::Lock;
   struct Hold;
 
@@ -221,11 +220,11 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::unique_ptr<Home> home_;  // of runs with no frame of their own
   Timeline timeline_;
   Frames frames_{monitor_, memory_, budgets_, timeline_, is_gathered()};
-  ReadAhead ahead_;
   Runs runs_{frames_, budgets_, timeline_};
   UpperCache upper_;
   Transfers transfers_{monitor_, memory_, frames_, runs_, home_.get(), [this](Lock& lock) { go_on(lock); }};
   Room room_{monitor_, memory_, timeline_, frames_, transfers_, upper_};
+  ReadAhead ahead_{monitor_, memory_, timeline_, frames_, runs_, transfers_, room_, page_bytes_};
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
   CacheStats stats_;

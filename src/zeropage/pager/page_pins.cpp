@@ -123,7 +123,7 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
   }
   frames_.drop_pin(frame, pin.thread_);
   room_.clean_behind(lock);
-  if (!ranks_) ahead_.run(*this, lock);
+  if (!ranks_) ahead_.run(lock);
 }
 
 void FrameCache::wait_for_page(PagePin& pin) {

@@ -20,8 +20,8 @@ void FrameCache::announce(std::span<const PinRequest> requests) {
   check_usable();
   Lock lock(monitor_.mutex());
   check_usable();
-  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart(*this);
-  if (!ranks_) ahead_.run(*this, lock);
+  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart();
+  if (!ranks_) ahead_.run(lock);
 }
 
 std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> requests) const {
@@ -50,7 +50,7 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
   check_usable();
   Lock lock(monitor_.mutex());
   check_usable();
-  if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart(*this);
+  if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart();
   std::vector<Hold> holds;
   std::size_t more = 0;
   const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
@@ -99,7 +99,7 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
   }
   for (Hold& hold : holds) frames_.drop_pin(*hold.frame);
   budgets_.note_usage();
-  ahead_.run(*this, lock);
+  ahead_.run(lock);
 }
 
 /// Brings every run into one frame, on which it takes a pin. On an error the caller lets go of what is held.
@@ -246,7 +246,7 @@ void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t threa
   }
   if (monitor_.closed()) return;
   room_.clean_behind(lock);
-  if (!ranks_) ahead_.run(*this, lock);
+  if (!ranks_) ahead_.run(lock);
 }
 
 }  // namespace zeropage
