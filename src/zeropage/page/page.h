@@ -142,6 +142,7 @@ struct Run {
 };
 
 class FrameCache;
+class WholePins;
 
 struct SegmentSpec {
   std::size_t bytes;
@@ -198,6 +199,7 @@ class Segment {
 
  private:
   friend class FrameCache;
+  friend class WholePins;
   std::shared_ptr<FrameCache> cache_;
   Run* run_ = nullptr;
   std::size_t offset_ = 0;  // in the run: 0 unless shared

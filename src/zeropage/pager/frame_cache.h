@@ -39,12 +39,14 @@
 #include "zeropage/pager/frames.h"
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/monitor.h"
+#include "zeropage/pager/page_pins.h"
 #include "zeropage/pager/read_ahead.h"
 #include "zeropage/pager/room.h"
 #include "zeropage/pager/runs.h"
 #include "zeropage/pager/timeline.h"
 #include "zeropage/pager/transfers.h"
 #include "zeropage/pager/upper_cache.h"
+#include "zeropage/pager/whole_pins.h"
 
 namespace zeropage {
 
@@ -69,47 +71,6 @@ struct CacheStats {
   std::size_t surprises = 0;                             // uses that were not planned
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
-};
-
-/// One page held in memory for a rule. Its read may still be under way: wait() before touching data().
-class PagePin {
- public:
-  PagePin() = default;
-  PagePin(PagePin&& other) noexcept { *this = std::move(other); }
-  PagePin& operator=(PagePin&& other) noexcept {
-    std::swap(cache_, other.cache_);
-    std::swap(run_, other.run_);
-    std::swap(page_, other.page_);
-    std::swap(frame_, other.frame_);
-    std::swap(data_, other.data_);
-    std::swap(access_, other.access_);
-    std::swap(will_not_reuse_, other.will_not_reuse_);
-    std::swap(thread_, other.thread_);
-    return *this;
-  }
-  ~PagePin();
-
-  /// Returns when the bytes are there, or, of a page that is overwritten, when they may be written. Until then a page
-  /// for overwriting keeps its content. Throws DiskError if they could not be read.
-  void wait();
-  /// The segment's bytes of this page: on the device, if it has memory of its own.
-  std::byte* data() const { return data_; }
-  /// The page is not used again soon. A hint, for where the plan does not know.
-  void will_not_reuse() { will_not_reuse_ = true; }
-  /// Copies into the page from memory of the same kind.
-  void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
-  explicit operator bool() const { return frame_ != nullptr; }
-
- private:
-  friend class FrameCache;
-  FrameCache* cache_ = nullptr;
-  Run* run_ = nullptr;
-  std::size_t page_ = 0;
-  Frame* frame_ = nullptr;
-  std::byte* data_ = nullptr;
-  Access access_ = Access::read;
-  bool will_not_reuse_ = false;
-  std::uint64_t thread_ = 0;  // that took it
 };
 
 class FrameCache : public std::enable_shared_from_this<FrameCache> {
@@ -137,16 +98,22 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void share_changes(Segment& segment);
 
   /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
-  void pin(std::span<const PinRequest> requests);
+  void pin(std::span<const PinRequest> requests) { whole_pins_.pin(requests); }
   /// `thread` took the pins: any thread may let go of them.
-  void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number()) noexcept;
+  void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number()) noexcept {
+    whole_pins_.unpin(requests, thread);
+  }
   /// Says that these segments will be used now, page by page and taking turns: a use in the plan.
-  void announce(std::span<const PinRequest> requests);
+  void announce(std::span<const PinRequest> requests) { page_pins_.announce(requests); }
   /// One page, for a rule.
-  [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access);
+  [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access) {
+    return page_pins_.pin(segment, page, access);
+  }
   /// The same if the page is in memory and there is nothing to wait for, or a frame for overwriting it is free; else
   /// none, and its read begins if memory is free.
-  [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access);
+  [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access) {
+    return page_pins_.try_pin(segment, page, access);
+  }
 
   /// Makes the segment read as zeros, without touching memory or disk where it has pages of its own.
   void zero(Segment& segment);
@@ -172,9 +139,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::size_t swap_bytes() const;
 
  private:
-  friend class PagePin;
   using Lock = Monitor::Lock;
-  struct Hold;
 
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
@@ -189,19 +154,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
   Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed);
   void let_die(Run& run);
-
-  // pins.cpp
-  std::vector<Hold> holds_for(std::span<const PinRequest> requests) const;
-  void hold(Lock& lock, std::vector<Hold>& holds);
-  void take_frame(Lock& lock, Hold& hold);
-  void wait_for_content(Lock& lock, std::vector<Hold>& holds);
-  void fill(Hold& hold);
-  void commit(Hold& hold) noexcept;
-  void let_go(std::vector<Hold>& holds) noexcept;
-  PagePin take_pin(Frame& frame, Segment& segment, std::size_t page, Access access);
-  void bring_claimed(Lock& lock, Run& run, std::size_t page);
-  void let_go_of_page(PagePin& pin) noexcept;
-  void wait_for_page(PagePin& pin);
 
   void finish_close() noexcept;
   void go_on(Lock& lock);
@@ -225,9 +177,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Transfers transfers_{monitor_, memory_, frames_, runs_, home_.get(), [this](Lock& lock) { go_on(lock); }};
   Room room_{monitor_, memory_, timeline_, frames_, transfers_, upper_};
   ReadAhead ahead_{monitor_, memory_, timeline_, frames_, runs_, transfers_, room_, page_bytes_};
+  WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
+  PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
   std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
   std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
-  CacheStats stats_;
 };
 
 }  // namespace zeropage

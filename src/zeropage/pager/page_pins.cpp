@@ -1,24 +1,31 @@
-// Pins of single pages: how rules stream a tensor.
+#include "zeropage/pager/page_pins.h"
+
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/frame_cache.h"
+#include "zeropage/base/units.h"
 
 namespace zeropage {
 
-PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access) {
-  check_usable();
+void PagePins::announce(std::span<const PinRequest> requests) {
+  monitor_.check_usable();
   Lock lock(monitor_.mutex());
-  Run& run = *segment.run_;
+  monitor_.check_usable();
+  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart();
+  if (!frames_.is_gathered()) ahead_.run(lock);
+}
+
+PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  Run& run = *segment.run();
   Page& page = run.pages[index];
   Frame* held = nullptr;
   timeline_.note_page(run, index);
   if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   try {
     while (true) {
-      check_usable();
+      monitor_.check_usable();
       const bool claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
       if (claimed && page.frame->claimer != std::this_thread::get_id()) {
         transfers_.wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
@@ -35,7 +42,7 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
         frames_.drop_pin(frame);
         continue;
       }
-      ++stats_.faults;
+      ++faults_;
       page.frame = held = &frame;
       frame.claimer = std::this_thread::get_id();
       if (access != Access::overwrite) bring_claimed(lock, run, index);
@@ -53,7 +60,7 @@ PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access)
 }
 
 /// Of a page that this thread has claimed: its content comes after all.
-void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
+void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   Page& page = run.pages[index];
   Frame& frame = *page.frame;
   frame.claimer = {};
@@ -68,24 +75,24 @@ void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
 }
 
 /// Of a frame on which the pin has been taken.
-PagePin FrameCache::take_pin(Frame& frame, Segment& segment, std::size_t index, Access access) {
+PagePin PagePins::take_pin(Frame& frame, Segment& segment, std::size_t index, Access access) {
   PagePin pin;
-  pin.cache_ = this;
-  pin.run_ = segment.run_;
+  pin.pins_ = this;
+  pin.run_ = segment.run();
   pin.page_ = index;
   pin.frame_ = &frame;
   pin.access_ = access;
   pin.thread_ = this_thread_number();
-  pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run_->page_bytes + segment.offset_;
+  pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run()->page_bytes + segment.offset();
   memory_.order_after(frame);
   return pin;
 }
 
-PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access access) {
-  check_usable();
+PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
+  monitor_.check_usable();
   Lock lock(monitor_.mutex());
-  check_usable();
-  Run& run = *segment.run_;
+  monitor_.check_usable();
+  Run& run = *segment.run();
   Page& page = run.pages[index];
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
@@ -103,7 +110,7 @@ PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access acc
   return take_pin(*frame, segment, index, access);
 }
 
-void FrameCache::let_go_of_page(PagePin& pin) noexcept {
+void PagePins::let_go(PagePin& pin) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   Frame& frame = *pin.frame_;
@@ -123,13 +130,13 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
   }
   frames_.drop_pin(frame, pin.thread_);
   room_.clean_behind(lock);
-  if (!ranks_) ahead_.run(lock);
+  if (!frames_.is_gathered()) ahead_.run(lock);
 }
 
-void FrameCache::wait_for_page(PagePin& pin) {
-  check_usable();  // before the lock, which a forked child may have found taken
+void PagePins::wait(PagePin& pin) {
+  monitor_.check_usable();  // before the lock, which a forked child may have found taken
   Lock lock(monitor_.mutex());
-  check_usable();
+  monitor_.check_usable();
   Frame& frame = *pin.frame_;
   transfers_.wait_for_reads(lock, frame);
   if (frame.failure && (!frame.run || pin.run_->pages[pin.page_].frame != &frame)) {
@@ -144,15 +151,15 @@ void FrameCache::wait_for_page(PagePin& pin) {
 }
 
 PagePin::~PagePin() {
-  if (frame_) cache_->let_go_of_page(*this);
+  if (frame_) pins_->let_go(*this);
 }
 
 void PagePin::wait() {
-  if (frame_) cache_->wait_for_page(*this);
+  if (frame_) pins_->wait(*this);
 }
 
 void PagePin::fill(const std::byte* from, std::size_t bytes, std::size_t offset) {
-  cache_->memory_.copy(data_ + offset, from, bytes);
+  pins_->memory_.copy(data_ + offset, from, bytes);
 }
 
 }  // namespace zeropage

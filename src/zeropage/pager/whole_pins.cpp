@@ -1,30 +1,20 @@
-// Pins of whole segments: what every operator on the general path does first and last.
-#include <fmt/format.h>
+#include "zeropage/pager/whole_pins.h"
 
 #include <algorithm>
 
-#include "zeropage/base/errors.h"
-#include "zeropage/pager/frame_cache.h"
+#include "zeropage/base/units.h"
 
 namespace zeropage {
 
 /// A run that an operator needs whole, and the frame in which it is or comes to be.
-struct FrameCache::Hold {
+struct WholePins::Hold {
   Run* run;
   bool read;  // false: the operator overwrites all of it
   Frame* frame = nullptr;
   bool is_new = false;
 };
 
-void FrameCache::announce(std::span<const PinRequest> requests) {
-  check_usable();
-  Lock lock(monitor_.mutex());
-  check_usable();
-  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart();
-  if (!ranks_) ahead_.run(lock);
-}
-
-std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> requests) const {
+std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> requests) const {
   std::vector<Hold> holds;
   std::size_t needed = 0;
   for (const PinRequest& request : requests) {
@@ -46,10 +36,10 @@ std::vector<FrameCache::Hold> FrameCache::holds_for(std::span<const PinRequest> 
   return holds;
 }
 
-void FrameCache::pin(std::span<const PinRequest> requests) {
-  check_usable();
+void WholePins::pin(std::span<const PinRequest> requests) {
+  monitor_.check_usable();
   Lock lock(monitor_.mutex());
-  check_usable();
+  monitor_.check_usable();
   if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart();
   std::vector<Hold> holds;
   std::size_t more = 0;
@@ -103,11 +93,11 @@ void FrameCache::pin(std::span<const PinRequest> requests) {
 }
 
 /// Brings every run into one frame, on which it takes a pin. On an error the caller lets go of what is held.
-void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
+void WholePins::hold(Lock& lock, std::vector<Hold>& holds) {
   for (Hold& hold : holds) take_frame(lock, hold);
   for (Hold& hold : holds) {
     if (!hold.is_new) continue;
-    ++stats_.faults;
+    ++faults_;
     if (hold.read) transfers_.start_reads(lock, *hold.frame, Priority::demanded);
   }
   wait_for_content(lock, holds);
@@ -119,7 +109,7 @@ void FrameCache::hold(Lock& lock, std::vector<Hold>& holds) {
   for (Hold& hold : holds) fill(hold);
 }
 
-void FrameCache::take_frame(Lock& lock, Hold& hold) {
+void WholePins::take_frame(Lock& lock, Hold& hold) {
   Run& run = *hold.run;
   while (true) {
     transfers_.wait_until(lock, [&] { return run.assembled == nullptr; });
@@ -143,7 +133,7 @@ void FrameCache::take_frame(Lock& lock, Hold& hold) {
 
 /// Returns, without having given up the lock since it looked, when all that is read has come and nothing else uses
 /// single pages of what is to become whole.
-void FrameCache::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
+void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   const auto in_use = [](const Hold& hold) {
     return hold.is_new && std::any_of(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
              return page.frame && page.frame != hold.frame && (page.frame->pins > 0 || page.frame->transfers > 0);
@@ -177,7 +167,7 @@ void FrameCache::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
 
 /// Fills a new frame with what lies in other frames, or nowhere. All that can fail is done here, before any page's
 /// state changes.
-void FrameCache::fill(Hold& hold) {
+void WholePins::fill(Hold& hold) {
   if (!hold.is_new) return;
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
@@ -198,7 +188,7 @@ void FrameCache::fill(Hold& hold) {
 }
 
 /// All pages of the run are in its new frame from now on.
-void FrameCache::commit(Hold& hold) noexcept {
+void WholePins::commit(Hold& hold) noexcept {
   if (!hold.is_new) return;
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
@@ -221,7 +211,7 @@ void FrameCache::commit(Hold& hold) noexcept {
   monitor_.changed().notify_all();
 }
 
-void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
+void WholePins::let_go(std::vector<Hold>& holds) noexcept {
   for (Hold& hold : holds) {
     if (!hold.frame) continue;
     if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays marked as assembling, and is dropped
@@ -230,7 +220,7 @@ void FrameCache::let_go(std::vector<Hold>& holds) noexcept {
   monitor_.changed().notify_all();
 }
 
-void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept {
+void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   for (const PinRequest& request : requests) {
@@ -246,7 +236,7 @@ void FrameCache::unpin(std::span<const PinRequest> requests, std::uint64_t threa
   }
   if (monitor_.closed()) return;
   room_.clean_behind(lock);
-  if (!ranks_) ahead_.run(lock);
+  if (!frames_.is_gathered()) ahead_.run(lock);
 }
 
 }  // namespace zeropage
