@@ -124,6 +124,69 @@ void FrameCache::finish_close() noexcept {
   memory_.close();
 }
 
+void FrameCache::attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes) {
+  ++run.tensors;
+  segment.cache_ = shared_from_this();
+  segment.run_ = &run;
+  segment.offset_ = offset;
+  segment.bytes_ = bytes;
+}
+
+void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
+  check_usable();
+  bool used_before = false;
+  {
+    Lock lock(monitor_.mutex());
+    check_usable();
+    std::size_t offset = 0;
+    Run& run = home_allocator_.run_for(lock, spec, offset);
+    attach(segment, run, offset, spec.bytes);
+    used_before = run.slots && run.pages[0].state != Residency::zero;
+  }
+  if (!used_before) return;
+  try {
+    zero(segment);  // a slot of a shared page may hold what a dead tensor left
+  } catch (...) {
+    release(segment);
+    throw;
+  }
+}
+
+void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
+  check_usable();
+  Lock lock(monitor_.mutex());
+  check_usable();
+  std::size_t offset = 0;
+  Run& run = home_allocator_.gathered_run_for(segment, spec, offset);
+  attach(segment, run, offset, spec.bytes);
+}
+
+void FrameCache::release(Segment& segment) noexcept {
+  // A forked child has copies of segments that belong to its parent: nothing here is its to give back.
+  if (monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
+  if (!segment.run_) return;
+  Run& run = *std::exchange(segment.run_, nullptr);
+  if (run.whole == &segment) run.whole = nullptr;
+  for (std::size_t i = 0; i < run.shares.size(); ++i) {
+    if (run.shares[i].offset != segment.offset_) continue;
+    run.shares[i].segment = nullptr;
+    // The caller destroys the share next. By index: another thread may add a tensor to the run.
+    monitor_.changed().wait(lock, [&] { return run.shares[i].users == 0; });
+  }
+  if (monitor_.closed()) return;
+  home_allocator_.release(run, segment.offset_, segment.bytes_);
+}
+
+bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
+  if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
+  Lock lock(monitor_.mutex());
+  if (tier == Tier::disk) return swap_ != nullptr;
+  // Half of a budget at most: operators and rules need frames beside the homes.
+  return budgets_.homes_in(tier) + bytes <=
+         (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
+}
+
 void FrameCache::zero(Segment& segment) {
   check_usable();
   Run& run = *segment.run_;

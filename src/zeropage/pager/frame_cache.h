@@ -38,6 +38,7 @@
 #include "zeropage/pager/frame_memory.h"
 #include "zeropage/pager/frames.h"
 #include "zeropage/pager/home.h"
+#include "zeropage/pager/home_allocator.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/page_pins.h"
 #include "zeropage/pager/read_ahead.h"
@@ -145,16 +146,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
   Arena::SlabHook register_slab(const CacheOptions& options);
-  // home_allocator.cpp: which run a segment lies in, and where that is at home
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
-  Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
-  Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
-  void make_permanent(Lock& lock, Run& run);
-  void list_room(Run& run);
-  Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
-  Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed);
-  void let_die(Run& run);
-
   void finish_close() noexcept;
   void go_on(Lock& lock);
   void read_ahead();
@@ -179,8 +171,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   ReadAhead ahead_{monitor_, memory_, timeline_, frames_, runs_, transfers_, room_, page_bytes_};
   WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
   PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
-  std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
-  std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
+  HomeAllocator home_allocator_{
+      monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
+      page_bytes_};
 };
 
 }  // namespace zeropage

@@ -1,4 +1,5 @@
-// Creation and death: which run a segment lies in, and where that run is at home.
+#include "zeropage/pager/home_allocator.h"
+
 #include <fmt/format.h>
 
 #include <numeric>
@@ -32,35 +33,7 @@ class LowerSegment final : public Segment {
 
 }  // namespace
 
-void FrameCache::attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes) {
-  ++run.tensors;
-  segment.cache_ = shared_from_this();
-  segment.run_ = &run;
-  segment.offset_ = offset;
-  segment.bytes_ = bytes;
-}
-
-void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
-  check_usable();
-  bool used_before = false;
-  {
-    Lock lock(monitor_.mutex());
-    check_usable();
-    std::size_t offset = 0;
-    Run& run = run_for(lock, spec, offset);
-    attach(segment, run, offset, spec.bytes);
-    used_before = run.slots && run.pages[0].state != Residency::zero;
-  }
-  if (!used_before) return;
-  try {
-    zero(segment);  // a slot of a shared page may hold what a dead tensor left
-  } catch (...) {
-    release(segment);
-    throw;
-  }
-}
-
-Run& FrameCache::run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset) {
+Run& HomeAllocator::run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = std::max(page_bytes_ / 4, kBlockBytes);
   if (spec.bytes > shared_bytes / 4) {
     return new_run(lock, spec, spec.bytes,
@@ -85,12 +58,12 @@ Run& FrameCache::run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offse
   return run;
 }
 
-void FrameCache::list_room(Run& run) {
+void HomeAllocator::list_room(Run& run) {
   if (std::exchange(run.listed, true)) return;
   shared_[{run.role, run.tier}].push_back(&run);
 }
 
-Run& FrameCache::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes) {
+Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes) {
   auto owned = std::make_unique<Run>();
   Run& run = *owned;
   run.role = spec.role;
@@ -98,20 +71,20 @@ Run& FrameCache::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes,
   run.bytes = std::max<std::size_t>(bytes, 1);
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
-  if (has_separate_memory() && spec.tier != Tier::device) {
+  if (memory_.device() && spec.tier != Tier::device) {
     // Not under this cache's lock: it may wait below for transfers whose ends come here.
     run.below = std::make_unique<LowerSegment>();
     {
       const Unlocked unlocked(lock);
-      lower_->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
+      homes_.lower->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
     }
-    check_usable();
-    run.home = home_.get();
+    monitor_.check_usable();
+    run.home = homes_.home;
   } else if (spec.tier == Tier::disk) {
-    if (!swap_)
+    if (!homes_.swap)
       throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
-    run.extent = swap_->allocate(run.bytes);
-    run.home = home_.get();
+    run.extent = homes_.swap->allocate(run.bytes);
+    run.home = homes_.home;
   } else {
     make_permanent(lock, run);
   }
@@ -120,7 +93,7 @@ Run& FrameCache::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes,
 }
 
 /// The run's frame is its home.
-void FrameCache::make_permanent(Lock& lock, Run& run) {
+void HomeAllocator::make_permanent(Lock& lock, Run& run) {
   const bool on_device = run.tier == Tier::device;
   const std::size_t limit = on_device ? budgets_.device_limit() : budgets_.host_limit();
   const std::size_t used = budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0),
@@ -150,53 +123,22 @@ void FrameCache::make_permanent(Lock& lock, Run& run) {
   }
 }
 
-bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
-  if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
-  Lock lock(monitor_.mutex());
-  if (tier == Tier::disk) return swap_ != nullptr;
-  // Half of a budget at most: operators and rules need frames beside the homes.
-  return budgets_.homes_in(tier) + bytes <=
-         (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
-}
-
-void FrameCache::release(Segment& segment) noexcept {
-  // A forked child has copies of segments that belong to its parent: nothing here is its to give back.
-  if (monitor_.in_forked_child()) return;
-  Lock lock(monitor_.mutex());
-  if (!segment.run_) return;
-  Run& run = *std::exchange(segment.run_, nullptr);
-  if (run.whole == &segment) run.whole = nullptr;
-  for (std::size_t i = 0; i < run.shares.size(); ++i) {
-    if (run.shares[i].offset != segment.offset_) continue;
-    run.shares[i].segment = nullptr;
-    // The caller destroys the share next. By index: another thread may add a tensor to the run.
-    monitor_.changed().wait(lock, [&] { return run.shares[i].users == 0; });
-  }
-  if (monitor_.closed()) return;
+void HomeAllocator::release(Run& run, std::size_t offset, std::size_t bytes) {
   if (run.slots) {
-    run.slots->release(segment.offset_, round_up(std::max<std::size_t>(segment.bytes_, 1), kSlotBytes));
+    run.slots->release(offset, round_up(std::max<std::size_t>(bytes, 1), kSlotBytes));
     list_room(run);
   }
   if (--run.tensors == 0) let_die(run);
 }
 
-void FrameCache::let_die(Run& run) {
+void HomeAllocator::let_die(Run& run) {
   if (run.listed) std::erase(shared_[{run.role, run.tier}], &run);
   runs_.let_die(run);
 }
 
-void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
-  check_usable();
-  Lock lock(monitor_.mutex());
-  check_usable();
-  std::size_t offset = 0;
-  Run& run = gathered_run_for(segment, spec, offset);
-  attach(segment, run, offset, spec.bytes);
-}
-
 /// Small tensors take their places in a page one after another, and no place is taken twice: which is whose follows
 /// from creations alone, not from deaths.
-Run& FrameCache::gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset) {
+Run& HomeAllocator::gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = round_up(std::max(page_bytes_ / 4, kBlockBytes), kBlockBytes);
   if (spec.alone || spec.padded_bytes > shared_bytes / 4) {
     Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes, /*packed=*/false);
@@ -215,11 +157,12 @@ Run& FrameCache::gathered_run_for(Segment& segment, const GatheredSpec& spec, st
   }
   offset = open->packed_bytes;
   open->packed_bytes += spec.padded_bytes;
-  open->shares.push_back({spec.share, offset, spec.padded_bytes / ranks_->size()});
+  open->shares.push_back({spec.share, offset, spec.padded_bytes / homes_.ranks->size()});
   return *open;
 }
 
-Run& FrameCache::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed) {
+Run& HomeAllocator::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes,
+                                     bool packed) {
   auto owned = std::make_unique<Run>();
   Run& run = *owned;
   run.role = spec.role;
@@ -227,7 +170,7 @@ Run& FrameCache::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, s
   run.bytes = bytes;
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(bytes, page_bytes));
-  run.home = home_.get();
+  run.home = homes_.home;
   run.number = spec.number;
   run.is_gathered = true;
   run.is_packed = packed;
