@@ -11,6 +11,13 @@
 namespace zeropage {
 namespace {
 
+Arena::SlabHook register_slab(const CacheOptions& options, std::vector<std::shared_ptr<void>>& registered) {
+  if (!options.register_memory) return nullptr;
+  return [&registered, register_memory = options.register_memory](std::span<std::byte> slab) {
+    registered.push_back(register_memory(slab));
+  };
+}
+
 /// The cache of the host under that of a device: [Note: two memories].
 std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_ptr<Io> io) {
   CacheOptions host = options;
@@ -31,16 +38,10 @@ std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache
   return std::shared_ptr<FrameCache>(new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device)));
 }
 
-Arena::SlabHook FrameCache::register_slab(const CacheOptions& options) {
-  return [this, register_memory = options.register_memory](std::span<std::byte> slab) {
-    registered_.push_back(register_memory(slab));
-  };
-}
-
 FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
     : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
       memory_(options.device_bytes + (options.device ? 0 : options.host_bytes), options.device,
-              options.register_memory ? register_slab(options) : nullptr),
+              register_slab(options, registered_)),
       budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false),
       lower_(options.device ? make_host(options, std::move(io)) : nullptr),
       io_(lower_ || options.disk_path.empty() ? nullptr
@@ -185,93 +186,6 @@ bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
   // Half of a budget at most: operators and rules need frames beside the homes.
   return budgets_.homes_in(tier) + bytes <=
          (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
-}
-
-void FrameCache::zero(Segment& segment) {
-  check_usable();
-  Run& run = *segment.run_;
-  if (run.slots || run.gathered() || !run.home) {
-    for (std::size_t i = 0; i < run.pages.size(); ++i) {
-      PagePin pin = pin_page(segment, i, Access::overwrite);
-      pin.wait();
-      memory_.clear(pin.data(), segment.bytes_of(i));
-    }
-    return;
-  }
-  Lock lock(monitor_.mutex());
-  check_usable();
-  // A transfer must end before its memory changes hands; what it brings is of no interest.
-  const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
-  for (auto page = std::find_if(run.pages.begin(), run.pages.end(), busy); page != run.pages.end();
-       page = std::find_if(run.pages.begin(), run.pages.end(), busy)) {
-    Frame& frame = *page->frame;
-    transfers_.wait_for_reads(lock, frame);
-    transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; });
-  }
-  for (std::size_t i = 0; i < run.pages.size(); ++i) {
-    Page& page = run.pages[i];
-    if (page.frame && page.frame->pins > 0) {
-      memory_.order_after(*page.frame);
-      memory_.clear(FrameMemory::address(run, i), run.bytes_of(i));
-      Frames::mark(run, i, Access::overwrite);
-    } else {
-      page.state = Residency::zero;
-      if (page.frame) frames_.give_up(*page.frame);
-    }
-  }
-  if (!run.below) return;
-  const Inside inside(monitor_);
-  const Unlocked unlocked(lock);
-  home_->forget(run);  // an upload may still be reading the page below
-  lower_->zero(*run.below);
-}
-
-void FrameCache::evict(Segment& segment) {
-  check_usable();
-  Lock lock(monitor_.mutex());
-  check_usable();
-  Run& run = *segment.run_;
-  if (!run.home) return;
-  room_.give_up_frames(lock, run);
-  if (!run.below) return;
-  const Inside inside(monitor_);
-  const Unlocked unlocked(lock);
-  lower_->evict(*run.below);
-}
-
-void FrameCache::store(Segment& segment) {
-  check_usable();
-  Lock lock(monitor_.mutex());
-  check_usable();
-  Run& run = *segment.run_;
-  const bool dirty = std::any_of(run.pages.begin(), run.pages.end(), [](const Page& page) {
-    return page.state == Residency::dirty && page.frame->pins == 0;
-  });
-  if (dirty) room_.give_up_frames(lock, run);
-}
-
-void FrameCache::share_changes(Segment& segment) {
-  check_usable();
-  Lock lock(monitor_.mutex());
-  check_usable();
-  Run& run = *segment.run_;
-  const auto refuse_if_pinned = [&] {
-    for (Page& page : run.pages) {
-      if (page.frame && page.frame->pins > 0) {
-        throw AccessError(
-            "a tensor that is partitioned over ranks cannot be updated while it is pinned, nor while a small "
-            "tensor in the same page is; let go of zeropage.pinned(tensor) first");
-      }
-    }
-  };
-  // Where the lock was given up, another thread may have brought pages back, or pinned them.
-  while (true) {
-    const auto held = [](const Page& page) { return page.frame != nullptr; };
-    if (std::none_of(run.pages.begin(), run.pages.end(), held)) break;
-    refuse_if_pinned();
-    room_.give_up_frames(lock, run);
-  }
-  for (Page& page : run.pages) page.state = Residency::evicted;
 }
 
 bool FrameCache::resident(const Segment& segment) const {

@@ -35,6 +35,7 @@
 #include "zeropage/base/units.h"
 #include "zeropage/comm/ranks.h"
 #include "zeropage/pager/budgets.h"
+#include "zeropage/pager/contents.h"
 #include "zeropage/pager/frame_memory.h"
 #include "zeropage/pager/frames.h"
 #include "zeropage/pager/home.h"
@@ -94,9 +95,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
   /// Of a gathered segment: what operators wrote to it whole goes into this rank's share, and frames that may not be
   /// the same on all ranks are given up. Pinned ones stay. Throws BudgetError, DiskError.
-  void store(Segment& segment);
+  void store(Segment& segment) { contents_.store(segment); }
   /// This rank's share is about to be written: no frame may hold what was. Throws AccessError if one is pinned.
-  void share_changes(Segment& segment);
+  void share_changes(Segment& segment) { contents_.share_changes(segment); }
 
   /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
   void pin(std::span<const PinRequest> requests) { whole_pins_.pin(requests); }
@@ -117,9 +118,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   }
 
   /// Makes the segment read as zeros, without touching memory or disk where it has pages of its own.
-  void zero(Segment& segment);
+  void zero(Segment& segment) { contents_.zero(segment); }
   /// Writes the segment's pages home and gives up its frames. Pinned segments stay.
-  void evict(Segment& segment);
+  void evict(Segment& segment) { contents_.evict(segment); }
   /// Whether any page of the segment is in memory.
   bool resident(const Segment& segment) const;
 
@@ -145,7 +146,6 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
-  Arena::SlabHook register_slab(const CacheOptions& options);
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
   void finish_close() noexcept;
   void go_on(Lock& lock);
@@ -171,6 +171,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   ReadAhead ahead_{monitor_, memory_, timeline_, frames_, runs_, transfers_, room_, page_bytes_};
   WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
   PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
+  Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
   HomeAllocator home_allocator_{
       monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
       page_bytes_};
