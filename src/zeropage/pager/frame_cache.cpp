@@ -1,10 +1,7 @@
 #include "zeropage/pager/frame_cache.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
-#include "zeropage/base/errors.h"
 #include "zeropage/pager/lower_cache_home.h"
 #include "zeropage/pager/sharded_home.h"
 
@@ -217,8 +214,8 @@ CacheStats FrameCache::stats() const {
   }
   if (!separate) sum.read_bytes = transfers_.read_bytes(), sum.written_bytes = transfers_.written_bytes();
   if (separate) sum.uploaded_bytes = transfers_.read_bytes(), sum.downloaded_bytes = transfers_.written_bytes();
-  sum.faults = whole_pins_.faults() +
-               page_pins_.faults();  // of operators: the pages of the host that they met are behind them
+  // Of operators: the pages of the host that they met are behind them.
+  sum.faults = whole_pins_.faults() + page_pins_.faults();
   sum.evictions += frames_.evictions();
   sum.surprises = timeline_.plan().surprises();
   sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();

@@ -3,8 +3,22 @@
 // operators.
 //
 // Contract: a budget is never exceeded. Every transfer's result is checked. An operation that throws has changed no
-// page's content. One lock guards all; it is never held while waiting
-// (monitor.h). After close(), and in a forked child, every call that needs the bytes throws AccessError.
+// page's content. One lock guards all; it is never held while waiting (monitor.h). After close(), and in a forked
+// child, every call that needs the bytes throws AccessError.
+//
+// It is made of layers. Each has a file of its own, keeps its own data under the one lock, and uses none below it:
+//
+//   Monitor               the lock, and how threads wait
+//   FrameMemory, Budgets  memory, and who may use how much of it
+//   Timeline              what the program uses, and how far it has come
+//   Frames                pins; what becomes of a frame; which leaves next
+//   Runs                  which are alive, and what they take at home
+//   Transfers             bytes on their way. One that ended calls go_on
+//   Room                  where frames get memory, and what leaves for them
+//   ReadAhead             what comes before it is asked for
+//   WholePins, PagePins   what operators and rules hold
+//   Contents              zeroing and eviction of whole segments
+//   HomeAllocator         which run a new segment lies in, and where that is at home
 //
 // [Note: one memory] Where operators run on the CPU, frames and the cache of disk pages lie in one arena of
 // device_memory + host_memory bytes. What operators hold at once, and homes of tier device, never exceed
@@ -22,14 +36,10 @@
 // others.
 #pragma once
 
-#include <atomic>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "zeropage/base/units.h"
