@@ -19,7 +19,7 @@ class Contents {
         room_(room),
         page_pins_(page_pins) {}
 
-  /// As FrameCache's.
+  // As FrameCache says of them.
   void zero(Segment& segment);
   void evict(Segment& segment);
   void store(Segment& segment);

@@ -24,12 +24,6 @@ void Frames::count_pin() {
   ++pins_;
 }
 
-void Frames::mark(Run& run, std::size_t page, Access access) {
-  if (access == Access::read) return;
-  Residency& state = run.pages[page].state;
-  state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
-}
-
 void Frames::add_pin(Frame& frame) {
   count_pin();
   if (std::exchange(frame.ahead, false)) ahead_bytes_ -= frame.memory.bytes();

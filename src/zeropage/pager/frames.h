@@ -17,7 +17,7 @@
 
 namespace zeropage {
 
-/// How far along the plan reading ahead has looked. What leaves and is used before is looked for again.
+/// How far along the plan ReadAhead has looked. Where a frame leaves that is used before, it looks again.
 struct LookedAhead {
   AccessPlan::Time reached = 0;  // up to here everything was looked at
   bool again = false;            // from where the program is
@@ -39,7 +39,11 @@ class Frames {
   static bool is_dirty(const Frame& frame);
   static bool is_reading(const Frame& frame);
   /// An operator does this to a page that has a frame.
-  static void mark(Run& run, std::size_t page, Access access);
+  static void mark(Run& run, std::size_t page, Access access) {
+    if (access == Access::read) return;
+    Residency& state = run.pages[page].state;
+    state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
+  }
 
   /// Of a frame that no pin and no transfer holds any more.
   void settle(Frame& frame) noexcept;

@@ -1,5 +1,5 @@
 // Which run a new segment lies in, and where that run is at home. A large tensor has a run of its own; small ones
-// share a page: on one process they take the place of one that died, over ranks no place is taken twice.
+// share a page: in one process they take the place of one that died, over ranks no place is taken twice.
 //
 // Contract: under the cache's lock, which is given up where memory is waited for or a lower cache is asked. What
 // throws has made no run.

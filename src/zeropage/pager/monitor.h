@@ -20,8 +20,8 @@ class Monitor {
  public:
   using Lock = std::unique_lock<std::mutex>;
 
-  /// `on_left` is called under the lock, once it is closed, each time that a pin is dropped or a thread that was at
-  /// work here comes back. It must not throw.
+  /// `on_left` is called under the lock, after close(), whenever a frame's last pin is dropped or a thread that gave
+  /// the lock up comes back. It must not throw.
   explicit Monitor(std::function<void()> on_left) : on_left_(std::move(on_left)) {}
 
   std::mutex& mutex() const { return mutex_; }
@@ -38,6 +38,7 @@ class Monitor {
     closed_ = true;
     changed_.notify_all();
   }
+  /// Where a pin of a closed cache was dropped.
   void left() const { on_left_(); }
   /// Threads that are at work here and have given up the lock.
   int inside() const { return inside_; }

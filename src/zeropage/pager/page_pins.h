@@ -1,8 +1,8 @@
 // Pins of single pages: how rules stream a tensor.
 //
-// Contract: a pin is had when memory is; the page's read may still be under way. A page for overwriting is claimed by
-// the thread that pins it, and keeps its content until wait(). A claimed page that is let go of unwritten is what it
-// was.
+// Contract: a pin is given as soon as there is memory; the read may still be under way. A page that is to be
+// overwritten has no content in its frame: the thread that pins it has claimed it, and other threads wait until that
+// thread writes it or lets go of it. Until PagePin::wait(), the page is what it is at home.
 #pragma once
 
 #include <span>
@@ -68,6 +68,7 @@ class PagePins {
         room_(room),
         ahead_(ahead) {}
 
+  // As FrameCache says of them.
   void announce(std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
   [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access);

@@ -1,8 +1,8 @@
 // The runs of one cache, from their creation until nothing is under way for them any more; their ordinals in the
 // plan; and what they take at home. Which tensors lie in a run, and how it gets its home, is HomeAllocator's.
 //
-// Contract: under the cache's lock; it never waits. A run that died keeps its pages until its last transfer has
-// ended, and its frames those that are pinned.
+// Contract: under the cache's lock; it never waits. A run that died stays until its last transfer has ended, and a
+// frame of it until its last pin is dropped.
 #pragma once
 
 #include <memory>
@@ -35,7 +35,7 @@ class Runs {
   std::size_t home_bytes(int role, int tier) const { return home_bytes_[role][tier]; }
   std::size_t home_peak(int role, int tier) const { return home_peak_[role][tier]; }
 
-  /// Of a closed cache: homes count no more; and nothing lies there any more.
+  /// Of a closed cache: what lies at home counts no more; and homes are given back.
   void forget_home_bytes() noexcept;
   void give_back_homes() noexcept;
   /// In a forked child: nothing here is its own.

@@ -26,11 +26,4 @@ bool Timeline::record_use(std::span<const PinRequest> requests, bool whole) {
   return plan_.surprises() != surprises;
 }
 
-void Timeline::note_page(Run& run, std::size_t index) {
-  if (run.stream_page > index) return;
-  run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
-  if (run.stream_use <= plan_.latest_group()) return;
-  now_ = std::max(now_, AccessPlan::time_of_page(run.stream_begin, run.stream_end, index, run.pages.size()));
-}
-
 }  // namespace zeropage

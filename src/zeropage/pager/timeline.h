@@ -2,6 +2,7 @@
 // the order of victims follow from it. The cache's lock guards it.
 #pragma once
 
+#include <algorithm>
 #include <span>
 
 #include "zeropage/pager/access_plan.h"
@@ -13,7 +14,12 @@ class Timeline {
   /// The program uses these now, whole, or page by page and taking turns. True if that was not planned.
   bool record_use(std::span<const PinRequest> requests, bool whole);
   /// Where the program is, when it takes a page of those that it goes through.
-  void note_page(Run& run, std::size_t index);
+  void note_page(Run& run, std::size_t index) {
+    if (run.stream_page > index) return;
+    run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
+    if (run.stream_use <= plan_.latest_group()) return;
+    now_ = std::max(now_, AccessPlan::time_of_page(run.stream_begin, run.stream_end, index, run.pages.size()));
+  }
 
   AccessPlan& plan() { return plan_; }
   const AccessPlan& plan() const { return plan_; }

@@ -1,8 +1,8 @@
 // Pins of whole segments: what every operator on the general path does first and last.
 //
-// Contract: pin() brings all segments in, each in one frame, or changes nothing and throws. Any number of threads may
-// pin at once: all take runs in the same order, so that none waits for a run that another brings in while that one
-// waits for the first.
+// Contract: pin() brings all segments in, each run in one frame, or throws and has changed no page's content. A run
+// that is in memory page by page is copied together; what is missing is read straight into the new frame. Pages
+// change their frame only when all that can fail is done.
 #pragma once
 
 #include <span>
@@ -25,6 +25,7 @@ class WholePins {
         room_(room),
         ahead_(ahead) {}
 
+  // As FrameCache says of them.
   void pin(std::span<const PinRequest> requests);
   void unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept;
   /// Runs that pins met with no frame.
