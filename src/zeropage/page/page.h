@@ -142,6 +142,7 @@ struct Run {
 };
 
 class FrameCache;
+class WholePins;
 
 struct SegmentSpec {
   std::size_t bytes;
@@ -184,6 +185,10 @@ class Segment {
     return run_->shares_page() ? bytes_ : std::min(run_->bytes_of(page), bytes_ - page * run_->page_bytes);
   }
 
+  /// For the cache. Null after release().
+  Run* run() const { return run_; }
+  std::size_t offset() const { return offset_; }
+
   /// Operators that write it have been called and have yet to run. The same on all ranks.
   virtual bool will_change() const { return false; }
 
@@ -194,11 +199,17 @@ class Segment {
 
  private:
   friend class FrameCache;
+  friend class WholePins;
   std::shared_ptr<FrameCache> cache_;
   Run* run_ = nullptr;
   std::size_t offset_ = 0;  // in the run: 0 unless shared
   std::size_t bytes_ = 0;
   int pins_ = 0;
+};
+
+struct PinRequest {
+  Segment* segment;
+  Access access;
 };
 
 }  // namespace zeropage

@@ -1,15 +1,30 @@
 #include "zeropage/pager/frame_cache.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
-#include "zeropage/base/errors.h"
 #include "zeropage/pager/lower_cache_home.h"
 #include "zeropage/pager/sharded_home.h"
-#include "zeropage/pager/waiting.h"
 
 namespace zeropage {
+namespace {
+
+Arena::SlabHook register_slab(const CacheOptions& options, std::vector<std::shared_ptr<void>>& registered) {
+  if (!options.register_memory) return nullptr;
+  return [&registered, register_memory = options.register_memory](std::span<std::byte> slab) {
+    registered.push_back(register_memory(slab));
+  };
+}
+
+/// The cache of the host under that of a device: [Note: two memories].
+std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_ptr<Io> io) {
+  CacheOptions host = options;
+  host.device = nullptr;
+  host.device_bytes = 0;
+  host.register_memory = [memory = options.device](std::span<std::byte> slab) { return memory->register_host(slab); };
+  return FrameCache::make(host, std::move(io));
+}
+
+}  // namespace
 
 std::shared_ptr<FrameCache> FrameCache::make(const CacheOptions& options, std::unique_ptr<Io> io) {
   return std::shared_ptr<FrameCache>(new FrameCache(options, std::move(io)));
@@ -20,54 +35,51 @@ std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache
   return std::shared_ptr<FrameCache>(new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device)));
 }
 
-Arena::SlabHook FrameCache::register_slab(const CacheOptions& options) {
-  return [this, register_memory = options.register_memory](std::span<std::byte> slab) {
-    registered_.push_back(register_memory(slab));
-  };
-}
-
 FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
-    : generation_(process_generation()),
-      page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
-      device_limit_(options.device_bytes),
-      host_limit_(options.device ? 0 : options.host_bytes),
-      memory_(device_limit_ + host_limit_, options.device,
-              options.register_memory ? register_slab(options) : nullptr) {
-  if (options.device) {  // [Note: two memories]
-    CacheOptions host = options;
-    host.device = nullptr;
-    host.device_bytes = 0;
-    host.register_memory = [memory = options.device](std::span<std::byte> slab) {
-      return memory->register_host(slab);
-    };
-    lower_ = make(host, std::move(io));
-    lower_->upper_ = this;
-    lower_->serves_upper_ = true;
-    home_ = std::make_unique<LowerCacheHome>(*lower_, *options.device);
-  } else if (!options.disk_path.empty()) {
-    io_ = io ? std::move(io) : make_io(options.io);
-    swap_ = std::make_unique<SwapFile>(options.disk_path);
-    home_ = make_disk_home(*io_, *swap_);
-  }
+    : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
+      memory_(options.device_bytes + (options.device ? 0 : options.host_bytes), options.device,
+              register_slab(options, registered_)),
+      budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false),
+      lower_(options.device ? make_host(options, std::move(io)) : nullptr),
+      io_(lower_ || options.disk_path.empty() ? nullptr
+          : io                                ? std::move(io)
+                                              : make_io(options.io)),
+      swap_(io_ ? std::make_unique<SwapFile>(options.disk_path) : nullptr),
+      home_(lower_ ? std::make_unique<LowerCacheHome>(*lower_, *options.device)
+            : io_  ? make_disk_home(*io_, *swap_)
+                   : nullptr) {
+  if (!lower_) return;
+  lower_->upper_.serve();
+  lower_->upper_.connect([this] { read_ahead(); }, [this] { return home_->tidy(/*wait=*/true); });
 }
 
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
                        std::shared_ptr<DeviceMemory> device)
-    : generation_(process_generation()),
-      page_bytes_(local->page_bytes_),
-      device_limit_(bytes),
-      host_limit_(0),
+    : page_bytes_(local->page_bytes_),
       memory_(bytes, device, {}),
+      budgets_(memory_, bytes, 0, /*gathered=*/true),
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
-      home_(std::make_unique<ShardedHome>(*this, *lower_, ranks_, device.get())) {
-  lower_->serves_upper_ = true;
+      home_(std::make_unique<ShardedHome>(monitor_, *lower_, ranks_, device.get())) {
+  lower_->upper_.serve();
+}
+
+/// On the thread on which a transfer ended: the next ones start, here and in the cache above.
+void FrameCache::go_on(Lock& lock) {
+  if (!ranks_) ahead_.run(lock);
+  lock.unlock();
+  upper_.progress();
+}
+
+void FrameCache::read_ahead() {
+  Lock lock(monitor_.mutex());
+  if (!ranks_) ahead_.run(lock);
 }
 
 FrameCache::~FrameCache() {
-  if (generation_ != process_generation()) {
+  if (monitor_.in_forked_child()) {
     // A forked child: the ring, its buffers and the disk are the parent's. Leave every copy as it is.
-    new auto(std::move(runs_));
+    runs_.abandon();
     memory_.abandon();
     new auto(std::move(registered_));
     (void)home_.release(), (void)io_.release(), (void)swap_.release();
@@ -77,24 +89,20 @@ FrameCache::~FrameCache() {
 }
 
 void FrameCache::close() {
-  if (generation_ != process_generation()) return;
+  if (monitor_.in_forked_child()) return;
   {
-    Lock lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    changed_.notify_all();
+    Lock lock(monitor_.mutex());
+    if (monitor_.closed()) return;
+    monitor_.close();
   }
-  if (lower_) {
-    std::lock_guard lock(lower_->progress_mutex_);
-    lower_->upper_ = nullptr;
-  }
+  if (lower_) lower_->upper_.disconnect();
   if (home_) {
     while (home_->tidy(/*wait=*/true)) {
     }
   }
   if (io_) io_->wait_all();
   {
-    Lock lock(mutex_);
+    Lock lock(monitor_.mutex());
     drained_ = true;
     finish_close();
   }
@@ -104,167 +112,92 @@ void FrameCache::close() {
 /// Of a closed cache: what no operator holds is given back, and with the last pin all of it.
 void FrameCache::finish_close() noexcept {
   if (!drained_) return;
-  for (auto next = memory_.frames().begin(); next != memory_.frames().end();) {
-    Frame& frame = *(next++)->second;
-    if (frame.pins > 0 || frame.transfers > 0) continue;
-    forget_frame(frame);
-    victims_.remove(frame);
-    memory_.drop(frame);
-  }
-  for (auto& row : stats_.home_bytes) std::fill(std::begin(row), std::end(row), 0);
-  if (pins_ > 0 || inside_ > 0) return;
-  for (auto& [_, run] : runs_) {
-    run->extent = {};
-    if (run->below) {
-      if (home_) home_->forget(*run);
-      run->below.reset();
-    }
-  }
+  frames_.drop_unused();
+  runs_.forget_home_bytes();
+  if (frames_.pins() > 0 || monitor_.inside() > 0) return;
+  runs_.give_back_homes();
   home_.reset();
   swap_.reset();
   registered_.clear();
   memory_.close();
 }
 
-void FrameCache::check_usable() const {
-  if (generation_ != process_generation()) {
-    throw AccessError(
-        "this tensor is paged by the parent process and cannot be used in a forked child; use the spawn "
-        "start method, or pass the child a copy made with zeropage.pinned(tensor)");
-  }
-  if (closed_)
-    throw AccessError("this tensor's space was closed and its data is gone; close a space after its last use");
+void FrameCache::attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes) {
+  ++run.tensors;
+  segment.cache_ = shared_from_this();
+  segment.run_ = &run;
+  segment.offset_ = offset;
+  segment.bytes_ = bytes;
 }
 
-void FrameCache::zero(Segment& segment) {
+void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
   check_usable();
-  Run& run = *segment.run_;
-  if (run.slots || run.gathered() || !run.home) {
-    for (std::size_t i = 0; i < run.pages.size(); ++i) {
-      PagePin pin = pin_page(segment, i, Access::overwrite);
-      pin.wait();
-      memory_.clear(pin.data(), segment.bytes_of(i));
-    }
-    return;
+  bool used_before = false;
+  {
+    Lock lock(monitor_.mutex());
+    check_usable();
+    std::size_t offset = 0;
+    Run& run = home_allocator_.run_for(lock, spec, offset);
+    attach(segment, run, offset, spec.bytes);
+    used_before = run.slots && run.pages[0].state != Residency::zero;
   }
-  Lock lock(mutex_);
-  check_usable();
-  // A transfer must end before its memory changes hands; what it brings is of no interest.
-  const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
-  for (auto page = std::find_if(run.pages.begin(), run.pages.end(), busy); page != run.pages.end();
-       page = std::find_if(run.pages.begin(), run.pages.end(), busy)) {
-    Frame& frame = *page->frame;
-    wait_for_reads(lock, frame);
-    wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; });
-  }
-  for (std::size_t i = 0; i < run.pages.size(); ++i) {
-    Page& page = run.pages[i];
-    if (page.frame && page.frame->pins > 0) {
-      order_after(*page.frame);
-      memory_.clear(address(run, i), run.bytes_of(i));
-      mark(run, i, Access::overwrite);
-    } else {
-      page.state = Residency::zero;
-      if (page.frame) give_up(*page.frame);
-    }
-  }
-  if (!run.below) return;
-  const Inside inside(*this);
-  const Unlocked unlocked(lock);
-  home_->forget(run);  // an upload may still be reading the page below
-  lower_->zero(*run.below);
-}
-
-/// Of a frame whose content is of no interest: its pages are what they are at home.
-void FrameCache::give_up(Frame& frame) {
-  for (std::size_t i = 0; i < frame.pages; ++i) {
-    Page& page = frame.run->pages[frame.first_page + i];
-    if (page.frame == &frame && page.state != Residency::zero) page.state = Residency::evicted;
-  }
-  drop_frame(frame);
-}
-
-/// Writes what is newer in frames home, and drops them. Pinned ones stay.
-void FrameCache::give_up_frames(Lock& lock, Run& run) {
-  for (Page& page : run.pages) {
-    while (page.frame && page.frame->pins == 0) {
-      Frame& frame = *page.frame;
-      if (frame.transfers > 0) {
-        wait_for_reads(lock, frame);
-        wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-      } else if (is_dirty(frame)) {
-        const std::size_t failed_before = failed_writes_;
-        write_back(lock, frame, Priority::demanded);
-        wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-        throw_failed_write(failed_before);
-      } else {
-        evict_frame(frame);
-      }
-    }
+  if (!used_before) return;
+  try {
+    zero(segment);  // a slot of a shared page may hold what a dead tensor left
+  } catch (...) {
+    release(segment);
+    throw;
   }
 }
 
-void FrameCache::evict(Segment& segment) {
+void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
-  Run& run = *segment.run_;
-  if (!run.home) return;
-  give_up_frames(lock, run);
-  if (!run.below) return;
-  const Inside inside(*this);
-  const Unlocked unlocked(lock);
-  lower_->evict(*run.below);
+  std::size_t offset = 0;
+  Run& run = home_allocator_.gathered_run_for(segment, spec, offset);
+  attach(segment, run, offset, spec.bytes);
 }
 
-void FrameCache::store(Segment& segment) {
-  check_usable();
-  Lock lock(mutex_);
-  check_usable();
-  Run& run = *segment.run_;
-  const bool dirty = std::any_of(run.pages.begin(), run.pages.end(), [](const Page& page) {
-    return page.state == Residency::dirty && page.frame->pins == 0;
-  });
-  if (dirty) give_up_frames(lock, run);
-}
-
-void FrameCache::share_changes(Segment& segment) {
-  check_usable();
-  Lock lock(mutex_);
-  check_usable();
-  Run& run = *segment.run_;
-  const auto refuse_if_pinned = [&] {
-    for (Page& page : run.pages) {
-      if (page.frame && page.frame->pins > 0) {
-        throw AccessError(
-            "a tensor that is partitioned over ranks cannot be updated while it is pinned, nor while a small "
-            "tensor in the same page is; let go of zeropage.pinned(tensor) first");
-      }
-    }
-  };
-  // Where the lock was given up, another thread may have brought pages back, or pinned them.
-  while (true) {
-    const auto held = [](const Page& page) { return page.frame != nullptr; };
-    if (std::none_of(run.pages.begin(), run.pages.end(), held)) break;
-    refuse_if_pinned();
-    give_up_frames(lock, run);
+void FrameCache::release(Segment& segment) noexcept {
+  // A forked child has copies of segments that belong to its parent: nothing here is its to give back.
+  if (monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
+  if (!segment.run_) return;
+  Run& run = *std::exchange(segment.run_, nullptr);
+  if (run.whole == &segment) run.whole = nullptr;
+  for (std::size_t i = 0; i < run.shares.size(); ++i) {
+    if (run.shares[i].offset != segment.offset_) continue;
+    run.shares[i].segment = nullptr;
+    // The caller destroys the share next. By index: another thread may add a tensor to the run.
+    monitor_.changed().wait(lock, [&] { return run.shares[i].users == 0; });
   }
-  for (Page& page : run.pages) page.state = Residency::evicted;
+  if (monitor_.closed()) return;
+  home_allocator_.release(run, segment.offset_, segment.bytes_);
+}
+
+bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
+  if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
+  Lock lock(monitor_.mutex());
+  if (tier == Tier::disk) return swap_ != nullptr;
+  // Half of a budget at most: operators and rules need frames beside the homes.
+  return budgets_.homes_in(tier) + bytes <=
+         (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
 }
 
 bool FrameCache::resident(const Segment& segment) const {
-  Lock lock(mutex_);
-  if (closed_ || !segment.run_) return false;
+  Lock lock(monitor_.mutex());
+  if (monitor_.closed() || !segment.run_) return false;
   return std::any_of(segment.run_->pages.begin(), segment.run_->pages.end(), [](const Page& p) { return p.frame; });
 }
 
 void FrameCache::wait() {
   check_usable();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   check_usable();
   if (ranks_) return;
-  wait_until(lock, [&] { return reading_bytes_ == 0 && writing_bytes_ == 0; });
-  if (failed_write_) std::rethrow_exception(std::exchange(failed_write_, nullptr));
+  transfers_.wait_until(lock, [&] { return transfers_.reading_bytes() == 0 && transfers_.writing_bytes() == 0; });
+  transfers_.throw_failed_write();
   lock.unlock();
   if (lower_) lower_->wait();
 }
@@ -272,48 +205,34 @@ void FrameCache::wait() {
 CacheStats FrameCache::stats() const {
   const bool separate = lower_ && !ranks_;
   CacheStats sum = separate ? lower_->stats() : CacheStats{};
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
-      sum.home_bytes[role][tier] += stats_.home_bytes[role][tier];
-      sum.home_peak[role][tier] += stats_.home_peak[role][tier];
+      sum.home_bytes[role][tier] += runs_.home_bytes(role, tier);
+      sum.home_peak[role][tier] += runs_.home_peak(role, tier);
     }
   }
-  if (!separate) sum.read_bytes = stats_.read_bytes, sum.written_bytes = stats_.written_bytes;
-  if (separate) sum.uploaded_bytes = stats_.read_bytes, sum.downloaded_bytes = stats_.written_bytes;
-  sum.faults = stats_.faults;  // of operators: the pages of the host that they met are behind them
-  sum.evictions += stats_.evictions;
-  sum.surprises = plan_.surprises();
-  sum.waited_seconds += separate ? 0 : stats_.waited_seconds;
+  if (!separate) sum.read_bytes = transfers_.read_bytes(), sum.written_bytes = transfers_.written_bytes();
+  if (separate) sum.uploaded_bytes = transfers_.read_bytes(), sum.downloaded_bytes = transfers_.written_bytes();
+  // Of operators: the pages of the host that they met are behind them.
+  sum.faults = whole_pins_.faults() + page_pins_.faults();
+  sum.evictions += frames_.evictions();
+  sum.surprises = timeline_.plan().surprises();
+  sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
   return sum;
-}
-
-/// [Note: one memory]
-std::size_t FrameCache::device_bytes() const {
-  const std::size_t total = memory_.budget().used();
-  return std::max(std::min(held_bytes_ + homes_in(Tier::device), total),
-                  total > host_limit_ ? total - host_limit_ : 0);
 }
 
 FrameCache::Usage FrameCache::usage(Pool pool) const {
   if (pool == Pool::host && lower_ && !ranks_) return lower_->usage(pool);
-  Lock lock(mutex_);
-  const std::size_t total = memory_.budget().used(), device = device_bytes();
-  if (pool == Pool::device) return {"device_memory", device, device_peak_, device_limit_};
-  return {"host_memory", total - device, host_peak_, host_limit_};
-}
-
-void FrameCache::note_usage() {
-  const std::size_t total = memory_.budget().used(), device = device_bytes();
-  device_peak_ = std::max(device_peak_, device);
-  host_peak_ = std::max(host_peak_, total - device);
+  Lock lock(monitor_.mutex());
+  return budgets_.usage(pool);
 }
 
 std::string_view FrameCache::io_name() const { return lower_ ? lower_->io_name() : io_ ? io_->name() : "none"; }
 
 std::size_t FrameCache::swap_bytes() const {
   if (lower_) return lower_->swap_bytes();
-  Lock lock(mutex_);
+  Lock lock(monitor_.mutex());
   return swap_ ? swap_->size() : 0;
 }
 

@@ -3,8 +3,22 @@
 // operators.
 //
 // Contract: a budget is never exceeded. Every transfer's result is checked. An operation that throws has changed no
-// page's content. One lock guards all; it is never held while waiting: a thread that must wait sleeps on `changed_`
-// and looks again. After close(), and in a forked child, every call that needs the bytes throws AccessError.
+// page's content. One lock guards all; it is never held while waiting (monitor.h). After close(), and in a forked
+// child, every call that needs the bytes throws AccessError.
+//
+// It is made of layers. Each has a file of its own, keeps its own data under the one lock, and uses none below it:
+//
+//   Monitor               the lock, and how threads wait
+//   FrameMemory, Budgets  memory, and who may use how much of it
+//   Timeline              what the program uses, and how far it has come
+//   Frames                pins; what becomes of a frame; which leaves next
+//   Runs                  which are alive, and what they take at home
+//   Transfers             bytes on their way. One that ended calls go_on
+//   Room                  where frames get memory, and what leaves for them
+//   ReadAhead             what comes before it is asked for
+//   WholePins, PagePins   what operators and rules hold
+//   Contents              zeroing and eviction of whole segments
+//   HomeAllocator         which run a new segment lies in, and where that is at home
 //
 // [Note: one memory] Where operators run on the CPU, frames and the cache of disk pages lie in one arena of
 // device_memory + host_memory bytes. What operators hold at once, and homes of tier device, never exceed
@@ -22,26 +36,29 @@
 // others.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
-#include "zeropage/base/process.h"
 #include "zeropage/base/units.h"
 #include "zeropage/comm/ranks.h"
-#include "zeropage/pager/access_plan.h"
+#include "zeropage/pager/budgets.h"
+#include "zeropage/pager/contents.h"
 #include "zeropage/pager/frame_memory.h"
+#include "zeropage/pager/frames.h"
 #include "zeropage/pager/home.h"
+#include "zeropage/pager/home_allocator.h"
+#include "zeropage/pager/monitor.h"
+#include "zeropage/pager/page_pins.h"
 #include "zeropage/pager/read_ahead.h"
-#include "zeropage/pager/victim_queue.h"
+#include "zeropage/pager/room.h"
+#include "zeropage/pager/runs.h"
+#include "zeropage/pager/timeline.h"
+#include "zeropage/pager/transfers.h"
+#include "zeropage/pager/upper_cache.h"
+#include "zeropage/pager/whole_pins.h"
 
 namespace zeropage {
 
@@ -68,52 +85,6 @@ struct CacheStats {
   std::size_t home_peak[kRoles][kTiers] = {};
 };
 
-struct PinRequest {
-  Segment* segment;
-  Access access;
-};
-
-/// One page held in memory for a rule. Its read may still be under way: wait() before touching data().
-class PagePin {
- public:
-  PagePin() = default;
-  PagePin(PagePin&& other) noexcept { *this = std::move(other); }
-  PagePin& operator=(PagePin&& other) noexcept {
-    std::swap(cache_, other.cache_);
-    std::swap(run_, other.run_);
-    std::swap(page_, other.page_);
-    std::swap(frame_, other.frame_);
-    std::swap(data_, other.data_);
-    std::swap(access_, other.access_);
-    std::swap(will_not_reuse_, other.will_not_reuse_);
-    std::swap(thread_, other.thread_);
-    return *this;
-  }
-  ~PagePin();
-
-  /// Returns when the bytes are there, or, of a page that is overwritten, when they may be written. Until then a page
-  /// for overwriting keeps its content. Throws DiskError if they could not be read.
-  void wait();
-  /// The segment's bytes of this page: on the device, if it has memory of its own.
-  std::byte* data() const { return data_; }
-  /// The page is not used again soon. A hint, for where the plan does not know.
-  void will_not_reuse() { will_not_reuse_ = true; }
-  /// Copies into the page from memory of the same kind.
-  void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
-  explicit operator bool() const { return frame_ != nullptr; }
-
- private:
-  friend class FrameCache;
-  FrameCache* cache_ = nullptr;
-  Run* run_ = nullptr;
-  std::size_t page_ = 0;
-  Frame* frame_ = nullptr;
-  std::byte* data_ = nullptr;
-  Access access_ = Access::read;
-  bool will_not_reuse_ = false;
-  std::uint64_t thread_ = 0;  // that took it
-};
-
 class FrameCache : public std::enable_shared_from_this<FrameCache> {
  public:
   /// `io` replaces the engine that options name: for tests. Throws SettingError, BudgetError, DiskError.
@@ -134,26 +105,32 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
   /// Of a gathered segment: what operators wrote to it whole goes into this rank's share, and frames that may not be
   /// the same on all ranks are given up. Pinned ones stay. Throws BudgetError, DiskError.
-  void store(Segment& segment);
+  void store(Segment& segment) { contents_.store(segment); }
   /// This rank's share is about to be written: no frame may hold what was. Throws AccessError if one is pinned.
-  void share_changes(Segment& segment);
+  void share_changes(Segment& segment) { contents_.share_changes(segment); }
 
   /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
-  void pin(std::span<const PinRequest> requests);
+  void pin(std::span<const PinRequest> requests) { whole_pins_.pin(requests); }
   /// `thread` took the pins: any thread may let go of them.
-  void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number()) noexcept;
+  void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number()) noexcept {
+    whole_pins_.unpin(requests, thread);
+  }
   /// Says that these segments will be used now, page by page and taking turns: a use in the plan.
-  void announce(std::span<const PinRequest> requests);
+  void announce(std::span<const PinRequest> requests) { page_pins_.announce(requests); }
   /// One page, for a rule.
-  [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access);
+  [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access) {
+    return page_pins_.pin(segment, page, access);
+  }
   /// The same if the page is in memory and there is nothing to wait for, or a frame for overwriting it is free; else
   /// none, and its read begins if memory is free.
-  [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access);
+  [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access) {
+    return page_pins_.try_pin(segment, page, access);
+  }
 
   /// Makes the segment read as zeros, without touching memory or disk where it has pages of its own.
-  void zero(Segment& segment);
+  void zero(Segment& segment) { contents_.zero(segment); }
   /// Writes the segment's pages home and gives up its frames. Pinned segments stay.
-  void evict(Segment& segment);
+  void evict(Segment& segment) { contents_.evict(segment); }
   /// Whether any page of the segment is in memory.
   bool resident(const Segment& segment) const;
 
@@ -161,16 +138,12 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void close();  // gives everything back; segments become husks
 
   /// Throws AccessError in a forked child and after close().
-  void check_usable() const;
+  void check_usable() const { monitor_.check_usable(); }
   CacheStats stats() const;
-  /// What of a budget is used, at most was, and can be.
-  struct Usage {
-    std::string name;
-    std::size_t now, peak, limit;
-  };
+  using Usage = Budgets::Usage;
   Usage usage(Pool pool) const;
   /// The most bytes that operators can have pinned at once.
-  std::size_t frame_limit() const { return device_limit_; }
+  std::size_t frame_limit() const { return budgets_.device_limit(); }
   bool is_gathered() const { return ranks_ != nullptr; }
   bool has_separate_memory() const { return memory_.device() != nullptr; }
   std::size_t page_bytes() const { return page_bytes_; }
@@ -178,132 +151,40 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::size_t swap_bytes() const;
 
  private:
-  friend class PagePin;
-  friend class ReadAhead;
-  friend class SharesInUse;
-  using Lock = std::unique_lock<std::mutex>;
-  struct Hold;
-  class Unlocked;
-  class Inside;
-  using ThreadPins = std::pair<std::uint64_t, std::size_t>;
-  struct Shortage {};  // memory cannot be had: told apart from a BudgetError of a home below
+  using Lock = Monitor::Lock;
 
   explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
-  Arena::SlabHook register_slab(const CacheOptions& options);
-  // runs.cpp: which run a segment lies in, and where that is at home
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
-  Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
-  Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
-  void make_permanent(Lock& lock, Run& run);
-  void list_room(Run& run);
-  Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
-  Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed);
-  void add_run(std::unique_ptr<Run> run);
-  void let_die(Run& run);
-  void delete_run(Run& run);
-  void count_home(const Run& run, bool created);
-
-  // pins.cpp
-  std::vector<Hold> holds_for(std::span<const PinRequest> requests) const;
-  void hold(Lock& lock, std::vector<Hold>& holds);
-  void take_frame(Lock& lock, Hold& hold);
-  void wait_for_content(Lock& lock, std::vector<Hold>& holds);
-  void fill(Hold& hold);
-  void commit(Hold& hold) noexcept;
-  void let_go(std::vector<Hold>& holds) noexcept;
-  void empty(Lock& lock);
-  void mark(Run& run, std::size_t page, Access access);
-  void add_pin(Frame& frame);
-  void drop_pin(Frame& frame, std::uint64_t thread = this_thread_number()) noexcept;
-  void count_pin();
-  std::size_t pins_of_this_thread() const;
-  void settle(Frame& frame) noexcept;
-  void record_use(std::span<const PinRequest> requests, bool whole);
-  void note_progress(Run& run, std::size_t index);
-  PagePin take_pin(Frame& frame, Segment& segment, std::size_t page, Access access);
-  void bring_claimed(Lock& lock, Run& run, std::size_t page);
-  void let_go_of_page(PagePin& pin) noexcept;
-  void wait_for_page(PagePin& pin);
-
-  // transfers.cpp: bytes
-  void start_reads(Lock& lock, Frame& frame, Priority priority);
-  void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
-  bool write_back(Lock& lock, Frame& frame, Priority priority);
-  void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
-  void throw_failed_write(std::size_t before);
-  void transfer_ended(Run& run);
-  void on_end(std::function<void()> book);
-  template <class Ready>
-  void wait_until(Lock& lock, Ready ready);
-  void wait_for_reads(Lock& lock, Frame& frame);
-
-  // room.cpp: memory, and what leaves it
-  Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
-  Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
-  static void forget_frame(const Frame& frame) noexcept;
-  void drop_frame(Frame& frame) noexcept;
-  void evict_frame(Frame& frame);
-  bool is_dirty(const Frame& frame) const;
-  static bool is_reading(const Frame& frame);
-  void consider(Frame& frame) noexcept;
-  void plan_anew();
-  bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
-  void clean_behind(Lock& lock) noexcept;
-
-  std::byte* address(const Run& run, std::size_t page) const;
-  void order_after(Frame& frame);
-  void mark_used(Frame& frame);
-  std::size_t device_bytes() const;
-  void note_usage();
-  [[noreturn]] void refuse(std::size_t bytes) const;
   void finish_close() noexcept;
-  void progress();
-  void give_up(Frame& frame);
-  void give_up_frames(Lock& lock, Run& run);
-  std::size_t homes_in(Tier tier) const { return permanent_bytes_[static_cast<int>(tier)]; }
+  void go_on(Lock& lock);
+  void read_ahead();
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;  // a page's state, a pin, or memory
-  const std::uint64_t generation_;
-  std::atomic<bool> closed_ = false;  // changed under the lock; read without it too, where a hint will do
-  bool drained_ = false;              // closed, and no transfer is under way
-  int inside_ = 0;                    // threads that are at work here and have given up the lock
+  Monitor monitor_{[this] { finish_close(); }};
+  bool drained_ = false;  // closed, and no transfer is under way
   std::size_t page_bytes_;
-  std::size_t device_limit_, host_limit_;
-  std::unique_ptr<Io> io_;
-  std::unique_ptr<SwapFile> swap_;
   std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
   FrameMemory memory_;
+  Budgets budgets_;
   std::shared_ptr<FrameCache> lower_;  // of the host, under a device's; of this rank's shares, under the gathered one
   std::shared_ptr<Ranks> ranks_;       // null but for the gathered one
-  std::unique_ptr<Home> home_;         // of runs with no frame of their own
-  AccessPlan plan_;
-  AccessPlan::Time now_ = 0;  // in the plan, and within a group whose pages are gone through
-  VictimQueue victims_;
-  ReadAhead ahead_;
-  std::uint64_t planned_at_ = 0;  // surprises when victims were last ordered
-  std::uint64_t uses_when_planned_ = 0;
-  std::unordered_map<Run*, std::unique_ptr<Run>> runs_;
-  std::vector<Run*> by_ordinal_;  // null: dead, or not to be gathered ahead
-  std::vector<std::size_t> bytes_of_ordinal_;
-  std::size_t pageable_bytes_ = 0, pageable_peak_ = 0;         // of all runs whose home is elsewhere
-  std::map<std::pair<Role, Tier>, std::vector<Run*>> shared_;  // runs of small tensors with room, or once had
-  std::map<Role, Run*> open_;                                  // the gathered run that takes the next small tensor
-  std::size_t held_bytes_ = 0;                                 // by operators
-  std::size_t permanent_bytes_[kTiers] = {};                   // of frames that are homes
-  std::size_t ahead_bytes_ = 0;                                // read ahead, and not used yet
-  std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
-  std::size_t pins_ = 0;
-  std::vector<ThreadPins> thread_pins_;  // of them, by the thread that took them; no zeros
-  std::exception_ptr failed_write_;      // that no thread has been told of
-  std::size_t failed_writes_ = 0;
-  std::size_t device_peak_ = 0, host_peak_ = 0;
-  bool serves_upper_ = false;                 // another cache's transfers pin pages here
-  std::mutex progress_mutex_;                 // never taken under mutex_
-  std::atomic<FrameCache*> upper_ = nullptr;  // which reads ahead when something has come here
-  CacheStats stats_;
+  std::unique_ptr<Io> io_;
+  std::unique_ptr<SwapFile> swap_;
+  std::unique_ptr<Home> home_;  // of runs with no frame of their own
+  Timeline timeline_;
+  Frames frames_{monitor_, memory_, budgets_, timeline_, is_gathered()};
+  Runs runs_{frames_, budgets_, timeline_};
+  UpperCache upper_;
+  Transfers transfers_{monitor_, memory_, frames_, runs_, home_.get(), [this](Lock& lock) { go_on(lock); }};
+  Room room_{monitor_, memory_, timeline_, frames_, transfers_, upper_};
+  ReadAhead ahead_{monitor_, memory_, timeline_, frames_, runs_, transfers_, room_, page_bytes_};
+  WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
+  PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
+  Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
+  HomeAllocator home_allocator_{
+      monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
+      page_bytes_};
 };
 
 }  // namespace zeropage

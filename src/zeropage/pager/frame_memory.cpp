@@ -18,6 +18,11 @@ std::size_t FrameMemory::bytes_of(const Run& run, std::size_t first_page, std::s
   return round_up(end - first_page * run.page_bytes, kBlockBytes);
 }
 
+std::byte* FrameMemory::address(const Run& run, std::size_t page) {
+  const Frame& frame = *run.pages[page].frame;
+  return frame.memory.data() + (page - frame.first_page) * run.page_bytes;
+}
+
 Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented) {
   const std::size_t bytes = bytes_of(run, first_page, pages);
   fragmented = false;
@@ -99,6 +104,19 @@ void FrameMemory::copy(std::byte* to, const std::byte* from, std::size_t bytes) 
 
 void FrameMemory::clear(std::byte* at, std::size_t bytes) const {
   device_ ? device_->clear(at, bytes) : void(std::memset(at, 0, bytes));
+}
+
+// [Note: streams and frames] in store/device_memory.h.
+
+void FrameMemory::order_after(Frame& frame) const {
+  if (!device_ || !frame.ready) return;
+  device_->done(frame.ready) ? frame.ready.reset() : device_->stream_wait(frame.ready);
+}
+
+void FrameMemory::mark_used(Frame& frame) const {
+  if (!device_) return;
+  device_->stream_wait(frame.last_used);  // of another thread's stream, perhaps
+  frame.last_used = device_->record();
 }
 
 void FrameMemory::abandon() noexcept {

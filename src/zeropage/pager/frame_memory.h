@@ -29,11 +29,17 @@ class FrameMemory {
 
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
   void clear(std::byte* at, std::size_t bytes) const;
+  /// What this thread does next with the frame comes after what filled it.
+  void order_after(Frame& frame) const;
+  /// This thread has used the frame.
+  void mark_used(Frame& frame) const;
   /// In a forked child: nothing here is its own.
   void abandon() noexcept;
   void close();
 
   static std::size_t bytes_of(const Run& run, std::size_t first_page, std::size_t pages);
+  /// Of a page that has a frame.
+  static std::byte* address(const Run& run, std::size_t page);
 
  private:
   std::shared_ptr<DeviceMemory> device_;  // null: the CPU's

@@ -1,66 +1,66 @@
-// Pins of single pages: how rules stream a tensor.
+#include "zeropage/pager/page_pins.h"
+
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/waiting.h"
+#include "zeropage/base/units.h"
 
 namespace zeropage {
 
-PagePin FrameCache::pin_page(Segment& segment, std::size_t index, Access access) {
-  check_usable();
-  Lock lock(mutex_);
-  Run& run = *segment.run_;
+void PagePins::announce(std::span<const PinRequest> requests) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  if (timeline_.record_use(requests, /*whole=*/false)) ahead_.restart();
+  if (!frames_.is_gathered()) ahead_.run(lock);
+}
+
+PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  Run& run = *segment.run();
   Page& page = run.pages[index];
   Frame* held = nullptr;
-  note_progress(run, index);
+  timeline_.note_page(run, index);
   if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   try {
     while (true) {
-      check_usable();
+      monitor_.check_usable();
       const bool claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
       if (claimed && page.frame->claimer != std::this_thread::get_id()) {
-        wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
+        transfers_.wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
         continue;
       }
       if (page.frame) {
-        add_pin(*(held = page.frame));
+        frames_.add_pin(*(held = page.frame));
         if (claimed && access != Access::overwrite) bring_claimed(lock, run, index);
         break;
       }
-      Frame& frame = make_frame(lock, run, index, 1);
+      Frame& frame = room_.make_frame(lock, run, index, 1);
       if (page.frame) {  // another thread was quicker
         frame.assembling = true;
-        drop_pin(frame);
+        frames_.drop_pin(frame);
         continue;
       }
-      ++stats_.faults;
+      ++faults_;
       page.frame = held = &frame;
       frame.claimer = std::this_thread::get_id();
       if (access != Access::overwrite) bring_claimed(lock, run, index);
       break;
     }
   } catch (const Shortage&) {
-    throw BudgetError(fmt::format(
-        "device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
-        "or in use at once; raise {}",
-        format_bytes(device_limit_), format_bytes(host_limit_), format_bytes(FrameMemory::bytes_of(run, index, 1)),
-        host_limit_ > 0 ? "host_memory" : "device_memory"));
+    throw BudgetError(
+        fmt::format("device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
+                    "or in use at once; raise {}",
+                    format_bytes(budgets_.device_limit()), format_bytes(budgets_.host_limit()),
+                    format_bytes(FrameMemory::bytes_of(run, index, 1)),
+                    budgets_.host_limit() > 0 ? "host_memory" : "device_memory"));
   }
   return take_pin(*held, segment, index, access);
 }
 
-/// Where the program is, when it takes a page of those that it goes through.
-void FrameCache::note_progress(Run& run, std::size_t index) {
-  if (run.stream_page > index) return;
-  run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
-  if (run.stream_use <= plan_.latest_group()) return;
-  now_ = std::max(now_, AccessPlan::time_of_page(run.stream_begin, run.stream_end, index, run.pages.size()));
-}
-
 /// Of a page that this thread has claimed: its content comes after all.
-void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
+void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   Page& page = run.pages[index];
   Frame& frame = *page.frame;
   frame.claimer = {};
@@ -68,57 +68,57 @@ void FrameCache::bring_claimed(Lock& lock, Run& run, std::size_t index) {
     memory_.clear(frame.memory.data(), frame.memory.bytes());
     if (memory_.device()) frame.ready = memory_.device()->record();
     page.state = run.gathered() ? Residency::clean : Residency::dirty;
-    changed_.notify_all();
+    monitor_.changed().notify_all();
   } else if (page.state == Residency::evicted) {
-    start_reads(lock, frame, Priority::demanded);
+    transfers_.start_reads(lock, frame, Priority::demanded);
   }
 }
 
 /// Of a frame on which the pin has been taken.
-PagePin FrameCache::take_pin(Frame& frame, Segment& segment, std::size_t index, Access access) {
+PagePin PagePins::take_pin(Frame& frame, Segment& segment, std::size_t index, Access access) {
   PagePin pin;
-  pin.cache_ = this;
-  pin.run_ = segment.run_;
+  pin.pins_ = this;
+  pin.run_ = segment.run();
   pin.page_ = index;
   pin.frame_ = &frame;
   pin.access_ = access;
   pin.thread_ = this_thread_number();
-  pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run_->page_bytes + segment.offset_;
-  order_after(frame);
+  pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run()->page_bytes + segment.offset();
+  memory_.order_after(frame);
   return pin;
 }
 
-PagePin FrameCache::try_pin_page(Segment& segment, std::size_t index, Access access) {
-  check_usable();
-  Lock lock(mutex_);
-  check_usable();
-  Run& run = *segment.run_;
+PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  Run& run = *segment.run();
   Page& page = run.pages[index];
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
   if (page.frame && !absent && page.state != Residency::reading) {
-    note_progress(run, index);
-    add_pin(*page.frame);
+    timeline_.note_page(run, index);
+    frames_.add_pin(*page.frame);
     return take_pin(*page.frame, segment, index, access);
   }
   if (page.frame || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
-  Frame* const frame = try_make_frame(lock, run, index, 1, now_);
+  Frame* const frame = room_.try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};
-  note_progress(run, index);
+  timeline_.note_page(run, index);
   page.frame = frame;
   frame->claimer = std::this_thread::get_id();
   if (access != Access::overwrite) bring_claimed(lock, run, index);
   return take_pin(*frame, segment, index, access);
 }
 
-void FrameCache::let_go_of_page(PagePin& pin) noexcept {
-  if (generation_ != process_generation()) return;
-  Lock lock(mutex_);
+void PagePins::let_go(PagePin& pin) noexcept {
+  if (monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
   Frame& frame = *pin.frame_;
-  if (closed_) return drop_pin(frame, pin.thread_);
+  if (monitor_.closed()) return frames_.drop_pin(frame, pin.thread_);
   try {
-    mark_used(frame);
+    memory_.mark_used(frame);
   } catch (...) {  // as in unpin
   }
   if (frame.run) {
@@ -130,38 +130,38 @@ void FrameCache::let_go_of_page(PagePin& pin) noexcept {
     }
     frame.transient = pin.will_not_reuse_;
   }
-  drop_pin(frame, pin.thread_);
-  clean_behind(lock);
-  if (!ranks_) ahead_.run(*this, lock);
+  frames_.drop_pin(frame, pin.thread_);
+  room_.clean_behind(lock);
+  if (!frames_.is_gathered()) ahead_.run(lock);
 }
 
-void FrameCache::wait_for_page(PagePin& pin) {
-  check_usable();  // before the lock, which a forked child may have found taken
-  Lock lock(mutex_);
-  check_usable();
+void PagePins::wait(PagePin& pin) {
+  monitor_.check_usable();  // before the lock, which a forked child may have found taken
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
   Frame& frame = *pin.frame_;
-  wait_for_reads(lock, frame);
+  transfers_.wait_for_reads(lock, frame);
   if (frame.failure && (!frame.run || pin.run_->pages[pin.page_].frame != &frame)) {
     std::rethrow_exception(frame.failure);
   }
-  order_after(frame);
+  memory_.order_after(frame);
   if (!frame.run) return;  // it died, and what was to be read is there
   if (pin.access_ == Access::read || frame.permanent) return;
   frame.claimer = {};
-  mark(*pin.run_, pin.page_, pin.access_);
-  changed_.notify_all();
+  Frames::mark(*pin.run_, pin.page_, pin.access_);
+  monitor_.changed().notify_all();
 }
 
 PagePin::~PagePin() {
-  if (frame_) cache_->let_go_of_page(*this);
+  if (frame_) pins_->let_go(*this);
 }
 
 void PagePin::wait() {
-  if (frame_) cache_->wait_for_page(*this);
+  if (frame_) pins_->wait(*this);
 }
 
 void PagePin::fill(const std::byte* from, std::size_t bytes, std::size_t offset) {
-  cache_->memory_.copy(data_ + offset, from, bytes);
+  pins_->memory_.copy(data_ + offset, from, bytes);
 }
 
 }  // namespace zeropage

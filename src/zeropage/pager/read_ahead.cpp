@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "zeropage/pager/frame_cache.h"
+#include "zeropage/base/units.h"
 
 namespace zeropage {
 namespace {
@@ -12,10 +12,10 @@ constexpr std::size_t kMostAhead = 64 * kMiB;  // enough to keep a disk busy thr
 }  // namespace
 
 /// [Note: how far ahead]
-std::size_t ReadAhead::window(const FrameCache& cache) {
-  const std::size_t limit = cache.memory_.budget().limit();
-  const std::size_t missing = cache.pageable_peak_ > limit ? cache.pageable_peak_ - limit : 0;
-  return std::min({kMostAhead, limit / 8, std::max(missing / 16, cache.page_bytes_)});
+std::size_t ReadAhead::window() const {
+  const std::size_t limit = memory_.budget().limit();
+  const std::size_t missing = runs_.pageable_peak() > limit ? runs_.pageable_peak() - limit : 0;
+  return std::min({kMostAhead, limit / 8, std::max(missing / 16, page_bytes_)});
 }
 
 void ReadAhead::restart() {
@@ -23,54 +23,55 @@ void ReadAhead::restart() {
   members_.clear();
   kept_.clear();
   kept_bytes_ = 0;
-  reached_ = 0;
-  again_ = false;
+  frames_.looked_ahead().reached = 0;
+  frames_.looked_ahead().again = false;
 }
 
-void ReadAhead::run(FrameCache& cache, std::unique_lock<std::mutex>& lock) {
-  if (running_ || cache.closed_ || !cache.plan_.knows()) return;  // running: where a read of ranks gave up the lock
+void ReadAhead::run(Lock& lock) {
+  if (running_ || monitor_.closed() || !timeline_.plan().knows())
+    return;  // running: where a read of ranks gave up the lock
   // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
-  if (cache.failed_write_ && !cache.ranks_) return;
+  if (transfers_.has_failed_write() && !frames_.is_gathered()) return;
   running_ = true;
-  const std::uint64_t uses = cache.plan_.uses();
+  const std::uint64_t uses = timeline_.plan().uses();
   while (!kept_.empty() && kept_.front().use < uses) {
     kept_bytes_ -= kept_.front().bytes;
     kept_.pop_front();
   }
-  const std::size_t limit = cache.memory_.budget().limit();
+  const std::size_t limit = memory_.budget().limit();
   try {
-    const auto most = static_cast<std::int64_t>(window(cache));
+    const auto most = static_cast<std::int64_t>(window());
     bool all = false;  // that comes soon was looked at
-    while (!cache.closed_ &&
-           static_cast<std::int64_t>(cache.ahead_bytes_) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
-      if (again_) restart();
+    while (!monitor_.closed() &&
+           static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
+      if (frames_.looked_ahead().again) restart();
       // What is gone through now is looked at to its end.
-      if (group_ < cache.plan_.latest_group()) group_ = cache.plan_.latest_group(), members_.clear();
-      const auto next = target(cache);
-      all = !next || next->time > cache.now_ + limit;
+      if (group_ < timeline_.plan().latest_group()) group_ = timeline_.plan().latest_group(), members_.clear();
+      const auto next = target();
+      all = !next || next->time > timeline_.now() + limit;
       if (all) break;
-      if (bring(cache, *next, lock) == Result::blocked) break;
-      reached_ = next->time + 1;
+      if (bring(*next, lock) == Result::blocked) break;
+      frames_.looked_ahead().reached = next->time + 1;
       advance();
     }
-    if (!all && !cache.closed_ && cache.pageable_peak_ > limit)
-      write_behind(cache, static_cast<std::size_t>(most) / 2, lock);
+    if (!all && !monitor_.closed() && runs_.pageable_peak() > limit)
+      write_behind(static_cast<std::size_t>(most) / 2, lock);
   } catch (...) {
     // What could not start ahead starts again when it is demanded, and its error is told then.
   }
   running_ = false;
 }
 
-bool ReadAhead::find_group(const FrameCache& cache) {
-  const std::uint64_t uses = cache.plan_.uses();
+bool ReadAhead::find_group() {
+  const std::uint64_t uses = timeline_.plan().uses();
   steps_ = 1, step_ = 0, member_ = 0;
   for (auto k = static_cast<std::int64_t>(group_ - uses);; ++k) {
-    const auto coming = cache.plan_.coming(k);
+    const auto coming = timeline_.plan().coming(k);
     if (!coming || (!members_.empty() && (coming->use.begins || members_.size() == 64))) break;
-    const Run* run = cache.by_ordinal_[coming->use.ordinal];
+    const Run* run = runs_.at(coming->use.ordinal);
     const std::size_t pages = run && !coming->use.whole ? run->pages.size() : 1;
     steps_ = std::max(steps_, pages);
-    const std::size_t bytes = cache.bytes_of_ordinal_[coming->use.ordinal];
+    const std::size_t bytes = runs_.bytes_at(coming->use.ordinal);
     if (members_.empty()) begin_ = coming->time;
     end_ = coming->time + bytes;
     members_.push_back({coming->use, pages, bytes});
@@ -79,13 +80,13 @@ bool ReadAhead::find_group(const FrameCache& cache) {
 }
 
 /// The pages of all members take turns, so that all come to their ends together.
-std::optional<ReadAhead::Target> ReadAhead::target(const FrameCache& cache) {
+std::optional<ReadAhead::Target> ReadAhead::target() {
   while (true) {
-    if (members_.empty() && !find_group(cache)) return std::nullopt;
+    if (members_.empty() && !find_group()) return std::nullopt;
     const Member& member = members_[member_];
     const std::size_t page = step_ * member.pages / steps_;
     const bool is_new = step_ == 0 || page != (step_ - 1) * member.pages / steps_;
-    const Run* run = cache.by_ordinal_[member.use.ordinal];
+    const Run* run = runs_.at(member.use.ordinal);
     if (is_new && (!run || page < run->pages.size())) {
       const std::size_t pages = member.use.whole && run ? run->pages.size() : 1;
       return Target{&member, page, pages, AccessPlan::time_of_page(begin_, end_, page, member.pages)};
@@ -106,18 +107,18 @@ void ReadAhead::advance() {
   members_.clear();
 }
 
-ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std::unique_lock<std::mutex>& lock) {
+ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
   const AccessPlan::Use use = target.member->use;
-  Run* const run = cache.by_ordinal_[use.ordinal];
+  Run* const run = runs_.at(use.ordinal);
   if (!run) {  // it will be created
-    const std::size_t bytes = cache.bytes_of_ordinal_[use.ordinal];
-    if (make_room(cache, bytes, target.time, lock) == Result::blocked) return Result::blocked;
+    const std::size_t bytes = runs_.bytes_at(use.ordinal);
+    if (make_room(bytes, target.time, lock) == Result::blocked) return Result::blocked;
     keep_room(bytes);
     return Result::there;
   }
   if (!run->home || run->dead || run->assembled) return Result::there;
   if (run->whole && run->whole->will_change()) return Result::there;  // it would be gathered again
-  const bool is_now = group_ < cache.plan_.uses();
+  const bool is_now = group_ < timeline_.plan().uses();
   if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // it has been taken
   const auto first = run->pages.begin() + static_cast<std::ptrdiff_t>(target.first_page);
   const auto last = first + static_cast<std::ptrdiff_t>(target.pages);
@@ -127,16 +128,16 @@ ReadAhead::Result ReadAhead::bring(FrameCache& cache, const Target& target, std:
     for (std::size_t i = 0; i < target.pages; ++i) {
       const Page& page = run->pages[target.first_page + i];
       if (page.frame || page.state != Residency::evicted || use.access == Access::overwrite) continue;
-      if (read(cache, *run, target.first_page + i, 1, target.time, lock) == Result::blocked) return Result::blocked;
+      if (read(*run, target.first_page + i, 1, target.time, lock) == Result::blocked) return Result::blocked;
     }
     return Result::there;
   }
   const bool reads = use.access != Access::overwrite || run->shares_page();
   if (reads && std::all_of(first, last, [](const Page& page) { return page.state == Residency::evicted; })) {
-    return read(cache, *run, target.first_page, target.pages, target.time, lock);
+    return read(*run, target.first_page, target.pages, target.time, lock);
   }
   const std::size_t bytes = FrameMemory::bytes_of(*run, target.first_page, target.pages);
-  if (make_room(cache, bytes, target.time, lock) == Result::blocked) return Result::blocked;
+  if (make_room(bytes, target.time, lock) == Result::blocked) return Result::blocked;
   keep_room(bytes);
   return Result::there;
 }
@@ -147,57 +148,56 @@ void ReadAhead::keep_room(std::int64_t bytes) {
   kept_bytes_ += bytes;
 }
 
-ReadAhead::Result ReadAhead::read(FrameCache& cache, Run& run, std::size_t first_page, std::size_t pages,
-                                  AccessPlan::Time time, std::unique_lock<std::mutex>& lock) {
-  if (cache.closed_) return Result::blocked;
+ReadAhead::Result ReadAhead::read(Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time time,
+                                  Lock& lock) {
+  if (monitor_.closed()) return Result::blocked;
   for (std::size_t i = first_page; i < first_page + pages; ++i) {
-    if (!cache.home_->ready_to_read(run, i)) return Result::blocked;
+    if (!transfers_.ready_to_read(run, i)) return Result::blocked;
   }
   // Room that will be free does not serve a read that starts now.
   const std::int64_t later = std::min<std::int64_t>(kept_bytes_, 0);
-  if (make_room(cache, FrameMemory::bytes_of(run, first_page, pages) - later, time, lock) == Result::blocked) {
+  if (make_room(FrameMemory::bytes_of(run, first_page, pages) - later, time, lock) == Result::blocked) {
     return Result::blocked;
   }
-  Frame* const frame = cache.try_make_frame(lock, run, first_page, pages, time);
+  Frame* const frame = room_.try_make_frame(lock, run, first_page, pages, time);
   if (!frame) return Result::blocked;
-  frame->ahead = true;
-  cache.ahead_bytes_ += frame->memory.bytes();
-  cache.start_reads(lock, *frame, Priority::ahead);
-  cache.drop_pin(*frame);
+  frames_.set_ahead(*frame);
+  transfers_.start_reads(lock, *frame, Priority::ahead);
+  frames_.drop_pin(*frame);
   return Result::there;
 }
 
 /// There is more to read than may be read yet: what will leave for it is written home, so that it can leave at once.
-void ReadAhead::write_behind(FrameCache& cache, std::size_t most, std::unique_lock<std::mutex>& lock) {
-  const std::size_t failed_before = cache.failed_writes_;
-  while (cache.memory_.free() + cache.writing_bytes_ < most) {
-    Frame* const victim = cache.victims_.first(2);
-    if (!victim || victim->next_use <= reached_) return;
-    const std::size_t lacking = most - cache.memory_.free() - cache.writing_bytes_;
-    const auto clean = [&](const Frame& frame) { return !cache.is_dirty(frame); };
-    if (cache.victims_.bytes_before(*victim, cache.now_, lacking, clean) >= lacking) return;
-    if (!cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before) return;
+void ReadAhead::write_behind(std::size_t most, Lock& lock) {
+  const std::size_t failed_before = transfers_.failed_writes();
+  while (memory_.free() + transfers_.writing_bytes() < most) {
+    Frame* const victim = frames_.victims().first(2);
+    if (!victim || victim->next_use <= frames_.looked_ahead().reached) return;
+    const std::size_t lacking = most - memory_.free() - transfers_.writing_bytes();
+    const auto clean = [](const Frame& frame) { return !Frames::is_dirty(frame); };
+    if (frames_.victims().bytes_before(*victim, timeline_.now(), lacking, clean) >= lacking) return;
+    if (!transfers_.write_back(lock, *victim, Priority::behind) || transfers_.failed_writes() != failed_before)
+      return;
   }
 }
 
 /// Until `bytes` are free beside what is kept: clean frames that are used later leave, and dirty ones are written.
-ReadAhead::Result ReadAhead::make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time,
-                                       std::unique_lock<std::mutex>& lock) {
-  const std::size_t failed_before = cache.failed_writes_;
+ReadAhead::Result ReadAhead::make_room(std::size_t bytes, AccessPlan::Time time, Lock& lock) {
+  const std::size_t failed_before = transfers_.failed_writes();
   const auto lacking = [&] {
-    return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(cache.memory_.free());
+    return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(memory_.free());
   };
   while (lacking() > 0) {
-    Frame* const victim = cache.victims_.best(cache.now_, time);
+    Frame* const victim = frames_.victims().best(timeline_.now(), time);
     if (!victim) return Result::blocked;
-    if (!cache.is_dirty(*victim)) {
-      cache.evict_frame(*victim);
+    if (!Frames::is_dirty(*victim)) {
+      frames_.evict(*victim);
       continue;
     }
     // Enough is on its way home to make the room, or to keep a disk busy.
-    const auto writing = static_cast<std::int64_t>(cache.writing_bytes_);
-    if (writing >= std::max(lacking(), static_cast<std::int64_t>(window(cache))) ||
-        !cache.write_back(lock, *victim, Priority::behind) || cache.failed_writes_ != failed_before)
+    const auto writing = static_cast<std::int64_t>(transfers_.writing_bytes());
+    if (writing >= std::max(lacking(), static_cast<std::int64_t>(window())) ||
+        !transfers_.write_back(lock, *victim, Priority::behind) || transfers_.failed_writes() != failed_before)
       return Result::blocked;
   }
   return Result::there;

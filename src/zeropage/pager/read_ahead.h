@@ -16,25 +16,32 @@
 #pragma once
 
 #include <deque>
-#include <mutex>
 #include <optional>
 #include <vector>
 
-#include "zeropage/pager/access_plan.h"
+#include "zeropage/pager/room.h"
 
 namespace zeropage {
 
-class FrameCache;
-
 class ReadAhead {
  public:
-  void run(FrameCache& cache, std::unique_lock<std::mutex>& lock);
+  using Lock = Monitor::Lock;
+
+  ReadAhead(Monitor& monitor, FrameMemory& memory, const Timeline& timeline, Frames& frames, Runs& runs,
+            Transfers& transfers, Room& room, std::size_t page_bytes)
+      : monitor_(monitor),
+        memory_(memory),
+        timeline_(timeline),
+        frames_(frames),
+        runs_(runs),
+        transfers_(transfers),
+        room_(room),
+        page_bytes_(page_bytes) {}
+
+  /// Starts what should be on its way. Gives the lock up only where a transfer of gathered tensors does.
+  void run(Lock& lock);
   /// The plan is another one.
   void restart();
-  /// A frame left that is used next at `time`.
-  void evicted(AccessPlan::Time time) {
-    if (time < reached_) again_ = true;
-  }
 
  private:
   struct Member {
@@ -48,30 +55,35 @@ class ReadAhead {
   };
   enum class Result { there, blocked };
 
-  static std::size_t window(const FrameCache& cache);
-  bool find_group(const FrameCache& cache);
-  std::optional<Target> target(const FrameCache& cache);
+  std::size_t window() const;
+  bool find_group();
+  std::optional<Target> target();
   void advance();
-  Result bring(FrameCache& cache, const Target& target, std::unique_lock<std::mutex>& lock);
-  Result read(FrameCache& cache, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time time,
-              std::unique_lock<std::mutex>& lock);
-  void write_behind(FrameCache& cache, std::size_t most, std::unique_lock<std::mutex>& lock);
-  Result make_room(FrameCache& cache, std::size_t bytes, AccessPlan::Time time, std::unique_lock<std::mutex>& lock);
+  Result bring(const Target& target, Lock& lock);
+  Result read(Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time time, Lock& lock);
+  void write_behind(std::size_t most, Lock& lock);
+  Result make_room(std::size_t bytes, AccessPlan::Time time, Lock& lock);
   void keep_room(std::int64_t bytes);
 
-  struct Room {
+  struct Kept {
     std::uint64_t use;   // for which it is kept, or after which it is free, counted from the first
     std::int64_t bytes;  // kept; negative: will be free
   };
 
+  Monitor& monitor_;
+  FrameMemory& memory_;
+  const Timeline& timeline_;
+  Frames& frames_;
+  Runs& runs_;
+  Transfers& transfers_;
+  Room& room_;
+  const std::size_t page_bytes_;
   std::uint64_t group_ = 0;  // the first use of what is looked at, counted from the first
   std::vector<Member> members_;
   AccessPlan::Time begin_ = 0, end_ = 0;
   std::size_t steps_ = 0, step_ = 0, member_ = 0;
-  std::deque<Room> kept_;
+  std::deque<Kept> kept_;
   std::int64_t kept_bytes_ = 0;
-  AccessPlan::Time reached_ = 0;  // up to here everything was looked at
-  bool again_ = false;            // from where the program is
   bool running_ = false;
 };
 

@@ -1,10 +1,9 @@
-// Memory: what it is given to, and what leaves when it is short.
-#include <fmt/format.h>
+#include "zeropage/pager/room.h"
 
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/waiting.h"
+#include "zeropage/base/units.h"
 
 namespace zeropage {
 namespace {
@@ -18,236 +17,179 @@ constexpr std::chrono::milliseconds kUntilTidied{5};
 
 }  // namespace
 
-/// A frame with one pin. Waits for what must be written, and for what other threads hold. Throws Shortage if nothing
-/// is left that could leave, DiskError if what should leave cannot be written.
-Frame& FrameCache::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
-  const std::size_t failed_before = failed_writes_;
+Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
+  const std::size_t failed_before = transfers_.failed_writes();
   const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
   if (bytes > memory_.budget().limit()) throw Shortage{};
   bool clearing = false;  // neighbours are being written
   std::chrono::steady_clock::time_point give_up_at;
   while (true) {
-    check_usable();
+    monitor_.check_usable();
     bool fragmented = false;
-    if (Frame* frame = memory_.try_make(run, first_page, pages, permanent, fragmented)) {
-      count_pin();
-      note_usage();
-      return *frame;
-    }
+    if (Frame* frame = frames_.try_make(run, first_page, pages, permanent, fragmented)) return *frame;
     const bool needs_window = fragmented && !memory_.joins_holes();
-    if (failed_writes_ != failed_before && failed_write_) {
-      Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
+    if (transfers_.failed_writes() != failed_before && transfers_.has_failed_write()) {
+      Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
       if (clean && !needs_window) {
-        evict_frame(*clean);
+        frames_.evict(*clean);
         continue;
       }
-      std::rethrow_exception(std::exchange(failed_write_, nullptr));
+      transfers_.throw_failed_write();
     }
-    plan_anew();
-    const bool enough = !fragmented && writing_bytes_ > 0 && memory_.free() + writing_bytes_ >= bytes;
+    frames_.plan_anew();
+    const bool enough =
+        !fragmented && transfers_.writing_bytes() > 0 && memory_.free() + transfers_.writing_bytes() >= bytes;
     if (needs_window) {
       if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
-      if ((!clearing || writing_bytes_ == 0) && clear_window(bytes, 0, false, lock)) {
+      if ((!clearing || transfers_.writing_bytes() == 0) && clear_window(bytes, 0, false, lock)) {
         clearing = true;
         continue;
       }
       clearing = false;
-    } else if (Frame* victim = victims_.best(now_)) {
-      if (!is_dirty(*victim)) {
-        evict_frame(*victim);
+    } else if (Frame* victim = frames_.victims().best(timeline_.now())) {
+      if (!Frames::is_dirty(*victim)) {
+        frames_.evict(*victim);
         continue;
       }
       // It must be written first. What is clean and is not used soon leaves instead of being waited for.
-      Frame* clean = victims_.best_clean([this](const Frame& f) { return !is_dirty(f); });
-      const bool leaves = clean && clean->next_use > now_ + memory_.budget().limit() / 2;
-      if (leaves) evict_frame(*clean);
-      if (!enough) write_back(lock, *victim, Priority::demanded);
+      Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
+      const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
+      if (leaves) frames_.evict(*clean);
+      if (!enough) transfers_.write_back(lock, *victim, Priority::demanded);
       if (leaves || !enough) continue;
     }
-    if (ranks_ && reading_bytes_ > 0) {  // a gather ends when it is waited for
+    if (frames_.is_gathered() && transfers_.reading_bytes() > 0) {  // a gather ends when it is waited for
       const auto& frames = memory_.frames();
       Frame* first = nullptr;  // in an order that is the same on all ranks
       for (const auto& [_, frame] : frames) {
-        if (!is_reading(*frame)) continue;
+        if (!Frames::is_reading(*frame)) continue;
         if (!first || std::pair(frame->ordinal, frame->first_page) < std::pair(first->ordinal, first->first_page)) {
           first = frame.get();
         }
       }
       if (first) {
-        wait_for_reads(lock, *first);
+        transfers_.wait_for_reads(lock, *first);
         continue;
       }
     }
-    if (writing_bytes_ > 0 || reading_bytes_ > 0) {
+    if (transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0) {
       // Until one of them has ended, or, where neighbours must leave together, all.
-      const std::size_t writing = writing_bytes_, reading = reading_bytes_, queued = victims_.size();
-      wait_until(lock, [&] {
-        if (needs_window && writing > 0) return writing_bytes_ == 0;
-        return writing_bytes_ != writing || reading_bytes_ != reading || victims_.size() != queued;
+      const std::size_t writing = transfers_.writing_bytes(), reading = transfers_.reading_bytes(),
+                        queued = frames_.victims().size();
+      transfers_.wait_until(lock, [&] {
+        if (needs_window && writing > 0) return transfers_.writing_bytes() == 0;
+        return transfers_.writing_bytes() != writing || transfers_.reading_bytes() != reading ||
+               frames_.victims().size() != queued;
       });
       continue;
     }
-    if (upper_) {  // transfers of the cache above hold pages here, and may have ended without a word
+    if (upper_.connected()) {  // transfers of the cache above hold pages here, and may have ended without a word
       bool ended = false;
       {
         const Unlocked unlocked(lock);
-        const std::lock_guard progress(progress_mutex_);
-        FrameCache* const upper = upper_;
-        ended = upper && upper->home_->tidy(/*wait=*/true);
+        ended = upper_.tidy();
       }
       if (ended) continue;
     }
     // ShardedHome frees what its gathers hold when it is refused.
-    if ((!serves_upper_ || upper_) && pins_ > pins_of_this_thread()) {
+    if ((!upper_.serves() || upper_.connected()) && frames_.pins() > frames_.pins_of_this_thread()) {
       // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
       const auto now = std::chrono::steady_clock::now();
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
-      const auto until = upper_ ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
-      const std::size_t pins = pins_, queued = victims_.size();
-      const Waiting waiting(stats_.waited_seconds);
-      const bool more =
-          changed_.wait_until(lock, until, [&] { return pins_ < pins || victims_.size() > queued || closed_; });
-      if (victims_.size() > queued) give_up_at = {};
+      const auto until = upper_.connected() ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
+      const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
+      const Waiting waiting(monitor_.waited_seconds());
+      const bool more = monitor_.changed().wait_until(lock, until, [&] {
+        return frames_.pins() < pins || frames_.victims().size() > queued || monitor_.closed();
+      });
+      if (frames_.victims().size() > queued) give_up_at = {};
       if (more || until < give_up_at) continue;
     }
     throw Shortage{};
   }
 }
 
-/// The same without waiting; what leaves is clean and used later than `before`. Null if that is not enough.
-Frame* FrameCache::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
-                                  AccessPlan::Time before) {
+Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
+                            AccessPlan::Time before) {
   bool fragmented = false;
-  Frame* frame = memory_.try_make(run, first_page, pages, false, fragmented);
+  Frame* frame = frames_.try_make(run, first_page, pages, false, fragmented);
   if (!frame && fragmented && !memory_.joins_holes() &&
       clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
-    frame = memory_.try_make(run, first_page, pages, false, fragmented);
+    frame = frames_.try_make(run, first_page, pages, false, fragmented);
   }
   while (!frame && fragmented && memory_.joins_holes()) {  // what is free is less than the pieces that can be joined
-    Frame* const victim = victims_.best(now_, before);
-    if (!victim || is_dirty(*victim)) break;
-    evict_frame(*victim);
-    frame = memory_.try_make(run, first_page, pages, false, fragmented);
+    Frame* const victim = frames_.victims().best(timeline_.now(), before);
+    if (!victim || Frames::is_dirty(*victim)) break;
+    frames_.evict(*victim);
+    frame = frames_.try_make(run, first_page, pages, false, fragmented);
   }
-  if (!frame) return nullptr;
-  count_pin();
-  note_usage();
   return frame;
 }
 
-void FrameCache::forget_frame(const Frame& frame) noexcept {
-  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
-    Page& page = frame.run->pages[frame.first_page + i];
-    if (page.frame == &frame) page.frame = nullptr;
+void Room::empty(Lock& lock) {
+  const std::size_t failed_before = transfers_.failed_writes();
+  while (true) {
+    if (Frame* victim = frames_.victims().best(timeline_.now())) {
+      Frames::is_dirty(*victim) ? void(transfers_.write_back(lock, *victim, Priority::demanded))
+                                : frames_.evict(*victim);
+    } else if (transfers_.writing_bytes() > 0) {
+      const std::size_t writing = transfers_.writing_bytes();
+      transfers_.wait_until(lock, [&] { return transfers_.writing_bytes() != writing; });
+    } else {
+      return;
+    }
+    transfers_.throw_failed_write(failed_before);
   }
 }
 
-/// Forgets a frame; its pages must not need it.
-void FrameCache::drop_frame(Frame& frame) noexcept {
-  forget_frame(frame);
-  if (frame.ahead) ahead_bytes_ -= frame.memory.bytes();
-  victims_.remove(frame);
-  memory_.drop(frame);
-  changed_.notify_all();
-}
-
-bool FrameCache::is_reading(const Frame& frame) {
-  if (!frame.run || frame.transfers == 0) return false;
-  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
-  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
-                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::reading; });
-}
-
-bool FrameCache::is_dirty(const Frame& frame) const {
-  if (!frame.run) return false;
-  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
-  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
-                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::dirty; });
-}
-
-/// Of a clean frame that nothing uses.
-void FrameCache::evict_frame(Frame& frame) {
-  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
-    Page& page = frame.run->pages[frame.first_page + i];
-    if (page.frame == &frame) page.state = Residency::evicted;
+void Room::give_up_frames(Lock& lock, Run& run) {
+  for (Page& page : run.pages) {
+    while (page.frame && page.frame->pins == 0) {
+      Frame& frame = *page.frame;
+      if (frame.transfers > 0) {
+        transfers_.wait_for_reads(lock, frame);
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+      } else if (Frames::is_dirty(frame)) {
+        const std::size_t failed_before = transfers_.failed_writes();
+        transfers_.write_back(lock, frame, Priority::demanded);
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+        transfers_.throw_failed_write(failed_before);
+      } else {
+        frames_.evict(frame);
+      }
+    }
   }
-  ahead_.evicted(frame.next_use);
-  drop_frame(frame);
-  ++stats_.evictions;
-}
-
-/// Puts a frame that could leave in its place among the others.
-void FrameCache::consider(Frame& frame) noexcept {
-  if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
-  const bool dirty = is_dirty(frame);
-  const auto next = plan_.next_use(frame.ordinal);
-  const bool is_read = next.access != Access::overwrite || frame.shares_page;
-  AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
-  if (next.begin != AccessPlan::kNever) {
-    time = AccessPlan::time_of_page(next.begin, next.end, frame.first_page, frame.run_pages);
-  }
-  if (!frame.run) return victims_.insert(frame, time, static_cast<int>(is_read));
-  const Run& run = *frame.run;
-  // Of pages that are gone through now, those that have not been taken yet are next.
-  constexpr std::size_t kLargestGroup = 8;
-  const bool same_on_ranks = !ranks_ || run.role == Role::parameter;  // [Note: gathered]
-  if (same_on_ranks && frame.first_page >= run.stream_page && run.stream_use + kLargestGroup >= plan_.uses()) {
-    time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
-  }
-  victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
-}
-
-/// Where the plan is another one, what leaves next is too.
-void FrameCache::plan_anew() {
-  if (planned_at_ == plan_.surprises() || plan_.uses() - uses_when_planned_ < victims_.size() / 4) return;
-  planned_at_ = plan_.surprises();
-  uses_when_planned_ = plan_.uses();
-  victims_.for_each([this](Frame& frame) { consider(frame); });
 }
 
 /// Evicts neighbours that together with the holes between them make `bytes`. True if there is something new to look
 /// at: they have left, or are being written.
-bool FrameCache::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock) {
+bool Room::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock) {
   const auto frames = memory_.window(bytes, [&](const Frame& frame) {
-    return frame.cost >= 0 && frame.next_use > before && (!clean_only || !is_dirty(frame));
+    return frame.cost >= 0 && frame.next_use > before && (!clean_only || !Frames::is_dirty(frame));
   });
   std::vector<Frame*> dirty;
-  for (Frame* frame : frames) is_dirty(*frame) ? dirty.push_back(frame) : evict_frame(*frame);
-  const bool blocks = home_->blocks();
+  for (Frame* frame : frames) Frames::is_dirty(*frame) ? dirty.push_back(frame) : frames_.evict(*frame);
+  const bool blocks = transfers_.blocks();
   for (Frame* frame : dirty) {
-    write_back(lock, *frame, Priority::demanded);
+    transfers_.write_back(lock, *frame, Priority::demanded);
     if (blocks) break;  // the lock was given up: what lies where has to be looked at anew
   }
   return !frames.empty();
 }
 
-/// Where there is no plan: once memory is short, what would leave next is kept on its way home.
-void FrameCache::clean_behind(Lock& lock) noexcept {
+void Room::clean_behind(Lock& lock) noexcept {
   const std::size_t limit = memory_.budget().limit();
-  if (plan_.knows() || ranks_ || failed_write_ || memory_.free() > limit / 2) return;
+  if (timeline_.plan().knows() || frames_.is_gathered() || transfers_.has_failed_write() ||
+      memory_.free() > limit / 2)
+    return;
   try {
-    while (victims_.bytes(1) + writing_bytes_ < limit / kBehindShare) {
-      Frame* const victim = victims_.first(2);
-      if (!victim || !write_back(lock, *victim, Priority::behind) || failed_write_) return;
+    while (frames_.victims().bytes(1) + transfers_.writing_bytes() < limit / kBehindShare) {
+      Frame* const victim = frames_.victims().first(2);
+      if (!victim || !transfers_.write_back(lock, *victim, Priority::behind) || transfers_.has_failed_write()) return;
     }
   } catch (...) {
     // What could not start behind starts again when its memory is needed, and its error is told then.
   }
-}
-
-// [Note: streams and frames] in store/device_memory.h.
-
-void FrameCache::order_after(Frame& frame) {
-  const auto& device = memory_.device();
-  if (!device || !frame.ready) return;
-  device->done(frame.ready) ? frame.ready.reset() : device->stream_wait(frame.ready);
-}
-
-void FrameCache::mark_used(Frame& frame) {
-  const auto& device = memory_.device();
-  if (!device) return;
-  device->stream_wait(frame.last_used);  // of another thread's stream, perhaps
-  frame.last_used = device->record();
 }
 
 }  // namespace zeropage

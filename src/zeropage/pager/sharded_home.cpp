@@ -38,20 +38,20 @@ struct ShardedHome::Gather {
   std::exception_ptr failure = nullptr;
 };
 
-SharesInUse::SharesInUse(FrameCache& gathered, const Run& run) : gathered_(gathered), run_(run) {
-  std::lock_guard lock(gathered_.mutex_);
+SharesInUse::SharesInUse(Monitor& monitor, const Run& run) : monitor_(monitor), run_(run) {
+  std::lock_guard lock(monitor_.mutex());
   shares_ = run.shares;
   packed_bytes_ = run.packed_bytes;
   for (std::size_t i = 0; i < shares_.size(); ++i) run.shares[i].users += shares_[i].segment != nullptr;
 }
 
 SharesInUse::~SharesInUse() {
-  std::lock_guard lock(gathered_.mutex_);
+  std::lock_guard lock(monitor_.mutex());
   for (std::size_t i = 0; i < shares_.size(); ++i) run_.shares[i].users -= shares_[i].segment != nullptr;
-  gathered_.changed_.notify_all();
+  monitor_.changed().notify_all();
 }
 
-ShardedHome::ShardedHome(FrameCache& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device)
+ShardedHome::ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device)
     : gathered_(gathered), local_(local), ranks_(std::move(ranks)), device_(device) {}
 
 ShardedHome::~ShardedHome() = default;

@@ -18,7 +18,7 @@ namespace zeropage {
 /// share is no longer used here.
 class SharesInUse {
  public:
-  SharesInUse(FrameCache& gathered, const Run& run);
+  SharesInUse(Monitor& monitor, const Run& run);
   ~SharesInUse();
   SharesInUse(const SharesInUse&) = delete;
   SharesInUse& operator=(const SharesInUse&) = delete;
@@ -27,7 +27,7 @@ class SharesInUse {
   std::size_t packed_bytes() const { return packed_bytes_; }
 
  private:
-  FrameCache& gathered_;
+  Monitor& monitor_;  // of the gathered cache
   const Run& run_;
   std::vector<Share> shares_;
   std::size_t packed_bytes_;
@@ -35,8 +35,8 @@ class SharesInUse {
 
 class ShardedHome final : public Home {
  public:
-  /// `gathered` is the cache whose home this is. `device` is null if operators run on the CPU.
-  ShardedHome(FrameCache& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device);
+  /// `gathered` is the lock of the cache whose home this is. `device` is null if operators run on the CPU.
+  ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device);
   ~ShardedHome() override;
 
   /// Brings this rank's part of the page into memory. hurry() gathers it, after all that were read before.
@@ -57,7 +57,7 @@ class ShardedHome final : public Home {
   void complete(Gather& gather);
   void copy(std::byte* to, const std::byte* from, std::size_t bytes);
 
-  FrameCache& gathered_;
+  Monitor& gathered_;
   FrameCache& local_;
   std::shared_ptr<Ranks> ranks_;
   DeviceMemory* device_;

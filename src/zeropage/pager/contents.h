@@ -1,0 +1,39 @@
+// What becomes of a whole segment's bytes other than by operators: they are zeroed, sent home, or are no longer what
+// a gathered frame holds.
+//
+// Contract: each call takes the cache's lock, and gives it up while it waits. Pinned frames stay.
+#pragma once
+
+#include "zeropage/pager/page_pins.h"
+
+namespace zeropage {
+
+class Contents {
+ public:
+  Contents(Monitor& monitor, FrameMemory& memory, Frames& frames, Transfers& transfers, Room& room,
+           PagePins& page_pins)
+      : monitor_(monitor),
+        memory_(memory),
+        frames_(frames),
+        transfers_(transfers),
+        room_(room),
+        page_pins_(page_pins) {}
+
+  // As FrameCache says of them.
+  void zero(Segment& segment);
+  void evict(Segment& segment);
+  void store(Segment& segment);
+  void share_changes(Segment& segment);
+
+ private:
+  using Lock = Monitor::Lock;
+
+  Monitor& monitor_;
+  FrameMemory& memory_;
+  Frames& frames_;
+  Transfers& transfers_;
+  Room& room_;
+  PagePins& page_pins_;
+};
+
+}  // namespace zeropage

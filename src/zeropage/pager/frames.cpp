@@ -1,0 +1,154 @@
+#include "zeropage/pager/frames.h"
+
+#include <algorithm>
+
+namespace zeropage {
+
+Frame* Frames::try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented) {
+  Frame* const frame = memory_.try_make(run, first_page, pages, permanent, fragmented);
+  if (!frame) return nullptr;
+  count_pin();
+  budgets_.note_usage();
+  return frame;
+}
+
+std::size_t Frames::pins_of_this_thread() const {
+  const auto mine = std::ranges::find(thread_pins_, this_thread_number(), &ThreadPins::first);
+  return mine == thread_pins_.end() ? 0 : mine->second;
+}
+
+void Frames::count_pin() {
+  const std::uint64_t thread = this_thread_number();
+  const auto mine = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
+  mine == thread_pins_.end() ? void(thread_pins_.emplace_back(thread, 1)) : void(++mine->second);
+  ++pins_;
+}
+
+void Frames::add_pin(Frame& frame) {
+  count_pin();
+  if (std::exchange(frame.ahead, false)) ahead_bytes_ -= frame.memory.bytes();
+  victims_.remove(frame);
+  ++frame.pins;
+}
+
+void Frames::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
+  --pins_;
+  const auto owner = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
+  if (owner != thread_pins_.end() && --owner->second == 0) {
+    *owner = thread_pins_.back();
+    thread_pins_.pop_back();
+  }
+  if (--frame.pins > 0) return;
+  frame.last_use = timeline_.now();
+  if (frame.transfers == 0) settle(frame);
+  monitor_.changed().notify_all();
+  if (monitor_.closed()) monitor_.left();
+}
+
+void Frames::settle(Frame& frame) noexcept {
+  if (frame.permanent) return;
+  if (!frame.run) return gathered_ ? consider(frame) : drop(frame);  // [Note: gathered]
+  if ((frame.failure || frame.assembling) && !is_dirty(frame)) {
+    for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
+      Page& page = frame.run->pages[i];
+      if (page.frame == &frame && page.state == Residency::clean) page.state = Residency::evicted;
+    }
+    return drop(frame);
+  }
+  consider(frame);
+}
+
+void Frames::forget(const Frame& frame) noexcept {
+  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
+    Page& page = frame.run->pages[frame.first_page + i];
+    if (page.frame == &frame) page.frame = nullptr;
+  }
+}
+
+void Frames::drop(Frame& frame) noexcept {
+  forget(frame);
+  if (frame.ahead) ahead_bytes_ -= frame.memory.bytes();
+  victims_.remove(frame);
+  memory_.drop(frame);
+  monitor_.changed().notify_all();
+}
+
+bool Frames::is_reading(const Frame& frame) {
+  if (!frame.run || frame.transfers == 0) return false;
+  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
+  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
+                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::reading; });
+}
+
+bool Frames::is_dirty(const Frame& frame) {
+  if (!frame.run) return false;
+  const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);
+  return std::any_of(first, first + static_cast<std::ptrdiff_t>(frame.pages),
+                     [&](const Page& page) { return page.frame == &frame && page.state == Residency::dirty; });
+}
+
+void Frames::evict(Frame& frame) {
+  for (std::size_t i = 0; frame.run && i < frame.pages; ++i) {
+    Page& page = frame.run->pages[frame.first_page + i];
+    if (page.frame == &frame) page.state = Residency::evicted;
+  }
+  if (frame.next_use < looked_ahead_.reached) looked_ahead_.again = true;
+  drop(frame);
+  ++evictions_;
+}
+
+/// Puts a frame that could leave in its place among the others.
+void Frames::consider(Frame& frame) noexcept {
+  if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
+  const bool dirty = is_dirty(frame);
+  const auto next = timeline_.plan().next_use(frame.ordinal);
+  const bool is_read = next.access != Access::overwrite || frame.shares_page;
+  AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
+  if (next.begin != AccessPlan::kNever) {
+    time = AccessPlan::time_of_page(next.begin, next.end, frame.first_page, frame.run_pages);
+  }
+  if (!frame.run) return victims_.insert(frame, time, static_cast<int>(is_read));
+  const Run& run = *frame.run;
+  // Of pages that are gone through now, those that have not been taken yet are next.
+  constexpr std::size_t kLargestGroup = 8;
+  const bool same_on_ranks = !gathered_ || run.role == Role::parameter;  // [Note: gathered]
+  if (same_on_ranks && frame.first_page >= run.stream_page &&
+      run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
+    time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
+  }
+  victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
+}
+
+void Frames::give_up(Frame& frame) {
+  for (std::size_t i = 0; i < frame.pages; ++i) {
+    Page& page = frame.run->pages[frame.first_page + i];
+    if (page.frame == &frame && page.state != Residency::zero) page.state = Residency::evicted;
+  }
+  drop(frame);
+}
+
+void Frames::set_ahead(Frame& frame) {
+  frame.ahead = true;
+  ahead_bytes_ += frame.memory.bytes();
+}
+
+void Frames::plan_anew() {
+  if (planned_at_ == timeline_.plan().surprises() ||
+      timeline_.plan().uses() - uses_when_planned_ < victims_.size() / 4)
+    return;
+  planned_at_ = timeline_.plan().surprises();
+  uses_when_planned_ = timeline_.plan().uses();
+  victims_.for_each([this](Frame& frame) { consider(frame); });
+}
+
+void Frames::drop_unused() noexcept {
+  for (auto next = memory_.frames().begin(); next != memory_.frames().end();) {
+    Frame& frame = *(next++)->second;
+    if (frame.pins > 0 || frame.transfers > 0) continue;
+    forget(frame);
+    victims_.remove(frame);
+    memory_.drop(frame);
+  }
+}
+
+}  // namespace zeropage

@@ -1,0 +1,182 @@
+#include "zeropage/pager/home_allocator.h"
+
+#include <fmt/format.h>
+
+#include <numeric>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/pager/frame_cache.h"
+
+namespace zeropage {
+namespace {
+
+constexpr std::size_t kSlotBytes = 64;  // what ATen aligns its own storages to
+
+/// The page size for a tensor whose rows have row_bytes: a multiple of both row and block where there is one.
+std::size_t cut_on_rows(std::size_t page_bytes, std::size_t row_bytes) {
+  if (row_bytes == 0 || row_bytes > page_bytes) return page_bytes;
+  const std::size_t unit = std::lcm(row_bytes, kBlockBytes);
+  return unit > page_bytes ? page_bytes : round_down(page_bytes, unit);
+}
+
+/// A home in the host's cache, as the cache above it holds it.
+class LowerSegment final : public Segment {
+ public:
+  ~LowerSegment() override {
+    if (cache()) cache()->release(*this);
+  }
+
+ protected:
+  void expose(std::byte*) override {}
+  void hide() override {}
+};
+
+}  // namespace
+
+Run& HomeAllocator::run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset) {
+  const std::size_t shared_bytes = std::max(page_bytes_ / 4, kBlockBytes);
+  if (spec.bytes > shared_bytes / 4) {
+    return new_run(lock, spec, spec.bytes,
+                   spec.page_bytes ? spec.page_bytes : cut_on_rows(page_bytes_, spec.row_bytes));
+  }
+  const std::size_t slot = round_up(std::max<std::size_t>(spec.bytes, 1), kSlotBytes);
+  std::vector<Run*>& with_room = shared_[{spec.role, spec.tier}];
+  while (!with_room.empty()) {
+    Run& run = *with_room.back();
+    if (auto at = run.slots->take(slot)) {
+      offset = *at;
+      return run;
+    }
+    run.listed = false;  // until one of its tensors dies
+    with_room.pop_back();
+  }
+  Run& run = new_run(lock, spec, shared_bytes, shared_bytes);
+  run.slots.emplace();
+  run.slots->release(0, shared_bytes);
+  offset = *run.slots->take(slot);
+  list_room(run);
+  return run;
+}
+
+void HomeAllocator::list_room(Run& run) {
+  if (std::exchange(run.listed, true)) return;
+  shared_[{run.role, run.tier}].push_back(&run);
+}
+
+Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes) {
+  auto owned = std::make_unique<Run>();
+  Run& run = *owned;
+  run.role = spec.role;
+  run.tier = spec.tier;
+  run.bytes = std::max<std::size_t>(bytes, 1);
+  run.page_bytes = page_bytes;
+  run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
+  if (memory_.device() && spec.tier != Tier::device) {
+    // Not under this cache's lock: it may wait below for transfers whose ends come here.
+    run.below = std::make_unique<LowerSegment>();
+    {
+      const Unlocked unlocked(lock);
+      homes_.lower->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
+    }
+    monitor_.check_usable();
+    run.home = homes_.home;
+  } else if (spec.tier == Tier::disk) {
+    if (!homes_.swap)
+      throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
+    run.extent = homes_.swap->allocate(run.bytes);
+    run.home = homes_.home;
+  } else {
+    make_permanent(lock, run);
+  }
+  runs_.add(std::move(owned));
+  return run;
+}
+
+/// The run's frame is its home.
+void HomeAllocator::make_permanent(Lock& lock, Run& run) {
+  const bool on_device = run.tier == Tier::device;
+  const std::size_t limit = on_device ? budgets_.device_limit() : budgets_.host_limit();
+  const std::size_t used = budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0),
+                    bytes = round_up(run.bytes, kBlockBytes);
+  const auto refuse_home = [&] {
+    throw BudgetError(fmt::format("{} = {} cannot hold {} more: {} of it are homes or in use at once; raise {}",
+                                  on_device ? "device_memory" : "host_memory", format_bytes(limit),
+                                  format_bytes(bytes), format_bytes(used),
+                                  on_device ? "device_memory" : "host_memory"));
+  };
+  if (used + bytes > limit) refuse_home();
+  try {
+    Frame& frame = room_.make_frame(lock, run, 0, run.pages.size(), /*permanent=*/true);
+    if (budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0) + bytes >
+        limit) {  // another thread was quicker
+      frame.permanent = false;
+      frame.assembling = true;
+      frames_.drop_pin(frame);
+      refuse_home();
+    }
+    memory_.clear(frame.memory.data(), frame.memory.bytes());
+    if (memory_.device()) frame.ready = memory_.device()->record();
+    for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
+    frames_.drop_pin(frame);
+  } catch (const Shortage&) {
+    refuse_home();
+  }
+}
+
+void HomeAllocator::release(Run& run, std::size_t offset, std::size_t bytes) {
+  if (run.slots) {
+    run.slots->release(offset, round_up(std::max<std::size_t>(bytes, 1), kSlotBytes));
+    list_room(run);
+  }
+  if (--run.tensors == 0) let_die(run);
+}
+
+void HomeAllocator::let_die(Run& run) {
+  if (run.listed) std::erase(shared_[{run.role, run.tier}], &run);
+  runs_.let_die(run);
+}
+
+/// Small tensors take their places in a page one after another, and no place is taken twice: which is whose follows
+/// from creations alone, not from deaths.
+Run& HomeAllocator::gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset) {
+  const std::size_t shared_bytes = round_up(std::max(page_bytes_ / 4, kBlockBytes), kBlockBytes);
+  if (spec.alone || spec.padded_bytes > shared_bytes / 4) {
+    Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes, /*packed=*/false);
+    run.shares.push_back({spec.share, 0, 0});
+    run.whole = &segment;
+    return run;
+  }
+  Run*& open = open_[spec.role];
+  if (open && open->packed_bytes + spec.padded_bytes > open->bytes) {
+    Run& full = *std::exchange(open, nullptr);
+    if (--full.tensors == 0) let_die(full);
+  }
+  if (!open) {
+    open = &new_gathered_run(spec, shared_bytes, shared_bytes, /*packed=*/true);
+    ++open->tensors;  // held open
+  }
+  offset = open->packed_bytes;
+  open->packed_bytes += spec.padded_bytes;
+  open->shares.push_back({spec.share, offset, spec.padded_bytes / homes_.ranks->size()});
+  return *open;
+}
+
+Run& HomeAllocator::new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes,
+                                     bool packed) {
+  auto owned = std::make_unique<Run>();
+  Run& run = *owned;
+  run.role = spec.role;
+  run.tier = spec.share->tier();
+  run.bytes = bytes;
+  run.page_bytes = page_bytes;
+  run.pages = std::vector<Page>(ceil_div(bytes, page_bytes));
+  run.home = homes_.home;
+  run.number = spec.number;
+  run.is_gathered = true;
+  run.is_packed = packed;
+  run.shares.reserve(1);
+  runs_.add(std::move(owned));
+  return run;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,17 @@
+#include "zeropage/pager/monitor.h"
+
+#include "zeropage/base/errors.h"
+
+namespace zeropage {
+
+void Monitor::check_usable() const {
+  if (in_forked_child()) {
+    throw AccessError(
+        "this tensor is paged by the parent process and cannot be used in a forked child; use the spawn "
+        "start method, or pass the child a copy made with zeropage.pinned(tensor)");
+  }
+  if (closed_)
+    throw AccessError("this tensor's space was closed and its data is gone; close a space after its last use");
+}
+
+}  // namespace zeropage

@@ -1,0 +1,100 @@
+// The lock of one cache and how its threads wait: asleep, with the lock given up, and counted. It knows nothing of
+// what it guards. Private to pager/.
+//
+// Contract: one lock guards all that a cache keeps; it is never held while waiting: a thread that must wait sleeps on
+// `changed` and looks again. After close(), and in a forked child, check_usable() throws.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+
+#include "zeropage/base/process.h"
+
+namespace zeropage {
+
+class Monitor {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+
+  /// `on_left` is called under the lock, after close(), whenever a frame's last pin is dropped or a thread that gave
+  /// the lock up comes back. It must not throw.
+  explicit Monitor(std::function<void()> on_left) : on_left_(std::move(on_left)) {}
+
+  std::mutex& mutex() const { return mutex_; }
+  /// Notified of a page's state, a pin, or memory.
+  std::condition_variable& changed() { return changed_; }
+
+  /// Throws AccessError in a forked child and after close().
+  void check_usable() const;
+  bool in_forked_child() const { return generation_ != process_generation(); }
+  /// Changes under the lock; may be asked without it too, where a hint will do.
+  bool closed() const { return closed_; }
+  /// Under the lock.
+  void close() {
+    closed_ = true;
+    changed_.notify_all();
+  }
+  /// Where a pin of a closed cache was dropped.
+  void left() const { on_left_(); }
+  /// Threads that are at work here and have given up the lock.
+  int inside() const { return inside_; }
+  /// By threads, for transfers.
+  double& waited_seconds() { return waited_seconds_; }
+  double waited_seconds() const { return waited_seconds_; }
+
+ private:
+  friend class Inside;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  const std::uint64_t generation_ = process_generation();
+  std::atomic<bool> closed_ = false;
+  int inside_ = 0;
+  double waited_seconds_ = 0;
+  std::function<void()> on_left_;
+};
+
+/// Adds the seconds of its life to a sum, under the cache's lock at both ends.
+class Waiting {
+ public:
+  explicit Waiting(double& seconds) : seconds_(seconds), start_(std::chrono::steady_clock::now()) {}
+  ~Waiting() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  double& seconds_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+/// Gives the lock up while it lives, whatever is thrown meanwhile.
+class Unlocked {
+ public:
+  explicit Unlocked(Monitor::Lock& lock) : lock_(lock) { lock_.unlock(); }
+  ~Unlocked() { lock_.lock(); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  Monitor::Lock& lock_;
+};
+
+/// A thread that gives the lock up and comes back: close() leaves it what it uses. Under the lock at both ends.
+class Inside {
+ public:
+  explicit Inside(Monitor& monitor) : monitor_(monitor) { ++monitor_.inside_; }
+  ~Inside() {
+    --monitor_.inside_;
+    if (monitor_.closed()) monitor_.left();
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  Monitor& monitor_;
+};
+
+}  // namespace zeropage

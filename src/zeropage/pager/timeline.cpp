@@ -1,0 +1,29 @@
+#include "zeropage/pager/timeline.h"
+
+#include <algorithm>
+
+namespace zeropage {
+
+/// What a program that repeats itself will do again.
+bool Timeline::record_use(std::span<const PinRequest> requests, bool whole) {
+  if (std::none_of(requests.begin(), requests.end(), [](auto& r) { return r.segment->run()->home != nullptr; }))
+    return false;
+  const std::uint64_t surprises = plan_.surprises();
+  bool begins = true;
+  for (const PinRequest& request : requests) {
+    const Run& run = *request.segment->run();
+    if (!run.home) continue;
+    plan_.use({run.ordinal, request.access, whole, begins}, run.bytes);
+    begins = whole;
+    if (!whole) request.segment->run()->stream_use = plan_.uses(), request.segment->run()->stream_page = 0;
+  }
+  for (const PinRequest& request : requests) {
+    if (whole) break;
+    request.segment->run()->stream_begin = plan_.latest_group_began();
+    request.segment->run()->stream_end = plan_.now();
+  }
+  now_ = whole ? plan_.now() : plan_.latest_group_began();
+  return plan_.surprises() != surprises;
+}
+
+}  // namespace zeropage

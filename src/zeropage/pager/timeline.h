@@ -1,0 +1,34 @@
+// How far the program has come: the plan of what it uses, and the time in it. It decides nothing: reading ahead and
+// the order of victims follow from it. The cache's lock guards it.
+#pragma once
+
+#include <algorithm>
+#include <span>
+
+#include "zeropage/pager/access_plan.h"
+
+namespace zeropage {
+
+class Timeline {
+ public:
+  /// The program uses these now, whole, or page by page and taking turns. True if that was not planned.
+  bool record_use(std::span<const PinRequest> requests, bool whole);
+  /// Where the program is, when it takes a page of those that it goes through.
+  void note_page(Run& run, std::size_t index) {
+    if (run.stream_page > index) return;
+    run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
+    if (run.stream_use <= plan_.latest_group()) return;
+    now_ = std::max(now_, AccessPlan::time_of_page(run.stream_begin, run.stream_end, index, run.pages.size()));
+  }
+
+  AccessPlan& plan() { return plan_; }
+  const AccessPlan& plan() const { return plan_; }
+  /// In the plan, and within a group whose pages are gone through.
+  AccessPlan::Time now() const { return now_; }
+
+ private:
+  AccessPlan plan_;
+  AccessPlan::Time now_ = 0;
+};
+
+}  // namespace zeropage

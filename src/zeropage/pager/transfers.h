@@ -1,0 +1,91 @@
+// Bytes on their way between frames and home. A page's state changes when a transfer starts and when its result has
+// been checked; a transfer that ends books its outcome itself and lets the next ones start. What should be read or
+// written is decided above.
+//
+// Contract: under the cache's lock, which is given up where a home blocks and while a thread waits. A frame with a
+// transfer stays. The error of a read is the frame's `failure`, for the thread that waits for it; that of a write is
+// kept until a thread is told: throw_failed_write.
+#pragma once
+
+#include <functional>
+
+#include "zeropage/pager/runs.h"
+
+namespace zeropage {
+
+class Transfers {
+ public:
+  using Lock = Monitor::Lock;
+
+  /// `home` is null if no run has one. `go_on` is called on the thread on which a transfer ended, after its outcome
+  /// was booked, under the lock, which it may give up.
+  Transfers(Monitor& monitor, FrameMemory& memory, Frames& frames, Runs& runs, Home* home,
+            std::function<void(Lock&)> go_on)
+      : monitor_(monitor), memory_(memory), frames_(frames), runs_(runs), home_(home), go_on_(std::move(go_on)) {}
+
+  /// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. If one
+  /// cannot start, the frame has failed, and the thread that waits for it throws the error.
+  void start_reads(Lock& lock, Frame& frame, Priority priority);
+  /// Starts writing home what of the frame is newer there. False if that would block; nothing has started then, or
+  /// all that could.
+  bool write_back(Lock& lock, Frame& frame, Priority priority);
+
+  /// Returns when `ready` says so. Throws AccessError if the cache is closed meanwhile.
+  template <class Ready>
+  void wait_until(Lock& lock, Ready ready);
+  /// Returns when nothing is being read into the frame, which may be gone then unless the caller has a pin on it.
+  void wait_for_reads(Lock& lock, Frame& frame);
+
+  std::size_t reading_bytes() const { return reading_bytes_; }
+  std::size_t writing_bytes() const { return writing_bytes_; }
+  /// Whether a demanded transfer may give the lock up, and whether a read can start without.
+  bool blocks() const { return home_->blocks(); }
+  bool ready_to_read(const Run& run, std::size_t page) const { return home_->ready_to_read(run, page); }
+
+  /// So far.
+  std::size_t failed_writes() const { return failed_writes_; }
+  /// Whether a write failed of which no thread has been told.
+  bool has_failed_write() const { return failed_write_ != nullptr; }
+  /// Tells the caller of it, if there is one, or if one failed since there were `before` of them.
+  void throw_failed_write();
+  void throw_failed_write(std::size_t before);
+
+  std::size_t read_bytes() const { return read_bytes_; }
+  std::size_t written_bytes() const { return written_bytes_; }
+
+ private:
+  void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
+  void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
+  void transfer_ended(Run& run);
+  void on_end(std::function<void()> book);
+
+  Monitor& monitor_;
+  FrameMemory& memory_;
+  Frames& frames_;
+  Runs& runs_;
+  Home* const home_;
+  const std::function<void(Lock&)> go_on_;
+  std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
+  std::exception_ptr failed_write_;  // that no thread has been told of
+  std::size_t failed_writes_ = 0;
+  std::size_t read_bytes_ = 0, written_bytes_ = 0;  // so far
+};
+
+template <class Ready>
+void Transfers::wait_until(Lock& lock, Ready ready) {
+  if (ready()) return;
+  const Waiting waiting(monitor_.waited_seconds());
+  const Inside inside(monitor_);
+  while (!ready()) {
+    monitor_.check_usable();
+    bool ended = false;
+    if (memory_.device()) {
+      const Unlocked unlocked(lock);
+      ended = home_->tidy(/*wait=*/true);
+    }
+    if (!ended && !ready()) monitor_.changed().wait(lock);
+    monitor_.check_usable();
+  }
+}
+
+}  // namespace zeropage

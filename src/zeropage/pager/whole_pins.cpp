@@ -1,0 +1,242 @@
+#include "zeropage/pager/whole_pins.h"
+
+#include <algorithm>
+
+#include "zeropage/base/units.h"
+
+namespace zeropage {
+
+/// A run that an operator needs whole, and the frame in which it is or comes to be.
+struct WholePins::Hold {
+  Run* run;
+  bool read;  // false: the operator overwrites all of it
+  Frame* frame = nullptr;
+  bool is_new = false;
+};
+
+std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> requests) const {
+  std::vector<Hold> holds;
+  std::size_t needed = 0;
+  for (const PinRequest& request : requests) {
+    Run& run = *request.segment->run_;
+    const bool read = request.access != Access::overwrite || run.shares_page();
+    const auto known = std::find_if(holds.begin(), holds.end(), [&](const Hold& hold) { return hold.run == &run; });
+    if (known != holds.end()) {
+      known->read |= read;
+      continue;
+    }
+    holds.push_back({&run, read});
+    if (run.home) needed += round_up(run.bytes, kBlockBytes);
+  }
+  if (needed > budgets_.device_limit()) budgets_.refuse(needed);
+  // The same order in all threads: none waits for a run that another brings in while that one waits for the first.
+  std::sort(holds.begin(), holds.end(), [](const Hold& a, const Hold& b) {
+    return a.run->bytes != b.run->bytes ? a.run->bytes > b.run->bytes : a.run->ordinal < b.run->ordinal;
+  });
+  return holds;
+}
+
+void WholePins::pin(std::span<const PinRequest> requests) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart();
+  std::vector<Hold> holds;
+  std::size_t more = 0;
+  const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
+    const Frame* frame = request.segment->run_->whole_frame();
+    if (!frame || frame->transfers > 0) return frame && frame->permanent;
+    if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
+    return true;
+  });
+  if (!resident || (more > 0 && !budgets_.can_hold(more))) {
+    holds = holds_for(requests);
+    try {
+      hold(lock, holds);
+    } catch (const Shortage&) {
+      // What this operator needs may lie between what it has already. Move everything out and lay it down afresh.
+      let_go(holds);
+      for (Hold& hold : holds) hold = {hold.run, hold.read};
+      try {
+        room_.empty(lock);
+        hold(lock, holds);
+      } catch (const Shortage&) {
+        let_go(holds);
+        std::size_t needed = 0;
+        for (const Hold& hold : holds) needed += hold.run->home ? round_up(hold.run->bytes, kBlockBytes) : 0;
+        budgets_.refuse(needed);
+      } catch (...) {
+        let_go(holds);
+        throw;
+      }
+    } catch (...) {
+      let_go(holds);
+      throw;
+    }
+    for (Hold& hold : holds) commit(hold);
+  }
+  for (const PinRequest& request : requests) {
+    Segment& segment = *request.segment;
+    Run& run = *segment.run_;
+    Frame& frame = *run.whole_frame();
+    if (!frame.permanent) {
+      for (std::size_t i = 0; i < run.pages.size(); ++i) Frames::mark(run, i, request.access);
+    }
+    memory_.order_after(frame);
+    frames_.add_pin(frame);
+    if (frame.whole_pins++ == 0 && !frame.permanent) budgets_.hold(frame.memory.bytes());
+    if (segment.pins_++ == 0) segment.expose(frame.memory.data() + segment.offset_);
+  }
+  for (Hold& hold : holds) frames_.drop_pin(*hold.frame);
+  budgets_.note_usage();
+  ahead_.run(lock);
+}
+
+/// Brings every run into one frame, on which it takes a pin. On an error the caller lets go of what is held.
+void WholePins::hold(Lock& lock, std::vector<Hold>& holds) {
+  for (Hold& hold : holds) take_frame(lock, hold);
+  for (Hold& hold : holds) {
+    if (!hold.is_new) continue;
+    ++faults_;
+    if (hold.read) transfers_.start_reads(lock, *hold.frame, Priority::demanded);
+  }
+  wait_for_content(lock, holds);
+  // What operators hold at once is limited, whatever memory there is.
+  std::size_t more = 0;
+  for (const Hold& hold : holds)
+    more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
+  if (!budgets_.can_hold(more)) throw Shortage{};
+  for (Hold& hold : holds) fill(hold);
+}
+
+void WholePins::take_frame(Lock& lock, Hold& hold) {
+  Run& run = *hold.run;
+  while (true) {
+    transfers_.wait_until(lock, [&] { return run.assembled == nullptr; });
+    if (Frame* frame = run.whole_frame()) {
+      frames_.add_pin(*frame);
+      hold.frame = frame;
+      return;
+    }
+    Frame& frame = room_.make_frame(lock, run, 0, run.pages.size());
+    frame.assembling = true;
+    if (run.assembled || run.whole_frame()) {  // another thread was quicker
+      frames_.drop_pin(frame);
+      continue;
+    }
+    run.assembled = &frame;
+    hold.frame = &frame;
+    hold.is_new = true;
+    return;
+  }
+}
+
+/// Returns, without having given up the lock since it looked, when all that is read has come and nothing else uses
+/// single pages of what is to become whole.
+void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
+  const auto in_use = [](const Hold& hold) {
+    return hold.is_new && std::any_of(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
+             return page.frame && page.frame != hold.frame && (page.frame->pins > 0 || page.frame->transfers > 0);
+           });
+  };
+  // A page that was read elsewhere meanwhile may have failed or left: then it is still missing here.
+  const auto misses = [](const Hold& hold) {
+    return hold.is_new && hold.read &&
+           std::any_of(hold.run->pages.begin(), hold.run->pages.end(),
+                       [](const Page& page) { return !page.frame && page.state == Residency::evicted; });
+  };
+  for (std::size_t i = 0; i < holds.size(); ++i) {
+    Hold& hold = holds[i];
+    if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
+    if (Frames::is_reading(*hold.frame)) {
+      transfers_.wait_for_reads(lock, *hold.frame);
+    } else if (in_use(hold)) {
+      const auto reading = std::find_if(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
+        return page.frame && page.frame != hold.frame && Frames::is_reading(*page.frame);
+      });
+      reading != hold.run->pages.end() ? transfers_.wait_for_reads(lock, *reading->frame)
+                                       : transfers_.wait_until(lock, [&] { return !in_use(hold); });
+    } else if (misses(hold)) {
+      transfers_.start_reads(lock, *hold.frame, Priority::demanded);
+    } else {
+      continue;
+    }
+    i = ~std::size_t{0};  // from the first again
+  }
+}
+
+/// Fills a new frame with what lies in other frames, or nowhere. All that can fail is done here, before any page's
+/// state changes.
+void WholePins::fill(Hold& hold) {
+  if (!hold.is_new) return;
+  Run& run = *hold.run;
+  Frame& frame = *hold.frame;
+  memory_.order_after(frame);
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    const Page& page = run.pages[i];
+    std::byte* const into = frame.memory.data() + i * run.page_bytes;
+    if (page.frame == &frame) continue;
+    if (page.frame) {
+      memory_.order_after(*page.frame);
+      memory_.copy(into, FrameMemory::address(run, i), run.bytes_of(i));
+      memory_.mark_used(*page.frame);
+    } else if (page.state == Residency::zero && hold.read) {
+      memory_.clear(into, run.bytes_of(i));
+    }
+  }
+  if (memory_.device()) frame.ready = memory_.device()->record();
+}
+
+/// All pages of the run are in its new frame from now on.
+void WholePins::commit(Hold& hold) noexcept {
+  if (!hold.is_new) return;
+  Run& run = *hold.run;
+  Frame& frame = *hold.frame;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    Page& page = run.pages[i];
+    if (page.frame == &frame) continue;
+    Frame* const other = std::exchange(page.frame, &frame);
+    if (other) {
+      // Its last page here: none behind points to it.
+      const bool more = i + 1 < run.pages.size() && run.pages[i + 1].frame == other;
+      if (!more) frames_.drop(*other);
+    } else if (page.state == Residency::zero) {
+      page.state = run.gathered() ? Residency::clean : Residency::dirty;
+    } else {
+      page.state = Residency::clean;  // it is about to be overwritten
+    }
+  }
+  frame.assembling = false;
+  run.assembled = nullptr;
+  monitor_.changed().notify_all();
+}
+
+void WholePins::let_go(std::vector<Hold>& holds) noexcept {
+  for (Hold& hold : holds) {
+    if (!hold.frame) continue;
+    if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays marked as assembling, and is dropped
+    frames_.drop_pin(*std::exchange(hold.frame, nullptr));
+  }
+  monitor_.changed().notify_all();
+}
+
+void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept {
+  if (monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
+  for (const PinRequest& request : requests) {
+    Segment& segment = *request.segment;
+    if (--segment.pins_ == 0) segment.hide();
+    Frame& frame = *segment.run_->whole_frame();
+    try {
+      memory_.mark_used(frame);
+    } catch (...) {  // a device that cannot record an event is lost, and so is what it computes
+    }
+    if (--frame.whole_pins == 0 && !frame.permanent) budgets_.let_go(frame.memory.bytes());
+    frames_.drop_pin(frame, thread);
+  }
+  if (monitor_.closed()) return;
+  room_.clean_behind(lock);
+  if (!frames_.is_gathered()) ahead_.run(lock);
+}
+
+}  // namespace zeropage

@@ -1,0 +1,57 @@
+// Pins of whole segments: what every operator on the general path does first and last.
+//
+// Contract: pin() brings all segments in, each run in one frame, or throws and has changed no page's content. A run
+// that is in memory page by page is copied together; what is missing is read straight into the new frame. Pages
+// change their frame only when all that can fail is done.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "zeropage/pager/read_ahead.h"
+
+namespace zeropage {
+
+class WholePins {
+ public:
+  WholePins(Monitor& monitor, FrameMemory& memory, Budgets& budgets, Timeline& timeline, Frames& frames,
+            Transfers& transfers, Room& room, ReadAhead& ahead)
+      : monitor_(monitor),
+        memory_(memory),
+        budgets_(budgets),
+        timeline_(timeline),
+        frames_(frames),
+        transfers_(transfers),
+        room_(room),
+        ahead_(ahead) {}
+
+  // As FrameCache says of them.
+  void pin(std::span<const PinRequest> requests);
+  void unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept;
+  /// Runs that pins met with no frame.
+  std::size_t faults() const { return faults_; }
+
+ private:
+  using Lock = Monitor::Lock;
+  struct Hold;
+
+  std::vector<Hold> holds_for(std::span<const PinRequest> requests) const;
+  void hold(Lock& lock, std::vector<Hold>& holds);
+  void take_frame(Lock& lock, Hold& hold);
+  void wait_for_content(Lock& lock, std::vector<Hold>& holds);
+  void fill(Hold& hold);
+  void commit(Hold& hold) noexcept;
+  void let_go(std::vector<Hold>& holds) noexcept;
+
+  Monitor& monitor_;
+  FrameMemory& memory_;
+  Budgets& budgets_;
+  Timeline& timeline_;
+  Frames& frames_;
+  Transfers& transfers_;
+  Room& room_;
+  ReadAhead& ahead_;
+  std::size_t faults_ = 0;
+};
+
+}  // namespace zeropage
