@@ -29,6 +29,21 @@ TEST_CASE_FIXTURE(CacheFixture,
   CHECK(holds(*a, 1));
 }
 
+TEST_CASE_FIXTURE(CacheFixture, "a tensor may die while a page that could not be read is still pinned") {
+  make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);
+  auto a = segment(100 * K);
+  write(*a, 1);
+  cache->evict(*a);
+  io->set_outcome([](const Transfer& t) { return t.direction == Direction::read ? -static_cast<long>(EIO) : 1L; });
+  {
+    PagePin pin = cache->pin_page(*a, 0, Access::read);
+    io->wait_all();
+    a.reset();
+    CHECK_THROWS_AS(pin.wait(), DiskError);
+  }
+  CHECK(cache->usage(Pool::device).now == 0);
+}
+
 TEST_CASE_FIXTURE(CacheFixture, "a write that fails leaves the page dirty in memory, and its content is not lost") {
   make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);
   auto a = segment(200 * K), b = segment(200 * K);

@@ -47,7 +47,7 @@ void Frames::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
 
 void Frames::settle(Frame& frame) noexcept {
   if (frame.permanent) return;
-  if (!frame.run) return gathered_ ? consider(frame) : drop(frame);  // [Note: gathered]
+  if (!frame.run) return gathered_ && !frame.failure ? consider(frame) : drop(frame);  // [Note: gathered]
   if ((frame.failure || frame.assembling) && !is_dirty(frame)) {
     for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
       Page& page = frame.run->pages[i];

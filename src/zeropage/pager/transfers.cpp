@@ -48,12 +48,17 @@ void Transfers::read_ended(Run& run, Frame& frame, std::size_t page, Home::Outco
   if (outcome.error && !frame.failure) frame.failure = outcome.error;
   if (outcome.ready) frame.ready = outcome.ready;
   if (--frame.transfers == 0) {
+    bool has_pages = false;
     for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
       Page& p = run.pages[i];
-      if (p.frame != &frame || p.state != Residency::reading) continue;
-      p.state = frame.failure ? Residency::evicted : Residency::clean;
-      if (frame.failure) p.frame = nullptr;
+      if (p.frame != &frame) continue;
+      if (p.state == Residency::reading) {
+        p.state = frame.failure ? Residency::evicted : Residency::clean;
+        if (frame.failure) p.frame = nullptr;
+      }
+      has_pages = has_pages || p.frame;
     }
+    if (!has_pages) frame.run = nullptr;  // a run that dies finds its frames by its pages
     if (frame.pins == 0) frames_.settle(frame);  // else the last pin does
   }
   transfer_ended(run);
