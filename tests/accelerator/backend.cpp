@@ -51,7 +51,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     const auto other = *static_cast<std::shared_ptr<Event>*>(event);
     Queue& queue = queue_of(stream);
-    if (other->queue == &queue) return;
+    if (other->queue == &queue || !waits().note(queue.id(), other->queue->id())) return;
     queue.push([other] {
       const auto begin = std::chrono::steady_clock::now();
       other->queue->wait(other->position);
@@ -64,11 +64,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     if (!event) return true;
     const auto& point = **static_cast<std::shared_ptr<Event>*>(event);
-    return point.queue->done(point.position);
+    return !waits().note(kHost, point.queue->id()) || point.queue->done(point.position);
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     const auto point = *static_cast<std::shared_ptr<Event>*>(event);
+    if (!waits().note(kHost, point->queue->id())) return;
     point->queue->wait(point->position);
     throw_failure();
   }
@@ -164,6 +165,11 @@ TORCH_LIBRARY(sim, library) {
   });
   library.def("set_link(float bytes_per_second) -> ()", &sim::set_link);
   library.def("synchronize() -> ()", &sim::synchronize);
+  library.def("leave_out_waits(int waiting, int awaited) -> ()", [](std::int64_t waiting, std::int64_t awaited) {
+    sim::waits().leave_out(waiting, awaited);
+  });
+  library.def("leave_no_waits_out() -> ()", [] { sim::waits().leave_none_out(); });
+  library.def("waits() -> int[]", [] { return sim::waits().counts(); });
   // [uploaded, downloaded, seconds of the link, seconds that streams waited for others, operators, of them synchronous]
   library.def("statistics() -> float[]", [] {
     const auto& s = sim::statistics();

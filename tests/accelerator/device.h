@@ -19,9 +19,12 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
+#include <vector>
 
 namespace sim {
 
@@ -80,6 +83,25 @@ bool is_forked();
 void set_delays(std::uint64_t seed, std::int64_t microseconds);
 /// Bytes a second, in each direction. 0: as fast as memory is.
 void set_link(double bytes_per_second);
+
+/// Who waits for whose events, and how often: to test that each wait is needed, it can be left out.
+inline constexpr c10::StreamId kHost = -1;
+class Waits {
+ public:
+  /// Notes that `waiting` waits for an event of `awaited`. False: this wait is to be left out.
+  bool note(c10::StreamId waiting, c10::StreamId awaited);
+  void leave_out(c10::StreamId waiting, c10::StreamId awaited);
+  void leave_none_out();
+  /// [waiting, awaited, how often] one after the other.
+  std::vector<std::int64_t> counts();
+
+ private:
+  using Pair = std::pair<c10::StreamId, c10::StreamId>;
+  std::mutex mutex_;
+  std::map<Pair, std::int64_t> counts_;
+  std::optional<Pair> left_out_;
+};
+Waits& waits();
 
 enum class Way { upload, download };
 /// Takes the time that `bytes` need on the link, on the thread of a stream.

@@ -78,6 +78,14 @@ class _Module(types.ModuleType):
     set_delays = staticmethod(lambda seed, microseconds: _ops.set_delays(seed, microseconds))
     set_link = staticmethod(lambda bytes_per_second: _ops.set_link(float(bytes_per_second)))
 
+    leave_out_waits = staticmethod(_ops.leave_out_waits)
+    leave_no_waits_out = staticmethod(_ops.leave_no_waits_out)
+
+    def waits(self):
+        """How often who waited for whose events: by (waiting, awaited), streams, and -1 for the host."""
+        flat = _ops.waits()
+        return {(a, b): n for a, b, n in zip(flat[::3], flat[1::3], flat[2::3], strict=True)}
+
     def statistics(self):
         names = "uploaded downloaded link_seconds waited_seconds operators synchronous".split()
         return dict(zip(names, _ops.statistics(), strict=True))

@@ -137,6 +137,31 @@ void throw_failure() {
   if (!failure().what.empty()) TORCH_CHECK(false, "sim: on the device: ", std::exchange(failure().what, {}));
 }
 
+bool Waits::note(c10::StreamId waiting, c10::StreamId awaited) {
+  std::lock_guard lock(mutex_);
+  ++counts_[{waiting, awaited}];
+  return left_out_ != Pair{waiting, awaited};
+}
+void Waits::leave_out(c10::StreamId waiting, c10::StreamId awaited) {
+  std::lock_guard lock(mutex_);
+  left_out_ = {waiting, awaited};
+}
+void Waits::leave_none_out() {
+  std::lock_guard lock(mutex_);
+  left_out_.reset();
+  counts_.clear();
+}
+std::vector<std::int64_t> Waits::counts() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::int64_t> flat;
+  for (const auto& [pair, count] : counts_) flat.insert(flat.end(), {pair.first, pair.second, count});
+  return flat;
+}
+Waits& waits() {
+  static auto* const made = new Waits;
+  return *made;
+}
+
 void set_delays(std::uint64_t seed, std::int64_t microseconds) {
   for (Queue* queue : queues()) queue->seed(seed);
   delay_microseconds = microseconds;

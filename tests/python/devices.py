@@ -20,11 +20,15 @@ def choose(name: str, seed: int) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"  # Accelerate looks for devices that it knows
 
 
+def set_delays(seed: int = SEED) -> None:
+    torch.sim.set_delays(seed, LONGEST_DELAY if seed else 0)
+
+
 def use(name: str, seed: int) -> None:
     if name.startswith("sim"):
         sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "accelerator"))
         import sim  # noqa: F401
 
-        torch.sim.set_delays(seed, LONGEST_DELAY if seed else 0)
+        set_delays(seed)
     if name != "cpu":
         torch.set_default_device(name)

@@ -1,0 +1,137 @@
+"""What only a device with memory and streams of its own can get wrong: pytest --device sim (tests/accelerator)."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+
+import devices
+import pytest
+import torch
+from equality import train
+from models import GPT, gpt_loss
+
+import zeropage
+
+pytestmark = pytest.mark.skipif(not devices.NAME.startswith("sim"), reason="of the simulated device")
+
+HOST, OPERATORS = -1, 0  # as torch.sim numbers who waits
+SCHEDULES = range(1, 21)
+SMALL = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk") | {
+    "device_memory": "1MB",
+    "host_memory": "512kB",
+    "resident_below": 1,
+    "page_size": "16KiB",
+}
+
+
+@pytest.fixture(autouse=True)
+def in_time():
+    yield
+    torch.sim.leave_no_waits_out()
+    devices.set_delays()
+
+
+def trained(config):
+    """Losses, norms and parameters, or the error that came instead; plainly without a config."""
+    try:
+        model, history = train(GPT, gpt_loss, steps=2, scope=zeropage.init(config) if config else None)
+        return history, [p.detach().cpu() for p in model.parameters()]
+    except Exception as error:
+        return error, []
+
+
+def same(a, b):
+    return not isinstance(a[0], Exception) and a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
+
+
+def test_every_schedule_of_the_streams_gives_the_same_bits(disk):
+    plain, config = trained(None), zeropage.Config(**SMALL, device="sim", disk_path=disk)
+    for seed in SCHEDULES:
+        torch.sim.set_delays(seed, devices.LONGEST_DELAY)
+        assert same(trained(config), plain), f"schedule {seed}"
+
+
+def train_without(waiting, awaited, seed, disk):
+    """In a process of its own, which may crash: prints whether the bits are those of plain training."""
+    devices.use("sim", 0)
+    plain = trained(None)
+    torch.sim.leave_no_waits_out()
+    if seed:
+        torch.sim.leave_out_waits(waiting, awaited)
+        torch.sim.set_delays(seed, devices.LONGEST_DELAY)
+    config = zeropage.Config(**SMALL, device="sim", disk_path=disk)
+    print("same" if same(trained(config), plain) else "other", sorted(torch.sim.waits()))
+
+
+def in_another_process(*arguments):
+    program = f"import test_accelerator; test_accelerator.train_without{arguments}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd="tests/python", capture_output=True, text=True, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    return done.stdout if done.returncode == 0 else f"{done.returncode}: {done.stderr}"
+
+
+def test_each_wait_that_is_left_out_is_noticed(disk):
+    """Of a stream for another's events, and of the host: training needs each that it makes."""
+    said = in_another_process(0, 0, 0, disk)
+    assert said.startswith("same"), said
+    pairs = ast.literal_eval(said.removeprefix("same"))
+    # That the host asks whether operators are done spares their own stream a wait for itself, where there is but one.
+    pairs.remove((HOST, OPERATORS))
+    assert len(pairs) == 5
+    unnoticed = []
+    for pair in pairs:
+        if not any(not in_another_process(*pair, seed, disk).startswith("same") for seed in SCHEDULES):
+            unnoticed.append(pair)
+    assert unnoticed == []
+
+
+def test_a_pointer_into_device_memory_is_of_no_use_to_the_host():
+    program = textwrap.dedent("""
+        import ctypes, torch, devices
+        devices.use("sim", 0)
+        ctypes.string_at(torch.ones(10).data_ptr(), 4)
+    """)
+    done = subprocess.run([sys.executable, "-c", program], cwd="tests/python", capture_output=True, text=True)
+    assert done.returncode < 0 and "the host touched memory of the device" in done.stderr
+
+
+def test_copies_of_a_paged_tensor_are_ordinary_ones_and_it_stays_paged(config):
+    with zeropage.init(config):
+        layer = torch.nn.Linear(300, 200)
+    weight = layer.weight
+    zeropage.evict(layer)
+    on_cpu = weight.detach().cpu()
+    assert on_cpu.device.type == "cpu" and not zeropage.is_paged(on_cpu)
+    assert torch.equal(weight.detach().to("cpu"), on_cpu)
+    assert torch.equal(weight.detach().cpu().to("sim"), weight)
+    assert weight.detach().to("sim").data_ptr is not None and weight.to(weight.device) is weight
+    pinned = on_cpu.pin_memory()
+    assert pinned.is_pinned() and torch.equal(pinned, on_cpu)
+    zeropage.evict(layer)
+    assert zeropage.is_paged(weight) and torch.equal(weight.detach().cpu(), on_cpu)
+
+
+def test_operators_on_a_stream_of_the_users_own(config):
+    with zeropage.init(config):
+        layer = torch.nn.Linear(300, 200, bias=False)
+    expected = layer.weight.detach().cpu()
+    for seed in SCHEDULES:
+        torch.sim.set_delays(seed, devices.LONGEST_DELAY)
+        zeropage.evict(layer)
+        stream = torch.Stream("sim")
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream, torch.no_grad():
+            layer.weight.mul_(2)
+            doubled = layer.weight + 0
+        zeropage.evict(layer)
+        assert torch.equal(layer.weight.detach().cpu(), 2 * expected)
+        torch.accelerator.current_stream().wait_stream(stream)
+        doubled.record_stream(torch.accelerator.current_stream())
+        assert torch.equal(doubled.cpu(), 2 * expected)
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
