@@ -43,17 +43,20 @@ cpp-tests: build
 	ninja -C $$folder --quiet core_tests torch_tests sim
 	cd $$folder && ctest --output-on-failure
 
+ON_DEVICE := accelerator bad_input equality hazards hugging_face mixed programs rules step tensors
 test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
-	$(PYTHON) -m pytest -q tests/python $(ARGS)
-	# The same again with the CPU's memory treated as a GPU's is: everything passes through uploads and downloads.
-	$(PYTHON) -m pytest -q $(addprefix tests/python/test_,equality.py programs.py rules.py tensors.py) --memory separate
+	$(PYTHON) -m pytest -q tests/python --ignore tests/python/test_databases.py $(ARGS)
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python/test_databases.py
+	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
+	$(PYTHON) -m pytest -q --device sim tests/python/test_ranks.py -k "two and (1 or 2 or 3) and disk"
 
 # ASan+UBSan and TSan over the modules without torch; ASan over the rest of the C++ tests too.
 sanitize: build
 	@for kind in address thread; do
 	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo ON || echo OFF) \
 	    -DZEROPAGE_SANITIZE=$$kind -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
-	  ninja -C $(BUILD)/$$kind --quiet
+	  ninja -C $(BUILD)/$$kind --quiet core_tests $$([ $$kind = address ] && echo torch_tests)
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
 

@@ -15,9 +15,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
   c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() <= 0, "sim: there is one device");
-  }
+  void setDevice(c10::Device device) const override { TORCH_CHECK(device.index() <= 0, "sim: there is one device"); }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
@@ -154,9 +152,8 @@ TORCH_LIBRARY(sim, library) {
   library.def("manual_seed(int seed) -> ()", [](std::int64_t seed) {
     sim::default_generator().unsafeGetGeneratorImpl()->set_current_seed(static_cast<std::uint64_t>(seed));
   });
-  library.def("get_rng_state() -> Tensor", [] {
-    return at::Tensor(sim::default_generator().unsafeGetGeneratorImpl()->get_state());
-  });
+  library.def("get_rng_state() -> Tensor",
+              [] { return at::Tensor(sim::default_generator().unsafeGetGeneratorImpl()->get_state()); });
   library.def("set_rng_state(Tensor state) -> ()", [](const at::Tensor& state) {
     sim::default_generator().unsafeGetGeneratorImpl()->set_state(*state.unsafeGetTensorImpl());
   });
@@ -165,16 +162,19 @@ TORCH_LIBRARY(sim, library) {
   });
   library.def("set_link(float bytes_per_second) -> ()", &sim::set_link);
   library.def("synchronize() -> ()", &sim::synchronize);
-  library.def("leave_out_waits(int waiting, int awaited) -> ()", [](std::int64_t waiting, std::int64_t awaited) {
-    sim::waits().leave_out(waiting, awaited);
-  });
+  library.def("leave_out_waits(int waiting, int awaited) -> ()",
+              [](std::int64_t waiting, std::int64_t awaited) { sim::waits().leave_out(waiting, awaited); });
   library.def("leave_no_waits_out() -> ()", [] { sim::waits().leave_none_out(); });
   library.def("waits() -> int[]", [] { return sim::waits().counts(); });
-  // [uploaded, downloaded, seconds of the link, seconds that streams waited for others, operators, of them synchronous]
+  // [uploaded, downloaded, seconds of the link, seconds that streams waited for others, operators, of them
+  // synchronous]
   library.def("statistics() -> float[]", [] {
     const auto& s = sim::statistics();
-    return std::vector<double>{static_cast<double>(s.uploaded_bytes), static_cast<double>(s.downloaded_bytes),
-                               s.link_seconds, s.waited_seconds, static_cast<double>(s.operators),
+    return std::vector<double>{static_cast<double>(s.uploaded_bytes),
+                               static_cast<double>(s.downloaded_bytes),
+                               s.link_seconds,
+                               s.waited_seconds,
+                               static_cast<double>(s.operators),
                                static_cast<double>(s.synchronous_operators)};
   });
 }

@@ -31,7 +31,8 @@ class Memory {
     const int file = ::memfd_create("sim", MFD_CLOEXEC);
     TORCH_CHECK(file >= 0 && ::ftruncate(file, static_cast<off_t>(bytes_)) == 0, "sim: no memory for the device");
     base_ = static_cast<char*>(::mmap(nullptr, bytes_, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file, 0));
-    shadow_ = static_cast<char*>(::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0));
+    shadow_ =
+        static_cast<char*>(::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0));
     TORCH_CHECK(base_ != MAP_FAILED && shadow_ != MAP_FAILED, "sim: no addresses for the device");
     ::close(file);
     free_[0] = bytes_;

@@ -5,10 +5,9 @@
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/zeros_like.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -17,6 +16,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -128,8 +128,7 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
 
 at::Tensor like(const at::Tensor& made) {
   if (!made.defined()) return made;
-  at::Tensor tensor =
-      at::empty_strided(made.sizes(), made.strides(), at::TensorOptions(kDevice).dtype(made.dtype()));
+  at::Tensor tensor = at::empty_strided(made.sizes(), made.strides(), at::TensorOptions(kDevice).dtype(made.dtype()));
   copy_marks(made, tensor);
   return tensor;
 }
@@ -326,8 +325,7 @@ at::Scalar local_scalar(const at::Tensor& tensor) {
   return at::_local_scalar_dense(shadow_of(tensor));
 }
 
-const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size,
-                         std::optional<at::MemoryFormat> format) {
+const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
   auto* const impl = tensor.unsafeGetTensorImpl();
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   const auto bytes = at::detail::computeStorageNbytesContiguous(sizes, tensor.itemsize(), tensor.storage_offset());
@@ -363,31 +361,43 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                        at::IntArrayRef output_padding, std::int64_t groups) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
-  Stack stack{input,      weight,         bias,  stride.vec(), padding.vec(), dilation.vec(),
-              transposed, output_padding.vec(), groups};
+  Stack stack{input, weight, bias, stride.vec(), padding.vec(), dilation.vec(), transposed, output_padding.vec(),
+              groups};
   run(op, {}, &stack);
   return stack[0].toTensor();
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
-    std::int64_t groups, std::array<bool, 3> mask) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& input,
+                                                                    const at::Tensor& weight, at::IntArrayRef stride,
+                                                                    at::IntArrayRef padding, at::IntArrayRef dilation,
+                                                                    bool transposed, at::IntArrayRef output_padding,
+                                                                    std::int64_t groups, std::array<bool, 3> mask) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
   const std::vector<std::int64_t> bias{transposed ? weight.size(1) * groups : weight.size(0)};
-  Stack stack{grad,       input,          weight, bias, stride.vec(), padding.vec(), dilation.vec(),
-              transposed, output_padding.vec(), groups, c10::List<bool>({mask[0], mask[1], mask[2]})};
+  Stack stack{grad,
+              input,
+              weight,
+              bias,
+              stride.vec(),
+              padding.vec(),
+              dilation.vec(),
+              transposed,
+              output_padding.vec(),
+              groups,
+              c10::List<bool>({mask[0], mask[1], mask[2]})};
   run(op, {}, &stack);
   return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
-                                                         const at::Tensor& cx, const std::optional<at::Tensor>& input_bias,
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates,
+                                                         const at::Tensor& hidden_gates, const at::Tensor& cx,
+                                                         const std::optional<at::Tensor>& input_bias,
                                                          const std::optional<at::Tensor>& hidden_bias) {
   at::Tensor gates = input_gates + hidden_gates;
   if (input_bias && input_bias->defined()) gates = gates + *input_bias + *hidden_bias;
   const auto parts = gates.chunk(4, 1);
-  const at::Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), cell = parts[2].tanh(), out = parts[3].sigmoid();
+  const at::Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), cell = parts[2].tanh(),
+                   out = parts[3].sigmoid();
   const at::Tensor cy = forget * cx + in * cell;
   return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
 }
@@ -419,7 +429,9 @@ std::int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
 }  // namespace
 }  // namespace sim
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::run>()); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&sim::run>());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &sim::empty);

@@ -42,7 +42,7 @@ class _Module(types.ModuleType):
     def set_device(self, device):
         pass
 
-    class device:  # noqa: N801: a context manager, as torch.cuda.device
+    class device:  # a context manager, as torch.cuda.device
         def __init__(self, device):
             pass
 
@@ -87,7 +87,7 @@ class _Module(types.ModuleType):
         return {(a, b): n for a, b, n in zip(flat[::3], flat[1::3], flat[2::3], strict=True)}
 
     def statistics(self):
-        names = "uploaded downloaded link_seconds waited_seconds operators synchronous".split()
+        names = ["uploaded", "downloaded", "link_seconds", "waited_seconds", "operators", "synchronous"]
         return dict(zip(names, _ops.statistics(), strict=True))
 
 

@@ -239,6 +239,7 @@ def test_a_write_that_an_operator_does_not_declare_is_kept(page, library):
     assert torch.equal(x, torch.ones(20, 20)) and torch.equal(y, torch.ones(20, 20))
 
 
+@pytest.mark.cpu
 def test_an_operator_that_is_registered_again_is_known_by_its_new_schema(page, library):
     def raw_add(x):
         # NumPy writes what no version counter sees: only the schema tells.

@@ -25,7 +25,8 @@ def trained(make, path, scope=None, **arguments):
         model,
         transformers.TrainingArguments(
             str(path), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, report_to=[],
-            use_cpu=torch.get_default_device().type == "cpu", save_strategy="no", disable_tqdm=True, seed=0, **arguments,
+            use_cpu=torch.get_default_device().type == "cpu", save_strategy="no", disable_tqdm=True, seed=0,
+            **arguments,
         ),
         train_dataset=[{"input_ids": e, "labels": e} for e in examples],
     )  # fmt: skip

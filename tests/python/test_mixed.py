@@ -352,7 +352,7 @@ def test_autocast_keeps_no_cast_of_a_paged_weight(config):
     alive = []
     original = torch.Tensor.__del__ if hasattr(torch.Tensor, "__del__") else None
     assert original is None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         assert torch.is_autocast_cache_enabled()
         for layer in layers:
             x = layer(x)

@@ -70,6 +70,7 @@ def test_a_step_is_one_pass_over_the_states(make, config):
             assert 2 + arrays - spared <= read <= 2 + arrays and written == 1 + arrays
 
 
+@pytest.mark.cpu  # as above
 def test_scaling_and_clipping_add_nothing_to_the_pass(config):
     with zeropage.init(config) as space:
         layer = torch.nn.Linear(1024, ELEMENTS // 1024, bias=False)

@@ -58,7 +58,7 @@ void Transfers::read_ended(Run& run, Frame& frame, std::size_t page, Home::Outco
       }
       has_pages = has_pages || p.frame;
     }
-    if (!has_pages) frame.run = nullptr;  // a run that dies finds its frames by its pages
+    if (!has_pages) frame.run = nullptr;         // a run that dies finds its frames by its pages
     if (frame.pins == 0) frames_.settle(frame);  // else the last pin does
   }
   transfer_ended(run);

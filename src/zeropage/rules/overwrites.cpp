@@ -88,8 +88,8 @@ bool run_random(Call& call) {
     call.run_whole();
     return true;
   }
-  // Too large to be whole: page by page, on this thread, so that the generator is drawn from in order. (A GPU's counts
-  // by the size of what is filled, so the numbers are others there than a whole tensor's would be.)
+  // Too large to be whole: page by page, on this thread, so that the generator is drawn from in order. (A GPU's
+  // counts by the size of what is filled, so the numbers are others there than a whole tensor's would be.)
   StorageSegment& segment = *target->segment;
   segment.refresh(Access::overwrite);
   const std::size_t page_elements = segment.page_bytes() / target->tensor.itemsize();
@@ -99,7 +99,8 @@ bool run_random(Call& call) {
     torch::jit::Stack stack(call.stack.begin() + call.first, call.stack.end());
     const auto elements = static_cast<std::int64_t>(std::min(page_elements, segment.elements() - i * page_elements));
     stack[0] = at::from_blob(
-        page.data(), {elements}, [](void*) {}, target->tensor.options().requires_grad(false), target->tensor.device());
+        page.data(), {elements}, [](void*) {}, target->tensor.options().requires_grad(false),
+        target->tensor.device());
     call_below(call.op, stack);
   }
   if (segment.is_partitioned()) segment.cache()->store(segment);
