@@ -45,7 +45,7 @@ def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup |
 
 def _start(device: str) -> None:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = (found.type if found else "cpu") if device == "auto" else torch.device(device).type
+    kind = found.type if found and (device == "auto" or device.split(":")[0] == found.type) else "cpu"
     if kind != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
     # Where a device has no collectives of its own, its tensors pass through the host.

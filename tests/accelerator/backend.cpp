@@ -143,7 +143,8 @@ const at::Generator& default_generator() {
 at::Generator new_generator() { return at::make_generator<Generator>(); }
 at::Generator drawing(const at::Generator& generator) {
   const at::Generator& asked = generator.defined() ? generator : default_generator();
-  return asked.device().is_cpu() ? asked : static_cast<Generator*>(asked.unsafeGetGeneratorImpl())->inner;
+  TORCH_CHECK(!asked.device().is_cpu(), "Expected a 'sim' device type for generator but found 'cpu'");
+  return static_cast<Generator*>(asked.unsafeGetGeneratorImpl())->inner;
 }
 
 }  // namespace sim

@@ -73,6 +73,7 @@ c10::Stream stream_from_pool();
 inline Queue& current_queue() { return queue_of(current_stream()); }
 /// Returns when all streams have run dry; throws what an operator threw on the device meanwhile.
 void synchronize();
+void wait_for_all() noexcept;  // the same without the throwing
 void throw_failure();
 void note_failure(const std::string& what);
 

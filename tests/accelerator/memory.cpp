@@ -248,7 +248,7 @@ Pinned& pinned() {
 
 struct PinnedAllocator final : at::HostAllocator {
   static void free(void* pointer) {
-    synchronize();  // a transfer may still reach it
+    wait_for_all();  // a transfer may still reach it
     {
       std::lock_guard lock(pinned().mutex);
       pinned().ranges.erase(static_cast<const char*>(pointer));

@@ -226,9 +226,27 @@ void run_now(const c10::OperatorHandle& op, const Traits& traits, Stack& stack, 
   return_results(traits, std::move(results), stack, count);
 }
 
+/// As a GPU's operators do, but for indices and numbers.
+void refuse_host_tensors(const c10::OperatorHandle& op, const Stack& stack, std::size_t count) {
+  const std::string& name = op.schema().name();
+  if (name.find("index") != std::string::npos) return;
+  const auto check = [&](const at::Tensor& tensor) {
+    TORCH_CHECK(!tensor.defined() || on_device(tensor) || tensor.dim() == 0, name,
+                ": Expected all tensors to be on the same device, but found at least two devices, sim:0 and ",
+                tensor.device(), "!");
+  };
+  for (std::size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (stack[i].isTensor()) check(stack[i].toTensor());
+    if (stack[i].isTensorList()) {
+      for (const at::Tensor& tensor : stack[i].toTensorVector()) check(tensor);
+    }
+  }
+}
+
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const Traits& traits = traits_of(op);
   const std::size_t count = op.schema().arguments().size(), first = stack->size() - count;
+  refuse_host_tensors(op, *stack, count);
   ++statistics().operators;
   const bool makes = std::find(traits.returned.begin(), traits.returned.end(), -1) != traits.returned.end();
   if (traits.synchronous) return run_now(op, traits, *stack, count);

@@ -1,4 +1,5 @@
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -76,7 +77,8 @@ void Queue::seed(std::uint64_t seed) {
 }
 
 void Queue::work() {
-  at::set_num_threads(1);  // the device's own: the host's cores are not waited for at barriers
+  at::set_num_threads(1);                      // the device's own: the host's cores are not waited for at barriers
+  at::AutoDispatchBelowADInplaceOrView below;  // shadows may have been made in inference mode
   while (true) {
     std::function<void()> item;
     {
@@ -122,8 +124,12 @@ c10::Stream stream_from_pool() {
   return c10::Stream(c10::Stream::UNSAFE, kDevice, 1 + next++ % (kStreams - 1));
 }
 
-void synchronize() {
+void wait_for_all() noexcept {
   for (Queue* queue : queues()) queue->wait(queue->asked());
+}
+
+void synchronize() {
+  wait_for_all();
   throw_failure();
 }
 

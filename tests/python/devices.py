@@ -32,3 +32,8 @@ def use(name: str, seed: int) -> None:
         set_delays(seed)
     if name != "cpu":
         torch.set_default_device(name)
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """On the device on which tensors are made."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from devices import generator_of
 from torch.utils.checkpoint import checkpoint
 
 
@@ -41,7 +42,7 @@ class GPT(nn.Module):
 
 
 def _ids(step, vocab=512, shape=(2, 33)):
-    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, vocab, shape, generator=generator_of(step))
 
 
 def gpt_loss(model, step):
@@ -62,7 +63,7 @@ def functional_loss(model, step):
 
 
 def _noise(step, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
+    return torch.randn(shape, generator=generator_of(step))
 
 
 def penalty_loss(model, step):

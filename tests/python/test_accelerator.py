@@ -10,6 +10,7 @@ import pytest
 import torch
 from equality import train
 from models import GPT, gpt_loss
+from ranks import space
 
 import zeropage
 
@@ -66,13 +67,11 @@ def train_without(waiting, awaited, seed, disk):
 
 def in_another_process(*arguments):
     program = f"import test_accelerator; test_accelerator.train_without{arguments}"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd="tests/python", capture_output=True, text=True, timeout=60
-        )
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    return done.stdout if done.returncode == 0 else f"{done.returncode}: {done.stderr}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd="tests/python", capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode <= 0, done.stderr  # a signal may be what the missing wait led to, an exception is not
+    return done.stdout if done.returncode == 0 else "killed"
 
 
 def test_each_wait_that_is_left_out_is_noticed(disk):
@@ -85,7 +84,7 @@ def test_each_wait_that_is_left_out_is_noticed(disk):
     assert len(pairs) == 5
     unnoticed = []
     for pair in pairs:
-        if not any(not in_another_process(*pair, seed, disk).startswith("same") for seed in SCHEDULES):
+        if all(in_another_process(*pair, seed, disk).startswith("same") for seed in SCHEDULES):
             unnoticed.append(pair)
     assert unnoticed == []
 
@@ -109,7 +108,7 @@ def test_copies_of_a_paged_tensor_are_ordinary_ones_and_it_stays_paged(config):
     assert on_cpu.device.type == "cpu" and not zeropage.is_paged(on_cpu)
     assert torch.equal(weight.detach().to("cpu"), on_cpu)
     assert torch.equal(weight.detach().cpu().to("sim"), weight)
-    assert weight.detach().to("sim").data_ptr is not None and weight.to(weight.device) is weight
+    assert weight.to(weight.device) is weight
     pinned = on_cpu.pin_memory()
     assert pinned.is_pinned() and torch.equal(pinned, on_cpu)
     zeropage.evict(layer)
@@ -135,3 +134,21 @@ def test_operators_on_a_stream_of_the_users_own(config):
         assert torch.equal(doubled.cpu(), 2 * expected)
         with torch.no_grad():
             layer.weight.mul_(0.5)
+
+
+def evaluate_and_train():
+    """The first layers follow the last, so gathers for them may begin in inference mode and end outside of it."""
+    with space(stage=3, device_memory="1MB") as made:
+        torch.manual_seed(0)
+        with made:
+            model = GPT()
+        for _ in range(2):
+            with torch.inference_mode():
+                losses = [gpt_loss(model, 0).item() for _ in range(3)]
+            gpt_loss(model, 0).backward()
+            model.zero_grad()
+        assert len(set(losses)) == 1
+
+
+def test_evaluation_in_inference_mode_and_training_take_turns_over_ranks(two):
+    two.run(evaluate_and_train)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from devices import generator_of
 from equality import adamw, assert_equal
 from models import GPT, MODELS, gpt_loss
 
@@ -97,7 +98,7 @@ class Uneven(torch.nn.Module):
 
 
 def uneven_loss(model, step):
-    x = torch.randn(5, 257, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(5, 257, generator=generator_of(step))
     return model(x).pow(2).sum()
 
 
@@ -114,7 +115,7 @@ def test_muon_steps_equal(config):
         return torch.nn.Sequential(torch.nn.Linear(65, 130, bias=False), torch.nn.Linear(130, 3, bias=False))
 
     def loss_of(model, step):
-        return model(torch.randn(5, 65, generator=torch.Generator().manual_seed(step))).pow(2).sum()
+        return model(torch.randn(5, 65, generator=generator_of(step))).pow(2).sum()
 
     assert_equal(build, loss_of, config, optimizer=lambda p: torch.optim.Muon(p, lr=0.01))
 

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from devices import generator_of
 from equality import adamw
 from models import GPT, gpt_loss
 from ranks import space as rank_space
@@ -141,7 +142,7 @@ def test_gradients_accumulate_in_full_precision(config):
         layer = torch.nn.Linear(64, 64, bias=False)
     expected = torch.zeros(64, 64)
     for step in range(8):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        x = torch.randn(4, 64, generator=generator_of(step)).bfloat16()
         plain = layer.weight.detach().clone().requires_grad_()
         torch.nn.functional.linear(x, plain).sum().backward()
         expected += plain.grad.float()
@@ -164,7 +165,7 @@ def accumulated(layer, steps):
 
 
 def batch(step):
-    return torch.randn(4, 512, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+    return torch.randn(4, 512, generator=generator_of(step)).to(torch.bfloat16)
 
 
 def backward(layer, step):

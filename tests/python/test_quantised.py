@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from devices import generator_of
 from models import GPT, gpt_loss
 from ranks import space as rank_space
 
@@ -90,7 +91,7 @@ def test_a_program_of_operators_gives_the_bits_of_the_kernel(kept, config):
             layer = torch.nn.Linear(300, 70)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True, weight_decay=0.1)
         for step in range(3):
-            x = torch.randn(4, 300, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(4, 300, generator=generator_of(step))
             layer(x).square().sum().backward()
             optimizer.step()
             if looks:

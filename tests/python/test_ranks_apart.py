@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from devices import generator_of
 from models import GPT, gpt_loss
 from ranks import Ranks, space
 
@@ -134,7 +135,7 @@ def mixture(stage, marked):
         for step in range(4):
             total = 0.0
             for micro in mine:
-                x = torch.randn(2, 32, generator=torch.Generator().manual_seed(step * ranks + micro))
+                x = torch.randn(2, 32, generator=generator_of(step * ranks + micro))
                 loss = model(x).pow(2).mean() / ranks
                 loss.backward(torch.tensor(float(ranks) if len(mine) == 1 else 1.0))
                 total += loss.item()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from devices import generator_of
 from ranks import space
 
 import zeropage
@@ -190,7 +191,7 @@ def awkward(stage):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             for micro in mine:
-                x = torch.randn(4, 1009, generator=torch.Generator().manual_seed(step * ranks + micro)) / 30
+                x = torch.randn(4, 1009, generator=generator_of(step * ranks + micro)) / 30
                 (model(x) / (ranks if len(mine) > 1 else 1)).backward()
             optimizer.step()
             norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -224,7 +225,7 @@ def some_ranks_lack_gradients(stage):
         optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
         for step in range(3):
             for micro in mine:
-                x = torch.randn(4, 33, generator=torch.Generator().manual_seed(step * ranks + micro))
+                x = torch.randn(4, 33, generator=generator_of(step * ranks + micro))
                 loss = layers[micro](x).pow(2).sum() + layers[3](x).sum()
                 (loss / (ranks if len(mine) > 1 else 1)).backward()
             optimizer.step()
@@ -256,7 +257,7 @@ def accumulate(stage, reads):
             model = Chain()
         for micro in range(3):
             for part in mine:
-                x = torch.randn(4, 301, generator=torch.Generator().manual_seed(micro * ranks + part))
+                x = torch.randn(4, 301, generator=generator_of(micro * ranks + part))
                 (model(x).pow(2).sum() / (ranks if len(mine) > 1 else 1)).backward()
             if reads:
                 assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -1,5 +1,6 @@
 #include "zeropage/comm/collectives.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
@@ -111,8 +112,14 @@ class Collectives::Pending : public Work {
       std::rethrow_exception(failure_);
     }
     NoPagingGuard no_paging;
-    take_result();
-    staging_.copy_back();
+    at::AutoDispatchBelowADInplaceOrView below;  // the tensors may have been made in inference mode, which is over
+    try {
+      take_result();
+      staging_.copy_back();
+    } catch (...) {
+      failure_ = std::current_exception();
+      throw;
+    }
   }
 
  protected:

@@ -37,10 +37,13 @@ std::size_t ranks_here() {
 /// What this process may take of the machine's memory.
 std::size_t free_memory(bool over_ranks) { return available_memory() / (over_ranks ? ranks_here() : 1); }
 
-/// What torch computes on beside the CPU, if it has memory of its own.
+/// What torch computes on beside the CPU, if it is there and has memory of its own. (What at::getAccelerator() names,
+/// torch was built for.)
 std::optional<c10::DeviceType> accelerator() {
   const auto type = at::getAccelerator();
-  return type == c10::kMPS ? std::nullopt : type;
+  const bool is_there = type && type != c10::kMPS && c10::impl::hasDeviceGuardImpl(*type) &&
+                        c10::impl::VirtualGuardImpl(*type).deviceCount() > 0;
+  return is_there ? type : std::nullopt;
 }
 
 c10::Device device_of(const Config& config) {
