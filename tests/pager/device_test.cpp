@@ -265,3 +265,27 @@ TEST_CASE_FIXTURE(DeviceFixture, "host memory is registered as it is used and gi
   cache->close();
   CHECK(device->registered == 0);
 }
+
+TEST_CASE_FIXTURE(DeviceFixture, "what passes from disk to device in rounds is read ahead, and once a round") {
+  make_apart(8 * kPage, 10 * kPage);
+  std::vector<std::unique_ptr<TestSegment>> segments;  // of one page, of two, and of three
+  std::size_t bytes = 0;
+  for (unsigned i = 0; i < 15; ++i) {
+    segments.push_back(segment((1 + i % 3) * kPage));
+    bytes += segments.back()->bytes();
+    write_later(*segments[i], i);
+    device->finish();
+  }
+  CacheStats before;
+  for (unsigned round = 0; round < 8; ++round) {
+    if (round == 4) before = cache->stats();
+    for (unsigned i = 0; i < 15; ++i) {
+      check_later(*segments[i], i);
+      device->finish();
+    }
+  }
+  CHECK(wrong == 0);
+  const CacheStats after = cache->stats();
+  CHECK(after.read_bytes - before.read_bytes <= 4 * bytes);
+  CHECK(after.uploaded_bytes - before.uploaded_bytes <= 4 * bytes);
+}

@@ -13,10 +13,9 @@ LowerCacheHome::~LowerCacheHome() {
 void LowerCacheHome::follow(const Run& run, std::size_t page, Access access) {
   {
     std::lock_guard lock(mutex_);
-    const auto [at, is_new] = passes_.try_emplace({&run, access}, page);
-    const bool goes_on = !is_new && page >= at->second;
-    at->second = page;
-    if (goes_on) return;
+    const auto [next, is_new] = passes_.try_emplace({&run, access}, page);
+    if (!is_new && page >= next->second) return;
+    next->second = page;
   }
   const PinRequest request{run.below.get(), access};
   lower_.announce({&request, 1});
@@ -37,15 +36,16 @@ bool LowerCacheHome::ready_to_write(const Run& run, std::size_t page) {
 }
 
 PagePin LowerCacheHome::pin(const Run& run, std::size_t page, Access access, Priority priority) {
+  follow(run, page, access);
   {
     std::lock_guard lock(mutex_);
+    passes_[{&run, access}] = page + 1;
     if (const auto found = ready_.find({&run, page, access}); found != ready_.end()) {
       PagePin pin = std::move(found->second);
       ready_.erase(found);
       return pin;
     }
   }
-  follow(run, page, access);
   while (true) {
     try {
       if (priority == Priority::demanded) return lower_.pin_page(*run.below, page, access);

@@ -47,7 +47,7 @@ class LowerCacheHome final : public Home {
   std::mutex mutex_;                          // never held while waiting
   std::deque<UnderWay> uploads_, downloads_;  // oldest first
   std::map<Key, PagePin> ready_;              // pages that were found ready, until their transfers start
-  std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the page that each has come to
+  std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the page that each goes on with
 };
 
 }  // namespace zeropage
