@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All suites and the benchmarks of a device, on the accelerator of this machine, or on the simulated one where there is
-# none: one table. Usage: tools/check_gpu.sh [cuda|sim|...]; TORCH=installed takes the torch that python3 has.
+# none: one table. Usage: tools/check_gpu.sh [cuda|sim|...]
 set -uo pipefail
 cd "$(dirname "$0")/.."
+mkdir -p build
 make cpp-tests > build/check_gpu.log 2>&1 || { tail -50 build/check_gpu.log; exit 1; }
 python=.venv/bin/python
 device=${1:-$($python -c 'import torch; a = torch.accelerator; print(a.current_accelerator().type if a.is_available() else "sim")')}

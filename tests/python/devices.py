@@ -20,7 +20,9 @@ def choose(name: str, seed: int) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"  # Accelerate looks for devices that it knows
 
 
-def set_delays(seed: int = SEED) -> None:
+def set_delays(seed: int | None = None) -> None:
+    """Those that were chosen, unless another seed is given."""
+    seed = SEED if seed is None else seed
     torch.sim.set_delays(seed, LONGEST_DELAY if seed else 0)
 
 
