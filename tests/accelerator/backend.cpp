@@ -54,9 +54,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       const auto begin = std::chrono::steady_clock::now();
       other->queue->wait(other->position);
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
-      auto& sum = statistics().waited_seconds;
-      for (double old = sum; !sum.compare_exchange_weak(old, old + waited.count());) {
-      }
+      statistics().waited_seconds += waited.count();
     });
   }
   bool queryEvent(void* event) const override {

@@ -109,7 +109,7 @@ enum class Way { upload, download };
 void cross_link(Way way, std::size_t bytes);
 
 struct Statistics {
-  std::atomic<std::uint64_t> uploaded_bytes, downloaded_bytes, copies_in_place_of_dma;
+  std::atomic<std::uint64_t> uploaded_bytes, downloaded_bytes;
   std::atomic<double> link_seconds, waited_seconds;  // waited: by streams, for events of others
   std::atomic<std::uint64_t> operators, synchronous_operators;
 };

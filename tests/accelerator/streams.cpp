@@ -41,11 +41,6 @@ Failure& failure() {
   return *made;
 }
 
-void add(std::atomic<double>& sum, double value) {
-  for (double old = sum; !sum.compare_exchange_weak(old, old + value);) {
-  }
-}
-
 }  // namespace
 
 std::uint64_t Queue::push(std::function<void()> work) {
@@ -186,7 +181,7 @@ void cross_link(Way way, std::size_t bytes) {
     std::lock_guard lock(mutex);
     const auto taken = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bytes / speed));
     free_at = end = std::max(free_at, Clock::now()) + taken;
-    add(statistics().link_seconds, bytes / speed);
+    statistics().link_seconds += bytes / speed;
   }
   std::this_thread::sleep_until(end);
 }
