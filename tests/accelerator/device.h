@@ -44,6 +44,8 @@ class Queue {
   std::uint64_t asked();
   bool done(std::uint64_t position) { return ran_ >= position; }
   void wait(std::uint64_t position);
+  /// Returns when all that was asked for is done; throws what an operator threw on the device meanwhile.
+  void finish();
   void seed(std::uint64_t seed);
 
  private:

@@ -193,9 +193,7 @@ void return_results(const Traits& traits, std::vector<c10::IValue> results, Stac
 /// On this thread, after all that its stream was asked for.
 void run_now(const c10::OperatorHandle& op, const Traits& traits, Stack& stack, std::size_t count) {
   ++statistics().synchronous_operators;
-  Queue& queue = current_queue();
-  queue.wait(queue.asked());
-  throw_failure();
+  current_queue().finish();
   const std::size_t first = stack.size() - count;
   Stack host = converted(stack, count, c10::kCPU, &for_stream);
   for (const int which : traits.out) {  // a shadow cannot be resized
@@ -325,8 +323,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     to.copy_(from);
   });
   if (!pinned || !non_blocking) {
-    queue.wait(queue.asked());
-    throw_failure();
+    queue.finish();
   }
   return to;
 }
@@ -337,9 +334,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
-  Queue& queue = current_queue();
-  queue.wait(queue.asked());
-  throw_failure();
+  current_queue().finish();
   return at::_local_scalar_dense(shadow_of(tensor));
 }
 

@@ -66,6 +66,11 @@ void Queue::wait(std::uint64_t position) {
   changed_.wait(lock, [&] { return ran_ >= position; });
 }
 
+void Queue::finish() {
+  wait(asked());
+  throw_failure();
+}
+
 void Queue::seed(std::uint64_t seed) {
   std::lock_guard lock(mutex_);
   random_.seed(seed * kStreams + static_cast<std::uint64_t>(id_));
