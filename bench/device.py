@@ -5,7 +5,7 @@ with everything on the device alternates with it. limit: the larger of plain's s
 direction at the link's rate; ratio: seconds of a paged step / limit.
 
 On the simulated device (tests/accelerator) the link has a tenth of memory's bandwidth, and the share of its time that
-no stream waited for is printed too.
+no stream of operators waited for is printed too.
 """
 
 import argparse
@@ -94,6 +94,9 @@ def main() -> None:
     figures = {"ratio": round(paged / limit, 4)}
     if of_link:
         used = {key: value - of_link[key] for key, value in torch.sim.statistics().items()}
+        rows += [["link, s", used["link_seconds"] / args.rounds]]
+        rows += [["operators waited for it, s", used["waited_seconds"] / args.rounds]]
+        rows += [["the host waited for it, s", used["host_waited_seconds"] / args.rounds]]
         figures["hidden"] = round(1 - used["waited_seconds"] / used["link_seconds"], 4)
     finish(rows, [f"{args.model} on {device.type}", ""], **figures)
 

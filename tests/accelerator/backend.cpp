@@ -11,6 +11,13 @@
 namespace sim {
 namespace {
 
+template <class What>
+double seconds_of(What what) {
+  const auto begin = std::chrono::steady_clock::now();
+  what();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
@@ -46,11 +53,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto other = *static_cast<std::shared_ptr<Event>*>(event);
     Queue& queue = queue_of(stream);
     if (other->queue == &queue || !waits().note(queue.id(), other->queue->id())) return;
-    queue.push([other] {
-      const auto begin = std::chrono::steady_clock::now();
-      other->queue->wait(other->position);
-      const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
-      statistics().waited_seconds += waited.count();
+    queue.push([other, &queue] {
+      const double waited = seconds_of([&] { other->queue->wait(other->position); });
+      if (other->queue->crosses_link && !queue.crosses_link) statistics().waited_seconds += waited;
     });
   }
   bool queryEvent(void* event) const override {
@@ -62,7 +67,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     const auto point = *static_cast<std::shared_ptr<Event>*>(event);
     if (!waits().note(kHost, point->queue->id())) return;
-    point->queue->wait(point->position);
+    const double waited = seconds_of([&] { point->queue->wait(point->position); });
+    if (point->queue->crosses_link) statistics().host_waited_seconds += waited;
     throw_failure();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -161,14 +167,14 @@ TORCH_LIBRARY(sim, library) {
               [](std::int64_t waiting, std::int64_t awaited) { sim::waits().leave_out(waiting, awaited); });
   library.def("leave_no_waits_out() -> ()", [] { sim::waits().leave_none_out(); });
   library.def("waits() -> int[]", [] { return sim::waits().counts(); });
-  // [uploaded, downloaded, seconds of the link, seconds that streams waited for others, operators, of them
-  // synchronous]
+  // In the order in which sim.py names them.
   library.def("statistics() -> float[]", [] {
     const auto& s = sim::statistics();
     return std::vector<double>{static_cast<double>(s.uploaded_bytes),
                                static_cast<double>(s.downloaded_bytes),
                                s.link_seconds,
                                s.waited_seconds,
+                               s.host_waited_seconds,
                                static_cast<double>(s.operators),
                                static_cast<double>(s.synchronous_operators)};
   });

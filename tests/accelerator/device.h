@@ -47,6 +47,8 @@ class Queue {
   /// Returns when all that was asked for is done; throws what an operator threw on the device meanwhile.
   void finish();
   void seed(std::uint64_t seed);
+  /// Whether its work crosses the link: a stream of transfers.
+  std::atomic<bool> crosses_link = false;
 
  private:
   void work();
@@ -112,7 +114,8 @@ void cross_link(Way way, std::size_t bytes);
 
 struct Statistics {
   std::atomic<std::uint64_t> uploaded_bytes, downloaded_bytes;
-  std::atomic<double> link_seconds, waited_seconds;  // waited: by streams, for events of others
+  std::atomic<double> link_seconds;
+  std::atomic<double> waited_seconds, host_waited_seconds;  // by streams of operators, and the host, for transfers
   std::atomic<std::uint64_t> operators, synchronous_operators;
 };
 Statistics& statistics();

@@ -87,7 +87,8 @@ class _Module(types.ModuleType):
         return {(a, b): n for a, b, n in zip(flat[::3], flat[1::3], flat[2::3], strict=True)}
 
     def statistics(self):
-        names = ["uploaded", "downloaded", "link_seconds", "waited_seconds", "operators", "synchronous"]
+        names = ["uploaded", "downloaded", "link_seconds", "waited_seconds", "host_waited_seconds"]
+        names += ["operators", "synchronous"]
         return dict(zip(names, _ops.statistics(), strict=True))
 
 

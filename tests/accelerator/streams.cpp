@@ -31,6 +31,7 @@ std::array<Queue*, kStreams>& queues() {
 }
 
 thread_local c10::StreamId current = 0;
+thread_local Queue* working = nullptr;  // on its own thread
 
 struct Failure {
   std::mutex mutex;
@@ -77,6 +78,7 @@ void Queue::seed(std::uint64_t seed) {
 }
 
 void Queue::work() {
+  working = this;
   at::set_num_threads(1);                      // the device's own: the host's cores are not waited for at barriers
   at::AutoDispatchBelowADInplaceOrView below;  // shadows may have been made in inference mode
   while (true) {
@@ -177,6 +179,7 @@ void set_link(double bytes_per_second) { link_bytes_per_second = bytes_per_secon
 
 void cross_link(Way way, std::size_t bytes) {
   (way == Way::upload ? statistics().uploaded_bytes : statistics().downloaded_bytes) += bytes;
+  if (working && working->id() != 0) working->crosses_link = true;
   const double speed = link_bytes_per_second;
   if (speed == 0) return;
   static auto* const links = new std::array<std::pair<std::mutex, Clock::time_point>, 2>;

@@ -96,6 +96,7 @@ struct Frame {
 
 struct Page {
   Residency state = Residency::zero;
+  bool lent = false;  // it is written in the memory below (pager/lower_pins.h)
   Frame* frame = nullptr;
 };
 
@@ -116,8 +117,10 @@ struct Run {
   std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
   std::uint64_t stream_begin = 0, stream_end = 0;  // of its group, in the plan's time
   std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
-  std::size_t transfers = 0;                       // under way; a run that dies lives until they end
+  std::size_t transfers = 0;                       // under way, and pages lent; a run that dies lives until they end
+  std::size_t lent = 0;                            // pages
   bool dead = false;
+  Segment* only = nullptr;     // the tensor that it is made for, if it is not for several; null once that died
   bool listed = false;         // among those that may have room
   Frame* assembled = nullptr;  // the frame in which a thread is bringing it together
   // Of gathered runs:
@@ -126,7 +129,6 @@ struct Run {
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
   std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
 
-  Segment* whole = nullptr;  // of a gathered run with one tensor
 
   bool gathered() const { return is_gathered; }
   bool packed() const { return is_packed; }
@@ -191,6 +193,8 @@ class Segment {
 
   /// Operators that write it have been called and have yet to run. The same on all ranks.
   virtual bool will_change() const { return false; }
+  /// The same, of operators that will run in the memory below a device's.
+  virtual bool will_change_below() const { return false; }
 
  protected:
   /// Called under the cache's lock when the first pin is taken and the last one dropped.

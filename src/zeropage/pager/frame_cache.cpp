@@ -100,6 +100,7 @@ void FrameCache::close() {
     while (home_->tidy(/*wait=*/true)) {
     }
   }
+  lower_pins_.close();
   if (io_) io_->wait_all();
   {
     Lock lock(monitor_.mutex());
@@ -139,6 +140,7 @@ void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
     std::size_t offset = 0;
     Run& run = home_allocator_.run_for(lock, spec, offset);
     attach(segment, run, offset, spec.bytes);
+    if (!run.slots) run.only = &segment;
     used_before = run.slots && run.pages[0].state != Residency::zero;
   }
   if (!used_before) return;
@@ -165,7 +167,7 @@ void FrameCache::release(Segment& segment) noexcept {
   Lock lock(monitor_.mutex());
   if (!segment.run_) return;
   Run& run = *std::exchange(segment.run_, nullptr);
-  if (run.whole == &segment) run.whole = nullptr;
+  if (run.only == &segment) run.only = nullptr;
   for (std::size_t i = 0; i < run.shares.size(); ++i) {
     if (run.shares[i].offset != segment.offset_) continue;
     run.shares[i].segment = nullptr;
@@ -220,6 +222,11 @@ CacheStats FrameCache::stats() const {
   sum.surprises = timeline_.plan().surprises();
   sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
   return sum;
+}
+
+bool FrameCache::holds_everything() const {
+  Lock lock(monitor_.mutex());
+  return runs_.pageable_peak() <= memory_.budget().limit();
 }
 
 FrameCache::Usage FrameCache::usage(Pool pool) const {

@@ -17,6 +17,7 @@
 //   Room                  where frames get memory, and what leaves for them
 //   ReadAhead             what comes before it is asked for
 //   WholePins, PagePins   what operators and rules hold
+//   LowerPins             what code on the host holds of a device's pages
 //   Contents              zeroing and eviction of whole segments
 //   HomeAllocator         which run a new segment lies in, and where that is at home
 //
@@ -50,6 +51,7 @@
 #include "zeropage/pager/frames.h"
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/home_allocator.h"
+#include "zeropage/pager/lower_pins.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/page_pins.h"
 #include "zeropage/pager/read_ahead.h"
@@ -127,6 +129,20 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
     return page_pins_.try_pin(segment, page, access);
   }
 
+  // Of a device's cache, for code that runs on the host instead, on the memory below:
+
+  /// Whether the segment can be reached there: it does not share its pages with others.
+  bool reaches_below(const Segment& segment) const { return lower_pins_.reaches(segment); }
+  /// As announce(), to the cache below.
+  void announce_below(std::span<const PinRequest> requests) { lower_pins_.announce(requests); }
+  /// A page in host memory. What was newer on the device has come down first; what is written here goes up when the
+  /// device needs it next. Empty if something else uses the page on the device, which is not waited for.
+  [[nodiscard]] PagePin pin_page_below(Segment& segment, std::size_t page, Access access) {
+    return lower_pins_.pin(segment, page, access);
+  }
+  /// Starts bringing down what is newer on the device, unless it is planned to be written there once more.
+  void bring_down(Segment& segment) noexcept { lower_pins_.bring_down(segment); }
+
   /// Makes the segment read as zeros, without touching memory or disk where it has pages of its own.
   void zero(Segment& segment) { contents_.zero(segment); }
   /// Writes the segment's pages home and gives up its frames. Pinned segments stay.
@@ -144,6 +160,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Usage usage(Pool pool) const;
   /// The most bytes that operators can have pinned at once.
   std::size_t frame_limit() const { return budgets_.device_limit(); }
+  /// Whether there never was more to page than fits its memory.
+  bool holds_everything() const;
   bool is_gathered() const { return ranks_ != nullptr; }
   bool has_separate_memory() const { return memory_.device() != nullptr; }
   std::size_t page_bytes() const { return page_bytes_; }
@@ -181,6 +199,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   ReadAhead ahead_{monitor_, memory_, timeline_, frames_, runs_, transfers_, room_, page_bytes_};
   WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
   PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
+  LowerPins lower_pins_{monitor_, memory_, timeline_, frames_, transfers_, runs_, ranks_ ? nullptr : lower_.get()};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
   HomeAllocator home_allocator_{
       monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/frame_cache.h"
+#include "zeropage/pager/lower_segment.h"
 
 namespace zeropage {
 namespace {
@@ -18,18 +18,6 @@ std::size_t cut_on_rows(std::size_t page_bytes, std::size_t row_bytes) {
   const std::size_t unit = std::lcm(row_bytes, kBlockBytes);
   return unit > page_bytes ? page_bytes : round_down(page_bytes, unit);
 }
-
-/// A home in the host's cache, as the cache above it holds it.
-class LowerSegment final : public Segment {
- public:
-  ~LowerSegment() override {
-    if (cache()) cache()->release(*this);
-  }
-
- protected:
-  void expose(std::byte*) override {}
-  void hide() override {}
-};
 
 }  // namespace
 
@@ -143,7 +131,7 @@ Run& HomeAllocator::gathered_run_for(Segment& segment, const GatheredSpec& spec,
   if (spec.alone || spec.padded_bytes > shared_bytes / 4) {
     Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes, /*packed=*/false);
     run.shares.push_back({spec.share, 0, 0});
-    run.whole = &segment;
+    run.only = &segment;
     return run;
   }
   Run*& open = open_[spec.role];

@@ -26,6 +26,10 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   try {
     while (true) {
       monitor_.check_usable();
+      if (page.lent) {
+        transfers_.wait_until(lock, [&] { return !page.lent; });
+        continue;
+      }
       const bool claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
       if (claimed && page.frame->claimer != std::this_thread::get_id()) {
         transfers_.wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
@@ -37,7 +41,7 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
         break;
       }
       Frame& frame = room_.make_frame(lock, run, index, 1);
-      if (page.frame) {  // another thread was quicker
+      if (page.frame || page.lent) {  // another thread was quicker
         frame.assembling = true;
         frames_.drop_pin(frame);
         continue;
@@ -96,12 +100,12 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
   Page& page = run.pages[index];
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
-  if (page.frame && !absent && page.state != Residency::reading) {
+  if (page.frame && !page.lent && !absent && page.state != Residency::reading) {
     timeline_.note_page(run, index);
     frames_.add_pin(*page.frame);
     return take_pin(*page.frame, segment, index, access);
   }
-  if (page.frame || run.assembled) return {};
+  if (page.frame || page.lent || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
   Frame* const frame = room_.try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};
@@ -158,6 +162,7 @@ PagePin::~PagePin() {
 
 void PagePin::wait() {
   if (frame_) pins_->wait(*this);
+  if (loan_) loan_->waited_for = true;
 }
 
 void PagePin::fill(const std::byte* from, std::size_t bytes, std::size_t offset) {

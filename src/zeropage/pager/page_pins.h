@@ -5,6 +5,7 @@
 // thread writes it or lets go of it. Until PagePin::wait(), the page is what it is at home.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <utility>
 
@@ -13,6 +14,16 @@
 namespace zeropage {
 
 class PagePins;
+
+/// What another cache has lent together with a page, until the pin goes.
+class PageLoan {
+ public:
+  PageLoan() = default;
+  virtual ~PageLoan() = default;
+  PageLoan(const PageLoan&) = delete;
+  PageLoan& operator=(const PageLoan&) = delete;
+  bool waited_for = false;  // the page may have been written
+};
 
 /// One page held in memory for a rule. Its read may still be under way: wait() before touching data().
 class PagePin {
@@ -28,6 +39,7 @@ class PagePin {
     std::swap(access_, other.access_);
     std::swap(will_not_reuse_, other.will_not_reuse_);
     std::swap(thread_, other.thread_);
+    std::swap(loan_, other.loan_);
     return *this;
   }
   ~PagePin();
@@ -41,6 +53,8 @@ class PagePin {
   void will_not_reuse() { will_not_reuse_ = true; }
   /// Copies into the page from memory of the same kind.
   void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
+  /// `loan` ends after the pin.
+  void keep(std::unique_ptr<PageLoan> loan) { loan_ = std::move(loan); }
   explicit operator bool() const { return frame_ != nullptr; }
 
  private:
@@ -53,6 +67,7 @@ class PagePin {
   Access access_ = Access::read;
   bool will_not_reuse_ = false;
   std::uint64_t thread_ = 0;  // that took it
+  std::unique_ptr<PageLoan> loan_;
 };
 
 class PagePins {

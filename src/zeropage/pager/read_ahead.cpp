@@ -107,6 +107,12 @@ void ReadAhead::advance() {
   members_.clear();
 }
 
+/// Elsewhere, so that it would have to be gathered, or uploaded, again.
+bool ReadAhead::is_about_to_change(const Run& run) const {
+  if (!run.only) return false;
+  return frames_.is_gathered() ? run.only->will_change() : run.only->will_change_below();
+}
+
 ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
   const AccessPlan::Use use = target.member->use;
   Run* const run = runs_.at(use.ordinal);
@@ -117,7 +123,7 @@ ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
     return Result::there;
   }
   if (!run->home || run->dead || run->assembled) return Result::there;
-  if (run->whole && run->whole->will_change()) return Result::there;  // it would be gathered again
+  if (run->lent > 0 || is_about_to_change(*run)) return Result::there;
   const bool is_now = group_ < timeline_.plan().uses();
   if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // it has been taken
   const auto first = run->pages.begin() + static_cast<std::ptrdiff_t>(target.first_page);

@@ -59,6 +59,7 @@ class ReadAhead {
   bool find_group();
   std::optional<Target> target();
   void advance();
+  bool is_about_to_change(const Run& run) const;
   Result bring(const Target& target, Lock& lock);
   Result read(Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time time, Lock& lock);
   void write_behind(std::size_t most, Lock& lock);

@@ -50,6 +50,8 @@ class Transfers {
   void throw_failed_write();
   void throw_failed_write(std::size_t before);
 
+  /// Of transfers made elsewhere, between a device's homes and the host.
+  void count(std::size_t read, std::size_t written) { read_bytes_ += read, written_bytes_ += written; }
   std::size_t read_bytes() const { return read_bytes_; }
   std::size_t written_bytes() const { return written_bytes_; }
 

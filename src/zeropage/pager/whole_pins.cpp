@@ -45,6 +45,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   std::size_t more = 0;
   const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
     const Frame* frame = request.segment->run_->whole_frame();
+    if (request.segment->run_->lent > 0) return false;
     if (!frame || frame->transfers > 0) return frame && frame->permanent;
     if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
     return true;
@@ -112,7 +113,7 @@ void WholePins::hold(Lock& lock, std::vector<Hold>& holds) {
 void WholePins::take_frame(Lock& lock, Hold& hold) {
   Run& run = *hold.run;
   while (true) {
-    transfers_.wait_until(lock, [&] { return run.assembled == nullptr; });
+    transfers_.wait_until(lock, [&] { return run.assembled == nullptr && run.lent == 0; });
     if (Frame* frame = run.whole_frame()) {
       frames_.add_pin(*frame);
       hold.frame = frame;
@@ -120,7 +121,7 @@ void WholePins::take_frame(Lock& lock, Hold& hold) {
     }
     Frame& frame = room_.make_frame(lock, run, 0, run.pages.size());
     frame.assembling = true;
-    if (run.assembled || run.whole_frame()) {  // another thread was quicker
+    if (run.assembled || run.lent > 0 || run.whole_frame()) {  // another thread was quicker
       frames_.drop_pin(frame);
       continue;
     }

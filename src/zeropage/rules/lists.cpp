@@ -131,6 +131,7 @@ bool run_list(Call& call) {
   const auto& returns = call.op.schema().returns();
   if (call.needs_autograd() || !Call::plain_modes() || returns.size() > 1) return false;
   if (call.name() == "aten::_foreach_norm" && run_norms(call)) return true;
+  const OneCall one_call;
   const bool has_result = returns.size() == 1;
   const std::size_t length = Element(call, 0).length();
   std::vector<at::Tensor> results(has_result ? length : 0);

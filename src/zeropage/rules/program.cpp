@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <unordered_set>
@@ -83,6 +84,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool can_wait() const override;
   void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const override;
   Access access_to(const StorageSegment& segment) const override;
+  bool runs_in_host() const override { return in_host_; }
 
   bool empty() const { return instructions_.empty(); }
   bool makes_only(const StorageSegment& segment) const;
@@ -99,8 +101,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void take_over(Program& other);
   int slot_of(const Operand& operand);
   int add_temporary(const at::Tensor& tensor);
-  void add(const c10::OperatorHandle& op, Substitution call, c10::SmallVector<int, 8> slots, int result,
-           Chunking chunking, bool any_chunking);
+  void add(Instruction instruction, Chunking chunking, bool any_chunking);
 
  private:
   struct Slot {
@@ -114,10 +115,15 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
 
   void touch(int slot, Access access);
   void drop_copies(c10::ArrayRef<int> slots);
-  std::optional<UpdateProgram> find_update() const;
+  bool can_run_in_host() const;
+  void choose_where();
+  std::vector<Instruction> instructions_in_host() const;
+  std::optional<UpdateProgram> find_update(c10::ArrayRef<Instruction> instructions) const;
   void run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
-  void run_piece(c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
-  void run_on_registers(std::vector<at::Tensor>& registers, c10::ArrayRef<int> operand_of);
+  void run_piece(c10::ArrayRef<Instruction> instructions, c10::ArrayRef<at::Tensor> operands,
+                 c10::ArrayRef<int> operand_of);
+  static void run_on_registers(c10::ArrayRef<Instruction> instructions, std::vector<at::Tensor>& registers,
+                               c10::ArrayRef<int> operand_of);
   void end();
 
   std::shared_ptr<Domain> domain_;
@@ -128,6 +134,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool any_chunking_ = true;  // nothing in it depends on where windows are cut
   Progress progress_;
   bool running_ = false;
+  bool in_host_ = false;  // where it will run, as far as is known
 };
 
 void Program::touch(int index, Access access) {
@@ -153,12 +160,22 @@ int Program::add_temporary(const at::Tensor& tensor) {
   return static_cast<int>(slots_.size()) - 1;
 }
 
-void Program::add(const c10::OperatorHandle& op, Substitution call, c10::SmallVector<int, 8> slots, int result,
-                  Chunking chunking, bool any_chunking) {
+void Program::add(Instruction instruction, Chunking chunking, bool any_chunking) {
   elements_ = slots_[0].shape.numel();
-  if (op.schema().name() == "aten::copy_") drop_copies(slots);
+  if (instruction.op.schema().name() == "aten::copy_") drop_copies(instruction.slots);
   if (!any_chunking) chunking_ = chunking, any_chunking_ = false;
-  instructions_.push_back({op, std::move(call), std::move(slots), result});
+  instructions_.push_back(std::move(instruction));
+  choose_where();
+}
+
+/// Segments say where they will change.
+void Program::choose_where() {
+  const bool was_in_host = std::exchange(in_host_, can_run_in_host());
+  if (!was_in_host && !in_host_) return;
+  const auto self = shared_from_this();
+  for (const Slot& slot : slots_) {
+    if (slot.segment && !slot.orphan) slot.segment->defer(self);
+  }
 }
 
 /// An earlier copy between the same operands, whose target no operator has used since, was for nothing.
@@ -185,6 +202,7 @@ void Program::take_over(Program& other) {
   if (!other.any_chunking_) chunking_ = other.chunking_, any_chunking_ = false;
   other.slots_.clear();
   other.instructions_.clear();
+  choose_where();
 }
 
 /// [Note: what a program holds]
@@ -232,16 +250,51 @@ bool Program::run() {
       operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
     }
     const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
-    const auto update = find_update();
+    in_host_ = can_run_in_host();
+    const Where where = in_host_ ? Where::in_host : Where::on_device;
+    const std::vector<Instruction> in_host = in_host_ ? instructions_in_host() : std::vector<Instruction>();
+    const c10::ArrayRef<Instruction> on_cpu = in_host_ ? in_host : instructions_;
+    const auto update = in_host_ || slots_[0].shape.is_cpu() ? find_update(on_cpu) : std::nullopt;
     for_each_window(
         operands, chunking_,
         [&](c10::ArrayRef<at::Tensor> slices) {
-          update ? run_update_on(*update, slices, operand_of) : run_piece(slices, operand_of);
+          if (!slices[0].is_cpu()) return run_piece(instructions_, slices, operand_of);
+          update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
         },
-        &progress_);
+        &progress_, where);
   }
   end();
   return true;
+}
+
+/// [Note: updates in the host]
+bool Program::can_run_in_host() const {
+  if (!domain_->updates_in_host) return false;
+  if (domain_->updates_where_all_fits && domain_->cache->holds_everything()) return false;
+  bool updates = false;
+  for (const Slot& slot : slots_) {
+    if (!slot.segment || slot.temporary || slot.segment->is_unallocated()) continue;
+    if (!reaches_host(*slot.segment)) return false;
+    if (slot.segment->role() != Role::optimizer) continue;
+    const StorageSegment& kept = slot.segment->is_partitioned() ? slot.segment->share_segment() : *slot.segment;
+    if (kept.tier() == Tier::device) return false;
+    updates = true;
+  }
+  return updates;
+}
+
+/// The same with scalars that the host can read.
+std::vector<Instruction> Program::instructions_in_host() const {
+  std::vector<Instruction> instructions = instructions_;
+  for (Instruction& instruction : instructions) {
+    for (std::size_t i = 0; i < instruction.in_host.size(); ++i) {
+      const HostCopy& copy = instruction.in_host[i];
+      if (!copy.tensor.defined()) continue;
+      copy.done->synchronize();
+      instruction.call.arguments[i] = copy.tensor;
+    }
+  }
+  return instructions;
 }
 
 /// Whether a living temporary is all that comes of it.
@@ -264,7 +317,7 @@ void Program::run_into(const at::Tensor& target, const StorageSegment& segment) 
     operand_of[i] = static_cast<int>(operands.size());
     operands.push_back({slot.shape, made ? segment_of(target) : slot.segment, slot.access, slot.per});
   }
-  for_each_window(operands, chunking_, [&](c10::ArrayRef<at::Tensor> slices) { run_piece(slices, operand_of); });
+  for_each_window(operands, chunking_, [&](c10::ArrayRef<at::Tensor> slices) { run_piece(instructions_, slices, operand_of); });
 }
 
 bool Program::can_wait() const {
@@ -287,9 +340,8 @@ Access Program::access_to(const StorageSegment& segment) const {
   return Access::read;
 }
 
-std::optional<UpdateProgram> Program::find_update() const {
-  if (!slots_[0].shape.is_cpu()) return std::nullopt;
-  auto update = as_update(instructions_, [&](int slot) { return slots_[slot].shape.scalar_type(); });
+std::optional<UpdateProgram> Program::find_update(c10::ArrayRef<Instruction> instructions) const {
+  auto update = as_update(instructions, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
   // What is joined or dequantised lives in registers alone; if a tensor still holds it, it is to be written too. (A
   // gradient can be both.)
@@ -316,9 +368,10 @@ void Program::run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tenso
 }
 
 /// A part of a window, in pieces that stay in a core's cache from one instruction to the next.
-void Program::run_piece(c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of) {
+void Program::run_piece(c10::ArrayRef<Instruction> instructions, c10::ArrayRef<at::Tensor> operands,
+                        c10::ArrayRef<int> operand_of) {
   const auto elements = static_cast<std::size_t>(operands[0].numel());
-  const std::size_t step = operands[0].is_cpu() && instructions_.size() > 1 ? kCacheElements : elements;
+  const std::size_t step = operands[0].is_cpu() && instructions.size() > 1 ? kCacheElements : elements;
   std::vector<at::Tensor> registers(slots_.size());
   for (std::size_t begin = 0; begin < elements; begin += step) {
     const std::size_t length = std::min(step, elements - begin);
@@ -335,13 +388,14 @@ void Program::run_piece(c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> o
         registers[i] = at::from_blob(data, {items}, [](void*) {}, whole.options(), whole.device());
       }
     }
-    run_on_registers(registers, operand_of);
+    run_on_registers(instructions, registers, operand_of);
   }
 }
 
-void Program::run_on_registers(std::vector<at::Tensor>& registers, c10::ArrayRef<int> operand_of) {
+void Program::run_on_registers(c10::ArrayRef<Instruction> instructions, std::vector<at::Tensor>& registers,
+                               c10::ArrayRef<int> operand_of) {
   c10::SmallVector<at::Tensor, 8> slices;
-  for (const Instruction& instruction : instructions_) {
+  for (const Instruction& instruction : instructions) {
     slices.clear();
     for (const int slot : instruction.slots) slices.push_back(registers[slot]);
     auto stack = instruction.call.stack(slices);
@@ -353,10 +407,10 @@ void Program::run_on_registers(std::vector<at::Tensor>& registers, c10::ArrayRef
   }
 }
 
-/// What an argument was at the call.
-c10::IValue snapshot(const c10::IValue& value) {
-  if (!value.isTensor() || !value.toTensor().defined()) return value;
-  const at::Tensor& tensor = value.toTensor();
+thread_local OneCall* current_call = nullptr;
+
+/// What a scalar was at the call.
+at::Tensor snapshot(const at::Tensor& tensor) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (segment_of(tensor)) {
     const PinRequest request{segment_of(tensor), Access::read};
@@ -366,6 +420,30 @@ c10::IValue snapshot(const c10::IValue& value) {
   }
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   return tensor.clone();
+}
+
+/// Starts copying what a device holds.
+HostCopy copy_to_host(const at::Tensor& kept) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const c10::DeviceType device = kept.device().type();
+  HostCopy copy{at::empty(kept.sizes(), kept.options().device(c10::kCPU).pinned_memory(true)),
+                std::make_shared<c10::Event>(device)};
+  copy.tensor.copy_(kept, /*non_blocking=*/true);
+  copy.done->record(c10::impl::VirtualGuardImpl(device).getStream(kept.device()));
+  return copy;
+}
+
+OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
+  if (current_call) {
+    const auto& copies = current_call->copies;
+    const auto same = [&](const OneCall::Copy& copy) { return copy.original.is_same(scalar); };
+    if (const auto found = std::find_if(copies.begin(), copies.end(), same); found != copies.end()) return *found;
+  }
+  OneCall::Copy copy{scalar, snapshot(scalar), {}};
+  if (domain.updates_in_host && !scalar.is_cpu()) copy.in_host = copy_to_host(copy.kept);
+  if (current_call && current_call->copies.size() < 8) current_call->copies.push_back(copy);
+  return copy;
 }
 
 bool can_be_deferred(const Substitution& call) {
@@ -414,6 +492,9 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
 
 }  // namespace
 
+OneCall::OneCall() : outer_(std::exchange(current_call, this)) {}
+OneCall::~OneCall() { current_call = outer_; }
+
 at::Tensor preview(const at::Tensor& tensor) {
   auto* const segment = segment_of(tensor);
   if (!has_program(segment) || !segment->is_unallocated() || !is_operand(tensor, tensor)) return {};
@@ -459,10 +540,18 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
   Substitution kept = call;
   kept.operands.clear();
   kept.scalars.clear();
+  std::vector<HostCopy> in_host;
   for (std::size_t i = 0; i < kept.arguments.size(); ++i) {
-    kept.arguments[i] = kept.operand_of[i] < 0 ? snapshot(call.arguments[i]) : c10::IValue();
+    if (kept.operand_of[i] >= 0) kept.arguments[i] = c10::IValue();
+    const c10::IValue& value = kept.arguments[i];
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    OneCall::Copy copy = copy_of(value.toTensor(), *domain);
+    kept.arguments[i] = std::move(copy.kept);
+    if (!copy.in_host.tensor.defined()) continue;
+    in_host.resize(kept.arguments.size());
+    in_host[i] = std::move(copy.in_host);
   }
-  program->add(op, std::move(kept), std::move(slots), result_slot, chunking, any_chunking);
+  program->add({op, std::move(kept), std::move(slots), result_slot, std::move(in_host)}, chunking, any_chunking);
   return result;
 }
 

@@ -11,19 +11,52 @@
 // as something alive is still to be made of it; what is written to it then goes nowhere. A temporary has no home: it
 // lives in cache-sized pieces while the program runs, unless it is still alive then. Scalars are copied at the call:
 // a learning rate or step count that changes later changes nothing.
+//
+// [Note: updates in the host] Of a device with memory of its own, a program on an optimizer's states that are at home
+// below it may run on the host, on the pages that are there (ZeRO-Offload): gradients come down, what operators see of
+// parameters goes up, and states do not move. Small tensors that share pages are updated on the device.
 #pragma once
 
+#include <c10/core/Event.h>
+
+#include <memory>
 #include <optional>
 
 #include "zeropage/rules/substitution.h"
 
 namespace zeropage {
 
+/// A scalar that the device holds, on its way to the host.
+struct HostCopy {
+  at::Tensor tensor;                 // undefined: there is none
+  std::shared_ptr<c10::Event> done;  // null: it is there
+};
+
 struct Instruction {
   c10::OperatorHandle op;
-  Substitution call;               // whose operands are slots of the program
-  c10::SmallVector<int, 8> slots;  // by operand
-  int result;                      // the slot of what it returns, or -1
+  Substitution call;                    // whose operands are slots of the program
+  c10::SmallVector<int, 8> slots;       // by operand
+  int result;                           // the slot of what it returns, or -1
+  std::vector<HostCopy> in_host = {};  // by argument, if any is on a device
+};
+
+/// While it lives, what this thread defers is of one call: a tensor that is a scalar of many elements of its lists, as
+/// a clipping coefficient is, is copied once.
+class OneCall {
+ public:
+  OneCall();
+  ~OneCall();
+  OneCall(const OneCall&) = delete;
+  OneCall& operator=(const OneCall&) = delete;
+  struct Copy {
+    at::Tensor original;
+    at::Tensor kept;
+    HostCopy in_host;
+  };
+  std::vector<Copy> copies;
+
+ private:
+  OneCall* outer_;
 };
 
 /// Appends a call to the program of its operands instead of running it. `dtype`: of the tensor it returns, for an

@@ -8,6 +8,7 @@
 
 #include <cstring>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/kernels/formats.h"
 
 namespace zeropage {
@@ -20,12 +21,14 @@ constexpr std::size_t kLargestWindow = std::size_t{1}
 class Cursor {
  public:
   /// `share`: windows are of this rank's share of the operand, whose segment holds the whole.
-  Cursor(const Operand& operand, const Stripes* share)
+  Cursor(const Operand& operand, const Stripes* share, Where where)
       : operand_(operand),
         share_(share),
+        where_(where),
         item_bytes_(operand.tensor.itemsize()),
         page_elements_(operand.segment ? operand.segment->page_bytes() / item_bytes_ * operand.per : ~std::size_t{0}),
         options_(operand.tensor.options().requires_grad(false)) {
+    if (where == Where::in_host) options_ = options_.device(c10::kCPU);
     if (!operand.segment) plain_ = static_cast<std::byte*>(const_cast<void*>(operand.tensor.const_data_ptr()));
   }
 
@@ -37,14 +40,15 @@ class Cursor {
   }
 
   /// Holds the page or pages of the window and lets go of earlier ones. `resumes`: what throws in the middle of a
-  /// page goes on there, so that what is to be overwritten need not be whole until then.
-  void move_to(Cut window, bool resumes) {
+  /// page goes on there, so that what is to be overwritten need not be whole until then. False if a page cannot be had
+  /// in the host.
+  [[nodiscard]] bool move_to(Cut window, bool resumes) {
     window = shift(window);
-    if (!operand_.segment) return;
+    if (!operand_.segment) return true;
     const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
     if (held_[0].pin && held_[0].page < low) held_[0] = std::move(held_[1]), held_[1] = {};
-    hold(held_[0], low, access_to(low, window, resumes));
-    if (high > low) hold(held_[1], high, access_to(high, window, resumes));
+    return hold(held_[0], low, access_to(low, window, resumes)) &&
+           (high == low || hold(held_[1], high, access_to(high, window, resumes)));
   }
 
   bool reads() const { return operand_.access == Access::read; }
@@ -67,7 +71,7 @@ class Cursor {
     const std::size_t begin = operand_.segment ? part.begin - held_[0].page * page_elements_ : part.begin;
     std::byte* const data = (operand_.segment ? held_[0].pin.data() : plain_) + begin / operand_.per * item_bytes_;
     const auto length = static_cast<std::int64_t>(ceil_div(part.end - part.begin, operand_.per));
-    return at::from_blob(data, {length}, [](void*) {}, options_, operand_.tensor.device());
+    return at::from_blob(data, {length}, [](void*) {}, options_, options_.device());
   }
 
   /// A window that straddles two pages, gathered into scratch memory.
@@ -104,12 +108,16 @@ class Cursor {
     return from_start && (resumes || in_one) ? Access::overwrite : Access::write;
   }
 
-  void hold(Held& held, std::size_t page, Access access) {
-    if (held.pin && held.page == page) return;
+  bool hold(Held& held, std::size_t page, Access access) {
+    if (held.pin && held.page == page) return true;
     held.pin = {};
-    held.pin = operand_.segment->cache()->pin_page(*operand_.segment, page, access);
+    FrameCache& cache = *operand_.segment->cache();
+    held.pin = where_ == Where::in_host ? cache.pin_page_below(*operand_.segment, page, access)
+                                        : cache.pin_page(*operand_.segment, page, access);
+    if (!held.pin) return false;
     if (operand_.segment->role() == Role::optimizer) held.pin.will_not_reuse();
     held.page = page;
+    return true;
   }
 
   void move_straddling(Cut window, bool into_pages) {
@@ -126,6 +134,7 @@ class Cursor {
 
   const Operand& operand_;
   const Stripes* share_;
+  const Where where_;
   std::size_t shift_ = 0;
   std::size_t item_bytes_;
   std::size_t page_elements_;
@@ -233,44 +242,62 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* shared) {
 }
 
 /// Says to each cache which of its segments are used now, page by page.
-void announce(const Reach& reach) {
+void announce(const Reach& reach, Where where) {
   c10::SmallVector<PinRequest, 8> requests;
   FrameCache* cache = nullptr;
+  const auto say = [&] {
+    if (cache) where == Where::in_host ? cache->announce_below(requests) : cache->announce(requests);
+    requests.clear();
+  };
   for (const Operand& operand : reach.operands) {
     if (!operand.segment) continue;
-    if (cache && operand.segment->cache().get() != cache) {
-      cache->announce(requests);
-      requests.clear();
-    }
+    if (operand.segment->cache().get() != cache) say();
     cache = operand.segment->cache().get();
     requests.push_back({operand.segment, operand.access});
   }
-  if (cache) cache->announce(requests);
+  say();
 }
 
-void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes) {
-  announce(reach);
+/// The pages of a window in memory, and ready for it. False if they cannot be had in the host.
+bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
+  try {
+    for (auto& cursor : cursors) {
+      if (!cursor->move_to(window, resumes)) return false;
+    }
+  } catch (const BudgetError&) {  // the host cannot hold a page of each: the device's pages pass through it one by one
+    if (where == Where::on_device) throw;
+    return false;
+  }
+  for (const bool reads : {true, false}) {
+    for (auto& cursor : cursors) {
+      if (cursor->reads() == reads) cursor->wait();
+    }
+  }
+  return true;
+}
+
+/// Ends early, with `progress`, where pages cannot be had in the host.
+void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes,
+                 Where where) {
+  announce(reach, where);
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
   const auto& operands = reach.operands;
   Cursors cursors;
   for (std::size_t i = 0; i < operands.size(); ++i) {
-    cursors.push_back(std::make_unique<Cursor>(operands[i], reach.shares[i]));
+    cursors.push_back(std::make_unique<Cursor>(operands[i], reach.shares[i], where));
   }
   const std::size_t elements = reach.elements;
-  const bool on_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
-  const std::size_t threads = on_cpu ? at::get_num_threads() : 1;
+  const bool device_is_cpu =
+      std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
+  const bool on_cpu = device_is_cpu || where == Where::in_host;
+  const std::size_t threads = device_is_cpu ? at::get_num_threads() : 1;  // of a whole tensor's operator
   const std::size_t vector = on_cpu ? kVector : 1;
   for (std::size_t& at = progress.done; at < elements;) {
     const Cut chunk = chunk_of(elements, at, chunking, threads);
     std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, vector);
     for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
     const Cut window = window_at(at, edge, chunk, vector);
-    for (auto& cursor : cursors) cursor->move_to(window, resumes);
-    for (const bool reads : {true, false}) {
-      for (auto& cursor : cursors) {
-        if (cursor->reads() == reads) cursor->wait();
-      }
-    }
+    if (!take_pages(cursors, window, resumes, where)) return;
     const bool straddling =
         std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
     if (straddling) {
@@ -284,7 +311,8 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
 
 }  // namespace
 
-void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, Progress* progress) {
+void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, Progress* progress,
+                     Where where) {
   for (const Operand& operand : operands) {
     if (operand.segment) operand.segment->complete();
   }
@@ -294,7 +322,13 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   const bool resumes = progress || std::none_of(operands.begin(), operands.end(), [](const Operand& operand) {
                          return operand.segment && operand.access != Access::overwrite;
                        });
-  run_windows(reach(operands, shared), chunking, run, progress ? *progress : whole, resumes);
+  Progress& so_far = progress ? *progress : whole;
+  const Reach reached = reach(operands, shared);
+  const bool reaches = std::all_of(reached.operands.begin(), reached.operands.end(), [](const Operand& operand) {
+    return !operand.segment || operand.segment->cache()->reaches_below(*operand.segment);
+  });
+  if (where == Where::in_host && reaches) run_windows(reached, chunking, run, so_far, resumes, where);
+  if (so_far.done < reached.elements) run_windows(reached, chunking, run, so_far, resumes, Where::on_device);
   if (shared) return;
   for (const Operand& operand : operands) {
     const bool written = operand.segment && operand.access != Access::read;
@@ -310,7 +344,12 @@ void copy_windows(const at::Tensor& to, const at::Tensor& from) {
 void for_each_window_of_share(const Operand& operand, RunSlices run) {
   operand.segment->complete();
   Progress whole;
-  run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole, /*resumes=*/false);
+  run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole, /*resumes=*/false, Where::on_device);
+}
+
+bool reaches_host(const StorageSegment& segment) {
+  const StorageSegment& kept = segment.is_partitioned() ? segment.share_segment() : segment;
+  return kept.cache()->reaches_below(kept);
 }
 
 bool holds_share_only(const StorageSegment* segment) {

@@ -26,6 +26,9 @@ struct Config {
   // "true": optimizer.step() returns at once, and parameters are updated when they are next needed; "false": before
   // it returns (of optimizers in Python).
   std::string async_step = "true";
+  // Where a device's optimizer states that are at home below it are updated: "host", "device"; auto: where it is
+  // faster, as measured.
+  std::string update_on = "auto";
   // Mixed precision: what operators see of parameters ("bfloat16", "float16"; auto: what they are), what masters are
   // and what optimizers keep, and in what gradients are summed and kept.
   std::string visible_dtype = "auto", master_dtype = "float32", gradient_dtype = "float32";

@@ -22,6 +22,7 @@
 #include "zeropage/base/units.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/space/agreement.h"
+#include "zeropage/space/bandwidth.h"
 #include "zeropage/space/torch_device.h"
 #include "zeropage/train/gradients.h"
 
@@ -151,6 +152,15 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
         "optimizer_dtype = \"8bit\" is for one rank: blocks share a scale; write \"bfloat16\" or \"auto\"");
   }
   return kept == "8bit" ? Moments::blocks8 : Moments::bfloat16;
+}
+
+bool updates_in_host(const Config& config, DeviceMemory* separate, bool on_cpu) {
+  const std::string& where = config.update_on;
+  if (where != "auto" && where != "host" && where != "device") {
+    throw SettingError(fmt::format("update_on = \"{}\"; write \"host\", \"device\" or \"auto\"", where));
+  }
+  if (!separate || where == "device") return false;
+  return where == "host" || on_cpu || updates_are_faster_in_host(*separate);
 }
 
 /// What operators see of parameters, what their masters are, and what gradients are kept in.
@@ -389,6 +399,8 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     return domain->device.is_cpu() ? make_cpu_apart(bytes) : make_torch_device(domain->device, bytes);
   };
   options.device = device_memory(options.device_bytes);
+  domain->updates_in_host = updates_in_host(config, options.device.get(), domain->device.is_cpu());
+  domain->updates_where_all_fits = config.update_on == "auto";
   domain->cache = FrameCache::make(options);
   if (groups.shard) {
     domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check, groups.keep);
@@ -410,6 +422,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   config.resident_below = std::to_string(domain->resident_below);
   config.io = std::string(domain->cache->io_name());
   config.async_step = domain->async_step ? "true" : "false";
+  config.update_on = domain->updates_in_host || !separate ? "host" : "device";
   config.memory = separate ? "separate" : "unified";
   return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
 }

@@ -228,6 +228,9 @@ Layout StorageSegment::layout() const {
 void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
   deferred_ = std::move(deferred);
   is_deferred_.store(deferred_ != nullptr, std::memory_order_release);
+  const bool in_host = deferred_ && deferred_->runs_in_host();
+  is_deferred_in_host_.store(in_host, std::memory_order_release);
+  if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
 }
 
 void run_deferred(Domain& domain) {
@@ -314,7 +317,8 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
           "what an optimizer keeps in fewer bits (optimizer_dtype) has no float32 memory to hold; use a copy of it: "
           "tensor.clone()");
     }
-    const bool in_frame = segment->is_deferred() && !segment->is_unallocated() && request.access != Access::overwrite;
+    const bool in_frame = segment->is_deferred() && !segment->will_change_below() && !segment->is_unallocated() &&
+                          request.access != Access::overwrite;
     auto& mutex = segment->domain()->deferral_mutex;
     const bool other_space = deferral.mutex() && deferral.mutex() != &mutex;
     if (!in_frame || other_space || segment->domain()->partition.ranks) {

@@ -99,6 +99,8 @@ class Deferred {
   virtual void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const = 0;
   /// What it will do to the content of `segment`.
   virtual Access access_to(const StorageSegment& segment) const = 0;
+  /// Whether they are to run on the host, in the memory below the device's.
+  virtual bool runs_in_host() const = 0;
 };
 
 /// What all tensors of one space share.
@@ -117,7 +119,9 @@ struct Domain {
   bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
-  bool async_step = true;  // what an optimizer's step defers may run after it has returned
+  bool async_step = true;        // what an optimizer's step defers may run after it has returned
+  bool updates_in_host = false;  // an optimizer's states that are not at home on the device are updated in the host
+  bool updates_where_all_fits = false;  // but on the device as long as it holds everything
   /// Held while operators are deferred, and while deferred ones run.
   std::recursive_mutex deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
@@ -158,6 +162,7 @@ class StorageSegment final : public Segment {
   /// Operators that read or write it have yet to run.
   bool is_deferred() const { return is_deferred_.load(std::memory_order_acquire); }
   bool will_change() const override { return is_deferred(); }
+  bool will_change_below() const override { return is_deferred_in_host_.load(std::memory_order_acquire); }
   /// Under the domain's deferral_mutex.
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
   void defer(std::shared_ptr<Deferred> deferred);
@@ -234,7 +239,7 @@ class StorageSegment final : public Segment {
   bool shareable_ = false;
   bool stale_ = false;
   std::shared_ptr<Pending> pending_;
-  std::atomic<bool> is_deferred_ = false;
+  std::atomic<bool> is_deferred_ = false, is_deferred_in_host_ = false;
   std::shared_ptr<Deferred> deferred_;
   std::unique_ptr<const SegmentBuilder> builder_;  // of what has, or had, no home; threads may ask it meanwhile
   std::atomic<bool> unallocated_ = false;

@@ -1,0 +1,229 @@
+#include "zeropage/pager/lower_pins.h"
+
+#include <algorithm>
+
+#include "zeropage/base/units.h"
+#include "zeropage/pager/lower_segment.h"
+
+namespace zeropage {
+
+/// A page that the cache above has lent, from begin() on until this goes.
+class LowerPins::Loan : public PageLoan {
+ public:
+  Loan(LowerPins& pins, Run& run, std::size_t index) : pins_(pins), run_(run), index_(index) {}
+  ~Loan() override {
+    if (begun_) pins_.take_back(run_, index_);
+  }
+  /// Under the lock.
+  void begin() {
+    lend(run_, index_);
+    begun_ = true;
+  }
+
+ protected:
+  LowerPins& pins_;
+  Run& run_;
+  const std::size_t index_;
+
+ private:
+  bool begun_ = false;
+};
+
+/// The same where the page's home is on the device: what was written in the host is uploaded.
+class LowerPins::StagedLoan final : public Loan {
+ public:
+  StagedLoan(LowerPins& pins, Run& run, std::size_t index, Access access)
+      : Loan(pins, run, index), access_(access) {}
+  ~StagedLoan() override {
+    if (!stage_) return;
+    // A page that has not been waited for is what it was.
+    if (access_ != Access::read && waited_for) pins_.upload(run_, index_, *stage_, data_);
+    const std::lock_guard lock(pins_.stages_mutex_);
+    stage_->taken = false;
+  }
+  /// A pin of the host memory for the page.
+  PagePin pin_stage() {
+    stage_ = pins_.take_stage(run_.page_bytes);
+    PagePin pin = pins_.lower_->pin_page(*stage_->segment, 0, Access::overwrite);
+    data_ = pin.data();
+    return pin;
+  }
+
+ private:
+  const Access access_;
+  std::shared_ptr<Stage> stage_;
+  const std::byte* data_ = nullptr;
+};
+
+bool LowerPins::reaches(const Segment& segment) const {
+  return lower_ && !frames_.is_gathered() && !segment.run()->shares_page();
+}
+
+void LowerPins::announce(std::span<const PinRequest> requests) {
+  std::vector<PinRequest> below;
+  for (const PinRequest& request : requests) {
+    Segment* const segment = request.segment->run()->below.get();
+    if (segment) below.push_back({segment, request.access});
+  }
+  if (!below.empty()) lower_->announce(below);
+}
+
+PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  Run& run = *segment.run();
+  if (!run.home) return pin_staged(lock, run, index, access);
+  if (!bring_home(lock, run, index, access)) return {};
+  auto made = std::make_unique<Loan>(*this, run, index);
+  if (access != Access::read) made->begin();
+  const Inside inside(monitor_);
+  const Unlocked unlocked(lock);
+  auto loan = std::move(made);  // comes to its end without the lock
+  PagePin pin = lower_->pin_page(*run.below, index, access);
+  pin.keep(std::move(loan));
+  return pin;
+}
+
+/// Returns when the page below is the newest, and, unless it is only read, the only one. False if it is in use above.
+bool LowerPins::bring_home(Lock& lock, Run& run, std::size_t index, Access access) {
+  Page& page = run.pages[index];
+  while (true) {
+    monitor_.check_usable();
+    if (run.assembled || page.lent) return false;
+    if (!page.frame) return true;
+    Frame& frame = *page.frame;
+    if (frame.transfers > 0) {
+      transfers_.wait_for_reads(lock, frame);
+      transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+    } else if (frame.pins > 0) {
+      return false;
+    } else if (Frames::is_dirty(frame)) {
+      const std::size_t failed_before = transfers_.failed_writes();
+      transfers_.write_back(lock, frame, Priority::demanded);
+      transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+      transfers_.throw_failed_write(failed_before);
+    } else if (access == Access::read) {
+      return true;
+    } else {
+      frames_.evict(frame);
+    }
+  }
+}
+
+/// The run stays as if a transfer were under way.
+void LowerPins::lend(Run& run, std::size_t index) {
+  Page& page = run.pages[index];
+  if (run.home) page.state = Residency::evicted;
+  page.lent = true;
+  ++run.lent;
+  ++run.transfers;
+}
+
+void LowerPins::take_back(Run& run, std::size_t index) noexcept {
+  if (monitor_.in_forked_child()) return;
+  const Lock lock(monitor_.mutex());
+  run.pages[index].lent = false;
+  --run.lent;
+  if (--run.transfers == 0 && run.dead) runs_.remove(run);
+  monitor_.changed().notify_all();
+}
+
+/// Of a page whose home is a frame on the device.
+PagePin LowerPins::pin_staged(Lock& lock, Run& run, std::size_t index, Access access) {
+  Page& page = run.pages[index];
+  Frame& frame = *page.frame;
+  if (page.lent || frame.pins > 0) return {};
+  auto made = std::make_unique<StagedLoan>(*this, run, index, access);
+  made->begin();
+  if (access != Access::overwrite) transfers_.count(0, round_up(run.bytes_of(index), kBlockBytes));
+  const Inside inside(monitor_);
+  const Unlocked unlocked(lock);
+  auto loan = std::move(made);  // comes to its end without the lock
+  PagePin pin = loan->pin_stage();
+  if (access != Access::overwrite) {
+    DeviceMemory& device = *memory_.device();
+    const auto after = frame.last_used ? frame.last_used : frame.ready;
+    device.wait(device.download(pin.data(), FrameMemory::address(run, index), run.bytes_of(index), after));
+  }
+  pin.keep(std::move(loan));
+  return pin;
+}
+
+/// One that no upload reads from. Throws BudgetError.
+std::shared_ptr<LowerPins::Stage> LowerPins::take_stage(std::size_t bytes) {
+  constexpr std::size_t kFewest = 4;  // uploads that may be under way before one is waited for
+  std::shared_ptr<Stage> found;
+  {
+    const std::lock_guard lock(stages_mutex_);
+    const auto suits = [&](const auto& stage) { return !stage->taken && stage->segment->bytes() >= bytes; };
+    std::size_t many = 0;
+    for (const auto& stage : stages_) {
+      if (!suits(stage)) continue;
+      ++many;
+      if (!found) found = stage;
+      if (memory_.device()->done(stage->uploaded)) {
+        found = stage;
+        break;
+      }
+    }
+    if (found && many < kFewest && !memory_.device()->done(found->uploaded)) found = nullptr;
+    if (found) found->taken = true;
+  }
+  if (!found) {
+    found = std::make_shared<Stage>();
+    found->segment = std::make_unique<LowerSegment>();
+    lower_->bind(*found->segment, {bytes, 0, Role::activation, Tier::host, bytes});
+    found->taken = true;
+    const std::lock_guard lock(stages_mutex_);
+    stages_.push_back(found);
+  }
+  memory_.device()->wait(found->uploaded);
+  return found;
+}
+
+void LowerPins::upload(Run& run, std::size_t index, Stage& stage, const std::byte* data) noexcept {
+  if (monitor_.in_forked_child()) return;
+  const Lock lock(monitor_.mutex());
+  Frame* const frame = run.pages[index].frame;
+  if (monitor_.closed() || !frame) return;
+  try {
+    DeviceMemory& device = *memory_.device();
+    device.retire(frame->last_used ? frame->last_used : frame->ready);
+    stage.uploaded = device.upload(FrameMemory::address(run, index), data, run.bytes_of(index));
+    frame->ready = frame->last_used = stage.uploaded;
+    transfers_.count(round_up(run.bytes_of(index), kBlockBytes), 0);
+  } catch (...) {
+    frame->failure = std::current_exception();  // for the thread that uses it next
+  }
+}
+
+void LowerPins::bring_down(Segment& segment) noexcept {
+  if (!reaches(segment) || monitor_.in_forked_child()) return;
+  Lock lock(monitor_.mutex());
+  if (monitor_.closed()) return;
+  Run& run = *segment.run();
+  const auto next = timeline_.plan().next_use(run.ordinal);
+  if (!run.home || (next.begin != AccessPlan::kNever && next.access != Access::read)) return;
+  try {
+    for (std::size_t i = 0; i < run.pages.size(); ++i) {
+      Frame* const frame = run.pages[i].frame;
+      if (!frame || frame->first_page != i || frame->pins > 0 || frame->transfers > 0) continue;
+      if (Frames::is_dirty(*frame) && !transfers_.write_back(lock, *frame, Priority::behind)) return;
+    }
+  } catch (...) {
+    // What could not start now starts when it is needed, and its error is told then.
+  }
+}
+
+void LowerPins::close() noexcept {
+  std::vector<std::shared_ptr<Stage>> stages;
+  {
+    const std::lock_guard lock(stages_mutex_);
+    stages.swap(stages_);
+    std::erase_if(stages, [](const auto& stage) { return stage->taken; });  // its loan ends without an upload
+  }
+  for (const auto& stage : stages) memory_.device()->wait(stage->uploaded);
+}
+
+}  // namespace zeropage
