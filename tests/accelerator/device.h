@@ -78,6 +78,8 @@ inline Queue& current_queue() { return queue_of(current_stream()); }
 /// Returns when all streams have run dry; throws what an operator threw on the device meanwhile.
 void synchronize();
 void wait_for_all() noexcept;  // the same without the throwing
+/// Where each stream is when it has done what it was asked for, of those that have not.
+std::vector<Event> all_under_way();
 void throw_failure();
 void note_failure(const std::string& what);
 

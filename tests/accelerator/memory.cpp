@@ -5,8 +5,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <set>
 #include <vector>
@@ -238,8 +240,13 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 // --- pinned memory of the host ---
 
 struct Pinned {
+  struct Freed {
+    void* at;
+    std::vector<Event> after;  // of streams that may still reach it
+  };
   std::mutex mutex;
   std::map<const char*, std::size_t> ranges;
+  std::deque<Freed> freed;
 };
 Pinned& pinned() {
   static auto* const made = new Pinned;
@@ -247,13 +254,18 @@ Pinned& pinned() {
 }
 
 struct PinnedAllocator final : at::HostAllocator {
+  /// The host goes on; the memory is kept until no transfer can reach it.
   static void free(void* pointer) {
-    wait_for_all();  // a transfer may still reach it
-    {
-      std::lock_guard lock(pinned().mutex);
-      pinned().ranges.erase(static_cast<const char*>(pointer));
-    }
-    std::free(pointer);
+    std::vector<Event> after = all_under_way();
+    std::lock_guard lock(pinned().mutex);
+    pinned().ranges.erase(static_cast<const char*>(pointer));
+    pinned().freed.push_back({pointer, std::move(after)});
+    const auto past = [](const Event& event) { return event.queue->done(event.position); };
+    std::erase_if(pinned().freed, [&](const Pinned::Freed& freed) {
+      const bool unused = std::all_of(freed.after.begin(), freed.after.end(), past);
+      if (unused) std::free(freed.at);
+      return unused;
+    });
   }
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free, c10::kCPU};

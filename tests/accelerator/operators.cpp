@@ -91,9 +91,14 @@ struct Traits {
   std::vector<int> out;                           // arguments that are resized to the result
 };
 
-/// Whose statistics are narrower on the CPU than on other devices.
-bool is_norm(const std::string& name) {
-  return name == "aten::native_layer_norm" || name == "aten::native_group_norm" || name == "aten::native_batch_norm";
+/// The CPU's norms of layers and groups keep them in the input's dtype, unless weights are wider; others in float32.
+std::optional<c10::ScalarType> dtype_of_statistics(const std::string& name, const Stack& arguments) {
+  const bool layers = name == "aten::native_layer_norm";
+  if (!layers && name != "aten::native_group_norm") return std::nullopt;
+  const c10::IValue& weight = arguments[layers ? 2 : 1];
+  const c10::ScalarType of_input = arguments[0].toTensor().scalar_type();
+  return weight.isTensor() && weight.toTensor().defined() ? c10::promoteTypes(of_input, weight.toTensor().scalar_type())
+                                                          : of_input;
 }
 
 const Traits& traits_of(const c10::OperatorHandle& op) {
@@ -105,7 +110,7 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
   if (!is_new) return traits;
   const auto& schema = op.schema();
   traits.synchronous = op.hasTag(at::Tag::nondeterministic_seeded) || op.hasTag(at::Tag::dynamic_output_shape) ||
-                       op.hasTag(at::Tag::data_dependent_output) || is_norm(schema.name());
+                       op.hasTag(at::Tag::data_dependent_output) || schema.name() == "aten::native_batch_norm";
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = schema.arguments()[i];
     if (argument.name() == "generator") traits.generator = static_cast<int>(i);
@@ -164,7 +169,9 @@ void call(const c10::OperatorHandle& op, Stack& stack) {
 std::optional<Stack> foretell(const c10::OperatorHandle& op, const Stack& stack, std::size_t count) {
   try {
     Stack meta = converted(stack, count, c10::kMeta, &without_data);
+    const auto statistics = dtype_of_statistics(op.schema().name(), meta);
     call(op, meta);
+    for (std::size_t i = 1; statistics && i < meta.size(); ++i) meta[i] = meta[i].toTensor().to(*statistics);
     return meta;
   } catch (const std::exception&) {  // the CPU's kernel will say it better
     return std::nullopt;
@@ -466,6 +473,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", &sim::record);
   library.impl("_fused_sdp_choice", &sim::attention);
   library.impl("histc", &sim::histc);
+  // Else made of batch norm, whose statistics the host would have to wait for.
+  for (const char* norm : {"native_layer_norm", "native_group_norm"}) {
+    library.impl(norm, torch::CppFunction::makeFromBoxedFunction<&sim::run>());
+  }
   library.impl("convolution_overrideable", &sim::convolution);
   library.impl("convolution_backward_overrideable", &sim::convolution_backward);
   library.impl("_thnn_fused_lstm_cell", &sim::lstm_cell);

@@ -130,6 +130,14 @@ void wait_for_all() noexcept {
   for (Queue* queue : queues()) queue->wait(queue->asked());
 }
 
+std::vector<Event> all_under_way() {
+  std::vector<Event> events;
+  for (Queue* queue : queues()) {
+    if (const std::uint64_t asked = queue->asked(); !queue->done(asked)) events.push_back({queue, asked});
+  }
+  return events;
+}
+
 void synchronize() {
   wait_for_all();
   throw_failure();
