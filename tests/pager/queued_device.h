@@ -61,6 +61,7 @@ class QueuedDevice final : public DeviceMemory {
   }
   Event upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
     std::lock_guard lock(mutex_);
+    after_retired(uploads_, {to, bytes});
     uploads_.push([=] { std::memcpy(to, from, bytes); });
     return event_after(uploads_);
   }
@@ -70,15 +71,13 @@ class QueuedDevice final : public DeviceMemory {
     downloads_.push([=] { std::memcpy(to, from, bytes); });
     return event_after(downloads_);
   }
-  void retire(const Event& event) override {
+  void retire(std::span<std::byte> memory, const Event& event) override {
     std::lock_guard lock(mutex_);
-    after(uploads_, event);
-    retired_.push_back(event);
+    if (event) retired_.emplace_back(memory, event);
   }
-  void reuse() override {
+  void reuse(std::span<std::byte> memory) override {
     std::lock_guard lock(mutex_);
-    for (const Event& event : retired_) after(*current_, event);
-    retired_.clear();
+    after_retired(*current_, memory);
   }
   bool done(const Event& event) override {
     std::lock_guard lock(mutex_);
@@ -123,10 +122,19 @@ class QueuedDevice final : public DeviceMemory {
     if (event && std::static_pointer_cast<Point>(event)->queue != &queue) queue.push([this, event] { wait(event); });
   }
 
+  void after_retired(Queue& queue, std::span<std::byte> memory) {
+    std::erase_if(retired_, [&](const auto& retired) { return done(retired.second); });
+    for (const auto& [other, event] : retired_) {
+      if (other.data() < memory.data() + memory.size() && memory.data() < other.data() + other.size()) {
+        after(queue, event);
+      }
+    }
+  }
+
   std::vector<std::byte> memory_;
   Queue operators_[2], uploads_, downloads_;
   Queue* current_ = &operators_[0];
-  std::vector<Event> retired_;
+  std::vector<std::pair<std::span<std::byte>, Event>> retired_;
 };
 
 }  // namespace zeropage

@@ -44,7 +44,7 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   frame->charge = std::move(charge);
   frame->permanent = permanent;
   frame->pins = 1;
-  if (device_) device_->reuse();
+  if (device_) device_->reuse({frame->memory.data(), frame->memory.bytes()});
   Frame* made = frame.get();
   std::set<Frame*> place{made};
   frame->place = place.extract(place.begin());
@@ -54,7 +54,9 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
 
 void FrameMemory::drop(Frame& frame) noexcept {
   try {
-    if (device_) device_->retire(frame.last_used ? frame.last_used : frame.ready);
+    if (device_) {
+      device_->retire({frame.memory.data(), frame.memory.bytes()}, frame.last_used ? frame.last_used : frame.ready);
+    }
   } catch (...) {  // a device that cannot wait for an event is lost, and so is what it computes
   }
   frames_.erase(frame.memory.data());

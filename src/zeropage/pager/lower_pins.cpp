@@ -189,8 +189,9 @@ void LowerPins::upload(Run& run, std::size_t index, Stage& stage, const std::byt
   if (monitor_.closed() || !frame) return;
   try {
     DeviceMemory& device = *memory_.device();
-    device.retire(frame->last_used ? frame->last_used : frame->ready);
-    stage.uploaded = device.upload(FrameMemory::address(run, index), data, run.bytes_of(index));
+    std::byte* const at = FrameMemory::address(run, index);
+    device.retire({at, run.bytes_of(index)}, frame->last_used ? frame->last_used : frame->ready);
+    stage.uploaded = device.upload(at, data, run.bytes_of(index));
     frame->ready = frame->last_used = stage.uploaded;
     transfers_.count(round_up(run.bytes_of(index), kBlockBytes), 0);
   } catch (...) {

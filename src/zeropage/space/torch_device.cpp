@@ -85,6 +85,7 @@ class TorchDevice final : public DeviceMemory {
 
   Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
     Ordinary ordinary;
+    wait_for_retired({to, bytes}, uploads_);
     c10::StreamGuard on(uploads_);
     on_device(to, bytes).copy_(in_host(const_cast<std::byte*>(from_host), bytes), /*non_blocking=*/true);
     return record(uploads_);
@@ -97,18 +98,13 @@ class TorchDevice final : public DeviceMemory {
     return record(downloads_);
   }
 
-  void retire(const Event& event) override {
+  void retire(std::span<std::byte> memory, const Event& event) override {
     if (!event) return;
-    stream_wait(event, uploads_);
     std::lock_guard lock(mutex_);
-    std::erase_if(retired_, [&](const Event& past) { return done(past); });
-    retired_.push_back(event);
+    std::erase_if(retired_, [&](const Retired& retired) { return done(retired.event); });
+    retired_.push_back({memory, event});
   }
-  void reuse() override {
-    std::lock_guard lock(mutex_);
-    std::erase_if(retired_, [&](const Event& past) { return done(past); });
-    for (const Event& event : retired_) stream_wait(event);  // they stay for other threads, until past
-  }
+  void reuse(std::span<std::byte> memory) override { wait_for_retired(memory, driver_.getStream(device_)); }
 
   bool done(const Event& event) override { return !event || point(event).event.query(); }
   void wait(const Event& event) override {
@@ -133,6 +129,19 @@ class TorchDevice final : public DeviceMemory {
     c10::Event event;
     c10::Stream stream;
   };
+  struct Retired {
+    std::span<std::byte> memory;
+    Event event;
+  };
+  /// What is retired stays so for other streams, until it is past.
+  void wait_for_retired(std::span<std::byte> memory, const c10::Stream& stream) {
+    std::lock_guard lock(mutex_);
+    for (const Retired& retired : retired_) {
+      const bool apart = retired.memory.data() + retired.memory.size() <= memory.data() ||
+                         memory.data() + memory.size() <= retired.memory.data();
+      if (!apart) stream_wait(retired.event, stream);
+    }
+  }
   static Point& point(const Event& event) { return *std::static_pointer_cast<Point>(event); }
 
   static Event record(const c10::Stream& stream) {
@@ -158,7 +167,7 @@ class TorchDevice final : public DeviceMemory {
   at::Tensor memory_;
   std::span<std::byte> region_;
   std::mutex mutex_;
-  std::vector<Event> retired_;
+  std::vector<Retired> retired_;
 };
 
 /// Operators on the CPU are over when they return, so nothing needs an event.
@@ -179,8 +188,8 @@ class CpuApart final : public DeviceMemory {
     std::memcpy(to_host, from, bytes);
     return nullptr;
   }
-  void retire(const Event&) override {}
-  void reuse() override {}
+  void retire(std::span<std::byte>, const Event&) override {}
+  void reuse(std::span<std::byte>) override {}
   bool done(const Event&) override { return true; }
   void wait(const Event&) override {}
   std::shared_ptr<void> register_host(std::span<std::byte>) override { return nullptr; }

@@ -5,7 +5,8 @@
 // and downloads run on streams of their own, so that they overlap operators and each other. What keeps them apart:
 //   - the first use of a frame waits for the event of what filled it (stream_wait);
 //   - a download waits for the event of the frame's last use;
-//   - memory given up is retired with the event of its last use: uploads and operators that get it next wait for it.
+//   - memory given up is retired with the event of its last use: what uploads into it, and operators that get it
+//     next, wait for that, and nothing else does.
 #pragma once
 
 #include <cstddef>
@@ -35,10 +36,10 @@ class DeviceMemory {
   // Beside them:
   virtual Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) = 0;
   virtual Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) = 0;
-  /// Memory last used at `event` may be used again: uploads from now on wait for it, and so do the operators of any
-  /// thread that calls reuse().
-  virtual void retire(const Event& event) = 0;
-  virtual void reuse() = 0;
+  /// Memory last used at `event` may be used again: uploads into it wait for that, and so do the operators of a thread
+  /// that has called reuse() for it.
+  virtual void retire(std::span<std::byte> memory, const Event& event) = 0;
+  virtual void reuse(std::span<std::byte> memory) = 0;
 
   virtual bool done(const Event& event) = 0;
   virtual void wait(const Event& event) = 0;
