@@ -1,4 +1,5 @@
 import os
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -71,6 +72,8 @@ def deterministic(request):
     if (device := request.config.getoption("--device")) != "cpu":
         torch.set_default_device(device)
         torch.backends.cudnn.deterministic = True
+        # Either half of the tests: bits are the same.
+        devices.update_on = ["host", "device"][zlib.crc32(request.node.nodeid.encode()) % 2]
     yield
     torch.set_default_dtype(torch.float32)
 

@@ -9,6 +9,7 @@ import torch
 NAME = os.environ.get("ZEROPAGE_TEST_DEVICE", "cpu")
 SEED = int(os.environ.get("ZEROPAGE_TEST_DELAYS", "0"))  # of random delays of the simulated device; 0: none
 LONGEST_DELAY = 2000  # microseconds
+update_on = "auto"  # of configurations that do not say, on a device with memory of its own
 
 
 def choose(name: str, seed: int) -> None:
@@ -26,6 +27,17 @@ def set_delays(seed: int | None = None) -> None:
     torch.sim.set_delays(seed, LONGEST_DELAY if seed else 0)
 
 
+def _choose_where_updates_run() -> None:
+    import zeropage
+
+    of_library = zeropage.Config.__init__
+
+    def init(self: zeropage.Config, **settings: object) -> None:
+        of_library(self, **{"update_on": update_on, **settings})
+
+    zeropage.Config.__init__ = init  # type: ignore[method-assign]
+
+
 def use(name: str, seed: int) -> None:
     if name.startswith("sim"):
         sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "accelerator"))
@@ -34,6 +46,7 @@ def use(name: str, seed: int) -> None:
         set_delays(seed)
     if name != "cpu":
         torch.set_default_device(name)
+        _choose_where_updates_run()
 
 
 def generator_of(seed: int) -> torch.Generator:

@@ -120,6 +120,7 @@ struct Run {
   std::size_t transfers = 0;                       // under way, and pages lent; a run that dies lives until they end
   std::size_t lent = 0;                            // pages
   bool dead = false;
+  bool is_staging = false;     // counts against its budget, and not among homes
   Segment* only = nullptr;     // the tensor that it is made for, if it is not for several; null once that died
   bool listed = false;         // among those that may have room
   Frame* assembled = nullptr;  // the frame in which a thread is bringing it together
@@ -152,6 +153,7 @@ struct SegmentSpec {
   Role role;
   Tier tier;
   std::size_t page_bytes = 0;  // 0: the cache's own, on rows
+  bool is_staging = false;     // nothing's home: of a cache above, memory for what passes
 };
 
 /// A tensor that is partitioned over ranks. Each page is every rank's part of it, in rank order.

@@ -204,8 +204,18 @@ void FrameCache::wait() {
   if (lower_) lower_->wait();
 }
 
+/// What died is gone once its transfers are.
+void FrameCache::tidy() const {
+  Lock lock(monitor_.mutex());
+  if (monitor_.closed()) return;
+  const Inside inside(monitor_);
+  const Unlocked unlocked(lock);
+  home_->tidy(/*wait=*/false);
+}
+
 CacheStats FrameCache::stats() const {
   const bool separate = lower_ && !ranks_;
+  if (separate) tidy();
   CacheStats sum = separate ? lower_->stats() : CacheStats{};
   Lock lock(monitor_.mutex());
   for (int role = 0; role < kRoles; ++role) {

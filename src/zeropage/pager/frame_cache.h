@@ -177,9 +177,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
   void finish_close() noexcept;
   void go_on(Lock& lock);
+  void tidy() const;
   void read_ahead();
 
-  Monitor monitor_{[this] { finish_close(); }};
+  mutable Monitor monitor_{[this] { finish_close(); }};
   bool drained_ = false;  // closed, and no transfer is under way
   std::size_t page_bytes_;
   std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena

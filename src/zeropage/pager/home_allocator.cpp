@@ -56,6 +56,7 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
   Run& run = *owned;
   run.role = spec.role;
   run.tier = spec.tier;
+  run.is_staging = spec.is_staging;
   run.bytes = std::max<std::size_t>(bytes, 1);
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
@@ -63,8 +64,9 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
     // Not under this cache's lock: it may wait below for transfers whose ends come here.
     run.below = std::make_unique<LowerSegment>();
     {
+      const Inside inside(monitor_);
       const Unlocked unlocked(lock);
-      homes_.lower->bind(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
+      bind_below(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
     }
     monitor_.check_usable();
     run.home = homes_.home;
@@ -78,6 +80,18 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
   }
   runs_.add(std::move(owned));
   return run;
+}
+
+/// What died while it was on its way down is there until its transfer is seen to have ended.
+void HomeAllocator::bind_below(Segment& segment, const SegmentSpec& spec) {
+  homes_.home->tidy(/*wait=*/false);
+  while (true) {
+    try {
+      return homes_.lower->bind(segment, spec);
+    } catch (const BudgetError&) {
+      if (!homes_.home->tidy(/*wait=*/true)) throw;
+    }
+  }
 }
 
 /// The run's frame is its home.

@@ -80,6 +80,7 @@ PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
   auto loan = std::move(made);  // comes to its end without the lock
+  if (access != Access::read) run.home->forget(run);  // an upload may still be reading the page
   PagePin pin = lower_->pin_page(*run.below, index, access);
   pin.keep(std::move(loan));
   return pin;
@@ -173,7 +174,7 @@ std::shared_ptr<LowerPins::Stage> LowerPins::take_stage(std::size_t bytes) {
   if (!found) {
     found = std::make_shared<Stage>();
     found->segment = std::make_unique<LowerSegment>();
-    lower_->bind(*found->segment, {bytes, 0, Role::activation, Tier::host, bytes});
+    lower_->bind(*found->segment, {bytes, 0, Role::parameter, Tier::host, bytes, /*is_staging=*/true});
     found->taken = true;
     const std::lock_guard lock(stages_mutex_);
     stages_.push_back(found);

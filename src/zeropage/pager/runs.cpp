@@ -32,12 +32,13 @@ void Runs::count_home(const Run& run, bool created) {
   }
   if (run.below || frames_.is_gathered()) return;  // it is counted there
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
-  std::size_t& bytes = home_bytes_[role][tier];
-  bytes += created ? run.bytes : -run.bytes;
   if (!run.home) {
     const std::size_t frame_bytes = round_up(run.bytes, kBlockBytes);
     created ? budgets_.add_home(run.tier, frame_bytes) : budgets_.remove_home(run.tier, frame_bytes);
   }
+  if (run.is_staging) return;
+  std::size_t& bytes = home_bytes_[role][tier];
+  bytes += created ? run.bytes : -run.bytes;
   home_peak_[role][tier] = std::max(home_peak_[role][tier], bytes);
 }
 
