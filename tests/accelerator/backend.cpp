@@ -18,6 +18,9 @@ double seconds_of(What what) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+/// A stream says that it is captured in a graph, of which there is none.
+std::atomic<bool> captures = false;
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
@@ -71,6 +74,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (point->queue->crosses_link) statistics().host_waited_seconds += waited;
     throw_failure();
   }
+  // No `override`: torch 2.11 does not ask.
+  bool isStreamCapturing(const c10::Stream&) const { return captures; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<std::shared_ptr<Event>*>(event);
   }
@@ -163,6 +168,7 @@ TORCH_LIBRARY(sim, library) {
   });
   library.def("set_link(float bytes_per_second) -> ()", &sim::set_link);
   library.def("synchronize() -> ()", &sim::synchronize);
+  library.def("set_capturing(bool captures) -> ()", [](bool captures) { sim::captures = captures; });
   library.def("leave_out_waits(int waiting, int awaited) -> ()",
               [](std::int64_t waiting, std::int64_t awaited) { sim::waits().leave_out(waiting, awaited); });
   library.def("leave_no_waits_out() -> ()", [] { sim::waits().leave_none_out(); });

@@ -97,8 +97,9 @@ std::optional<c10::ScalarType> dtype_of_statistics(const std::string& name, cons
   if (!layers && name != "aten::native_group_norm") return std::nullopt;
   const c10::IValue& weight = arguments[layers ? 2 : 1];
   const c10::ScalarType of_input = arguments[0].toTensor().scalar_type();
-  return weight.isTensor() && weight.toTensor().defined() ? c10::promoteTypes(of_input, weight.toTensor().scalar_type())
-                                                          : of_input;
+  return weight.isTensor() && weight.toTensor().defined()
+             ? c10::promoteTypes(of_input, weight.toTensor().scalar_type())
+             : of_input;
 }
 
 const Traits& traits_of(const c10::OperatorHandle& op) {

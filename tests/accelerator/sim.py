@@ -78,6 +78,7 @@ class _Module(types.ModuleType):
     set_delays = staticmethod(lambda seed, microseconds: _ops.set_delays(seed, microseconds))
     set_link = staticmethod(lambda bytes_per_second: _ops.set_link(float(bytes_per_second)))
 
+    set_capturing = staticmethod(_ops.set_capturing)
     leave_out_waits = staticmethod(_ops.leave_out_waits)
     leave_no_waits_out = staticmethod(_ops.leave_no_waits_out)
 

@@ -30,12 +30,15 @@ def set_delays(seed: int | None = None) -> None:
 def _choose_where_updates_run() -> None:
     import zeropage
 
-    of_library = zeropage.Config.__init__
+    of_library = zeropage.Config._core
 
-    def init(self: zeropage.Config, **settings: object) -> None:
-        of_library(self, **{"update_on": update_on, **settings})
+    def core(self: zeropage.Config) -> object:
+        config = of_library(self)
+        if self.get("update_on") is None and self.get("optimizer_dtype") is None:  # the second needs the host
+            config.set("update_on", update_on)
+        return config
 
-    zeropage.Config.__init__ = init  # type: ignore[method-assign]
+    zeropage.Config._core = core  # type: ignore[method-assign,assignment]
 
 
 def use(name: str, seed: int) -> None:

@@ -152,3 +152,76 @@ def evaluate_and_train():
 
 def test_evaluation_in_inference_mode_and_training_take_turns_over_ranks(two):
     two.run(evaluate_and_train)
+
+
+@pytest.mark.skipif(not hasattr(torch.Stream, "is_capturing"), reason="of later releases of torch")
+def test_capture_in_a_graph_is_refused_and_changes_nothing(config):
+    with zeropage.init(config):
+        layer = torch.nn.Linear(300, 200)
+    x = torch.randn(4, 300)
+    expected = layer(x).detach()
+    torch.sim.set_capturing(True)
+    try:
+        with pytest.raises(zeropage.AccessError, match="cannot be captured in a graph"):
+            layer(x)
+    finally:
+        torch.sim.set_capturing(False)
+    assert torch.equal(layer(x), expected)
+
+
+def bytes_of_a_step(space, model, optimizer, gradient_of):
+    """Over the link, up and down."""
+    space.wait()
+    before = space.report()
+    gradient_of().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    space.wait()
+    after = space.report()
+    return after.uploaded_bytes - before.uploaded_bytes, after.downloaded_bytes - before.downloaded_bytes
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_an_update_in_the_host_moves_two_bytes_a_parameter_down_and_two_up(tier, fused, disk):
+    """ZeRO-Offload: parameters on the device, gradients and what the optimizer keeps below."""
+    space = zeropage.init(
+        device="sim",
+        parameters="device",
+        gradients=tier,
+        optimizer=tier,
+        visible_dtype="bfloat16",
+        update_on="host",
+        device_memory="16MB",
+        host_memory="32MB",
+        page_size="64KiB",
+        **({"disk_path": disk} if tier == "disk" else {}),
+    )
+    with space:
+        model = torch.nn.Sequential(torch.nn.Linear(512, 1024, bias=False), torch.nn.Linear(1024, 512, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    x = torch.randn(8, 512, dtype=torch.bfloat16)
+    for _ in range(2):
+        bytes_of_a_step(space, model, optimizer, lambda: model(x).float().pow(2).mean())
+    up, down = bytes_of_a_step(space, model, optimizer, lambda: model(x).float().pow(2).mean())
+    parameters = sum(p.numel() for p in model.parameters())
+    assert (up, down) == (2 * parameters, 2 * parameters)
+
+
+def test_where_updates_run_is_said_and_measured(config):
+    assert zeropage.init(config.replace(update_on="auto")).config["update_on"] in ("host", "device")
+    torch.sim.set_link(1e6)
+    try:
+        assert zeropage.init(config.replace(update_on="auto")).config["update_on"] == "host"
+    finally:
+        torch.sim.set_link(0)
+    with pytest.raises(zeropage.SettingError, match="update_on"):
+        zeropage.init(config.replace(update_on="both"))
+
+
+@pytest.mark.parametrize("host_memory", ["64KiB", "80KiB", "128KiB"])
+def test_an_update_goes_on_on_the_device_where_the_host_has_no_room(host_memory, config):
+    plain = trained(None)
+    small = config.replace(update_on="host", device_memory="2MB", host_memory=host_memory)
+    assert same(trained(small), plain)

@@ -10,8 +10,6 @@ from ranks import space as rank_space
 
 import zeropage
 
-pytestmark = pytest.mark.cpu  # not built for other devices
-
 KEPT = ["bfloat16", "8bit"]
 MOMENTS = ["exp_avg", "exp_avg_sq"]
 

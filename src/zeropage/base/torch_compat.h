@@ -67,6 +67,16 @@ inline void add_key(c10::TensorImpl& tensor, c10::DispatchKey key) {
   tensor.*KeySetAccess::keys = tensor.key_set().add(key);
 }
 
+/// Whether what is asked of the stream goes into a graph. torch 2.11 cannot tell; the capture itself fails there.
+template <class Stream>
+bool is_capturing(const Stream& stream) {
+  if constexpr (requires { stream.is_capturing(); }) {
+    return stream.is_capturing();
+  } else {
+    return false;
+  }
+}
+
 /// The tensor becomes what `other` is, on its device. set_data() alone knows only some backends for alike.
 inline void become(at::TensorBase& tensor, const at::TensorBase& other) {
   tensor.unsafeGetTensorImpl()->*KeySetAccess::keys = other.key_set();

@@ -3,6 +3,7 @@
 // linking the library registers it.
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/library.h>
@@ -31,6 +32,17 @@ std::string describe(const Call& call) {
     }
   }
   return text;
+}
+
+/// A graph would keep addresses of frames, which other tensors have when it is replayed.
+void refuse_capture(const Call& call) {
+  const c10::Device device = call.paged[0].segment->domain()->device;
+  if (device.is_cpu()) return;
+  if (!compat::is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device))) return;
+  throw AccessError(
+      "operators on paged tensors cannot be captured in a graph: their memory is another at each replay. Capture "
+      "only "
+      "what holds ordinary tensors, or run without the graph");
 }
 
 /// Hooks the leaves among paged arguments; the result must live through the operator.
@@ -97,7 +109,10 @@ void run(Call& call) {
     return adopt_results(call, false);
   }
   // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
-  if (call.info.kind == OperatorKind::data) call.paged[0].segment->domain()->cache->check_usable();
+  if (call.info.kind == OperatorKind::data) {
+    call.paged[0].segment->domain()->cache->check_usable();
+    refuse_capture(call);
+  }
   if (takes_quantised(call)) return run_dequantised(call, run);
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {

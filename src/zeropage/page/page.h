@@ -130,7 +130,6 @@ struct Run {
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
   std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
 
-
   bool gathered() const { return is_gathered; }
   bool packed() const { return is_packed; }
   /// Whether its frames can leave memory.
@@ -153,6 +152,7 @@ struct SegmentSpec {
   Role role;
   Tier tier;
   std::size_t page_bytes = 0;  // 0: the cache's own, on rows
+  bool alone = false;          // shares no page, however small
   bool is_staging = false;     // nothing's home: of a cache above, memory for what passes
 };
 

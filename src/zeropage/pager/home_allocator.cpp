@@ -23,7 +23,7 @@ std::size_t cut_on_rows(std::size_t page_bytes, std::size_t row_bytes) {
 
 Run& HomeAllocator::run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = std::max(page_bytes_ / 4, kBlockBytes);
-  if (spec.bytes > shared_bytes / 4) {
+  if (spec.alone || spec.bytes > shared_bytes / 4) {
     return new_run(lock, spec, spec.bytes,
                    spec.page_bytes ? spec.page_bytes : cut_on_rows(page_bytes_, spec.row_bytes));
   }
@@ -66,7 +66,7 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
     {
       const Inside inside(monitor_);
       const Unlocked unlocked(lock);
-      bind_below(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes});
+      bind_below(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes, /*alone=*/true});
     }
     monitor_.check_usable();
     run.home = homes_.home;

@@ -32,8 +32,7 @@ class LowerPins::Loan : public PageLoan {
 /// The same where the page's home is on the device: what was written in the host is uploaded.
 class LowerPins::StagedLoan final : public Loan {
  public:
-  StagedLoan(LowerPins& pins, Run& run, std::size_t index, Access access)
-      : Loan(pins, run, index), access_(access) {}
+  StagedLoan(LowerPins& pins, Run& run, std::size_t index, Access access) : Loan(pins, run, index), access_(access) {}
   ~StagedLoan() override {
     if (!stage_) return;
     // A page that has not been waited for is what it was.
@@ -79,7 +78,7 @@ PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
   if (access != Access::read) made->begin();
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
-  auto loan = std::move(made);  // comes to its end without the lock
+  auto loan = std::move(made);                        // comes to its end without the lock
   if (access != Access::read) run.home->forget(run);  // an upload may still be reading the page
   PagePin pin = lower_->pin_page(*run.below, index, access);
   pin.keep(std::move(loan));
@@ -174,7 +173,8 @@ std::shared_ptr<LowerPins::Stage> LowerPins::take_stage(std::size_t bytes) {
   if (!found) {
     found = std::make_shared<Stage>();
     found->segment = std::make_unique<LowerSegment>();
-    lower_->bind(*found->segment, {bytes, 0, Role::parameter, Tier::host, bytes, /*is_staging=*/true});
+    lower_->bind(*found->segment,
+                 {bytes, 0, Role::parameter, Tier::host, bytes, /*alone=*/true, /*is_staging=*/true});
     found->taken = true;
     const std::lock_guard lock(stages_mutex_);
     stages_.push_back(found);

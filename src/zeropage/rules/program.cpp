@@ -317,7 +317,8 @@ void Program::run_into(const at::Tensor& target, const StorageSegment& segment) 
     operand_of[i] = static_cast<int>(operands.size());
     operands.push_back({slot.shape, made ? segment_of(target) : slot.segment, slot.access, slot.per});
   }
-  for_each_window(operands, chunking_, [&](c10::ArrayRef<at::Tensor> slices) { run_piece(instructions_, slices, operand_of); });
+  for_each_window(operands, chunking_,
+                  [&](c10::ArrayRef<at::Tensor> slices) { run_piece(instructions_, slices, operand_of); });
 }
 
 bool Program::can_wait() const {

@@ -13,8 +13,8 @@
 // a learning rate or step count that changes later changes nothing.
 //
 // [Note: updates in the host] Of a device with memory of its own, a program on an optimizer's states that are at home
-// below it may run on the host, on the pages that are there (ZeRO-Offload): gradients come down, what operators see of
-// parameters goes up, and states do not move. Small tensors that share pages are updated on the device.
+// below it may run on the host, on the pages that are there (ZeRO-Offload): gradients come down, what operators see
+// of parameters goes up, and states do not move. Small tensors that share pages are updated on the device.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -34,14 +34,14 @@ struct HostCopy {
 
 struct Instruction {
   c10::OperatorHandle op;
-  Substitution call;                    // whose operands are slots of the program
-  c10::SmallVector<int, 8> slots;       // by operand
-  int result;                           // the slot of what it returns, or -1
+  Substitution call;                   // whose operands are slots of the program
+  c10::SmallVector<int, 8> slots;      // by operand
+  int result;                          // the slot of what it returns, or -1
   std::vector<HostCopy> in_host = {};  // by argument, if any is on a device
 };
 
-/// While it lives, what this thread defers is of one call: a tensor that is a scalar of many elements of its lists, as
-/// a clipping coefficient is, is copied once.
+/// While it lives, what this thread defers is of one call: a tensor that is a scalar of many elements of its lists,
+/// as a clipping coefficient is, is copied once.
 class OneCall {
  public:
   OneCall();

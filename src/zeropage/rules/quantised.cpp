@@ -20,6 +20,9 @@ kernels::Array array_of(const at::Tensor& codes, const std::optional<at::Tensor>
 }
 
 at::Tensor decode_ordinary(const at::Tensor& codes, const std::optional<at::Tensor>& scales, bool is_signed) {
+  if (!codes.is_cpu()) {  // where the host has no room for pages: seldom
+    return decode_ordinary(codes.cpu(), scales ? std::optional(scales->cpu()) : scales, is_signed).to(codes.device());
+  }
   at::Tensor value = at::empty(codes.sizes(), codes.options().dtype(at::kFloat));
   kernels::decode(array_of(codes, scales, is_signed), 0, codes.numel(), value.mutable_data_ptr<float>());
   return value;
@@ -27,6 +30,13 @@ at::Tensor decode_ordinary(const at::Tensor& codes, const std::optional<at::Tens
 
 at::Tensor& encode_ordinary(at::Tensor& codes, const std::optional<at::Tensor>& scales, const at::Tensor& value,
                             bool is_signed, std::int64_t seed) {
+  if (!codes.is_cpu()) {
+    at::Tensor on_cpu = codes.cpu();
+    const auto scales_on_cpu = scales ? std::optional(scales->cpu()) : scales;
+    encode_ordinary(on_cpu, scales_on_cpu, value.cpu(), is_signed, seed);
+    if (scales) scales->copy_(*scales_on_cpu);
+    return codes.copy_(on_cpu);
+  }
   kernels::encode(array_of(codes, scales, is_signed, seed), 0, codes.numel(), value.const_data_ptr<float>());
   return codes;
 }
@@ -39,6 +49,10 @@ void add_codes(Substitution& call, const Quantisation& quantisation, const at::T
   call.add(quantisation.codes, false, shape, access);
   quantisation.scales.defined() ? call.add_blocks(quantisation.scales, access)
                                 : void(call.add(c10::IValue(), false, shape, access));
+}
+
+Where where_of(const at::Tensor& tensor) {
+  return segment_of(tensor)->domain()->updates_in_host ? Where::in_host : Where::on_device;
 }
 
 /// Blocks are whole in windows that are cut as fused optimizers are.
@@ -55,11 +69,14 @@ at::Tensor decode(const at::Tensor& quantised) {
                                 quantisation.codes.strides(), caffe2::TypeMeta::Make<float>(), Role::optimizer);
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({value, segment_of(value), Access::overwrite});
-  for_each_window(operands, kChunking, [&](c10::ArrayRef<at::Tensor> slices) {
-    auto stack = call.stack(slices.slice(0, slices.size() - 1));
-    call_below(op, stack);
-    slices.back().copy_(stack[0].toTensor());
-  });
+  for_each_window(
+      operands, kChunking,
+      [&](c10::ArrayRef<at::Tensor> slices) {
+        auto stack = call.stack(slices.slice(0, slices.size() - 1));
+        call_below(op, stack);
+        slices.back().copy_(stack[0].toTensor());
+      },
+      nullptr, where_of(value));
   return value;
 }
 
@@ -71,10 +88,13 @@ void encode(Quantisation& quantisation, const at::Tensor& value) {
   call.add(quantisation.is_signed, false, quantisation.codes, Access::read);
   call.add(static_cast<std::int64_t>(++quantisation.seed), false, quantisation.codes, Access::read);
   if (has_program(segment_of(value)) && defer(op, call, kChunking, std::nullopt)) return;
-  for_each_window(call.operands, kChunking, [&](c10::ArrayRef<at::Tensor> slices) {
-    auto stack = call.stack(slices);
-    call_below(op, stack);
-  });
+  for_each_window(
+      call.operands, kChunking,
+      [&](c10::ArrayRef<at::Tensor> slices) {
+        auto stack = call.stack(slices);
+        call_below(op, stack);
+      },
+      nullptr, where_of(quantisation.codes));
 }
 
 /// Whether an argument of a fused optimizer is a moment, and if its values have signs.
@@ -91,7 +111,7 @@ void quantise(at::Tensor moment, bool is_signed) {
   const bool blocks = domain->moments == Moments::blocks8;
   const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool unallocated) {
     return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
-                      {.unallocated = unallocated});
+                      {.unallocated = unallocated, .alone = domain->updates_in_host});
   };
   auto quantisation = std::make_unique<Quantisation>();
   quantisation->is_signed = is_signed;
@@ -118,7 +138,9 @@ void quantise_moments(Call& call) {
       const at::Tensor& moment = element.toTensor();
       const auto* segment = segment_of(moment);
       if (!segment || segment->quantisation() || segment->domain()->moments == Moments::as_they_are) continue;
-      if (moment.scalar_type() == c10::kFloat && is_whole(moment)) quantise(moment, *is_signed);
+      // On a device what is resident is updated there, and keeps its moments.
+      const bool is_small = !moment.is_cpu() && segment->domain()->keeps_whole(segment->elements());
+      if (moment.scalar_type() == c10::kFloat && is_whole(moment) && !is_small) quantise(moment, *is_signed);
     }
   }
   call.paged.clear();

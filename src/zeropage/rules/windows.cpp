@@ -40,8 +40,8 @@ class Cursor {
   }
 
   /// Holds the page or pages of the window and lets go of earlier ones. `resumes`: what throws in the middle of a
-  /// page goes on there, so that what is to be overwritten need not be whole until then. False if a page cannot be had
-  /// in the host.
+  /// page goes on there, so that what is to be overwritten need not be whole until then. False if a page cannot be
+  /// had in the host.
   [[nodiscard]] bool move_to(Cut window, bool resumes) {
     window = shift(window);
     if (!operand_.segment) return true;
@@ -264,7 +264,8 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
     for (auto& cursor : cursors) {
       if (!cursor->move_to(window, resumes)) return false;
     }
-  } catch (const BudgetError&) {  // the host cannot hold a page of each: the device's pages pass through it one by one
+  } catch (
+      const BudgetError&) {  // the host cannot hold a page of each: the device's pages pass through it one by one
     if (where == Where::on_device) throw;
     return false;
   }
@@ -287,8 +288,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
     cursors.push_back(std::make_unique<Cursor>(operands[i], reach.shares[i], where));
   }
   const std::size_t elements = reach.elements;
-  const bool device_is_cpu =
-      std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
+  const bool device_is_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
   const bool on_cpu = device_is_cpu || where == Where::in_host;
   const std::size_t threads = device_is_cpu ? at::get_num_threads() : 1;  // of a whole tensor's operator
   const std::size_t vector = on_cpu ? kVector : 1;

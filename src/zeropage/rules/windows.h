@@ -50,14 +50,14 @@ struct Progress {
   std::size_t done = 0;  // elements whose windows are behind: begins there, and goes on there after an error
 };
 
-/// Which memory windows lie in: that of the operands' device, or, of a device with memory of its own, that of the host
-/// below it ([Note: updates in the host] in program.h).
+/// Which memory windows lie in: that of the operands' device, or, of a device with memory of its own, that of the
+/// host below it ([Note: updates in the host] in program.h).
 enum class Where : std::uint8_t { on_device, in_host };
 
 /// Calls `run` with one flat tensor an operand for consecutive windows that cover everything; of this rank's share,
 /// if shares are enough ([Note: shares]). Several threads call it at once, on disjoint parts of a window; inside,
-/// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand. in_host: the
-/// tensors are the CPU's; where pages cannot be had in the host, it goes on with the device's.
+/// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand. in_host:
+/// the tensors are the CPU's; where pages cannot be had in the host, it goes on with the device's.
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress* progress = nullptr,
                      Where where = Where::on_device);

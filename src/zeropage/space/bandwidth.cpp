@@ -42,8 +42,8 @@ bool updates_are_faster_in_host(DeviceMemory& device) {
   const std::span<std::byte> host(reinterpret_cast<std::byte*>(arrays[0].data()),
                                   std::min(kElements * sizeof(float), device.region().size()));
   const auto registered = device.register_host(host);
-  const double one_array = seconds_of(
-      [&] { device.wait(device.upload(device.region().data(), host.data(), host.size())); });
+  const double one_array =
+      seconds_of([&] { device.wait(device.upload(device.region().data(), host.data(), host.size())); });
   const double over_link = 3 * one_array * static_cast<double>(kElements * sizeof(float)) / host.size();
   return in_host < over_link;
 }

@@ -142,10 +142,14 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
   if (kept != "bfloat16" && kept != "8bit") {
     throw SettingError(fmt::format("optimizer_dtype = \"{}\"; write \"bfloat16\", \"8bit\" or \"auto\"", kept));
   }
-  if (!domain.device.is_cpu()) {
-    throw SettingError(
-        fmt::format("optimizer_dtype = \"{}\" is for device = \"cpu\"; here device = \"{}\"; write \"auto\"", kept,
-                    domain.device.str()));
+  if (!domain.device.is_cpu() && config.update_on == "device") {
+    throw SettingError(fmt::format(
+        "optimizer_dtype = \"{}\" is for updates in the host; here update_on = \"device\"; write \"host\"", kept));
+  }
+  if (!domain.device.is_cpu() && config.optimizer == "device") {
+    throw SettingError(fmt::format(
+        "optimizer_dtype = \"{}\" is for states in the host or on disk; here optimizer = \"device\"; write \"auto\"",
+        kept));
   }
   if (kept == "8bit" && over_ranks) {
     throw SettingError(
@@ -399,6 +403,12 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     return domain->device.is_cpu() ? make_cpu_apart(bytes) : make_torch_device(domain->device, bytes);
   };
   options.device = device_memory(options.device_bytes);
+  if (domain->moments != Moments::as_they_are && !domain->device.is_cpu()) {
+    config.update_on = "host";
+    domain->shares_pages = false;  // so that all can be reached there
+    auto& of_optimizer = domain->placement[static_cast<int>(Role::optimizer)];
+    if (of_optimizer == Placement::automatic) of_optimizer = Placement::automatic_below;
+  }
   domain->updates_in_host = updates_in_host(config, options.device.get(), domain->device.is_cpu());
   domain->updates_where_all_fits = config.update_on == "auto";
   domain->cache = FrameCache::make(options);

@@ -36,8 +36,8 @@ class DeviceMemory {
   // Beside them:
   virtual Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) = 0;
   virtual Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) = 0;
-  /// Memory last used at `event` may be used again: uploads into it wait for that, and so do the operators of a thread
-  /// that has called reuse() for it.
+  /// Memory last used at `event` may be used again: uploads into it wait for that, and so do the operators of a
+  /// thread that has called reuse() for it.
   virtual void retire(std::span<std::byte> memory, const Event& event) = 0;
   virtual void reuse(std::span<std::byte> memory) = 0;
 

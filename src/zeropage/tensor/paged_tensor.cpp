@@ -34,9 +34,12 @@ Tier tier_for(const Domain& domain, Role role, std::size_t bytes) {
     case Placement::disk:
       return Tier::disk;
     case Placement::automatic:
+    case Placement::automatic_below:
       break;
   }
-  if (domain.cache->has_separate_memory() && domain.cache->has_room(Tier::device, bytes)) return Tier::device;
+  const bool below = domain.placement[static_cast<int>(role)] == Placement::automatic_below;
+  if (!below && domain.cache->has_separate_memory() && domain.cache->has_room(Tier::device, bytes))
+    return Tier::device;
   const bool to_disk = !domain.cache->has_room(Tier::host, bytes) && domain.cache->has_room(Tier::disk, bytes);
   return to_disk ? Tier::disk : Tier::host;
 }
@@ -82,8 +85,9 @@ struct SegmentBuilder {
 
   void bind(StorageSegment& segment) const {
     if (!domain->partition.ranks) {
-      const Tier tier = bytes < domain->resident_below ? memory_tier() : tier_for(*domain, role, bytes);
-      domain->cache->bind(segment, {bytes, row_bytes, role, tier});
+      const bool resident = bytes < domain->resident_below && !creation.alone;
+      const Tier tier = resident ? memory_tier() : tier_for(*domain, role, bytes);
+      domain->cache->bind(segment, {bytes, row_bytes, role, tier, /*page_bytes=*/0, is_alone()});
     } else {
       const Layout layout = creation.layout.value_or(domain->layout_for(role, segment.elements_));
       layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
@@ -91,6 +95,7 @@ struct SegmentBuilder {
   }
 
  private:
+  bool is_alone() const { return creation.alone || !domain->shares_pages; }
   std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 
   Tier memory_tier() const { return domain->cache->has_separate_memory() ? Tier::device : Tier::host; }
@@ -102,7 +107,8 @@ struct SegmentBuilder {
     }
     // With every rank's last part full, so that shares can be gathered in place.
     const std::size_t padded = segment.stripes_.padded() * dtype.itemsize();
-    domain->cache->bind(segment, {padded, 0, role, tier_for(*domain, role, padded), page_bytes(segment.stripes_)});
+    domain->cache->bind(segment,
+                        {padded, 0, role, tier_for(*domain, role, padded), page_bytes(segment.stripes_), is_alone()});
   }
 
   void bind_partitioned(StorageSegment& segment) const {
@@ -114,7 +120,7 @@ struct SegmentBuilder {
     auto share = std::make_unique<StorageSegment>(segment.domain_, own_storage.get(), role, own);
     const std::size_t part_bytes = page_bytes(stripes) / stripes.ranks();
     const std::size_t page = std::max(round_down(domain->cache->page_bytes(), part_bytes), part_bytes);
-    domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page});
+    domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page, is_alone()});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
     // What is created at another time on other ranks, or finds its home later, shares no page.
     const bool alone = creation.number != 0 || creation.unallocated;

@@ -23,8 +23,8 @@
 namespace zeropage {
 
 /// Where a role's tensors are created. `automatic`: on the device if it has memory of its own, and in the host, while
-/// half of their budgets has room; else on disk.
-enum class Placement : std::uint8_t { device, host, disk, automatic };
+/// half of their budgets has room; else on disk. `automatic_below`: the same, and never on the device.
+enum class Placement : std::uint8_t { device, host, disk, automatic, automatic_below };
 
 /// Operators that brought their tensors in whole although a rule is there for their kind: no slow path is silent.
 class GeneralPath {
@@ -115,6 +115,7 @@ struct Domain {
   c10::ScalarType visible_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   Moments moments = Moments::as_they_are;
+  bool shares_pages = true;  // several small tensors one page
   std::uint32_t quantisations = 0;
   bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
@@ -266,6 +267,8 @@ struct Creation {
   std::uint64_t number = 0;
   /// Has no home until find_home(): a temporary, which may die before an operator needs its content.
   bool unallocated = false;
+  /// Shares no page with other tensors, however small.
+  bool alone = false;
 };
 
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.
