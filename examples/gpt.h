@@ -55,7 +55,7 @@ struct GPTImpl : nn::Module {
   }
 
   torch::Tensor forward(const torch::Tensor& text) {
-    auto x = bytes(text) + places(torch::arange(text.size(1)));
+    auto x = bytes(text) + places(torch::arange(text.size(1), text.device()));
     for (auto& block : *blocks) x = block->as<Block>()->forward(x);
     return head(norm(x));
   }

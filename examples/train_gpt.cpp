@@ -1,8 +1,10 @@
 // Trains a byte-level GPT from C++, with its states on disk: a libtorch module and torch::optim::AdamW, unchanged.
 //
-//   train_gpt [--steps N] [--width N] [--layers N] [--disk DIRECTORY] [--memory SIZE] [--plain | --check] FILE...
+//   train_gpt [--steps N] [--width N] [--layers N] [--disk DIRECTORY] [--memory SIZE] [--device NAME]
+//             [--plain | --check] FILE...
 //
-// FILE... is the text. --plain trains without zeropage; --check trains both ways and compares them to the bit.
+// FILE... is the text; the device is the CPU, unless one is named. --plain trains without zeropage; --check trains
+// both ways and compares them to the bit.
 #include <getopt.h>
 #include <torch/torch.h>
 #include <zeropage/zeropage.h>
@@ -15,7 +17,7 @@ struct Options {
   GPTSize size;
   int steps = 20;
   std::int64_t batch = 4;
-  std::string disk = ".", memory = "16MB";
+  std::string disk = ".", memory = "16MB", device = "cpu";
   bool plain = false, check = false;
   std::vector<std::string> files;
 };
@@ -27,7 +29,7 @@ struct Trained {
 
 // The only lines that know of zeropage.
 std::shared_ptr<zeropage::Space> make_space(const Options& options) {
-  return zeropage::Space::make({.device = "cpu",
+  return zeropage::Space::make({.device = options.device,
                                 .parameters = "disk",
                                 .gradients = "disk",
                                 .optimizer = "disk",
@@ -44,11 +46,13 @@ Trained train(const Options& options, bool plain) {
   torch::manual_seed(0);
   const auto space = plain ? nullptr : make_space(options);
   GPT model = plain ? GPT(options.size) : make_paged(options, *space);
+  if (plain) model->to(torch::Device(options.device));
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-4));
   const auto text = read_text(options.files, options.size);
+  const auto generator = at::detail::createCPUGenerator(/*seed=*/1);
   std::vector<double> losses;
   for (int step = 0; step < options.steps; ++step) {
-    const auto loss = loss_of(model, draw(text, options.size, options.batch));
+    const auto loss = loss_of(model, draw(text, options.size, options.batch, generator).to(options.device));
     loss.backward();
     nn::utils::clip_grad_norm_(model->parameters(), 1.0);
     optimizer.step();
@@ -70,10 +74,15 @@ Trained train(const Options& options, bool plain) {
 
 Options parse(int count, char** arguments) {
   Options options;
-  const option known[] = {{"steps", required_argument, nullptr, 's'},  {"width", required_argument, nullptr, 'w'},
-                          {"layers", required_argument, nullptr, 'l'}, {"disk", required_argument, nullptr, 'd'},
-                          {"memory", required_argument, nullptr, 'm'}, {"plain", no_argument, nullptr, 'p'},
-                          {"check", no_argument, nullptr, 'c'},        {}};
+  const option known[] = {{"steps", required_argument, nullptr, 's'},
+                          {"width", required_argument, nullptr, 'w'},
+                          {"layers", required_argument, nullptr, 'l'},
+                          {"disk", required_argument, nullptr, 'd'},
+                          {"memory", required_argument, nullptr, 'm'},
+                          {"device", required_argument, nullptr, 'D'},
+                          {"plain", no_argument, nullptr, 'p'},
+                          {"check", no_argument, nullptr, 'c'},
+                          {}};
   for (int found; (found = getopt_long(count, arguments, "", known, nullptr)) != -1;) {
     switch (found) {
       case 's':
@@ -90,6 +99,9 @@ Options parse(int count, char** arguments) {
         break;
       case 'm':
         options.memory = optarg;
+        break;
+      case 'D':
+        options.device = optarg;
         break;
       case 'p':
         options.plain = true;

@@ -113,6 +113,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 [[maybe_unused]] const bool registered = [] {
+  c10::register_privateuse1_backend("sim");
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

@@ -225,3 +225,15 @@ def test_an_update_goes_on_on_the_device_where_the_host_has_no_room(host_memory,
     plain = trained(None)
     small = config.replace(update_on="host", device_memory="2MB", host_memory=host_memory)
     assert same(trained(small), plain)
+
+
+@pytest.mark.parametrize("tier", ["disk", "host", "device"])
+def test_the_demo_equals_plain_pytorch(tier, monkeypatch, capsys):
+    monkeypatch.syspath_prepend("examples")
+    torch.set_default_device("cpu")  # as programs have it
+    import train_gpt
+
+    size = ["--width", "128", "--layers", "2", "--heads", "4", "--host-memory", "8MB"]
+    size += ["--device-memory", "16MB" if tier == "device" else "3MB"]
+    train_gpt.main(["--check", "3", "--device", "sim", "--tier", tier, *size])
+    assert "equal to the bit" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The C++ examples, built as programs outside this repository would be, against the installed package."""
 
 import pathlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -35,6 +36,20 @@ def test_a_libtorch_program_with_its_states_on_disk_equals_plain_libtorch(exampl
     ran = run(examples / "train_gpt", "--check", "--steps", 4, "--disk", disk)
     assert ran.returncode == 0 and "equal to the bit" in ran.stdout, ran.stdout + ran.stderr
     assert "read 0 MB" not in ran.stdout, "the model fits its budgets, so nothing was tested"
+
+
+def losses_of(ran):
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return [float(loss) for loss in re.findall(r"loss (\S+)", ran.stdout)]
+
+
+def test_the_same_program_on_a_device_with_memory_of_its_own(examples, disk):
+    """Simulated, and on the CPU without zeropage: libtorch cannot move a module to a device outside its tree."""
+    library = max(EXAMPLES.parent.glob("build/cp*/tests/libsim.so"), key=lambda path: path.stat().st_mtime)
+    device = ["--device", "sim", "--disk", disk, "--memory", "8MB"]
+    paged = run("env", f"LD_PRELOAD={library}", examples / "train_gpt", "--steps", 3, *device)
+    assert losses_of(paged) == pytest.approx(losses_of(run(examples / "train_gpt", "--plain", "--steps", 3)), rel=1e-4)
+    assert "read 0 MB" not in paged.stdout, "the model fits its budgets, so nothing was tested"
 
 
 def test_its_errors_say_what_to_do(examples, disk):

@@ -461,7 +461,10 @@ void Reducer::finish(Reduction& reduction) {
   for (const Reduction::Target& target : reduction.targets) {
     const auto storage = target.storage.lock();
     StorageSegment* segment = storage ? segment_of(*storage) : nullptr;
-    if (segment && segment->pending().get() == &reduction) segment->will_come(nullptr);
+    if (!segment) continue;
+    if (segment->pending().get() == &reduction) segment->will_come(nullptr);
+    StorageSegment& kept = segment->is_partitioned() ? segment->share_segment() : *segment;
+    if (domain_.updates_in_host) kept.cache()->bring_down(kept);
   }
 }
 
