@@ -43,7 +43,7 @@ cpp-tests: build
 	ninja -C $$folder --quiet core_tests torch_tests sim
 	cd $$folder && ctest --output-on-failure
 
-ON_DEVICE := accelerator bad_input equality hazards hugging_face mixed programs rules step tensors
+ON_DEVICE := accelerator bad_input equality hazards hugging_face mixed programs quantised rules step tensors
 test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
 	$(PYTHON) -m pytest -q tests/python --ignore tests/python/test_databases.py $(ARGS)
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python/test_databases.py
