@@ -91,6 +91,7 @@ class QueuedDevice final : public DeviceMemory {
     const auto& point = *std::static_pointer_cast<Point>(event);
     point.queue->run_until(point.position);
   }
+  bool registers_host() const override { return true; }
   std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
     registered += memory.size();
     return {nullptr, [this, bytes = memory.size()](void*) { registered -= bytes; }};

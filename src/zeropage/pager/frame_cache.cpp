@@ -20,7 +20,12 @@ std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_p
   CacheOptions host = options;
   host.device = nullptr;
   host.device_bytes = 0;
-  host.register_memory = [memory = options.device](std::span<std::byte> slab) { return memory->register_host(slab); };
+  host.register_memory = nullptr;
+  if (options.device->registers_host()) {
+    host.register_memory = [memory = options.device](std::span<std::byte> slab) {
+      return memory->register_host(slab);
+    };
+  }
   return FrameCache::make(host, std::move(io));
 }
 

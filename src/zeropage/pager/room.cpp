@@ -40,7 +40,9 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
     const bool enough =
         !fragmented && transfers_.writing_bytes() > 0 && memory_.free() + transfers_.writing_bytes() >= bytes;
     if (needs_window) {
-      if (clear_window(bytes, 0, /*clean_only=*/true, lock)) continue;
+      // What is clean and is used soon stays, if something else can be written.
+      const AccessPlan::Time soon = timeline_.now() + memory_.budget().limit() / 2;
+      if (clear_window(bytes, soon, /*clean_only=*/true, lock)) continue;
       if ((!clearing || transfers_.writing_bytes() == 0) && clear_window(bytes, 0, false, lock)) {
         clearing = true;
         continue;

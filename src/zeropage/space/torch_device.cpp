@@ -111,8 +111,9 @@ class TorchDevice final : public DeviceMemory {
     if (event) point(event).event.synchronize();
   }
 
+  bool registers_host() const override { return static_cast<bool>(registration()); }
   std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
-    static const HostRegistration registration(c10::DeviceTypeName(device_.type(), /*lower_case=*/true));
+    static const HostRegistration& registration = this->registration();
     if (!registration) return nullptr;
     c10::DeviceGuard here(device_);
     if (registration.add(memory.data(), memory.size(), /*flags=*/0) != 0) {
@@ -129,6 +130,10 @@ class TorchDevice final : public DeviceMemory {
     c10::Event event;
     c10::Stream stream;
   };
+  const HostRegistration& registration() const {
+    static const HostRegistration found(c10::DeviceTypeName(device_.type(), /*lower_case=*/true));
+    return found;
+  }
   struct Retired {
     std::span<std::byte> memory;
     Event event;
@@ -192,6 +197,7 @@ class CpuApart final : public DeviceMemory {
   void reuse(std::span<std::byte>) override {}
   bool done(const Event&) override { return true; }
   void wait(const Event&) override {}
+  bool registers_host() const override { return false; }
   std::shared_ptr<void> register_host(std::span<std::byte>) override { return nullptr; }
 
  private:

@@ -44,6 +44,8 @@ class DeviceMemory {
   virtual bool done(const Event& event) = 0;
   virtual void wait(const Event& event) = 0;
 
+  /// Whether register_host() does anything. Memory that is registered cannot be mapped anew (io/arena.h).
+  virtual bool registers_host() const = 0;
   /// Makes host memory fast to transfer from, exactly these bytes, while the handle lives. Null if that cannot be
   /// had: transfers are then slower and nothing else changes.
   virtual std::shared_ptr<void> register_host(std::span<std::byte> memory) = 0;
