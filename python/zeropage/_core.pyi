@@ -46,6 +46,8 @@ class Report:
     broadcast_bytes: int
     control_bytes: int
     non_finite: int
+    updated_in_host: int
+    updated_on_device: int
     collectives: int
     io: str
     general_path: list[tuple[str, int]]

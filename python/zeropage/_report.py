@@ -15,7 +15,7 @@ def _megabytes(count: int) -> str:
 
 class Report:
     """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
-    downloaded_bytes, swap_bytes, waited_seconds, non_finite, io, general_path; over ranks: ranks, gathered_bytes,
+    downloaded_bytes, swap_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device, io, general_path; over ranks: ranks, gathered_bytes,
     reduced_bytes, broadcast_bytes, control_bytes (sent by this rank), collectives."""
 
     def __init__(self, core: _core.Report) -> None:
@@ -39,6 +39,9 @@ class Report:
             ["waited for the disk", f"{core.waited_seconds:.2f} s"],
             ["I/O by", core.io],
         ]
+        if core.updated_in_host or core.updated_on_device:
+            moved.append(["parameters updated in the host", f"{core.updated_in_host:,}"])
+            moved.append(["parameters updated on the device", f"{core.updated_on_device:,}"])
         if core.non_finite:
             moved.append(["values in gradients that were not finite", f"{core.non_finite:,}"])
         if core.ranks > 1:

@@ -108,6 +108,8 @@ void bind_report(py::module_& module) {
       .def_readonly("broadcast_bytes", &Report::broadcast_bytes)
       .def_readonly("control_bytes", &Report::control_bytes)
       .def_readonly("non_finite", &Report::non_finite)
+      .def_readonly("updated_in_host", &Report::updated_in_host)
+      .def_readonly("updated_on_device", &Report::updated_on_device)
       .def_readonly("collectives", &Report::collectives)
       .def_readonly("io", &Report::io)
       .def_readonly("general_path", &Report::general_path);

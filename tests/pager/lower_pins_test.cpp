@@ -209,3 +209,76 @@ TEST_CASE_FIXTURE(LowerFixture, "closing while a page is lent leaves nothing beh
     CHECK_THROWS_AS(static_cast<void>(cache->pin_page_below(*tensor, 0, Access::read)), AccessError);
   }
 }
+
+TEST_CASE_FIXTURE(LowerFixture, "what is staged takes room in the host for as long as its upload") {
+  make_apart(16 * kPage, 4 * kPage);
+  std::vector<std::unique_ptr<TestSegment>> on_device;
+  for (unsigned i = 0; i < 6; ++i) {
+    on_device.push_back(segment(kPage, Role::parameter, Tier::device));
+    CHECK(write_below(*on_device[i], 0, i));
+  }
+  auto on_disk = segment(kPage);
+  write_later(*on_disk, 10);
+  cache->evict(*on_disk);
+  std::vector<std::unique_ptr<TestSegment>> in_host;
+  for (unsigned i = 0; i < 3; ++i) in_host.push_back(segment(kPage, Role::gradient, Tier::host));
+  for (unsigned i = 0; i < 6; ++i) check_later(*on_device[i], i);
+  check_later(*on_disk, 10);
+  device->finish();
+  CHECK(wrong == 0);
+  CHECK(cache->usage(Pool::host).peak <= cache->usage(Pool::host).limit);
+}
+
+TEST_CASE_FIXTURE(LowerFixture, "a staged page that cannot be uploaded is an error for whoever uses it") {
+  make_apart(16 * kPage, 8 * kPage);
+  auto tensor = segment(kPage, Role::parameter, Tier::device);
+  write_later(*tensor, 1);
+  device->fail_uploads = true;
+  CHECK(write_below(*tensor, 0, 2));
+  device->fail_uploads = false;
+  const PinRequest request{tensor.get(), Access::read};
+  CHECK_THROWS_AS(cache->pin({&request, 1}), std::runtime_error);
+  PagePin page = cache->pin_page(*tensor, 0, Access::read);
+  CHECK_THROWS_AS(page.wait(), std::runtime_error);
+}
+
+TEST_CASE_FIXTURE(LowerFixture,
+                  "what is at home on the device counts where it is asked whether that holds everything") {
+  make_apart(8 * kPage, 8 * kPage);
+  auto small = segment(2 * kPage);
+  CHECK(cache->holds_everything());
+  auto home = segment(5 * kPage, Role::parameter, Tier::device);
+  CHECK(cache->holds_everything());
+  auto more = segment(2 * kPage);
+  CHECK_FALSE(cache->holds_everything());
+}
+
+TEST_CASE_FIXTURE(LowerFixture, "threads that work below and above on pages of one tensor find each its own") {
+  make_apart(24 * kPage, 12 * kPage);
+  for (const Tier tier : {Tier::disk, Tier::device}) {
+    auto tensor = segment(4 * kPage, Role::parameter, tier);
+    write_later(*tensor, 0);
+    device->finish();
+    std::vector<std::thread> threads;
+    std::atomic<int> bad = 0;
+    for (std::size_t page = 0; page < 4; ++page) {
+      threads.emplace_back([&, page] {
+        for (unsigned round = 0; round < 50; ++round) {
+          PagePin pin;
+          while (!(pin = cache->pin_page_below(*tensor, page, round % 2 ? Access::write : Access::read))) {
+          }
+          pin.wait();
+          bad += pin.data()[5] != pattern(0, page * kPage + 5);
+          pin = {};
+          PagePin above = cache->pin_page(*tensor, page, Access::read);
+          above.wait();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK(bad == 0);
+    check_later(*tensor, 0);
+    device->finish();
+  }
+  CHECK(wrong == 0);
+}

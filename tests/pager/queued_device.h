@@ -2,10 +2,12 @@
 // downloads) that nothing moves but waiting. A caller that forgets stream_wait() or wait() meets stale bytes.
 #pragma once
 
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <stdexcept>
 #include <vector>
 
 #include "zeropage/store/device_memory.h"
@@ -37,6 +39,7 @@ class QueuedDevice final : public DeviceMemory {
     for (Queue* queue : {&operators_[0], &operators_[1], &uploads_, &downloads_}) queue->run_until(queue->asked);
   }
   std::size_t registered = 0;  // bytes, now
+  std::atomic<bool> fail_uploads = false;
 
   std::span<std::byte> region() override {
     auto* aligned =
@@ -61,6 +64,7 @@ class QueuedDevice final : public DeviceMemory {
   }
   Event upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
     std::lock_guard lock(mutex_);
+    if (fail_uploads) throw std::runtime_error("the device is lost");
     after_retired(uploads_, {to, bytes});
     uploads_.push([=] { std::memcpy(to, from, bytes); });
     return event_after(uploads_);

@@ -23,6 +23,7 @@ SMALL = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk") | {
     "host_memory": "512kB",
     "resident_below": 1,
     "page_size": "16KiB",
+    "update_on": "host",
 }
 
 
@@ -225,6 +226,17 @@ def test_an_update_goes_on_on_the_device_where_the_host_has_no_room(host_memory,
     plain = trained(None)
     small = config.replace(update_on="host", device_memory="2MB", host_memory=host_memory)
     assert same(trained(small), plain)
+    assert zeropage.report().updated_on_device > 0
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_report_says_where_updates_ran(where, config):
+    trained(config.replace(update_on=where))
+    report = zeropage.report()
+    elsewhere, there = report.updated_on_device, report.updated_in_host
+    if where == "device":
+        elsewhere, there = there, elsewhere
+    assert there > 0.9 * (there + elsewhere)  # small tensors are updated on the device
 
 
 @pytest.mark.parametrize("tier", ["disk", "host", "device"])

@@ -109,10 +109,7 @@ void run(Call& call) {
     return adopt_results(call, false);
   }
   // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
-  if (call.info.kind == OperatorKind::data) {
-    call.paged[0].segment->domain()->cache->check_usable();
-    refuse_capture(call);
-  }
+  if (call.info.kind == OperatorKind::data) call.paged[0].segment->domain()->cache->check_usable();
   if (takes_quantised(call)) return run_dequantised(call, run);
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {
@@ -156,6 +153,7 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   call.find_paged();
   const CurrentActivity activity([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
   try {
+    if (call.info.kind == OperatorKind::data && !call.paged.empty()) refuse_capture(call);
     if (call.info.fused && !call.paged.empty()) quantise_moments(call);
     run(call);
   } catch (const Error& error) {

@@ -96,7 +96,7 @@ struct Frame {
 
 struct Page {
   Residency state = Residency::zero;
-  bool lent = false;  // it is written in the memory below (pager/lower_pins.h)
+  bool lent = false;  // code on the host has it (pager/lower_pins.h)
   Frame* frame = nullptr;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/pager/lower_cache_home.h"
 #include "zeropage/pager/sharded_home.h"
 
@@ -55,7 +56,8 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
                    : nullptr) {
   if (!lower_) return;
   lower_->upper_.serve();
-  lower_->upper_.connect([this] { read_ahead(); }, [this] { return home_->tidy(/*wait=*/true); });
+  lower_->upper_.connect([this] { read_ahead(); },
+                         [this] { return home_->tidy(/*wait=*/true) || lower_pins_.tidy(/*wait=*/true); });
 }
 
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
@@ -85,6 +87,7 @@ FrameCache::~FrameCache() {
   if (monitor_.in_forked_child()) {
     // A forked child: the ring, its buffers and the disk are the parent's. Leave every copy as it is.
     runs_.abandon();
+    lower_pins_.abandon();
     memory_.abandon();
     new auto(std::move(registered_));
     (void)home_.release(), (void)io_.release(), (void)swap_.release();
@@ -137,6 +140,16 @@ void FrameCache::attach(Segment& segment, Run& run, std::size_t offset, std::siz
 }
 
 void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
+  while (true) {
+    try {
+      return bind_once(segment, spec);
+    } catch (const BudgetError&) {
+      if (!lower_pins_.tidy(/*wait=*/true)) throw;  // what is staged takes room below for a moment
+    }
+  }
+}
+
+void FrameCache::bind_once(Segment& segment, const SegmentSpec& spec) {
   check_usable();
   bool used_before = false;
   {
@@ -211,6 +224,7 @@ void FrameCache::wait() {
 
 /// What died is gone once its transfers are.
 void FrameCache::tidy() const {
+  if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   if (monitor_.closed()) return;
   const Inside inside(monitor_);
@@ -240,8 +254,9 @@ CacheStats FrameCache::stats() const {
 }
 
 bool FrameCache::holds_everything() const {
+  check_usable();
   Lock lock(monitor_.mutex());
-  return runs_.pageable_peak() <= memory_.budget().limit();
+  return runs_.pageable_peak() + budgets_.homes_in(Tier::device) <= memory_.budget().limit();
 }
 
 FrameCache::Usage FrameCache::usage(Pool pool) const {

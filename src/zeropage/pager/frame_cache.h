@@ -178,6 +178,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void finish_close() noexcept;
   void go_on(Lock& lock);
   void tidy() const;
+  void bind_once(Segment& segment, const SegmentSpec& spec);
   void read_ahead();
 
   mutable Monitor monitor_{[this] { finish_close(); }};

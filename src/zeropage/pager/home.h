@@ -49,6 +49,8 @@ class Home {
     (void)wait;
     return false;
   }
+  /// Returns when no transfer that has ended for the cache still reads the page below.
+  virtual void finish_reads(const Run&, std::size_t) {}
   /// Returns when nothing reads what the run is below: before it dies, or is replaced there.
   virtual void forget(const Run&) {}
 };

@@ -116,7 +116,7 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
       frames_.drop_pin(frame);
       refuse_home();
     }
-    memory_.clear(frame.memory.data(), frame.memory.bytes());
+    if (!run.is_staging) memory_.clear(frame.memory.data(), frame.memory.bytes());
     if (memory_.device()) frame.ready = memory_.device()->record();
     for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
     frames_.drop_pin(frame);

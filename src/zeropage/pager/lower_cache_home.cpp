@@ -65,7 +65,7 @@ std::optional<Home::Outcome> LowerCacheHome::read(const Run& run, std::size_t pa
   const DeviceMemory::Event event = device_.upload(into, host_page.data(), run.bytes_of(page));
   if (!device_.done(event)) {
     std::lock_guard lock(mutex_);
-    uploads_.push_back({&run, event, std::move(host_page), nullptr});
+    uploads_.push_back({&run, page, event, std::move(host_page), nullptr});
   }
   return Outcome{nullptr, event};
 }
@@ -77,7 +77,7 @@ std::optional<Home::Outcome> LowerCacheHome::write(const Run& run, std::size_t p
   const DeviceMemory::Event event = device_.download(host_page.data(), from, run.bytes_of(page), after);
   if (device_.done(event)) return Outcome{};
   std::lock_guard lock(mutex_);
-  downloads_.push_back({&run, event, std::move(host_page), std::move(done)});
+  downloads_.push_back({&run, page, event, std::move(host_page), std::move(done)});
   return std::nullopt;
 }
 
@@ -111,6 +111,17 @@ bool LowerCacheHome::tidy(bool wait) {
     if (transfer.done) transfer.done({});
   }
   return !ended.empty();
+}
+
+void LowerCacheHome::finish_reads(const Run& run, std::size_t page) {
+  DeviceMemory::Event latest;
+  {
+    std::lock_guard lock(mutex_);
+    for (const UnderWay& upload : uploads_) {
+      if (upload.run == &run && upload.page == page) latest = upload.event;
+    }
+  }
+  device_.wait(latest);
 }
 
 void LowerCacheHome::forget(const Run& run) {

@@ -27,11 +27,13 @@ class LowerCacheHome final : public Home {
   bool ready_to_read(const Run& run, std::size_t page) override;
   bool ready_to_write(const Run& run, std::size_t page) override;
   bool tidy(bool wait) override;
+  void finish_reads(const Run& run, std::size_t page) override;
   void forget(const Run& run) override;
 
  private:
   struct UnderWay {
     const Run* run;
+    std::size_t page;
     DeviceMemory::Event event;
     PagePin host_page;
     Done done;  // of downloads

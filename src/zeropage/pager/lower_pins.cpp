@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/pager/lower_segment.h"
 
@@ -34,23 +35,20 @@ class LowerPins::StagedLoan final : public Loan {
  public:
   StagedLoan(LowerPins& pins, Run& run, std::size_t index, Access access) : Loan(pins, run, index), access_(access) {}
   ~StagedLoan() override {
-    if (!stage_) return;
     // A page that has not been waited for is what it was.
-    if (access_ != Access::read && waited_for) pins_.upload(run_, index_, *stage_, data_);
-    const std::lock_guard lock(pins_.stages_mutex_);
-    stage_->taken = false;
+    if (stage_ && access_ != Access::read && waited_for) pins_.upload(run_, index_, std::move(stage_), data_);
   }
   /// A pin of the host memory for the page.
   PagePin pin_stage() {
-    stage_ = pins_.take_stage(run_.page_bytes);
-    PagePin pin = pins_.lower_->pin_page(*stage_->segment, 0, Access::overwrite);
+    stage_ = pins_.make_stage(run_.bytes_of(index_));
+    PagePin pin = pins_.lower_->pin_page(*stage_, 0, Access::overwrite);
     data_ = pin.data();
     return pin;
   }
 
  private:
   const Access access_;
-  std::shared_ptr<Stage> stage_;
+  std::unique_ptr<Segment> stage_;
   const std::byte* data_ = nullptr;
 };
 
@@ -59,12 +57,18 @@ bool LowerPins::reaches(const Segment& segment) const {
 }
 
 void LowerPins::announce(std::span<const PinRequest> requests) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
   std::vector<PinRequest> below;
   for (const PinRequest& request : requests) {
     Segment* const segment = request.segment->run()->below.get();
     if (segment) below.push_back({segment, request.access});
   }
-  if (!below.empty()) lower_->announce(below);
+  if (below.empty()) return;
+  const Inside inside(monitor_);
+  const Unlocked unlocked(lock);
+  lower_->announce(below);
 }
 
 PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
@@ -78,8 +82,8 @@ PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
   if (access != Access::read) made->begin();
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
-  auto loan = std::move(made);                        // comes to its end without the lock
-  if (access != Access::read) run.home->forget(run);  // an upload may still be reading the page
+  auto loan = std::move(made);                                     // comes to its end without the lock
+  if (access != Access::read) run.home->finish_reads(run, index);  // an upload may still be at it
   PagePin pin = lower_->pin_page(*run.below, index, access);
   pin.keep(std::move(loan));
   return pin;
@@ -136,68 +140,72 @@ PagePin LowerPins::pin_staged(Lock& lock, Run& run, std::size_t index, Access ac
   if (page.lent || frame.pins > 0) return {};
   auto made = std::make_unique<StagedLoan>(*this, run, index, access);
   made->begin();
-  if (access != Access::overwrite) transfers_.count(0, round_up(run.bytes_of(index), kBlockBytes));
+  const bool reads = access != Access::overwrite;
+  if (reads) transfers_.count(0, round_up(run.bytes_of(index), kBlockBytes));
+  const auto after = frame.last_used ? frame.last_used : frame.ready;
+  const std::byte* const from = FrameMemory::address(run, index);
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
   auto loan = std::move(made);  // comes to its end without the lock
   PagePin pin = loan->pin_stage();
-  if (access != Access::overwrite) {
-    DeviceMemory& device = *memory_.device();
-    const auto after = frame.last_used ? frame.last_used : frame.ready;
-    device.wait(device.download(pin.data(), FrameMemory::address(run, index), run.bytes_of(index), after));
-  }
+  DeviceMemory& device = *memory_.device();
+  if (reads) device.wait(device.download(pin.data(), from, run.bytes_of(index), after));
   pin.keep(std::move(loan));
   return pin;
 }
 
-/// One that no upload reads from. Throws BudgetError.
-std::shared_ptr<LowerPins::Stage> LowerPins::take_stage(std::size_t bytes) {
-  constexpr std::size_t kFewest = 4;  // uploads that may be under way before one is waited for
-  std::shared_ptr<Stage> found;
-  {
-    const std::lock_guard lock(stages_mutex_);
-    const auto suits = [&](const auto& stage) { return !stage->taken && stage->segment->bytes() >= bytes; };
-    std::size_t many = 0;
-    for (const auto& stage : stages_) {
-      if (!suits(stage)) continue;
-      ++many;
-      if (!found) found = stage;
-      if (memory_.device()->done(stage->uploaded)) {
-        found = stage;
-        break;
-      }
+/// Throws BudgetError.
+std::unique_ptr<Segment> LowerPins::make_stage(std::size_t bytes) {
+  constexpr std::size_t kMost = 4;  // uploads that may be under way
+  while (tidy(/*wait=*/false)) {
+  }
+  while (true) {
+    std::size_t under_way = 0;
+    {
+      const Lock lock(monitor_.mutex());
+      under_way = uploading_.size();
     }
-    if (found && many < kFewest && !memory_.device()->done(found->uploaded)) found = nullptr;
-    if (found) found->taken = true;
+    if (under_way >= kMost && tidy(/*wait=*/true)) continue;
+    try {
+      auto stage = std::make_unique<LowerSegment>();
+      lower_->bind(*stage, {bytes, 0, Role::parameter, Tier::host, bytes, /*alone=*/true, /*is_staging=*/true});
+      return stage;
+    } catch (const BudgetError&) {
+      if (!tidy(/*wait=*/true)) throw;
+    }
   }
-  if (!found) {
-    found = std::make_shared<Stage>();
-    found->segment = std::make_unique<LowerSegment>();
-    lower_->bind(*found->segment,
-                 {bytes, 0, Role::parameter, Tier::host, bytes, /*alone=*/true, /*is_staging=*/true});
-    found->taken = true;
-    const std::lock_guard lock(stages_mutex_);
-    stages_.push_back(found);
-  }
-  memory_.device()->wait(found->uploaded);
-  return found;
 }
 
-void LowerPins::upload(Run& run, std::size_t index, Stage& stage, const std::byte* data) noexcept {
+void LowerPins::upload(Run& run, std::size_t index, std::unique_ptr<Segment> stage, const std::byte* data) noexcept {
   if (monitor_.in_forked_child()) return;
   const Lock lock(monitor_.mutex());
   Frame* const frame = run.pages[index].frame;
   if (monitor_.closed() || !frame) return;
   try {
     DeviceMemory& device = *memory_.device();
+    uploading_.push_back({std::move(stage)});
     std::byte* const at = FrameMemory::address(run, index);
     device.retire({at, run.bytes_of(index)}, frame->last_used ? frame->last_used : frame->ready);
-    stage.uploaded = device.upload(at, data, run.bytes_of(index));
-    frame->ready = frame->last_used = stage.uploaded;
+    uploading_.back().uploaded = device.upload(at, data, run.bytes_of(index));
+    frame->ready = frame->last_used = uploading_.back().uploaded;
     transfers_.count(round_up(run.bytes_of(index), kBlockBytes), 0);
   } catch (...) {
-    frame->failure = std::current_exception();  // for the thread that uses it next
+    frame->failure = std::current_exception();  // for the threads that use it from now on: what it held is lost
   }
+}
+
+bool LowerPins::tidy(bool wait) {
+  Stage ended;
+  {
+    const Lock lock(monitor_.mutex());
+    if (uploading_.empty()) return false;
+    Stage& oldest = uploading_.front();
+    if (!wait && !memory_.device()->done(oldest.uploaded)) return false;
+    ended = std::move(oldest);
+    uploading_.pop_front();
+  }
+  memory_.device()->wait(ended.uploaded);
+  return true;
 }
 
 void LowerPins::bring_down(Segment& segment) noexcept {
@@ -219,13 +227,19 @@ void LowerPins::bring_down(Segment& segment) noexcept {
 }
 
 void LowerPins::close() noexcept {
-  std::vector<std::shared_ptr<Stage>> stages;
+  std::deque<Stage> uploading;
   {
-    const std::lock_guard lock(stages_mutex_);
-    stages.swap(stages_);
-    std::erase_if(stages, [](const auto& stage) { return stage->taken; });  // its loan ends without an upload
+    const Lock lock(monitor_.mutex());
+    uploading.swap(uploading_);
   }
-  for (const auto& stage : stages) memory_.device()->wait(stage->uploaded);
+  for (const Stage& stage : uploading) {
+    try {
+      memory_.device()->wait(stage.uploaded);
+    } catch (...) {  // a device that is lost reads nothing
+    }
+  }
 }
+
+void LowerPins::abandon() noexcept { new auto(std::move(uploading_)); }
 
 }  // namespace zeropage

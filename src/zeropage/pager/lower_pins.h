@@ -6,7 +6,7 @@
 // below, never for what others have pinned above: a page that they use is refused.
 #pragma once
 
-#include <mutex>
+#include <deque>
 
 #include "zeropage/pager/page_pins.h"
 
@@ -30,8 +30,13 @@ class LowerPins {
   void announce(std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
   void bring_down(Segment& segment) noexcept;
+  /// Gives back what uploads have been read from; waits for the oldest of them if `wait`. True if there was any. Not
+  /// under a lock.
+  bool tidy(bool wait);
   /// Before the cache below goes.
   void close() noexcept;
+  /// In a forked child: nothing here is its own.
+  void abandon() noexcept;
 
  private:
   using Lock = Monitor::Lock;
@@ -39,8 +44,7 @@ class LowerPins {
   /// Host memory for a page whose only home is a frame on the device.
   struct Stage {
     std::unique_ptr<Segment> segment;
-    DeviceMemory::Event uploaded;  // after which it may be used again
-    bool taken = false;
+    DeviceMemory::Event uploaded = nullptr;
   };
   class Loan;
   class StagedLoan;
@@ -49,8 +53,8 @@ class LowerPins {
   static void lend(Run& run, std::size_t index);
   void take_back(Run& run, std::size_t index) noexcept;
   PagePin pin_staged(Lock& lock, Run& run, std::size_t index, Access access);
-  std::shared_ptr<Stage> take_stage(std::size_t bytes);
-  void upload(Run& run, std::size_t index, Stage& stage, const std::byte* data) noexcept;
+  std::unique_ptr<Segment> make_stage(std::size_t bytes);
+  void upload(Run& run, std::size_t index, std::unique_ptr<Segment> stage, const std::byte* data) noexcept;
 
   Monitor& monitor_;
   FrameMemory& memory_;
@@ -59,8 +63,7 @@ class LowerPins {
   Transfers& transfers_;
   Runs& runs_;
   FrameCache* const lower_;
-  std::mutex stages_mutex_;  // never held while waiting
-  std::vector<std::shared_ptr<Stage>> stages_;
+  std::deque<Stage> uploading_;  // oldest first
 };
 
 }  // namespace zeropage

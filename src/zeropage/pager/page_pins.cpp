@@ -145,7 +145,7 @@ void PagePins::wait(PagePin& pin) {
   monitor_.check_usable();
   Frame& frame = *pin.frame_;
   transfers_.wait_for_reads(lock, frame);
-  if (frame.failure && (!frame.run || pin.run_->pages[pin.page_].frame != &frame)) {
+  if (frame.failure && (!frame.run || frame.permanent || pin.run_->pages[pin.page_].frame != &frame)) {
     std::rethrow_exception(frame.failure);
   }
   memory_.order_after(frame);

@@ -131,6 +131,8 @@ void ShardedHome::launch_all() {
 
 void ShardedHome::launch(Gather& g) {
   const Subject subject{name_of(g.run.role), g.run.number, g.page};
+  if (device_)
+    device_->reuse({g.into, g.run.bytes_of(g.page)});  // on this stream, which may not be the frame's maker's
   if (g.run.packed()) {
     try {
       pack(g);

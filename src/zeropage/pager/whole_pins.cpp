@@ -46,7 +46,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
     const Frame* frame = request.segment->run_->whole_frame();
     if (request.segment->run_->lent > 0) return false;
-    if (!frame || frame->transfers > 0) return frame && frame->permanent;
+    if (!frame || frame->failure || frame->transfers > 0) return frame && frame->permanent && !frame->failure;
     if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
     return true;
   });

@@ -116,6 +116,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void touch(int slot, Access access);
   void drop_copies(c10::ArrayRef<int> slots);
   bool can_run_in_host() const;
+  bool updates_states() const;
+  void count(const at::Tensor& slice, Where where);
   void choose_where();
   std::vector<Instruction> instructions_in_host() const;
   std::optional<UpdateProgram> find_update(c10::ArrayRef<Instruction> instructions) const;
@@ -250,14 +252,16 @@ bool Program::run() {
       operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
     }
     const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
-    in_host_ = can_run_in_host();
+    in_host_ = in_host_ && can_run_in_host();
     const Where where = in_host_ ? Where::in_host : Where::on_device;
     const std::vector<Instruction> in_host = in_host_ ? instructions_in_host() : std::vector<Instruction>();
     const c10::ArrayRef<Instruction> on_cpu = in_host_ ? in_host : instructions_;
+    const bool updates = domain_->cache->has_separate_memory() && updates_states();
     const auto update = in_host_ || slots_[0].shape.is_cpu() ? find_update(on_cpu) : std::nullopt;
     for_each_window(
         operands, chunking_,
         [&](c10::ArrayRef<at::Tensor> slices) {
+          if (updates) count(slices[0], where);
           if (!slices[0].is_cpu()) return run_piece(instructions_, slices, operand_of);
           update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
         },
@@ -269,8 +273,7 @@ bool Program::run() {
 
 /// [Note: updates in the host]
 bool Program::can_run_in_host() const {
-  if (!domain_->updates_in_host) return false;
-  if (domain_->updates_where_all_fits && domain_->cache->holds_everything()) return false;
+  if (!domain_->offloads_updates()) return false;
   bool updates = false;
   for (const Slot& slot : slots_) {
     if (!slot.segment || slot.temporary || slot.segment->is_unallocated()) continue;
@@ -283,15 +286,28 @@ bool Program::can_run_in_host() const {
   return updates;
 }
 
+bool Program::updates_states() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
+    return slot.segment && slot.segment->role() == Role::optimizer && slot.access != Access::read;
+  });
+}
+
+/// (On the CPU with memory="separate", what is refused in the host counts as updated there: they are one processor.)
+void Program::count(const at::Tensor& slice, Where where) {
+  const bool in_host = where == Where::in_host && slice.is_cpu();
+  (in_host ? domain_->updated_in_host : domain_->updated_on_device) += slice.numel();
+}
+
 /// The same with scalars that the host can read.
 std::vector<Instruction> Program::instructions_in_host() const {
   std::vector<Instruction> instructions = instructions_;
   for (Instruction& instruction : instructions) {
-    for (std::size_t i = 0; i < instruction.in_host.size(); ++i) {
-      const HostCopy& copy = instruction.in_host[i];
-      if (!copy.tensor.defined()) continue;
-      copy.done->synchronize();
-      instruction.call.arguments[i] = copy.tensor;
+    for (std::size_t i = 0; i < instruction.call.arguments.size(); ++i) {
+      c10::IValue& value = instruction.call.arguments[i];
+      if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().is_cpu()) continue;
+      const HostCopy copy = i < instruction.in_host.size() ? instruction.in_host[i] : HostCopy();
+      if (copy.done) copy.done->synchronize();
+      value = copy.tensor.defined() ? copy.tensor : value.toTensor().cpu();  // the second: then updates ran elsewhere
     }
   }
   return instructions;
@@ -442,7 +458,7 @@ OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
     if (const auto found = std::find_if(copies.begin(), copies.end(), same); found != copies.end()) return *found;
   }
   OneCall::Copy copy{scalar, snapshot(scalar), {}};
-  if (domain.updates_in_host && !scalar.is_cpu()) copy.in_host = copy_to_host(copy.kept);
+  if (!scalar.is_cpu() && domain.offloads_updates()) copy.in_host = copy_to_host(copy.kept);
   if (current_call && current_call->copies.size() < 8) current_call->copies.push_back(copy);
   return copy;
 }

@@ -325,7 +325,7 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   Progress& so_far = progress ? *progress : whole;
   const Reach reached = reach(operands, shared);
   const bool reaches = std::all_of(reached.operands.begin(), reached.operands.end(), [](const Operand& operand) {
-    return !operand.segment || operand.segment->cache()->reaches_below(*operand.segment);
+    return operand.segment ? operand.segment->cache()->reaches_below(*operand.segment) : operand.tensor.is_cpu();
   });
   if (where == Where::in_host && reaches) run_windows(reached, chunking, run, so_far, resumes, where);
   if (so_far.done < reached.elements) run_windows(reached, chunking, run, so_far, resumes, Where::on_device);

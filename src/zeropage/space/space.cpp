@@ -410,6 +410,9 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     if (of_optimizer == Placement::automatic) of_optimizer = Placement::automatic_below;
   }
   domain->updates_in_host = updates_in_host(config, options.device.get(), domain->device.is_cpu());
+  // Where several ranks update the same, all do so with the device's arithmetic: which pages can be had in a host is
+  // for each rank to know.
+  if (groups.shard && (domain->partition.reduces_whole || groups.replica)) domain->updates_in_host = false;
   domain->updates_where_all_fits = config.update_on == "auto";
   domain->cache = FrameCache::make(options);
   if (groups.shard) {
@@ -529,6 +532,8 @@ Report Space::report() const {
                 .broadcast_bytes = traffic.broadcast,
                 .control_bytes = traffic.control,
                 .non_finite = domain_->not_finite.load(),
+                .updated_in_host = domain_->updated_in_host.load(),
+                .updated_on_device = domain_->updated_on_device.load(),
                 .collectives = traffic.collectives,
                 .io = std::string(cache.io_name()),
                 .general_path = domain_->general_path.counts()};

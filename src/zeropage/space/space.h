@@ -39,7 +39,9 @@ struct Report {
   std::size_t gathered_bytes, reduced_bytes;   // sent by this rank: all-gathers; sums of gradients
   std::size_t broadcast_bytes, control_bytes;  // at the start; checks and norms
   std::size_t non_finite;                      // values in gradients that fused updates have met
-  std::size_t collectives;                     // that moved data
+  // Elements of parameters, of a device with memory of its own, that optimizers updated here and there.
+  std::size_t updated_in_host, updated_on_device;
+  std::size_t collectives;  // that moved data
   std::string io;
   std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts
 };

@@ -129,11 +129,15 @@ struct Domain {
   std::size_t deferred_alive = 0;                 // of them, when last counted
   std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
   std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met
+  // Elements of parameters, of a device with memory of its own: where they were updated.
+  std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
   std::uint64_t creations = 0;
 
+  /// Whether updates run in the host now.
+  bool offloads_updates() const { return updates_in_host && !(updates_where_all_fits && cache->holds_everything()); }
   bool mixes() const { return visible_dtype != c10::ScalarType::Undefined; }
   /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must
   /// be that of the others; small ones stay in memory.

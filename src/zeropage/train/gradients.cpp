@@ -121,7 +121,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     } else {
       paged.copy_(gradient);
     }
-    if (made.domain()->updates_in_host && made.tier() != Tier::device) made.cache()->bring_down(made);
+    if (made.domain()->offloads_updates() && made.tier() != Tier::device) made.cache()->bring_down(made);
     if (leaf.is_cpu() && made.tier() == Tier::disk) give_back_holes(gradient.nbytes());
     return narrow ? widened(paged) : paged;
   }

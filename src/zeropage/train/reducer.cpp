@@ -464,7 +464,7 @@ void Reducer::finish(Reduction& reduction) {
     if (!segment) continue;
     if (segment->pending().get() == &reduction) segment->will_come(nullptr);
     StorageSegment& kept = segment->is_partitioned() ? segment->share_segment() : *segment;
-    if (domain_.updates_in_host) kept.cache()->bring_down(kept);
+    if (domain_.offloads_updates()) kept.cache()->bring_down(kept);
   }
 }
 
