@@ -15,8 +15,9 @@ def _megabytes(count: int) -> str:
 
 class Report:
     """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
-    downloaded_bytes, swap_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device, io, general_path; over ranks: ranks, gathered_bytes,
-    reduced_bytes, broadcast_bytes, control_bytes (sent by this rank), collectives."""
+    downloaded_bytes, swap_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device, io, general_path;
+    over ranks: ranks, gathered_bytes, reduced_bytes, broadcast_bytes, control_bytes (sent by this rank),
+    collectives."""
 
     def __init__(self, core: _core.Report) -> None:
         self._core = core
