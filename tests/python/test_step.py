@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from devices import generator_of
 from equality import adamw, train
 from models import GPT, gpt_loss
 from test_equality import OPTIMIZERS, Uneven, uneven_loss
@@ -335,3 +336,48 @@ def test_temporaries_of_a_step_have_no_home(config):
     space.wait()
     (home,) = (h for h in space.report().homes if h.role == "optimizer")
     assert home.peak == 3 * 4 * 1024 * 512
+
+
+@pytest.mark.parametrize("visible", ["auto", "bfloat16"])
+@pytest.mark.parametrize("foreach", [None, True])
+def test_norms_that_are_always_asked_for_read_nothing(visible, foreach, config):
+    """From the second step on they are taken when gradients are made, and the bits are the same."""
+    dtype = torch.float32 if visible == "auto" else torch.bfloat16
+    space = zeropage.init(
+        config.replace(device_memory="3MB", host_memory="1MB", page_size="64KiB", visible_dtype=visible)
+    )
+    with space:
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(8)])
+    generator = generator_of(1)
+    for step in range(4):
+        model(torch.randn(4, 512, generator=generator, dtype=dtype)).float().pow(2).sum().backward()
+        zeropage.evict(model)
+        for parameter in model.parameters():
+            zeropage.evict(parameter.grad)
+        before = space.report()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=foreach)
+        read = space.report().read_bytes - before.read_bytes
+        copies = [p.grad.detach().clone() for p in model.parameters()]
+        assert torch.equal(norm, torch.nn.utils.get_total_norm([c + 0 for c in copies], foreach=foreach))
+        assert (read > 0) == (step == 0)
+        # Another content has another norm.
+        model[0].weight.grad.mul_(3)
+        changed = torch.nn.utils.get_total_norm([model[0].weight.grad], foreach=foreach)
+        assert torch.equal(changed, torch.nn.utils.get_total_norm([copies[0] * 3], foreach=foreach))
+        model.zero_grad()
+
+
+def test_a_norm_that_is_no_longer_asked_for_is_no_longer_taken(config):
+    with zeropage.init(config):
+        layer = torch.nn.Linear(300, 200, bias=False)
+    for _ in range(3):
+        layer(torch.ones(1, 300)).sum().backward()
+        expected = torch.linalg.vector_norm(layer.weight.grad.detach().clone())
+        assert torch.equal(torch.linalg.vector_norm(layer.weight.grad), expected)
+        layer(torch.ones(1, 300)).sum().backward()  # accumulates
+        expected = torch.linalg.vector_norm(layer.weight.grad.detach().clone())
+        assert torch.equal(torch.linalg.vector_norm(layer.weight.grad), expected)
+        with torch.no_grad(), zeropage.pinned(layer.weight.grad) as raw:
+            raw.mul_(0.5)
+        assert torch.equal(torch.linalg.vector_norm(layer.weight.grad), expected * 0.5)
+        layer.zero_grad()

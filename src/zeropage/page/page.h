@@ -119,6 +119,7 @@ struct Run {
   std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
   std::size_t transfers = 0;                       // under way, and pages lent; a run that dies lives until they end
   std::size_t lent = 0;                            // pages
+  std::uint64_t changes = 0;                       // of its content, as far as pins for writing tell
   bool dead = false;
   bool is_staging = false;     // counts against its budget, and not among homes
   Segment* only = nullptr;     // the tensor that it is made for, if it is not for several; null once that died

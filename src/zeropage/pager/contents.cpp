@@ -21,6 +21,7 @@ void Contents::zero(Segment& segment) {
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   transfers_.wait_until(lock, [&] { return run.lent == 0; });
+  ++run.changes;
   // A transfer must end before its memory changes hands; what it brings is of no interest.
   const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
   for (auto page = std::find_if(run.pages.begin(), run.pages.end(), busy); page != run.pages.end();

@@ -205,6 +205,11 @@ bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
          (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
 }
 
+std::uint64_t FrameCache::changes(const Segment& segment) const {
+  Lock lock(monitor_.mutex());
+  return segment.run_ ? segment.run_->changes : 0;
+}
+
 bool FrameCache::resident(const Segment& segment) const {
   Lock lock(monitor_.mutex());
   if (monitor_.closed() || !segment.run_) return false;

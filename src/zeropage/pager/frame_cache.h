@@ -147,6 +147,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void zero(Segment& segment) { contents_.zero(segment); }
   /// Writes the segment's pages home and gives up its frames. Pinned segments stay.
   void evict(Segment& segment) { contents_.evict(segment); }
+  /// Another number whenever the segment's content may have changed.
+  std::uint64_t changes(const Segment& segment) const;
   /// Whether any page of the segment is in memory.
   bool resident(const Segment& segment) const;
 

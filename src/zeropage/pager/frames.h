@@ -41,6 +41,7 @@ class Frames {
   /// An operator does this to a page that has a frame.
   static void mark(Run& run, std::size_t page, Access access) {
     if (access == Access::read) return;
+    ++run.changes;
     Residency& state = run.pages[page].state;
     state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
   }

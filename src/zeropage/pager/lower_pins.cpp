@@ -120,6 +120,7 @@ void LowerPins::lend(Run& run, std::size_t index) {
   Page& page = run.pages[index];
   if (run.home) page.state = Residency::evicted;
   page.lent = true;
+  ++run.changes;
   ++run.lent;
   ++run.transfers;
 }

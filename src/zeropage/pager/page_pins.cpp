@@ -150,7 +150,8 @@ void PagePins::wait(PagePin& pin) {
   }
   memory_.order_after(frame);
   if (!frame.run) return;  // it died, and what was to be read is there
-  if (pin.access_ == Access::read || frame.permanent) return;
+  if (pin.access_ == Access::read) return;
+  if (frame.permanent) return void(++pin.run_->changes);
   frame.claimer = {};
   Frames::mark(*pin.run_, pin.page_, pin.access_);
   monitor_.changed().notify_all();

@@ -82,6 +82,8 @@ void WholePins::pin(std::span<const PinRequest> requests) {
     Frame& frame = *run.whole_frame();
     if (!frame.permanent) {
       for (std::size_t i = 0; i < run.pages.size(); ++i) Frames::mark(run, i, request.access);
+    } else if (request.access != Access::read) {
+      ++run.changes;
     }
     memory_.order_after(frame);
     frames_.add_pin(frame);

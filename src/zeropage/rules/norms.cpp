@@ -1,8 +1,12 @@
 // Norms of whole tensors. Where a tensor fits the device's budget it is brought in, and the bits are PyTorch's; where
 // it does not, each page's norm is taken and the norms are combined in double precision. Where this rank holds its
 // share alone, each rank takes its share's, and all norms of a call are exchanged at once.
+#include "zeropage/rules/norms.h"
+
+#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cmath>
@@ -96,6 +100,44 @@ bool is_too_large(const at::Tensor& tensor) {
 
 }  // namespace
 
+std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, c10::function_ref<at::Tensor()> content) {
+  auto norm = std::make_unique<ForeseenNorm>();
+  norm->habit = leaf.norm_habit();
+  const auto expected = norm->habit->expected();
+  if (!expected) return norm;
+  c10::NoGradGuard no_grad;
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const at::Tensor whole = content();
+  const at::Tensor taken = expected->of_list
+                               ? at::_foreach_norm(whole, expected->ord, expected->dtype)[0]
+                               : at::linalg_vector_norm(whole, expected->ord, std::nullopt, false, expected->dtype);
+  norm->taken = {*expected, taken, {}};
+  return norm;
+}
+
+void foresee(const at::Tensor& gradient, std::unique_ptr<ForeseenNorm> norm) {
+  StorageSegment& segment = *segment_of(gradient);
+  if (norm->taken) norm->taken->content = segment.content_mark();
+  segment.set_foreseen_norm(std::move(norm));
+}
+
+namespace {
+
+/// The norm, if it was foreseen and the content is still the same; undefined if not. Notes what is asked.
+at::Tensor foreseen(const at::Tensor& tensor, const AskedNorm& asked) {
+  const auto* segment = segment_of(tensor);
+  ForeseenNorm* const norm = segment && is_whole(tensor) ? segment->foreseen_norm() : nullptr;
+  if (!norm) return {};
+  norm->habit->note(asked);
+  auto& taken = norm->taken;
+  if (!taken || taken->asked != asked || taken->content != segment->content_mark()) return {};
+  taken->used = true;
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  return taken->norm.clone();
+}
+
+}  // namespace
+
 bool run_norm(Call& call) {
   // linalg_vector_norm(self, ord, dim, keepdim, dtype)
   const at::Tensor self = call.argument(0).toTensor();
@@ -105,6 +147,10 @@ bool run_norm(Call& call) {
   const double ord = call.argument(1).toScalar().toDouble();
   const auto dtype = call.argument(4).toOptional<c10::ScalarType>();
   double norm = 0;
+  if (at::Tensor known = foreseen(self, {ord, dtype, /*of_list=*/false}); known.defined()) {
+    call.return_value(std::move(known));
+    return true;
+  }
   if (is_partitioned_whole(self)) {
     norm = norms_over_ranks(self, ord)[0];
   } else if (is_too_large(self)) {
@@ -126,13 +172,15 @@ bool run_norms(Call& call) {
   const auto tensors = call.argument(0).toTensorVector();
   const double ord = call.argument(1).toScalar().toDouble();
   const auto dtype = call.argument(2).toOptional<c10::ScalarType>();
-  enum class Kind : std::uint8_t { whole, too_large, partitioned };
+  enum class Kind : std::uint8_t { known, whole, too_large, partitioned };
   std::vector<Kind> kinds;
-  std::vector<at::Tensor> partitioned, whole;
+  std::vector<at::Tensor> known, partitioned, whole;
   for (const at::Tensor& tensor : tensors) {
-    kinds.push_back(is_partitioned_whole(tensor) ? Kind::partitioned
-                    : is_too_large(tensor)       ? Kind::too_large
-                                                 : Kind::whole);
+    known.push_back(foreseen(tensor, {ord, dtype, /*of_list=*/true}));
+    kinds.push_back(known.back().defined()         ? Kind::known
+                    : is_partitioned_whole(tensor) ? Kind::partitioned
+                    : is_too_large(tensor)         ? Kind::too_large
+                                                   : Kind::whole);
     if (kinds.back() == Kind::partitioned) partitioned.push_back(tensor);
     if (kinds.back() == Kind::whole) whole.push_back(tensor);
   }
@@ -144,7 +192,9 @@ bool run_norms(Call& call) {
   std::vector<at::Tensor> results;
   std::size_t next_partitioned = 0, next_whole = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (kinds[i] == Kind::whole) {
+    if (kinds[i] == Kind::known) {
+      results.push_back(known[i]);
+    } else if (kinds[i] == Kind::whole) {
       results.push_back(whole_norms[next_whole++]);
     } else {
       const double norm = kinds[i] == Kind::partitioned ? partitioned_norms[next_partitioned++]

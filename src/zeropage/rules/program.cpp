@@ -86,6 +86,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   Access access_to(const StorageSegment& segment) const override;
   bool runs_in_host() const override { return in_host_; }
 
+  std::size_t length() const override { return instructions_.size(); }
+
   bool empty() const { return instructions_.empty(); }
   bool makes_only(const StorageSegment& segment) const;
   void run_into(const at::Tensor& target, const StorageSegment& segment);

@@ -267,6 +267,17 @@ void StorageSegment::run_deferred() {
   if (const auto deferred = deferred_) deferred->run();
 }
 
+const std::shared_ptr<NormHabit>& StorageSegment::norm_habit() {
+  std::lock_guard lock(domain_->sharing_mutex);
+  if (!norm_habit_) norm_habit_ = std::make_shared<NormHabit>();
+  return norm_habit_;
+}
+
+ContentMark StorageSegment::content_mark() const {
+  std::lock_guard lock(domain_->deferral_mutex);
+  return {is_unallocated() ? 0 : cache()->changes(*this), deferred_ ? deferred_->length() : 0};
+}
+
 bool is_whole(const at::TensorBase& tensor) {
   return tensor.storage_offset() == 0 &&
          tensor.numel() * tensor.itemsize() == tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() &&

@@ -19,6 +19,7 @@
 #include "zeropage/comm/collectives.h"
 #include "zeropage/comm/stripes.h"
 #include "zeropage/pager/frame_cache.h"
+#include "zeropage/tensor/foreseen_norm.h"
 
 namespace zeropage {
 
@@ -101,6 +102,8 @@ class Deferred {
   virtual Access access_to(const StorageSegment& segment) const = 0;
   /// Whether they are to run on the host, in the memory below the device's.
   virtual bool runs_in_host() const = 0;
+  /// How many they are.
+  virtual std::size_t length() const = 0;
 };
 
 /// What all tensors of one space share.
@@ -181,6 +184,15 @@ class StorageSegment final : public Segment {
   Quantisation* quantisation() const { return quantisation_.get(); }
   void set_quantisation(std::unique_ptr<Quantisation> quantisation) { quantisation_ = std::move(quantisation); }
 
+  // --- gradients ---
+
+  /// Of a leaf: what its gradients are asked for.
+  const std::shared_ptr<NormHabit>& norm_habit();
+  /// Of a gradient; null: nothing is known.
+  ForeseenNorm* foreseen_norm() const { return foreseen_norm_.get(); }
+  void set_foreseen_norm(std::unique_ptr<ForeseenNorm> norm) { foreseen_norm_ = std::move(norm); }
+  ContentMark content_mark() const;
+
   // --- mixed precision ---
 
   /// The tensor of the same shape that holds the content more precisely, and from which this one follows, or, of
@@ -249,6 +261,8 @@ class StorageSegment final : public Segment {
   std::unique_ptr<const SegmentBuilder> builder_;  // of what has, or had, no home; threads may ask it meanwhile
   std::atomic<bool> unallocated_ = false;
   std::unique_ptr<Quantisation> quantisation_;
+  std::shared_ptr<NormHabit> norm_habit_;
+  std::unique_ptr<ForeseenNorm> foreseen_norm_;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.

@@ -17,6 +17,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/rules/norms.h"
 #include "zeropage/rules/widened.h"
 #include "zeropage/rules/windows.h"
 #include "zeropage/tensor/paged_tensor.h"
@@ -79,7 +80,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
   variable_list page(const variable_list& gradients) const {
     const at::Tensor& leaf = node_->variable;
     const at::Tensor& gradient = gradients[0];
-    const auto* segment = segment_of(leaf);
+    auto* segment = segment_of(leaf);
     if (segment && gradient.defined() && segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     if (!segment || !gradient.defined() || leaf.grad().defined() || segment_of(gradient)) return gradients;
     // With create_graph the gradient has a history of its own; a sparse one has no pages.
@@ -105,25 +106,29 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
   }
 
-  static at::Tensor paged_copy(const StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
+  static at::Tensor paged_copy(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
     c10::NoGradGuard no_grad;
     const auto dtype = segment.master().defined() ? gradient_dtype(leaf) : gradient.dtype();
     const bool narrow = dtype == at::kFloat && c10::isReducedFloatingType(gradient.scalar_type());
     at::Tensor paged =
         make_paged(segment.domain(), leaf.sizes(), leaf.strides(), narrow ? gradient.dtype() : dtype, Role::gradient);
     auto& made = *segment_of(paged);
+    std::unique_ptr<ForeseenNorm> norm;
     // In one frame: norms take it whole. A very large one goes page by page.
     if (made.bytes() <= made.cache()->frame_limit() / 2) {
       const PinRequest request{&made, Access::overwrite};
       const TensorPin pin(request);
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
       paged.copy_(gradient);
+      norm = take_expected_norm(segment, [&] { return narrow ? paged.to(at::kFloat) : paged; });
     } else {
       paged.copy_(gradient);
     }
     if (made.domain()->offloads_updates() && made.tier() != Tier::device) made.cache()->bring_down(made);
     if (leaf.is_cpu() && made.tier() == Tier::disk) give_back_holes(gradient.nbytes());
-    return narrow ? widened(paged) : paged;
+    at::Tensor result = narrow ? widened(paged) : paged;
+    if (norm) foresee(result, std::move(norm));
+    return result;
   }
 
   torch::autograd::AccumulateGrad* node_;  // which owns this hook
