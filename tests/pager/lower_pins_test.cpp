@@ -229,7 +229,8 @@ TEST_CASE_FIXTURE(LowerFixture, "what is staged takes room in the host for as lo
   CHECK(cache->usage(Pool::host).peak <= cache->usage(Pool::host).limit);
 }
 
-TEST_CASE_FIXTURE(LowerFixture, "a staged page that cannot be uploaded is an error for whoever uses it") {
+TEST_CASE_FIXTURE(LowerFixture,
+                  "a thread that pins a page whose staged content could not be uploaded gets the device's error") {
   make_apart(16 * kPage, 8 * kPage);
   auto tensor = segment(kPage, Role::parameter, Tier::device);
   write_later(*tensor, 1);

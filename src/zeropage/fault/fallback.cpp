@@ -40,9 +40,8 @@ void refuse_capture(const Call& call) {
   if (device.is_cpu()) return;
   if (!compat::is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device))) return;
   throw AccessError(
-      "operators on paged tensors cannot be captured in a graph: their memory is another at each replay. Capture "
-      "only "
-      "what holds ordinary tensors, or run without the graph");
+      "operators on paged tensors cannot be captured in a graph: their memory is another at each replay. "
+      "Capture only what holds ordinary tensors, or run without the graph");
 }
 
 /// Hooks the leaves among paged arguments; the result must live through the operator.

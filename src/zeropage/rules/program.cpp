@@ -294,7 +294,8 @@ bool Program::updates_states() const {
   });
 }
 
-/// (On the CPU with memory="separate", what is refused in the host counts as updated there: they are one processor.)
+/// On the CPU with memory="separate" the slice cannot tell: a part that LowerPins refused counts as updated in the
+/// host too.
 void Program::count(const at::Tensor& slice, Where where) {
   const bool in_host = where == Where::in_host && slice.is_cpu();
   (in_host ? domain_->updated_in_host : domain_->updated_on_device) += slice.numel();
@@ -309,7 +310,8 @@ std::vector<Instruction> Program::instructions_in_host() const {
       if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().is_cpu()) continue;
       const HostCopy copy = i < instruction.in_host.size() ? instruction.in_host[i] : HostCopy();
       if (copy.done) copy.done->synchronize();
-      value = copy.tensor.defined() ? copy.tensor : value.toTensor().cpu();  // the second: then updates ran elsewhere
+      // No copy was started for a scalar of a call that was made while updates still ran on the device.
+      value = copy.tensor.defined() ? copy.tensor : value.toTensor().cpu();
     }
   }
   return instructions;

@@ -264,10 +264,9 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
     for (auto& cursor : cursors) {
       if (!cursor->move_to(window, resumes)) return false;
     }
-  } catch (
-      const BudgetError&) {  // the host cannot hold a page of each: the device's pages pass through it one by one
+  } catch (const BudgetError&) {
     if (where == Where::on_device) throw;
-    return false;
+    return false;  // on the device, pages pass through the host one by one, and need less of it
   }
   for (const bool reads : {true, false}) {
     for (auto& cursor : cursors) {
