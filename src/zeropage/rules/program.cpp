@@ -281,8 +281,7 @@ bool Program::can_run_in_host() const {
     if (!slot.segment || slot.temporary || slot.segment->is_unallocated()) continue;
     if (!reaches_host(*slot.segment)) return false;
     if (slot.segment->role() != Role::optimizer) continue;
-    const StorageSegment& kept = slot.segment->is_partitioned() ? slot.segment->share_segment() : *slot.segment;
-    if (kept.tier() == Tier::device) return false;
+    if (slot.segment->at_home().tier() == Tier::device) return false;
     updates = true;
   }
   return updates;

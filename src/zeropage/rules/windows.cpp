@@ -347,8 +347,7 @@ void for_each_window_of_share(const Operand& operand, RunSlices run) {
 }
 
 bool reaches_host(const StorageSegment& segment) {
-  const StorageSegment& kept = segment.is_partitioned() ? segment.share_segment() : segment;
-  return kept.cache()->reaches_below(kept);
+  return segment.at_home().cache()->reaches_below(segment.at_home());
 }
 
 bool holds_share_only(const StorageSegment* segment) {

@@ -216,6 +216,9 @@ class StorageSegment final : public Segment {
   /// Of a partitioned tensor: this rank's share, flat, stripes().own() elements.
   const at::Tensor& share() const { return share_; }
   StorageSegment& share_segment() const;
+  /// The segment whose bytes are at home on this rank: that of its share, if it is partitioned, else this one.
+  const StorageSegment& at_home() const { return is_partitioned() ? share_segment() : *this; }
+  StorageSegment& at_home() { return is_partitioned() ? share_segment() : *this; }
   /// What was deferred runs, and content that is still to come is waited for.
   void complete();
   /// The second of these alone.

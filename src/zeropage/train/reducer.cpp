@@ -463,8 +463,7 @@ void Reducer::finish(Reduction& reduction) {
     StorageSegment* segment = storage ? segment_of(*storage) : nullptr;
     if (!segment) continue;
     if (segment->pending().get() == &reduction) segment->will_come(nullptr);
-    StorageSegment& kept = segment->is_partitioned() ? segment->share_segment() : *segment;
-    if (domain_.offloads_updates()) kept.cache()->bring_down(kept);
+    if (domain_.offloads_updates()) segment->at_home().cache()->bring_down(segment->at_home());
   }
 }
 
