@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 from torch import Tensor
 
 built_for_torch: str
@@ -48,6 +50,9 @@ class Report:
     non_finite: int
     updated_in_host: int
     updated_on_device: int
+    updates_ahead: int
+    updates_committed: int
+    discarded_bytes: int
     collectives: int
     io: str
     general_path: list[tuple[str, int]]
@@ -70,6 +75,8 @@ class TensorPin:
 
 def pin(tensor: Tensor) -> TensorPin: ...
 def hold(tensors: list[Tensor]) -> TensorPin: ...
+def note_step(parameters: list[Tensor], optimizer: int, numbers: list[float]) -> None: ...
+def set_next_numbers(next: Callable[[int], list[float]]) -> None: ...
 def step_ended(parameters: list[Tensor]) -> None: ...
 def settle_gradients(parameter: Tensor) -> None: ...
 def is_paged(tensor: Tensor) -> bool: ...

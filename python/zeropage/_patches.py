@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zeropage import _core, _hugging_face, _wrappers
+from zeropage import _core, _hugging_face, _step_numbers, _wrappers
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,11 +78,13 @@ def _patch_recurrent() -> None:
 
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _step_numbers.note(optimizer)
     _core.step_ended([p for group in optimizer.param_groups for p in group["params"]])
 
 
 def install() -> None:
     register_optimizer_step_post_hook(_step_ended)
+    _step_numbers.install()
     _patch_tensor()
     _patch_recurrent()
     _hugging_face.install(on_paged)

@@ -15,7 +15,8 @@ def _megabytes(count: int) -> str:
 
 class Report:
     """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
-    downloaded_bytes, swap_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device, io, general_path;
+    downloaded_bytes, swap_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device,
+    updates_ahead, updates_committed, discarded_bytes, io, general_path;
     over ranks: ranks, gathered_bytes, reduced_bytes, broadcast_bytes, control_bytes (sent by this rank),
     collectives."""
 
@@ -43,6 +44,10 @@ class Report:
         if core.updated_in_host or core.updated_on_device:
             moved.append(["parameters updated in the host", f"{core.updated_in_host:,}"])
             moved.append(["parameters updated on the device", f"{core.updated_on_device:,}"])
+        if core.updates_ahead:
+            moved.append(["updates of a parameter under backward", f"{core.updates_ahead:,}"])
+            moved.append(["of them asked for by the step", f"{core.updates_committed:,}"])
+            moved.append(["written by the others, in vain", _megabytes(core.discarded_bytes)])
         if core.non_finite:
             moved.append(["values in gradients that were not finite", f"{core.non_finite:,}"])
         if core.ranks > 1:

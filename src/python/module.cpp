@@ -110,6 +110,9 @@ void bind_report(py::module_& module) {
       .def_readonly("non_finite", &Report::non_finite)
       .def_readonly("updated_in_host", &Report::updated_in_host)
       .def_readonly("updated_on_device", &Report::updated_on_device)
+      .def_readonly("updates_ahead", &Report::updates_ahead)
+      .def_readonly("updates_committed", &Report::updates_committed)
+      .def_readonly("discarded_bytes", &Report::discarded_bytes)
       .def_readonly("collectives", &Report::collectives)
       .def_readonly("io", &Report::io)
       .def_readonly("general_path", &Report::general_path);
@@ -164,6 +167,20 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "step_ended", [](const std::vector<at::Tensor>& parameters) { step_ended(parameters); },
       py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "note_step",
+      [](const std::vector<at::Tensor>& parameters, std::int64_t optimizer, StepNumbers numbers) {
+        note_step(parameters, optimizer, std::move(numbers));
+      },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("set_next_numbers", [](py::function next) {
+    // Kept for ever: threads of autograd may ask until the process ends.
+    auto* const kept = new py::function(std::move(next));
+    set_next_numbers([kept](std::int64_t optimizer) {
+      const py::gil_scoped_acquire gil;
+      return (*kept)(optimizer).cast<StepNumbers>();
+    });
+  });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
   module.def("ranks_of", &ranks_of);

@@ -96,7 +96,8 @@ struct Frame {
 
 struct Page {
   Residency state = Residency::zero;
-  bool lent = false;  // code on the host has it (pager/lower_pins.h)
+  bool lent = false;    // code on the host has it (pager/lower_pins.h)
+  bool is_new = false;  // it belongs to the run's second version, which is open (pager/versions.h)
   Frame* frame = nullptr;
 };
 
@@ -110,6 +111,7 @@ struct Run {
   std::vector<Page> pages;
   Home* home = nullptr;            // null: its frame
   Extent extent;                   // on disk
+  Extent next_extent;              // the same of a second version, while one is open
   std::unique_ptr<Segment> below;  // in a lower cache
   std::optional<FreeList> slots;   // of shared runs: what of the page is free
   std::size_t tensors = 0;         // segments alive in it
@@ -138,6 +140,9 @@ struct Run {
   bool shares_page() const { return slots || packed(); }
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
+  std::uint64_t offset_on_disk(std::size_t page) const {
+    return (pages[page].is_new ? next_extent : extent).offset() + page * page_bytes;
+  }
   Frame* whole_frame() const {
     Frame* frame = pages[0].frame;
     return frame && frame->pages == pages.size() && !frame->assembling ? frame : nullptr;

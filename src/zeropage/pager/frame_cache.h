@@ -19,6 +19,7 @@
 //   WholePins, PagePins   what operators and rules hold
 //   LowerPins             what code on the host holds of a device's pages
 //   Contents              zeroing and eviction of whole segments
+//   Versions              what is written ahead of being wanted
 //   HomeAllocator         which run a new segment lies in, and where that is at home
 //
 // [Note: one memory] Where operators run on the CPU, frames and the cache of disk pages lie in one arena of
@@ -60,6 +61,7 @@
 #include "zeropage/pager/timeline.h"
 #include "zeropage/pager/transfers.h"
 #include "zeropage/pager/upper_cache.h"
+#include "zeropage/pager/versions.h"
 #include "zeropage/pager/whole_pins.h"
 
 namespace zeropage {
@@ -147,6 +149,17 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void zero(Segment& segment) { contents_.zero(segment); }
   /// Writes the segment's pages home and gives up its frames. Pinned segments stay.
   void evict(Segment& segment) { contents_.evict(segment); }
+
+  /// From now on, what is written to the segment goes to a second version of it; only then may the caller pin it,
+  /// page by page, until commit or discard. False, and nothing has happened, if its content is not at home on disk, if
+  /// it shares pages, is pinned, or the disk has no room to spare.
+  [[nodiscard]] bool open_version(Segment& segment) { return versions_.open(segment); }
+  /// The second versions become the content. False, and nothing has happened, if one was not written whole.
+  [[nodiscard]] bool commit_versions(std::span<Segment* const> segments) { return versions_.commit(segments); }
+  /// The content is what it was when the version was opened. Waits for transfers of it. Throws AccessError if the
+  /// cache is closed meanwhile.
+  void discard_version(Segment& segment) { versions_.discard(segment); }
+
   /// Another number whenever the segment's content may have changed.
   std::uint64_t changes(const Segment& segment) const;
   /// Whether any page of the segment is in memory.
@@ -204,6 +217,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
   PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
   LowerPins lower_pins_{monitor_, memory_, timeline_, frames_, transfers_, runs_, ranks_ ? nullptr : lower_.get()};
+  Versions versions_{monitor_, frames_, transfers_, swap_.get()};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
   HomeAllocator home_allocator_{
       monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},

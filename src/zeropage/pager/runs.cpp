@@ -72,6 +72,7 @@ void Runs::forget_home_bytes() noexcept {
 void Runs::give_back_homes() noexcept {
   for (auto& [_, run] : runs_) {
     run->extent = {};
+    run->next_extent = {};
     if (run->below) {
       run->home->forget(*run);
       run->below.reset();

@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 21> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 22> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -25,6 +25,7 @@ constexpr std::array<Setting, 21> kSettings{{{"device", &Config::device},
                                              {"io", &Config::io},
                                              {"memory", &Config::memory},
                                              {"async_step", &Config::async_step},
+                                             {"update_ahead", &Config::update_ahead},
                                              {"update_on", &Config::update_on},
                                              {"visible_dtype", &Config::visible_dtype},
                                              {"master_dtype", &Config::master_dtype},

@@ -390,6 +390,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   options.io = engine_of(config.io);
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
   domain->async_step = flag_of("async_step", config.async_step);
+  domain->speculates = flag_of("update_ahead", config.update_ahead) && !groups.shard && !separate;
   choose_dtypes(config, *domain);
   domain->moments = moments_of(config, *domain, groups.shard != nullptr);
   partition_roles(config, domain->partition);
@@ -435,6 +436,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   config.resident_below = std::to_string(domain->resident_below);
   config.io = std::string(domain->cache->io_name());
   config.async_step = domain->async_step ? "true" : "false";
+  config.update_ahead = domain->speculates ? "true" : "false";
   config.update_on = domain->updates_in_host || !separate ? "host" : "device";
   config.memory = separate ? "separate" : "unified";
   return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
@@ -534,6 +536,9 @@ Report Space::report() const {
                 .non_finite = domain_->not_finite.load(),
                 .updated_in_host = domain_->updated_in_host.load(),
                 .updated_on_device = domain_->updated_on_device.load(),
+                .updates_ahead = domain_->updates_ahead.load(),
+                .updates_committed = domain_->updates_committed.load(),
+                .discarded_bytes = domain_->discarded_bytes.load(),
                 .collectives = traffic.collectives,
                 .io = std::string(cache.io_name()),
                 .general_path = domain_->general_path.counts()};

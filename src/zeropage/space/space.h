@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "zeropage/rules/speculation.h"
 #include "zeropage/space/config.h"
 #include "zeropage/tensor/paged_tensor.h"
 
@@ -41,6 +42,8 @@ struct Report {
   std::size_t non_finite;                      // values in gradients that fused updates have met
   // Elements of parameters, of a device with memory of its own, that optimizers updated here and there.
   std::size_t updated_in_host, updated_on_device;
+  std::size_t updates_ahead, updates_committed;  // of parameters, that ran under backward; and that the step took
+  std::size_t discarded_bytes;                   // that the others wrote
   std::size_t collectives;  // that moved data
   std::string io;
   std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts

@@ -36,6 +36,26 @@ Extent SwapFile::allocate(std::size_t bytes) {
   return Extent(this, *offset, bytes);
 }
 
+Extent SwapFile::try_allocate(std::size_t bytes) noexcept try {
+  bytes = round_up(std::max<std::size_t>(bytes, 1), kBlockBytes);
+  std::lock_guard lock(mutex_);
+  auto offset = free_.take(bytes);
+  if (!offset && has_spare(std::max(bytes, kGrowBytes))) {
+    grow(bytes);
+    offset = free_.take(bytes);
+  }
+  return offset ? Extent(this, *offset, bytes) : Extent();
+} catch (...) {
+  return {};
+}
+
+bool SwapFile::has_spare(std::size_t bytes) const {
+  struct statvfs disk {};
+  if (::statvfs(directory_.c_str(), &disk) != 0) return false;
+  const auto available = static_cast<double>(disk.f_bavail) * disk.f_frsize;
+  return available - bytes >= kSpare * static_cast<double>(disk.f_blocks) * disk.f_frsize;
+}
+
 void SwapFile::grow(std::size_t bytes) {
   int error = 0;
   for (const std::size_t step : {std::max(bytes, kGrowBytes), bytes}) {

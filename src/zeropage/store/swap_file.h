@@ -41,11 +41,15 @@ class Extent {
 
 class SwapFile {
  public:
+  static constexpr double kSpare = 0.05;  // of the disk
+
   /// Throws DiskError if the directory is missing, cannot be written, or has no O_DIRECT.
   explicit SwapFile(const std::string& directory);
 
   /// Space on the disk, given by the file system now. Throws DiskError, with sizes, when the disk is full.
   Extent allocate(std::size_t bytes);
+  /// The same for what is only of use: none instead of an error, or of taking the last kSpare of the disk.
+  Extent try_allocate(std::size_t bytes) noexcept;
 
   const File& file() const { return file_; }
   std::size_t size() const;  // bytes of the file
@@ -55,6 +59,7 @@ class SwapFile {
   friend class Extent;
   void release(std::uint64_t offset, std::size_t bytes);
   void grow(std::size_t bytes);
+  bool has_spare(std::size_t bytes) const;
 
   mutable std::mutex mutex_;
   std::string directory_;

@@ -213,9 +213,10 @@ void StorageSegment::hide() {
 
 void StorageSegment::destroy(void* context) {
   std::unique_ptr<StorageSegment> segment(static_cast<StorageSegment*>(context));
-  if (!segment->is_deferred()) return;
+  if (!segment->is_deferred() && !segment->is_written_ahead_) return;
   const auto domain = segment->domain_;
   std::lock_guard lock(domain->deferral_mutex);
+  if (const auto ahead = segment->written_ahead_) ahead->discard();
   segment->storage_ = nullptr;
   if (const auto deferred = segment->deferred_) deferred->keep_alive(segment);
 }
@@ -237,6 +238,18 @@ void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
   const bool in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
+}
+
+void StorageSegment::set_written_ahead(std::shared_ptr<WrittenAhead> ahead) {
+  written_ahead_ = std::move(ahead);
+  is_written_ahead_.store(written_ahead_ != nullptr, std::memory_order_release);
+}
+
+void StorageSegment::settle() {
+  if (!is_written_ahead_.load(std::memory_order_acquire)) return;
+  std::lock_guard lock(domain_->deferral_mutex);
+  if (const auto deferred = deferred_) deferred->settle();
+  if (const auto ahead = written_ahead_) ahead->discard();
 }
 
 void run_deferred(Domain& domain) {
@@ -329,6 +342,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
     storages_.emplace_back(segment->storage().lock());
+    segment->settle();
     if (segment->quantisation()) {
       throw AccessError(
           "what an optimizer keeps in fewer bits (optimizer_dtype) has no float32 memory to hold; use a copy of it: "

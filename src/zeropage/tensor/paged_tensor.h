@@ -104,6 +104,17 @@ class Deferred {
   virtual bool runs_in_host() const = 0;
   /// How many they are.
   virtual std::size_t length() const = 0;
+  /// What was written ahead of them becomes the content, if it is what they make, or is discarded.
+  virtual void settle() = 0;
+};
+
+/// What was written to segments ahead of operators that would write it, into second versions of them
+/// (rules/speculation.h). Under the domain's deferral_mutex.
+class WrittenAhead {
+ public:
+  virtual ~WrittenAhead() = default;
+  /// The segments are what they were. Nothing while it is being written, further up on this thread.
+  virtual void discard() = 0;
 };
 
 /// What all tensors of one space share.
@@ -131,6 +142,9 @@ struct Domain {
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
   std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
+  bool speculates = false;                        // updates run under backward, before the step asks for them
+  // Updates of a parameter that ran so, those of them that the step asked for, and the bytes that the others wrote.
+  std::atomic<std::size_t> updates_ahead = 0, updates_committed = 0, discarded_bytes = 0;
   std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met
   // Elements of parameters, of a device with memory of its own: where they were updated.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
@@ -177,6 +191,13 @@ class StorageSegment final : public Segment {
   void run_deferred();
   /// What those operators do to its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
+  /// What was written ahead becomes the content, or is discarded. Before an operator takes the segment, and before it
+  /// is pinned.
+  void settle();
+  void set_written_ahead(std::shared_ptr<WrittenAhead> ahead);
+  const std::shared_ptr<WrittenAhead>& written_ahead() const { return written_ahead_; }
+  /// Of a parameter, what rules/speculation.h knows of its updates. Under the domain's deferral_mutex.
+  std::shared_ptr<void> update_habit;
   /// True until find_home() gives it a home (Creation::unallocated).
   bool is_unallocated() const { return unallocated_.load(std::memory_order_acquire); }
   void find_home();
@@ -261,6 +282,8 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false, is_deferred_in_host_ = false;
   std::shared_ptr<Deferred> deferred_;
+  std::atomic<bool> is_written_ahead_ = false;
+  std::shared_ptr<WrittenAhead> written_ahead_;
   std::unique_ptr<const SegmentBuilder> builder_;  // of what has, or had, no home; threads may ask it meanwhile
   std::atomic<bool> unallocated_ = false;
   std::unique_ptr<Quantisation> quantisation_;

@@ -208,6 +208,7 @@ Storages those_that_all_ranks_have(Domain& domain,
 }  // namespace
 
 void StorageSegment::complete() {
+  settle();
   run_deferred();
   complete_pending();
 }

@@ -18,6 +18,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/norms.h"
+#include "zeropage/rules/speculation.h"
 #include "zeropage/rules/widened.h"
 #include "zeropage/rules/windows.h"
 #include "zeropage/tensor/paged_tensor.h"
@@ -82,7 +83,9 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const at::Tensor& gradient = gradients[0];
     auto* segment = segment_of(leaf);
     if (segment && gradient.defined() && segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
-    if (!segment || !gradient.defined() || leaf.grad().defined() || segment_of(gradient)) return gradients;
+    if (!segment || !gradient.defined()) return gradients;
+    const bool is_last = note_arrival(*segment);
+    if (segment_of(gradient)) return gradients;
     // With create_graph the gradient has a history of its own; a sparse one has no pages.
     if (gradient.requires_grad() || gradient.layout() != c10::kStrided || gradient.device() != leaf.device()) {
       return gradients;
@@ -90,7 +93,37 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (gradient.sizes() != leaf.sizes() || !leaf.is_non_overlapping_and_dense()) return gradients;
     if (gradient.key_set().has(c10::DispatchKey::Python) || !segment->domain()->pages(gradient.nbytes()))
       return gradients;
-    return {paged_copy(*segment, leaf, gradient)};
+    if (leaf.grad().defined()) {
+      return is_last && can_accumulate(leaf) ? accumulate(*segment, leaf, gradient) : gradients;
+    }
+    at::Tensor paged = paged_copy(*segment, leaf, gradient);
+    if (is_last) update_ahead(*segment, paged);
+    return {paged};
+  }
+
+  /// Whether AccumulateGrad would do no more than add, in place.
+  bool can_accumulate(const at::Tensor& leaf) const {
+    const at::Tensor& sum = leaf.grad();
+    const auto* made = segment_of(sum);
+    return made && is_operand(sum, leaf) && !c10::GradMode::is_enabled() && !node_->tensor_post_acc_grad_hooks() &&
+           sum.nbytes() <= made->domain()->cache->frame_limit() / 2;
+  }
+
+  /// The last gradient of a step is added here, so that what follows from the sum is done while it is in memory.
+  static variable_list accumulate(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
+    c10::NoGradGuard no_grad;
+    at::Tensor sum = leaf.grad();
+    std::unique_ptr<ForeseenNorm> norm;
+    {
+      const PinRequest request{segment_of(sum), Access::write};
+      const TensorPin pin(request);
+      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+      sum.add_(gradient);
+      norm = take_expected_norm(segment, [&] { return sum; });
+    }
+    foresee(sum, std::move(norm));
+    update_ahead(segment, sum);
+    return {at::Tensor()};
   }
 
   static variable_list over_ranks(const at::Tensor& leaf, const at::Tensor& gradient) {

@@ -1,0 +1,65 @@
+#include "zeropage/pager/versions.h"
+
+#include <algorithm>
+
+namespace zeropage {
+namespace {
+
+/// Whether what lies at home is the content, and no operator holds it.
+bool is_at_home(const Page& page) {
+  if (page.lent || (page.frame && page.frame->pins > 0)) return false;
+  return page.state == Residency::evicted || page.state == Residency::reading || page.state == Residency::clean;
+}
+
+}  // namespace
+
+bool Versions::open(Segment& segment) {
+  monitor_.check_usable();
+  if (!swap_ || !segment.run()->extent) return false;
+  Extent extent = swap_->try_allocate(segment.run()->bytes);
+  if (!extent) return false;
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  Run& run = *segment.run();
+  if (run.slots || run.assembled || run.next_extent || !std::ranges::all_of(run.pages, is_at_home)) return false;
+  run.next_extent = std::move(extent);
+  return true;
+}
+
+bool Versions::commit(std::span<Segment* const> segments) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  const auto is_whole = [](const Segment* segment) { return std::ranges::all_of(segment->run()->pages, &Page::is_new); };
+  if (!std::ranges::all_of(segments, is_whole)) return false;
+  for (Segment* segment : segments) {
+    Run& run = *segment->run();
+    std::swap(run.extent, run.next_extent);
+    for (Page& page : run.pages) page.is_new = false;
+    run.next_extent = Extent();  // of what was, where nothing is under way: each page had come before it was written
+    ++run.changes;
+  }
+  return true;
+}
+
+void Versions::discard(Segment& segment) {
+  Lock lock(monitor_.mutex());
+  if (monitor_.closed() || !segment.run() || !segment.run()->next_extent) return;
+  Run& run = *segment.run();
+  const auto is_busy = [](const Page& page) {
+    return page.is_new && page.frame && (page.frame->transfers > 0 || page.frame->pins > 0);
+  };
+  transfers_.wait_until(lock, [&] { return std::ranges::none_of(run.pages, is_busy); });
+  for (Page& page : run.pages) {
+    if (!std::exchange(page.is_new, false) || !page.frame) continue;
+    // The frame's other pages are new too, or as they are at home.
+    for (std::size_t i = page.frame->first_page; i < page.frame->first_page + page.frame->pages; ++i) {
+      if (run.pages[i].frame == page.frame) run.pages[i].is_new = false;
+    }
+    frames_.evict(*page.frame);
+  }
+  run.next_extent = Extent();
+  ++run.changes;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,36 @@
+// Second versions of segments: what an operator writes while one is open goes to places of its own on disk, and what
+// was there stays valid there until the version is committed. So an update can run before it is known whether it is
+// wanted (rules/speculation.h). In memory there is one content only, the new one, once a page was written: the caller
+// sees to it that nothing else pins the segment while its version is open.
+//
+// Contract: each call takes the cache's lock, and gives it up while it waits.
+#pragma once
+
+#include <span>
+
+#include "zeropage/pager/transfers.h"
+#include "zeropage/store/swap_file.h"
+
+namespace zeropage {
+
+class Versions {
+ public:
+  /// `swap` is null if there is no disk.
+  Versions(Monitor& monitor, Frames& frames, Transfers& transfers, SwapFile* swap)
+      : monitor_(monitor), frames_(frames), transfers_(transfers), swap_(swap) {}
+
+  // As FrameCache says of them.
+  bool open(Segment& segment);
+  bool commit(std::span<Segment* const> segments);
+  void discard(Segment& segment);
+
+ private:
+  using Lock = Monitor::Lock;
+
+  Monitor& monitor_;
+  Frames& frames_;
+  Transfers& transfers_;
+  SwapFile* const swap_;
+};
+
+}  // namespace zeropage

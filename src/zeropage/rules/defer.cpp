@@ -1,0 +1,183 @@
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/rules/deferred_program.h"
+
+namespace zeropage {
+namespace {
+
+/// Operators that round once an element, so that it does not matter whether a vector loop or its scalar tail did it.
+bool rounds_once(const c10::OperatorHandle& op, const Substitution& call) {
+  std::string_view name = op.schema().name();
+  if (name.substr(0, 10) == "zeropage::") {
+    return std::none_of(call.operands.begin(), call.operands.end(), [](const Operand& o) { return o.per > 1; });
+  }
+  name.remove_prefix(std::min(name.size(), std::string_view("aten::").size()));
+  if (name.substr(0, 9) == "_foreach_") name.remove_prefix(9);
+  if (!name.empty() && name.back() == '_') name.remove_suffix(1);
+  static const std::unordered_set<std::string_view> exact{"mul",     "div",     "sqrt", "neg",  "abs",
+                                                          "maximum", "minimum", "zero", "fill", "copy"};
+  if (exact.count(name) > 0) return true;
+  if (name != "add" && name != "sub") return false;
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    if (arguments[i].name() == "alpha") return call.arguments[i].isScalar() && call.arguments[i].toScalar().equal(1);
+  }
+  return true;
+}
+
+thread_local OneCall* current_call = nullptr;
+
+/// What a scalar was at the call.
+at::Tensor snapshot(const at::Tensor& tensor) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (segment_of(tensor)) {
+    const PinRequest request{segment_of(tensor), Access::read};
+    TensorPin pin(request);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    return tensor.clone();
+  }
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  return tensor.clone();
+}
+
+/// Starts copying what a device holds.
+HostCopy copy_to_host(const at::Tensor& kept) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const c10::DeviceType device = kept.device().type();
+  HostCopy copy{at::empty(kept.sizes(), kept.options().device(c10::kCPU).pinned_memory(true)),
+                std::make_shared<c10::Event>(device)};
+  copy.tensor.copy_(kept, /*non_blocking=*/true);
+  copy.done->record(c10::impl::VirtualGuardImpl(device).getStream(kept.device()));
+  return copy;
+}
+
+OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
+  if (current_call) {
+    const auto& copies = current_call->copies;
+    const auto same = [&](const OneCall::Copy& copy) { return copy.original.is_same(scalar); };
+    if (const auto found = std::find_if(copies.begin(), copies.end(), same); found != copies.end()) return *found;
+  }
+  OneCall::Copy copy{scalar, snapshot(scalar), {}};
+  if (!scalar.is_cpu() && domain.offloads_updates()) copy.in_host = copy_to_host(copy.kept);
+  if (current_call && current_call->copies.size() < 8) current_call->copies.push_back(copy);
+  return copy;
+}
+
+bool can_be_deferred(const Substitution& call) {
+  if (call.operands.empty() || scope_domain()) return false;
+  const auto* first = call.operands[0].segment;
+  for (const Operand& operand : call.operands) {
+    if (!operand.segment || operand.segment->domain() != first->domain()) return false;
+    if (operand.segment->is_pinned()) return false;  // the holder of the pin may read its memory
+  }
+  return true;
+}
+
+/// The program that the operands have together, or a new one. Those that cannot be joined run first.
+ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chunking) {
+  c10::SmallVector<ProgramPtr, 4> found;
+  std::size_t strangers = 1;
+  for (const Operand& operand : call.operands) {
+    if (auto program = std::static_pointer_cast<Program>(operand.segment->deferred())) {
+      if (std::find(found.begin(), found.end(), program) == found.end()) found.push_back(std::move(program));
+    } else {
+      ++strangers;
+    }
+  }
+  std::size_t slots = strangers;
+  bool joinable = true;
+  for (const ProgramPtr& program : found) {
+    slots += program->slots().size();
+    joinable = joinable && !program->begun() && program->takes(chunking, any_chunking) && program->fits(strangers);
+    for (const ProgramPtr& other : found) joinable = joinable && program->takes_all_of(*other);
+  }
+  if (!found.empty() && joinable && slots <= Program::kMostSlots) {
+    for (std::size_t i = 1; i < found.size(); ++i) found[0]->take_over(*found[i]);
+    return found[0];
+  }
+  for (const ProgramPtr& program : found) program->run();
+  const auto& domain = call.operands[0].segment->domain();
+  auto program = std::make_shared<Program>(domain);
+  auto& all = domain->deferred;
+  if (all.size() >= 64 && all.size() >= 2 * domain->deferred_alive) {
+    std::erase_if(all, [](const auto& weak) { return weak.expired(); });
+    domain->deferred_alive = all.size();
+  }
+  all.push_back(program);
+  return program;
+}
+
+}  // namespace
+
+OneCall::OneCall() : outer_(std::exchange(current_call, this)) {}
+OneCall::~OneCall() { current_call = outer_; }
+
+at::Tensor preview(const at::Tensor& tensor) {
+  auto* const segment = segment_of(tensor);
+  if (!has_program(segment) || !segment->is_unallocated() || !is_operand(tensor, tensor)) return {};
+  if (tensor.nbytes() > segment->domain()->cache->frame_limit()) return {};  // read page by page, more than once
+  const auto& domain = segment->domain();
+  if (domain->partition.ranks) return {};  // which would have to make the same copies
+  std::lock_guard lock(domain->deferral_mutex);
+  const auto program = std::static_pointer_cast<Program>(segment->deferred());
+  if (!program || !program->makes_only(*segment)) return {};
+  try {
+    at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
+                                 {.layout = segment->layout()});
+    const PinRequest request{segment_of(copy), Access::overwrite};
+    const TensorPin in_one_frame(request);
+    program->run_into(copy, *segment);
+    return copy;
+  } catch (const BudgetError&) {
+    return {};  // no room for both: the tensor itself is made
+  }
+}
+
+std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
+                                std::optional<caffe2::TypeMeta> dtype) {
+  if (!can_be_deferred(call)) return std::nullopt;
+  const auto& domain = call.operands[0].segment->domain();
+  for (const Operand& operand : call.operands) {
+    // What is on its way from other ranks is waited for here: its tensor may be gone when the program runs.
+    operand.segment->complete_pending();
+  }
+  std::lock_guard lock(domain->deferral_mutex);
+  const bool any_chunking = rounds_once(op, call);
+  const ProgramPtr program = program_for(call, chunking, any_chunking);
+  c10::SmallVector<int, 8> slots;
+  for (const Operand& operand : call.operands) slots.push_back(program->slot_of(operand));
+  at::Tensor result;
+  int result_slot = -1;
+  const Operand& like = call.operands[0];
+  if (dtype) {
+    result = make_paged(domain, like.tensor.sizes(), like.tensor.strides(), *dtype, like.segment->role(),
+                        {.layout = like.segment->layout(), .unallocated = true});
+    result_slot = program->add_temporary(result);
+  }
+  Substitution kept = call;
+  kept.operands.clear();
+  kept.scalars.clear();
+  std::vector<HostCopy> in_host;
+  for (std::size_t i = 0; i < kept.arguments.size(); ++i) {
+    if (kept.operand_of[i] >= 0) kept.arguments[i] = c10::IValue();
+    const c10::IValue& value = kept.arguments[i];
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    OneCall::Copy copy = copy_of(value.toTensor(), *domain);
+    kept.arguments[i] = std::move(copy.kept);
+    if (!copy.in_host.tensor.defined()) continue;
+    in_host.resize(kept.arguments.size());
+    in_host[i] = std::move(copy.in_host);
+  }
+  program->add({op, std::move(kept), std::move(slots), result_slot, std::move(in_host)}, chunking, any_chunking);
+  return result;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,109 @@
+// One program: what was deferred on tensors of one shape, and how it runs (program.h says what programs are for).
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "zeropage/rules/program.h"
+#include "zeropage/rules/update.h"
+
+namespace zeropage {
+
+/// Says, while it lives, that a program runs: its operands need not wait for it.
+struct Running {
+  bool& flag;
+  explicit Running(bool& f) : flag(f) { flag = true; }
+  ~Running() { flag = false; }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+};
+
+class Program final : public Deferred, public std::enable_shared_from_this<Program> {
+ public:
+  struct Slot {
+    StorageSegment* segment;                 // null: a temporary that died
+    std::unique_ptr<StorageSegment> orphan;  // the segment, if its tensor died
+    at::Tensor shape;
+    Access access = Access::read;  // by the whole program
+    bool temporary = false;        // what an instruction of the program returns
+    std::size_t per = 1;
+
+    /// Its tensor may ask for what becomes of it.
+    bool is_alive() const { return segment && !orphan; }
+  };
+  /// What runs, without the tensors.
+  struct Code {
+    std::vector<Instruction> instructions;
+    Chunking chunking = Chunking::iterator;
+    bool any_chunking = true;  // nothing in it depends on where windows are cut
+  };
+
+  explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
+  /// One that no tensor knows of, for execute().
+  Program(std::shared_ptr<Domain> domain, std::vector<Slot> slots, Code code);
+
+  bool run() override;
+  void settle() override;
+  bool keep_alive(std::unique_ptr<StorageSegment>& segment) override;
+  bool can_wait() const override;
+  void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const override;
+  Access access_to(const StorageSegment& segment) const override;
+  bool runs_in_host() const override { return in_host_; }
+
+  std::size_t length() const override { return code_.instructions.size(); }
+  const Code& code() const { return code_; }
+  const std::vector<Slot>& slots() const { return slots_; }
+  /// Runs all of it now, page by page.
+  void execute();
+  /// Forgets all instructions but these, which are given in order.
+  void keep(c10::ArrayRef<std::size_t> indices);
+  /// Says, while it lives, that it runs.
+  [[nodiscard]] Running hold() { return Running(running_); }
+
+  bool empty() const { return code_.instructions.empty(); }
+  bool makes_only(const StorageSegment& segment) const;
+  void run_into(const at::Tensor& target, const StorageSegment& segment);
+  bool fits(std::size_t more_slots) const {
+    return slots_.size() + more_slots <= kMostSlots && code_.instructions.size() < kMostInstructions;
+  }
+  bool begun() const { return progress_.done > 0; }
+  bool takes(Chunking chunking, bool any_chunking) const;
+  bool takes_all_of(const Program& other) const { return takes(other.code_.chunking, other.code_.any_chunking); }
+  void take_over(Program& other);
+  int slot_of(const Operand& operand);
+  int add_temporary(const at::Tensor& tensor);
+  void add(Instruction instruction, Chunking chunking, bool any_chunking);
+
+  static constexpr std::size_t kMostSlots = 24, kMostInstructions = 256;
+
+ private:
+  bool is_wanted() const;
+  void touch(int slot, Access access);
+  void drop_copies(c10::ArrayRef<int> slots);
+  bool can_run_in_host() const;
+  bool updates_states() const;
+  void count(const at::Tensor& slice, Where where);
+  void choose_where();
+  std::vector<Instruction> instructions_in_host() const;
+  std::optional<UpdateProgram> find_update(c10::ArrayRef<Instruction> instructions) const;
+  void run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
+  void run_piece(c10::ArrayRef<Instruction> instructions, c10::ArrayRef<at::Tensor> operands,
+                 c10::ArrayRef<int> operand_of);
+  static void run_on_registers(c10::ArrayRef<Instruction> instructions, std::vector<at::Tensor>& registers,
+                               c10::ArrayRef<int> operand_of);
+  void end();
+
+  std::shared_ptr<Domain> domain_;
+  std::vector<Slot> slots_;
+  Code code_;
+  std::size_t elements_ = 0;
+  Progress progress_;
+  bool running_ = false;
+  bool settled_ = false;  // what was made ahead of it has become the content, or not
+  bool in_host_ = false;  // where it will run, as far as is known
+};
+
+using ProgramPtr = std::shared_ptr<Program>;
+
+}  // namespace zeropage
