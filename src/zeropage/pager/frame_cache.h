@@ -151,9 +151,12 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void evict(Segment& segment) { contents_.evict(segment); }
 
   /// From now on, what is written to the segment goes to a second version of it; only then may the caller pin it,
-  /// page by page, until commit or discard. False, and nothing has happened, if its content is not at home on disk, if
-  /// it shares pages, is pinned, or the disk has no room to spare.
+  /// page by page, until commit or discard. A parameter that is newer in memory is written home first. False, and nothing
+  /// has happened, if its content is not at home on disk, if it shares pages, is pinned, or the disk has no room to
+  /// spare.
   [[nodiscard]] bool open_version(Segment& segment) { return versions_.open(segment); }
+  /// Starts writing home what is newer in memory, though nothing needs the memory: so that a version can be opened.
+  void write_behind(Segment& segment) { versions_.write_behind(segment); }
   /// The second versions become the content. False, and nothing has happened, if one was not written whole.
   [[nodiscard]] bool commit_versions(std::span<Segment* const> segments) { return versions_.commit(segments); }
   /// The content is what it was when the version was opened. Waits for transfers of it. Throws AccessError if the

@@ -21,9 +21,34 @@ bool Versions::open(Segment& segment) {
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
+  if (run.role == Role::parameter) write_home(lock, run);
   if (run.slots || run.assembled || run.next_extent || !std::ranges::all_of(run.pages, is_at_home)) return false;
   run.next_extent = std::move(extent);
   return true;
+}
+
+/// Parameters are used more often than they are updated: they may stay in memory, and have never been written.
+void Versions::write_home(Lock& lock, Run& run) {
+  const std::size_t failed_before = transfers_.failed_writes();
+  write_behind(lock, run, Priority::demanded);
+  const auto is_writing = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
+  transfers_.wait_until(lock, [&] {
+    return transfers_.failed_writes() != failed_before || std::ranges::none_of(run.pages, is_writing);
+  });
+}
+
+void Versions::write_behind(Lock& lock, Run& run, Priority priority) {
+  for (const Page& page : run.pages) {
+    const bool is_dirty = page.state == Residency::dirty && page.frame->pins == 0 && !page.frame->permanent;
+    if (is_dirty && !transfers_.write_back(lock, *page.frame, priority)) return;
+  }
+}
+
+void Versions::write_behind(Segment& segment) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  write_behind(lock, *segment.run(), Priority::behind);
 }
 
 bool Versions::commit(std::span<Segment* const> segments) {

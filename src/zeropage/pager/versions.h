@@ -23,9 +23,13 @@ class Versions {
   bool open(Segment& segment);
   bool commit(std::span<Segment* const> segments);
   void discard(Segment& segment);
+  void write_behind(Segment& segment);
 
  private:
   using Lock = Monitor::Lock;
+
+  void write_home(Lock& lock, Run& run);
+  void write_behind(Lock& lock, Run& run, Priority priority);
 
   Monitor& monitor_;
   Frames& frames_;

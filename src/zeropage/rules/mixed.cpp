@@ -164,6 +164,24 @@ bool run_rule(Call& call) {
   return true;
 }
 
+bool follows_master(const StorageSegment& segment) {
+  return segment.master().defined() && !is_hi_lo(segment.master());
+}
+
+void follow_master(const StorageSegment& segment) {
+  const auto storage = segment.storage().lock();
+  if (!storage) return;
+  c10::NoGradGuard no_grad;
+  const at::Tensor& master = segment.master();
+  const at::Tensor visible = segment.whole_tensor(master.sizes(), master.strides(),
+                                                  c10::scalarTypeToTypeMeta(segment.domain()->visible_dtype));
+  Substitution copy;
+  copy.add(visible, false, visible, Access::overwrite);
+  copy.add(master, false, visible, Access::read);
+  copy.add(false, false, visible, Access::read);  // non_blocking
+  if (!defer(copy_operator(), copy, Chunking::iterator, std::nullopt)) copy_windows(visible, master);
+}
+
 WrittenMasters::WrittenMasters(const Call& call) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;

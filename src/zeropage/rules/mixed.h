@@ -30,4 +30,9 @@ class WrittenMasters {
 /// is more precise, in place. The content is kept as precisely as the two allow.
 void give_master(at::Tensor& tensor, const Domain& domain);
 
+/// Whether what operators see can be made again from the master at any time.
+bool follows_master(const StorageSegment& segment);
+/// Does so, when the content is asked for.
+void follow_master(const StorageSegment& segment);
+
 }  // namespace zeropage

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/rules/mixed.h"
 #include "zeropage/rules/update_habit.h"
 
 namespace zeropage {
@@ -38,13 +39,15 @@ class UpdateAhead final : public WrittenAhead, public std::enable_shared_from_th
   /// False, and the segments are what they were, if one of them cannot have a second version.
   bool open() {
     for (StorageSegment* segment : update_.written) {
-      if (!domain_->cache->open_version(*segment)) {
+      // What operators see of a master is made again where it is wanted.
+      const bool follows = follows_master(*segment);
+      if (!follows && !domain_->cache->open_version(*segment)) {
         close();
         return false;
       }
-      opened_.push_back(segment);
-      segment->set_written_ahead(shared_from_this());
+      if (!follows) opened_.push_back(segment);
     }
+    for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());
     return true;
   }
 
@@ -55,6 +58,9 @@ class UpdateAhead final : public WrittenAhead, public std::enable_shared_from_th
     update_.program->execute();
     const StorageSegment& gradient = *update_.program->slots()[gradient_].segment;
     changes_ = gradient.cache()->changes(gradient);
+    for (StorageSegment* segment : opened_) {
+      if (segment->role() == Role::parameter) domain_->cache->write_behind(*segment);
+    }
   }
 
   /// Whether it is what the program would do.
@@ -73,25 +79,35 @@ class UpdateAhead final : public WrittenAhead, public std::enable_shared_from_th
     const std::vector<Segment*> segments(opened_.begin(), opened_.end());
     if (!domain_->cache->commit_versions(segments)) return false;
     ++domain_->updates_committed;
-    for (StorageSegment* segment : std::exchange(opened_, {})) segment->set_written_ahead(nullptr);
+    opened_.clear();
+    forget();
     return true;
   }
 
   void discard() override {
     if (running_ || opened_.empty()) return;
+    const auto self = shared_from_this();
     for (const StorageSegment* segment : opened_) domain_->discarded_bytes += segment->bytes();
+    const std::vector<StorageSegment*> written = update_.written;
+    forget();
     close();
+    for (StorageSegment* segment : written) {
+      if (follows_master(*segment)) follow_master(*segment);
+    }
     static_cast<UpdateHabit*>(habit_.get())->missed();
   }
 
  private:
-  void close() {
+  void forget() {
     const auto self = shared_from_this();
+    for (StorageSegment* segment : std::exchange(update_.written, {})) segment->set_written_ahead(nullptr);
+  }
+
+  void close() {
     for (StorageSegment* segment : std::exchange(opened_, {})) {
-      segment->set_written_ahead(nullptr);
       try {
         domain_->cache->discard_version(*segment);
-      } catch (const AccessError&) {  // closed: there is no content any more
+      } catch (const AccessError&) {  // the cache is closed: there is no content any more
       }
     }
   }
@@ -101,7 +117,7 @@ class UpdateAhead final : public WrittenAhead, public std::enable_shared_from_th
   ExpectedUpdate update_;
   const int gradient_;
   std::vector<std::uint64_t> addresses_;   // by slot, virtual; 0: a temporary. Segments may be gone
-  std::vector<StorageSegment*> opened_;    // alive: one that dies discards this
+  std::vector<StorageSegment*> opened_;    // of update_.written, which are alive: one that dies discards this
   std::uint64_t changes_ = 0;              // of the gradient
   bool running_ = false;
 };
