@@ -151,8 +151,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void evict(Segment& segment) { contents_.evict(segment); }
 
   /// From now on, what is written to the segment goes to a second version of it; only then may the caller pin it,
-  /// page by page, until commit or discard. What is newer in memory is written home first, of a parameter or where that
-  /// is the smaller part. False, and nothing has happened, if the content is not at home on disk then, if it shares pages, is pinned, or the disk has no room to
+  /// page by page, until commit or discard. A parameter that is newer in memory is written home first. False, and nothing
+  /// has happened, if its content is not at home on disk, if it shares pages, is pinned, or the disk has no room to
   /// spare.
   [[nodiscard]] bool open_version(Segment& segment) { return versions_.open(segment); }
   /// Starts writing home what is newer in memory, though nothing needs the memory: so that a version can be opened.

@@ -21,9 +21,7 @@ bool Versions::open(Segment& segment) {
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
-  const auto is_newer = [](const Page& page) { return !is_at_home(page); };
-  const auto newer = static_cast<std::size_t>(std::ranges::count_if(run.pages, is_newer));
-  if (run.role == Role::parameter || newer <= run.pages.size() / 2) write_home(lock, run);
+  if (run.role == Role::parameter) write_home(lock, run);
   if (run.slots || run.assembled || run.next_extent || !std::ranges::all_of(run.pages, is_at_home)) return false;
   run.next_extent = std::move(extent);
   return true;
