@@ -1,13 +1,15 @@
 """A training step as users run it, with everything on disk, against what no such step can beat.
 
-bfloat16 over float32 masters, clipping by the global norm, fused AdamW, budgets of a quarter of the state. The same
-by hand in memory ("plain") and fio alternate with it in one run.
+Clipping by the global norm, fused AdamW, budgets of a quarter of the state; bfloat16 over float32 masters, or one of
+the other formats. The same by hand in memory ("plain"), without updates ahead of the step, and fio alternate with it in
+one run.
 
-limit: over the two phases, backward, and forward with the step, the sum of the larger of plain's seconds and of what
-the paged phase moved at fio's rate for its mix of reads and writes. ratio: seconds of a paged step / limit.
+limit: the larger of plain's seconds and of what the paged step moved at fio's rate for its mix of reads and writes.
+ratio: seconds of a paged step / limit.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -24,16 +26,26 @@ import zeropage
 PHASES = ("forward and step", "backward")
 
 
+FORMATS: dict[str, dict[str, str]] = {
+    "mixed": {"visible_dtype": "bfloat16"},
+    "hi_lo": {"visible_dtype": "bfloat16", "master_dtype": "hi_lo"},
+    "8bit": {"visible_dtype": "bfloat16", "master_dtype": "hi_lo", "optimizer_dtype": "8bit"},
+    "float32": {},
+}
+CLIPPING = {"asleep": 1e6, "active": 1e-3}  # the norm that gradients are clipped to
+
+
 class Paged:
-    def __init__(self, shape: Shape, space: zeropage.Space) -> None:
+    def __init__(self, shape: Shape, space: zeropage.Space, most: float) -> None:
         torch.manual_seed(0)
+        self.most = most
         with space:
             self.model = GPT(shape)
         self.space = space
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
 
     def step(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.most)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -43,24 +55,30 @@ class Paged:
 
 
 class Plain:
-    """The same by hand: operators see bfloat16, the optimizer steps float32 masters."""
+    """The same by hand: where operators see bfloat16, the optimizer steps float32 masters."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, is_mixed: bool, most: float) -> None:
         torch.manual_seed(0)
+        self.most = most
         self.model = GPT(shape)
-        self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.model.bfloat16()
+        self.masters = list(self.model.parameters())
+        if is_mixed:
+            self.masters = [parameter.detach().clone() for parameter in self.masters]
+            self.model.bfloat16()
         self.optimizer = torch.optim.AdamW(self.masters, lr=3e-4, weight_decay=0.1, fused=True)
 
     @torch.no_grad()
     def step(self) -> None:
         parameters = list(self.model.parameters())
-        for master, parameter in zip(self.masters, parameters, strict=True):
-            master.grad, parameter.grad = parameter.grad.float(), None
-        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        is_mixed = parameters[0] is not self.masters[0]
+        if is_mixed:
+            for master, parameter in zip(self.masters, parameters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+        nn.utils.clip_grad_norm_(self.masters, self.most)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        torch._foreach_copy_(parameters, self.masters)
+        if is_mixed:
+            torch._foreach_copy_(parameters, self.masters)
 
     def moved(self) -> tuple[int, int]:
         return 0, 0
@@ -93,48 +111,59 @@ def train(program: Paged | Plain, batch: int, shape: Shape, steps: int) -> Meter
     return meter
 
 
-def measure(model: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Namespace) -> dict[str, float]:
     shape = SHAPES[model]
-    state = 18 * sum(p.numel() for p in GPT(shape).parameters())  # 2 visible, 4 master, 4 gradient, 8 moments
+    # Bytes a parameter: what operators see, what the master has beside it, gradient, moments.
+    a_parameter = {"mixed": 2 + 4 + 4 + 8, "hi_lo": 2 + 2 + 4 + 8, "8bit": 2 + 2 + 4 + 2, "float32": 4 + 4 + 8}[kind]
+    state = a_parameter * sum(p.numel() for p in GPT(shape).parameters())
+    most = CLIPPING[clipping]
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
-        space = zeropage.init(
-            device="cpu",
-            visible_dtype="bfloat16",
-            device_memory=state // 8,
-            host_memory=state // 8,
-            disk_path=directory,
-            **dict.fromkeys(["parameters", "gradients", "optimizer"], "disk"),
-        )
-        programs = {"paged": Paged(shape, space), "plain": Plain(shape)}
+
+        def make_space(update_ahead: bool) -> zeropage.Space:
+            return zeropage.init(
+                device="cpu",
+                device_memory=state // 8,
+                host_memory=state // 8,
+                disk_path=directory,
+                update_ahead=update_ahead,
+                **FORMATS[kind],
+                **dict.fromkeys(["parameters", "gradients", "optimizer"], "disk"),
+            )
+
+        spaces = {"paged": make_space(True), "not ahead": make_space(False)}
+        programs: dict[str, Paged | Plain] = {name: Paged(shape, space, most) for name, space in spaces.items()}
+        programs["plain"] = Plain(shape, kind != "float32", most)
         for program in programs.values():
-            train(program, batch, shape, 3)
-        meters: dict[str, list[Meter]] = {"paged": [], "plain": []}
-        ratios, to_plain, hidden = [], [], []
-        for name in turns(args.rounds, ["plain", "paged"]):
-            meters[name].append(train(programs[name], batch, shape, args.steps))
-            if len(meters["plain"]) != len(meters["paged"]):
+            train(program, batch, shape, 4)
+        ratios, to_plain, to_not_ahead, limits = [], [], [], []
+        meters: dict[str, Meter] = {}
+        for turn, name in enumerate(turns(args.rounds, ["plain", "paged", "not ahead"]), 1):
+            meters[name] = train(programs[name], batch, shape, args.steps)
+            if turn % 3:
                 continue
-            paged, plain = meters["paged"][-1], meters["plain"][-1]
-            limit = 0.0
-            for phase in PHASES:
-                read, written = paged.bytes[phase]
-                rates = fio(FIO["fio io_uring"], directory, 1 << 30, 1.5, mixed(read, written), may)
-                on_disk = (read + written) / (rates["read"] + rates["write"])
-                limit += max(plain.seconds[phase], on_disk)
-            seconds = sum(paged.seconds.values())
-            ratios.append(seconds / limit)
-            to_plain.append(seconds / sum(plain.seconds.values()))
-            hidden.append(limit / args.steps)
+            seconds = {name: sum(meter.seconds.values()) for name, meter in meters.items()}
+            read, written = (sum(meters["paged"].bytes[phase][i] for phase in PHASES) for i in (0, 1))
+            rates = fio(FIO["fio io_uring"], directory, 1 << 30, 1.5, mixed(read, written), may)
+            limit = max(seconds["plain"], (read + written) / (rates["read"] + rates["write"]))
+            ratios.append(seconds["paged"] / limit)
+            to_plain.append(seconds["paged"] / seconds["plain"])
+            to_not_ahead.append(seconds["paged"] / seconds["not ahead"])
+            limits.append(limit / args.steps)
+        print(spaces["paged"].report())
         programs.clear()
-        space.close()
-    middle = statistics.median
-    paged, plain = meters["paged"][len(ratios) // 2], meters["plain"][len(ratios) // 2]
-    rows = [[phase, plain.seconds[phase] / args.steps, paged.seconds[phase] / args.steps] for phase in PHASES]
-    moved = [sum(m.bytes[p][i] for p in PHASES) / args.steps / 1e9 for m in [paged] for i in (0, 1)]
-    rows += [["limit", "", middle(hidden)], ["read, GB", "", moved[0]], ["written, GB", "", moved[1]]]
-    name = f"{model}_{batch * shape.length}"
-    finish(rows, [f"{model}, {batch * shape.length} tokens a step", "plain, s", "paged, s"])
-    return {f"ratio_{name}": round(middle(ratios), 4), f"to_plain_{name}": round(middle(to_plain), 4)}
+        for space in spaces.values():
+            space.close()
+    names = ["plain", "not ahead", "paged"]
+    rows: list[list[object]] = [
+        [phase, *(meters[name].seconds[phase] / args.steps for name in names)] for phase in PHASES
+    ]
+    for i, what in enumerate(["read, GB", "written, GB"]):
+        rows.append([what, *(sum(meters[n].bytes[p][i] for p in PHASES) / args.steps / 1e9 for n in names)])
+    rows.append(["limit, s", "", "", statistics.median(limits)])
+    finish(rows, [f"{model}, {batch * shape.length} tokens a step, {kind}, clipping {clipping}", *names])
+    name = f"{model}_{batch * shape.length}_{kind}_{clipping}"
+    figures = {"ratio": ratios, "to_plain": to_plain, "to_not_ahead": to_not_ahead}
+    return {f"{what}_{name}": round(statistics.median(values), 4) for what, values in figures.items()}
 
 
 def main() -> None:
@@ -143,12 +172,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="a round")
     parser.add_argument("--models", default="125m,350m")
     parser.add_argument("--batches", default="4,16", help="of 128 tokens")
+    parser.add_argument("--formats", default="mixed", help=f"of {', '.join(FORMATS)}")
+    parser.add_argument("--clipping", default="asleep,active")
     parser.add_argument("--directory", default="build", help="on the disk to measure")
     args = parser.parse_args()
     figures: dict[str, float] = {}
-    for model in args.models.split(","):
-        for batch in args.batches.split(","):
-            figures |= measure(model, int(batch), args)
+    for model, batch, kind, clipping in itertools.product(
+        args.models.split(","), args.batches.split(","), args.formats.split(","), args.clipping.split(",")
+    ):
+        figures |= measure(model, int(batch), kind, clipping, args)
     finish([[name, value] for name, value in figures.items()], ["", ""], **figures)
 
 
