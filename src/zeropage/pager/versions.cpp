@@ -13,7 +13,7 @@ bool is_at_home(const Page& page) {
 
 }  // namespace
 
-bool Versions::open(Segment& segment) {
+bool Versions::open(Segment& segment, bool write_first) {
   monitor_.check_usable();
   if (!swap_ || !segment.run()->extent) return false;
   Extent extent = swap_->try_allocate(segment.run()->bytes);
@@ -21,13 +21,12 @@ bool Versions::open(Segment& segment) {
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
-  if (run.role == Role::parameter) write_home(lock, run);
+  if (write_first) write_home(lock, run);
   if (run.slots || run.assembled || run.next_extent || !std::ranges::all_of(run.pages, is_at_home)) return false;
   run.next_extent = std::move(extent);
   return true;
 }
 
-/// Parameters are used more often than they are updated: they may have stayed in memory, and never been written.
 void Versions::write_home(Lock& lock, Run& run) {
   const std::size_t failed_before = transfers_.failed_writes();
   write_behind(lock, run, Priority::demanded);
@@ -39,6 +38,7 @@ void Versions::write_home(Lock& lock, Run& run) {
 
 void Versions::write_behind(Lock& lock, Run& run, Priority priority) {
   for (const Page& page : run.pages) {
+    if (transfers_.has_failed_write()) return;  // a thread is told of it first
     const bool is_dirty = page.state == Residency::dirty && page.frame->pins == 0 && !page.frame->permanent;
     if (is_dirty && !transfers_.write_back(lock, *page.frame, priority)) return;
   }

@@ -20,7 +20,7 @@ class Versions {
       : monitor_(monitor), frames_(frames), transfers_(transfers), swap_(swap) {}
 
   // As FrameCache says of them.
-  bool open(Segment& segment);
+  bool open(Segment& segment, bool write_first);
   bool commit(std::span<Segment* const> segments);
   void discard(Segment& segment);
   void write_behind(Segment& segment);

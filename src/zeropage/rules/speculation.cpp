@@ -36,12 +36,15 @@ class UpdateAhead final : public WrittenAhead, public std::enable_shared_from_th
     }
   }
 
-  /// False, and the segments are what they were, if one of them cannot have a second version.
-  bool open() {
+  /// False, and the segments are what they were, if one of them cannot have a second version. What is dirty in memory
+  /// is cheaper to update there, when the step asks for it; but where the plan has learnt that an update runs ahead, it
+  /// goes on doing so.
+  bool open(bool ran_ahead_before) {
     for (StorageSegment* segment : update_.written) {
       // What operators see of a master is made again where it is wanted.
       const bool follows = follows_master(*segment);
-      if (!follows && !domain_->cache->open_version(*segment)) {
+      const bool write_first = ran_ahead_before || segment->role() == Role::parameter;
+      if (!follows && !domain_->cache->open_version(*segment, write_first)) {
         close();
         return false;
       }
@@ -58,9 +61,7 @@ class UpdateAhead final : public WrittenAhead, public std::enable_shared_from_th
     update_.program->execute();
     const StorageSegment& gradient = *update_.program->slots()[gradient_].segment;
     changes_ = gradient.cache()->changes(gradient);
-    for (StorageSegment* segment : opened_) {
-      if (segment->role() == Role::parameter) domain_->cache->write_behind(*segment);
-    }
+    for (StorageSegment* segment : opened_) domain_->cache->write_behind(*segment);
   }
 
   /// Whether it is what the program would do.
@@ -162,7 +163,7 @@ void update_ahead(StorageSegment& leaf, const at::Tensor& gradient) {
   const auto storages = std::move(update->storages);  // nothing of it dies meanwhile
   const auto program = std::static_pointer_cast<Program>(made->deferred());
   const auto ahead = std::make_shared<UpdateAhead>(domain, held, std::move(*update), habit->gradient());
-  if (!ahead->open()) return;
+  if (!ahead->open(std::exchange(habit->runs_ahead, true))) return habit->refused();
   try {
     if (program) {
       const Running runs_already = program->hold();  // that only widens: the update does so itself

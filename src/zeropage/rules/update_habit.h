@@ -67,11 +67,17 @@ class UpdateHabit {
 
   void hit() { next_pause_ = 1; }
   void missed();
+  /// It could not run ahead: it is tried again later, and not in each step, for the plan's sake.
+  void refused() {
+    runs_ahead = false;
+    missed();
+  }
 
   std::int64_t optimizer = -1;                 // its key; -1: it has not told of a step
   std::shared_ptr<const StepNumbers> numbers;  // in the last step
   int arrivals = 0;                            // of gradients since the last step
   int arrivals_a_step = 1;
+  bool runs_ahead = false;  // the latest did
 
  private:
   struct Slot {
