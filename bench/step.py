@@ -119,7 +119,7 @@ def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Nam
     most = CLIPPING[clipping]
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
 
-        def make_space(update_ahead: bool) -> zeropage.Space:
+        def make_space(update_ahead: str) -> zeropage.Space:
             return zeropage.init(
                 device="cpu",
                 device_memory=state // 8,
@@ -130,7 +130,7 @@ def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Nam
                 **dict.fromkeys(["parameters", "gradients", "optimizer"], "disk"),
             )
 
-        spaces = {"paged": make_space(True), "not ahead": make_space(False)}
+        spaces = {"paged": make_space("auto"), "not ahead": make_space("never")}
         programs: dict[str, Paged | Plain] = {name: Paged(shape, space, most) for name, space in spaces.items()}
         programs["plain"] = Plain(shape, kind != "float32", most)
         for program in programs.values():

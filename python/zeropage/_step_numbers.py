@@ -25,16 +25,16 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) -> float:
     for parameter in group["params"]:
         if "step" in (state := optimizer.state.get(parameter, {})):
-            return _number(state["step"]) or 0.0
-    return 0.0
+            return (_number(state["step"]) or 0.0) + ahead
+    return 1.0  # it counts none
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) -> list[float]:
     """The formulas are those of torch.optim, in its order of operations. Always as many."""
-    step = _steps(optimizer, group) + ahead
+    step = _steps(optimizer, group, ahead)
     lr, decay = (_number(group.get(name)) or 0.0 for name in ("lr", "weight_decay"))
     numbers = [lr, -lr, decay, 1 - lr * decay, step]
     beta1, beta2 = group.get("betas", (0.0, 0.0))

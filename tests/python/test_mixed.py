@@ -233,7 +233,8 @@ def test_a_program_that_ends_with_gradients_in_two_bytes(config):
 def test_a_step_reads_gradients_in_two_bytes(config):
     """Of a parameter 12 bytes of states and 2 of the gradient are read, 14 are written."""
     space = zeropage.init(
-        config.replace(device_memory="2.5MB", host_memory="0.5MB", page_size="64KiB", visible_dtype="bfloat16")
+        config.replace(device_memory="2.5MB", host_memory="0.5MB", page_size="64KiB", visible_dtype="bfloat16"),
+        update_ahead="never",
     )
     with space:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))

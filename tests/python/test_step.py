@@ -52,7 +52,7 @@ def moved(space, parameter, optimizer, step):
 @pytest.mark.cpu  # with two memories, what the lower one reads ahead for nothing is more than this allows
 def test_a_step_is_one_pass_over_the_states(make, config):
     # Rprop indexes by a mask, LBFGS and Adafactor reduce: no chain of pointwise operators.
-    with zeropage.init(config) as space:
+    with zeropage.init(config, update_ahead="never") as space:
         layer = torch.nn.Linear(1024, ELEMENTS // 1024, bias=False)
     optimizer = make([layer.weight])
     for last in (False, False, True):

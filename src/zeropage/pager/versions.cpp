@@ -16,7 +16,7 @@ bool is_at_home(const Page& page) {
 bool Versions::open(Segment& segment, bool write_first) {
   monitor_.check_usable();
   if (!swap_ || !segment.run()->extent) return false;
-  Extent extent = swap_->try_allocate(segment.run()->bytes);
+  Extent extent = swap_->try_allocate_spare(segment.run()->bytes);
   if (!extent) return false;
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
@@ -59,7 +59,7 @@ bool Versions::commit(std::span<Segment* const> segments) {
   if (!std::ranges::all_of(segments, is_whole)) return false;
   for (Segment* segment : segments) {
     Run& run = *segment->run();
-    std::swap(run.extent, run.next_extent);
+    run.extent.swap_places(run.next_extent);
     for (Page& page : run.pages) page.is_new = false;
     run.next_extent = Extent();  // of what was, where nothing is under way: each page had come before it was written
     ++run.changes;

@@ -109,9 +109,11 @@ void quantise(at::Tensor moment, bool is_signed) {
   const auto* segment = segment_of(moment);
   const auto& domain = segment->domain();
   const bool blocks = domain->moments == Moments::blocks8;
+  // What shares a page is not updated in a device's host, nor ahead.
+  const bool alone = domain->updates_in_host || domain->update_ahead != UpdateAhead::never;
   const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool unallocated) {
     return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
-                      {.unallocated = unallocated, .alone = domain->updates_in_host});
+                      {.unallocated = unallocated, .alone = alone});
   };
   auto quantisation = std::make_unique<Quantisation>();
   quantisation->is_signed = is_signed;

@@ -18,7 +18,7 @@ UpdateHabit* habit_of(const StorageSegment& leaf) { return static_cast<UpdateHab
 
 /// Whether its updates may run ahead at all.
 bool is_eligible(const StorageSegment& leaf) {
-  return leaf.domain()->speculates && leaf.cache() && leaf.tier() == Tier::disk;
+  return leaf.domain()->update_ahead != UpdateAhead::never && leaf.cache() && leaf.tier() == Tier::disk;
 }
 
 UpdateHabit* make_habit(StorageSegment& leaf) {
@@ -27,9 +27,9 @@ UpdateHabit* make_habit(StorageSegment& leaf) {
 }
 
 /// An update that ran, and whose step has yet to come.
-class UpdateAhead final : public WrittenAhead, public std::enable_shared_from_this<UpdateAhead> {
+class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<RanAhead> {
  public:
-  UpdateAhead(std::shared_ptr<Domain> domain, std::shared_ptr<void> habit, ExpectedUpdate update, int gradient)
+  RanAhead(std::shared_ptr<Domain> domain, std::shared_ptr<void> habit, ExpectedUpdate update, int gradient)
       : domain_(std::move(domain)), habit_(std::move(habit)), update_(std::move(update)), gradient_(gradient) {
     for (const Program::Slot& slot : update_.program->slots()) {
       addresses_.push_back(slot.segment ? slot.segment->virtual_address() : 0);
@@ -136,15 +136,17 @@ StorageSegment* made_by_backward(StorageSegment& gradient, bool widens) {
 void set_next_numbers(std::function<StepNumbers(std::int64_t)> next) { next_numbers = std::move(next); }
 
 bool note_arrival(StorageSegment& leaf) {
-  if (!leaf.domain()->speculates) return false;
+  const UpdateAhead when = leaf.domain()->update_ahead;
+  if (when == UpdateAhead::never) return false;
   std::lock_guard lock(leaf.domain()->deferral_mutex);
   UpdateHabit* const habit = habit_of(leaf);
-  return habit && ++habit->arrivals == habit->arrivals_a_step && habit->is_settled();
+  return habit && ++habit->arrivals == habit->arrivals_a_step && habit->is_expected(when);
 }
 
 void update_ahead(StorageSegment& leaf, const at::Tensor& gradient) {
   const std::shared_ptr<Domain> domain = leaf.domain();
-  if (!segment_of(gradient) || domain->cache->holds_everything()) return;
+  const UpdateAhead when = domain->update_ahead;
+  if (!segment_of(gradient) || (when == UpdateAhead::automatic && domain->cache->holds_everything())) return;
   std::unique_lock lock(domain->deferral_mutex);
   const auto held = leaf.update_habit;
   UpdateHabit* const habit = habit_of(leaf);
@@ -157,13 +159,14 @@ void update_ahead(StorageSegment& leaf, const at::Tensor& gradient) {
     lock.lock();
   }
   StorageSegment* const made = made_by_backward(*segment_of(gradient), habit->widens());
-  if (!made || !habit->is_settled()) return;
+  if (!made || !habit->is_expected(when)) return;
   auto update = habit->expected(domain, *made, numbers);
   if (!update) return;
   const auto storages = std::move(update->storages);  // nothing of it dies meanwhile
   const auto program = std::static_pointer_cast<Program>(made->deferred());
-  const auto ahead = std::make_shared<UpdateAhead>(domain, held, std::move(*update), habit->gradient());
-  if (!ahead->open(std::exchange(habit->runs_ahead, true))) return habit->refused();
+  const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update), habit->gradient());
+  const bool ran_ahead = std::exchange(habit->runs_ahead, true);
+  if (!ahead->open(ran_ahead || when == UpdateAhead::always)) return habit->refused();
   try {
     if (program) {
       const Running runs_already = program->hold();  // that only widens: the update does so itself
@@ -195,7 +198,7 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
 
 void settle_update(Program& program) {
   const auto update = as_update_of_parameter(program);
-  const auto ahead = update ? std::static_pointer_cast<UpdateAhead>(update->parameter->written_ahead()) : nullptr;
+  const auto ahead = update ? std::static_pointer_cast<RanAhead>(update->parameter->written_ahead()) : nullptr;
   const bool commits = ahead && ahead->is(program, *update) && ahead->commit();
   for (const Program::Slot& slot : program.slots()) {
     if (!slot.segment) continue;

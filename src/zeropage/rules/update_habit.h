@@ -55,8 +55,10 @@ class UpdateHabit {
  public:
   /// The program ran, or would have.
   void learn(const Program& program, const ParameterUpdate& update);
-  /// Whether the next step's program can be told.
-  bool is_settled() const { return settled_ && asleep_ && pause_ == 0; }
+  /// Whether the next step's program can be told, and is likely to be taken.
+  bool is_expected(UpdateAhead when) const {
+    return settled_ && (when == UpdateAhead::always || (asleep_ && pause_ == 0));
+  }
   /// It, with the numbers that are expected. nullopt if a tensor of it is gone or has yet to be written itself.
   std::optional<ExpectedUpdate> expected(const std::shared_ptr<Domain>& domain, StorageSegment& gradient,
                                          const StepNumbers& next) const;

@@ -26,9 +26,9 @@ struct Config {
   // "true": optimizer.step() returns at once, and parameters are updated when they are next needed; "false": before
   // it returns (of optimizers in Python).
   std::string async_step = "true";
-  // "true": in one process on the CPU, what lies on disk is updated under backward, before optimizer.step() asks for
-  // it, and taken if it does ask for just that.
-  std::string update_ahead = "true";
+  // Whether parameters on disk are updated under backward, before optimizer.step() asks for it: "never", "always";
+  // auto: where memory does not hold everything, and steps are alike. In one process on the CPU.
+  std::string update_ahead = "auto";
   // Where a device's optimizer states that are at home below it are updated: "host", "device"; auto: where it is
   // faster, as measured.
   std::string update_on = "auto";

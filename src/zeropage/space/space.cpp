@@ -121,6 +121,13 @@ CheckRanks check_of(const std::string& check) {
   throw SettingError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
 }
 
+UpdateAhead update_ahead_of(const std::string& when) {
+  if (when == "auto") return UpdateAhead::automatic;
+  if (when == "always") return UpdateAhead::always;
+  if (when == "never") return UpdateAhead::never;
+  throw SettingError(fmt::format("update_ahead = \"{}\"; write \"auto\", \"always\" or \"never\"", when));
+}
+
 c10::ScalarType dtype_of(std::string_view setting, const std::string& dtype) {
   const std::pair<const char*, c10::ScalarType> known[] = {{"auto", c10::ScalarType::Undefined},
                                                            {"None", c10::ScalarType::Undefined},
@@ -390,7 +397,8 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   options.io = engine_of(config.io);
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
   domain->async_step = flag_of("async_step", config.async_step);
-  domain->speculates = flag_of("update_ahead", config.update_ahead) && !groups.shard && !separate;
+  const UpdateAhead update_ahead = update_ahead_of(config.update_ahead);
+  if (!groups.shard && !separate) domain->update_ahead = update_ahead;
   choose_dtypes(config, *domain);
   domain->moments = moments_of(config, *domain, groups.shard != nullptr);
   partition_roles(config, domain->partition);
@@ -436,7 +444,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   config.resident_below = std::to_string(domain->resident_below);
   config.io = std::string(domain->cache->io_name());
   config.async_step = domain->async_step ? "true" : "false";
-  config.update_ahead = domain->speculates ? "true" : "false";
+  if (domain->update_ahead == UpdateAhead::never) config.update_ahead = "never";
   config.update_on = domain->updates_in_host || !separate ? "host" : "device";
   config.memory = separate ? "separate" : "unified";
   return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));

@@ -20,7 +20,7 @@ constexpr std::size_t kGrowBytes = 64 * kMiB;
 }  // namespace
 
 Extent::~Extent() {
-  if (file_) file_->release(offset_, bytes_);
+  if (file_) file_->release(offset_, bytes_, is_spare_);
 }
 
 SwapFile::SwapFile(const std::string& directory) : directory_(directory), file_(File::make_unnamed(directory)) {}
@@ -33,18 +33,23 @@ Extent SwapFile::allocate(std::size_t bytes) {
     grow(bytes);
     offset = free_.take(bytes);
   }
-  return Extent(this, *offset, bytes);
+  spare_bytes_ = std::min(spare_bytes_, free_.free_bytes());
+  return Extent(this, *offset, bytes, /*is_spare=*/false);
 }
 
-Extent SwapFile::try_allocate(std::size_t bytes) noexcept try {
+Extent SwapFile::try_allocate_spare(std::size_t bytes) noexcept try {
   bytes = round_up(std::max<std::size_t>(bytes, 1), kBlockBytes);
   std::lock_guard lock(mutex_);
-  auto offset = free_.take(bytes);
-  if (!offset && has_spare(std::max(bytes, kGrowBytes))) {
+  auto offset = spare_bytes_ >= bytes ? free_.take(bytes) : std::nullopt;
+  if (!offset) {
+    if (!has_spare(std::max(bytes, kGrowBytes))) return {};
+    const std::size_t before = size_;
     grow(bytes);
+    spare_bytes_ += size_ - before;
     offset = free_.take(bytes);
   }
-  return offset ? Extent(this, *offset, bytes) : Extent();
+  spare_bytes_ -= bytes;
+  return Extent(this, *offset, bytes, /*is_spare=*/true);
 } catch (...) {
   return {};
 }
@@ -78,9 +83,10 @@ void SwapFile::grow(std::size_t bytes) {
       directory_, format_bytes(bytes), std::strerror(error), format_bytes(size_), format_bytes(available)));
 }
 
-void SwapFile::release(std::uint64_t offset, std::size_t bytes) {
+void SwapFile::release(std::uint64_t offset, std::size_t bytes, bool is_spare) {
   std::lock_guard lock(mutex_);
   free_.release(offset, bytes);
+  if (is_spare) spare_bytes_ += bytes;
 }
 
 std::size_t SwapFile::size() const {

@@ -24,8 +24,11 @@ class Extent {
     std::swap(file_, other.file_);
     std::swap(offset_, other.offset_);
     std::swap(bytes_, other.bytes_);
+    std::swap(is_spare_, other.is_spare_);
     return *this;
   }
+  /// Two of one size change places in the file.
+  void swap_places(Extent& other) noexcept { std::swap(offset_, other.offset_); }
   ~Extent();
   std::uint64_t offset() const { return offset_; }
   std::size_t bytes() const { return bytes_; }
@@ -33,10 +36,12 @@ class Extent {
 
  private:
   friend class SwapFile;
-  Extent(SwapFile* file, std::uint64_t offset, std::size_t bytes) : file_(file), offset_(offset), bytes_(bytes) {}
+  Extent(SwapFile* file, std::uint64_t offset, std::size_t bytes, bool is_spare)
+      : file_(file), offset_(offset), bytes_(bytes), is_spare_(is_spare) {}
   SwapFile* file_ = nullptr;
   std::uint64_t offset_ = 0;
   std::size_t bytes_ = 0;
+  bool is_spare_ = false;
 };
 
 class SwapFile {
@@ -48,8 +53,9 @@ class SwapFile {
 
   /// Space on the disk, given by the file system now. Throws DiskError, with sizes, when the disk is full.
   Extent allocate(std::size_t bytes);
-  /// The same for what is only of use: none instead of an error, or of taking the last kSpare of the disk.
-  Extent try_allocate(std::size_t bytes) noexcept;
+  /// Space that nothing depends on: the file grows for it, unless that took the last kSpare of the disk; it takes none
+  /// that tensors left behind, which they will want again. None if there is no such space.
+  Extent try_allocate_spare(std::size_t bytes) noexcept;
 
   const File& file() const { return file_; }
   std::size_t size() const;  // bytes of the file
@@ -57,7 +63,7 @@ class SwapFile {
 
  private:
   friend class Extent;
-  void release(std::uint64_t offset, std::size_t bytes);
+  void release(std::uint64_t offset, std::size_t bytes, bool is_spare);
   void grow(std::size_t bytes);
   bool has_spare(std::size_t bytes) const;
 
@@ -66,6 +72,7 @@ class SwapFile {
   File file_;
   std::size_t size_ = 0;
   FreeList free_;
+  std::size_t spare_bytes_ = 0;  // of what is free, for try_allocate_spare
 };
 
 }  // namespace zeropage

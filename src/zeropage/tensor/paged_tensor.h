@@ -64,6 +64,10 @@ struct Partition {
 /// How the moments of fused optimizers are kept (rules/quantised.h).
 enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
 
+/// Whether updates run under backward, before the step asks for them (rules/speculation.h). `always`: where it cannot
+/// pay too, and where they were dropped before, which tests want.
+enum class UpdateAhead : std::uint8_t { never, automatic, always };
+
 class StorageSegment;
 struct SegmentBuilder;
 
@@ -142,7 +146,7 @@ struct Domain {
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
   std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
-  bool speculates = false;                        // updates run under backward, before the step asks for them
+  UpdateAhead update_ahead = UpdateAhead::never;
   // Updates of a parameter that ran so, those of them that the step asked for, and the bytes that the others wrote.
   std::atomic<std::size_t> updates_ahead = 0, updates_committed = 0, discarded_bytes = 0;
   std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met

@@ -1,0 +1,433 @@
+"""Updates that run under backward, before the step asks for them: taken where it asks for just that, else as if they
+had not been. Bits are always those of plain PyTorch."""
+
+import contextlib
+import copy
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from test_equality import OPTIMIZERS
+
+import zeropage
+
+pytestmark = pytest.mark.cpu
+
+WIDTH = 200  # pages of 16 KiB end inside rows
+
+
+class Chain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def chain():
+    torch.manual_seed(0)
+    return Chain()
+
+
+def loss_of(model, step):
+    x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean() * 10
+
+
+def states_of(optimizer):
+    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def content_of(model, optimizer):
+    return [t.detach().clone() for t in [*model.parameters(), *states_of(optimizer)]]
+
+
+def train(make, most=1e9, steps=8, accumulate=1, disturb=None, at=(4, 6), build=chain):
+    """Parameters and states at the end. `disturb` runs between backward and step, of the steps `at`."""
+    model = build()
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            loss = loss_of(model, step * accumulate + micro)
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+        wants_step = True
+        if disturb and step in at:
+            wants_step = disturb(model, optimizer, step) is not False
+        if wants_step:
+            optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses, content_of(model, optimizer)
+
+
+def compare(config, make, **options):
+    plain = train(make, **options)
+    with zeropage.init(config.replace(update_ahead="always")) as space:
+        model = options.get("build", chain)()
+    paged = train(make, **{**options, "build": lambda: model})
+    assert paged[0] == plain[0]
+    for expected, actual in zip(plain[1], paged[1], strict=True):
+        assert torch.equal(expected, actual)
+    report = space.report()
+    assert report.updates_committed <= report.updates_ahead
+    return report
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+EXPECTED = ("AdamW", "Adam-", "SGD", "Adagrad", "RMSprop")  # whose numbers can all be told
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_steps_take_what_ran_ahead_and_the_bits_are_the_same(make, accumulate, config, request):
+    if isinstance(make([torch.zeros(2, requires_grad=True)]), torch.optim.LBFGS):
+        pytest.skip("calls backward itself")
+    report = compare(config, make, accumulate=accumulate)
+    name = request.node.callspec.id
+    if name.startswith(EXPECTED) or f"-{name}".find("-AdamW") >= 0:
+        # Of four weights, once two or three steps were alike; biases share a page.
+        assert report.updates_committed >= 4 * 4
+        assert report.discarded_bytes == 0
+
+
+def test_what_clipping_changes_is_dropped_and_the_bits_are_the_same(config):
+    report = compare(config, adamw, most=1e-2)
+    assert report.updates_ahead >= 4 * 4 and report.updates_committed == 0
+    # Parameter and two moments.
+    assert report.discarded_bytes == report.updates_ahead * 3 * WIDTH * WIDTH * 4
+
+
+def test_where_gradients_are_clipped_or_all_fits_nothing_runs_ahead(config):
+    little = config.replace(update_ahead="auto", device_memory="600KB", host_memory="200KB")
+    for settings, most, some in ((little, 1e9, True), (little, 1e-2, False), (config, 1e9, False)):
+        with zeropage.init(settings.replace(update_ahead="auto")) as space:
+            model = chain()
+        train(adamw, most=most, build=lambda m=model: m)
+        assert (space.report().updates_ahead > 0) == some
+
+
+def _read(model, optimizer, step):
+    assert all(torch.isfinite(p.sum()) for p in model.parameters())
+
+
+def _read_gradient(model, optimizer, step):
+    assert all(torch.isfinite(p.grad.sum()) for p in model.parameters())
+
+
+def _write(model, optimizer, step):
+    with torch.no_grad():
+        model.layers[1].weight.mul_(0.5)
+        model.layers[2].weight[3:5].zero_()
+
+
+def _zero(model, optimizer, step):
+    with torch.no_grad():
+        model.layers[0].weight.zero_()
+        model.layers[1].weight.fill_(0.25)
+
+
+def _read_state(model, optimizer, step):
+    assert all(torch.isfinite(s.sum()) for s in states_of(optimizer))
+
+
+def _write_state(model, optimizer, step):
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def _write_gradient(model, optimizer, step):
+    model.layers[2].weight.grad.add_(0.125)
+    model.layers[1].weight.grad[7] = 1
+
+
+def _scale_gradient(model, optimizer, step):
+    model.layers[2].weight.grad.mul_(0.5)
+
+
+def _replace_gradient(model, optimizer, step):
+    weight = model.layers[0].weight
+    weight.grad = weight.grad.clone()
+    other = model.layers[1].weight
+    other.grad = torch.ones_like(other)
+
+
+def _drop_gradient(model, optimizer, step):
+    model.layers[3].weight.grad = None
+
+
+def _backward_again(model, optimizer, step):
+    loss_of(model, 100 + step).backward()
+
+
+def _change_rate(model, optimizer, step):
+    optimizer.param_groups[0]["lr"] = 0.003
+
+
+def _change_decay(model, optimizer, step):
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+def _change_betas(model, optimizer, step):
+    optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+
+
+def _skip(model, optimizer, step):
+    return False
+
+
+def _step_twice(model, optimizer, step):
+    optimizer.step()
+
+
+def _load(model, optimizer, step):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+
+
+def _copy(model, optimizer, step):
+    twin = copy.deepcopy(model)
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+
+
+def _swap_data(model, optimizer, step):
+    weight = model.layers[2].weight
+    weight.data = weight.data.clone()
+
+
+def _forget_states(model, optimizer, step):
+    optimizer.state.clear()
+    gc.collect()
+
+
+def _evaluate(model, optimizer, step):
+    with torch.no_grad():
+        loss_of(model, step)
+
+
+def _average(model, optimizer, step):
+    total = sum(p.detach().double().sum() for p in model.parameters())
+    assert torch.isfinite(total)
+
+
+def _evict(model, optimizer, step):
+    for tensor in [*model.parameters(), *states_of(optimizer), *(p.grad for p in model.parameters())]:
+        zeropage.evict(tensor)
+
+
+def _wait(model, optimizer, step):
+    zeropage.wait()
+
+
+def _fail(model, optimizer, step):
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.ones(3, WIDTH + 1))
+
+
+def _pin(model, optimizer, step):
+    weight = model.layers[1].weight
+    with zeropage.pinned(weight) as pinned:
+        assert torch.isfinite(pinned.detach().sum())
+
+
+DISTURBANCES = [value for name, value in sorted(globals().items()) if name.startswith("_") and callable(value)]
+HARMLESS = {"_evict", "_step_twice"}
+
+
+@pytest.mark.parametrize("make", [adamw, lambda p: torch.optim.AdamW(p, lr=1e-2)], ids=["fused", "plain"])
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda f: f.__name__)
+def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(disturb, make, config):
+    report = compare(config, make, disturb=disturb)
+    assert report.updates_ahead > 0
+    assert (report.updates_committed == report.updates_ahead) == (disturb.__name__ in HARMLESS)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_exception_inside_a_step_leaves_what_was(when, config):
+    """Of a hook, in the middle of forward or backward; the program goes on with the next batch."""
+
+    def run(model, optimizer):
+        class Halt(Exception):
+            pass
+
+        for step in range(8):
+            try:
+                if step in (4, 6):
+
+                    def halt(*_):
+                        raise Halt
+
+                    layer = model.layers[1]
+                    hook = layer.register_forward_hook(halt) if when == "forward" else layer.weight.register_hook(halt)
+                    try:
+                        loss_of(model, step).backward()
+                    finally:
+                        hook.remove()
+                else:
+                    loss_of(model, step).backward()
+                    optimizer.step()
+            except Halt:
+                pass
+            optimizer.zero_grad()
+        return content_of(model, optimizer)
+
+    plain = chain()
+    expected = run(plain, adamw(plain.parameters()))
+    with zeropage.init(config.replace(update_ahead="always")) as space:
+        model = chain()
+    actual = run(model, adamw(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+    assert space.report().updates_committed > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"master_dtype": "hi_lo"}, {"optimizer_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize("disturb", [None, _read, _write, _read_gradient, _backward_again, _drop_gradient])
+def test_with_masters_and_fewer_bits_the_content_is_the_same_as_without(options, disturb, config):
+    def run(ahead):
+        settings = config.replace(update_ahead=ahead, visible_dtype="bfloat16", **options)
+        with zeropage.init(settings) as space:
+            model = chain()
+
+        def of_model(x):
+            return model.forward(x.bfloat16())
+
+        class Wrapped(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = model.layers
+
+            def forward(self, x):
+                return of_model(x)
+
+        return train(adamw, disturb=disturb, build=Wrapped), space.report()
+
+    (losses, content), report = run("always")
+    (expected_losses, expected), _ = run("never")
+    assert losses == expected_losses
+    assert all(torch.equal(a, b) for a, b in zip(expected, content, strict=True))
+    assert report.updates_committed > 0
+
+
+def test_forward_after_a_step_reads_parameters_alone(config):
+    """What the step asked for was done: no moment and no gradient is read for it."""
+    with zeropage.init(config.replace(update_ahead="always", page_size="64KiB")) as space:
+        layer = torch.nn.Linear(512, 512, bias=False)
+    optimizer = adamw(layer.parameters())
+    for step in range(6):
+        layer(torch.randn(1, 512)).square().mean().backward()
+        space.wait()
+        _evict_all = [layer.weight, layer.weight.grad, *states_of(optimizer)]
+        for tensor in _evict_all:
+            zeropage.evict(tensor)
+        space.wait()
+        before = space.report().read_bytes
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            layer(torch.randn(1, 512))
+        space.wait()
+        if step >= 3:
+            assert space.report().read_bytes - before <= 1.5 * layer.weight.nbytes
+
+
+def test_a_disk_that_has_no_room_for_second_versions_is_as_if_there_were_none(config):
+    expected = train(adamw)
+    with zeropage.init(config.replace(update_ahead="always")) as space:
+        model = chain()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(*_):
+        size = space.report().swap_bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+        with contextlib.suppress(zeropage.DiskError), space:
+            while True:
+                filler.append(torch.zeros(WIDTH, WIDTH))
+
+    filler: list[torch.Tensor] = []
+    try:
+        content = train(adamw, build=lambda: model, disturb=fill, at=(1,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert content[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(expected[1], content[1], strict=True))
+    assert space.report().updates_ahead == 0
+
+
+def test_a_kill_in_the_middle_leaves_nothing_behind_and_training_goes_on_from_what_was_saved(disk, tmp_path):
+    """At random moments; the child saves after each step."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import os, sys, torch, zeropage
+            sys.path.insert(0, {os.path.dirname(__file__)!r})
+            from test_update_ahead import adamw, chain, loss_of
+            path, disk = sys.argv[1:]
+            with zeropage.init(device="cpu", parameters="disk", gradients="disk", optimizer="disk", disk_path=disk,
+                               device_memory="4MB", host_memory="2MB", resident_below=1, page_size="16KiB",
+                               update_ahead="always") as space:
+                model = chain()
+            optimizer = adamw(model.parameters())
+            first = 0
+            if os.path.exists(path):
+                saved = torch.load(path)
+                model.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+                first = saved["step"]
+            for step in range(first, 12):
+                loss_of(model, step).backward()
+                print("backward", step, flush=True)
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}},
+                           path + ".new")
+                os.replace(path + ".new", path)
+            print("done", space.report().updates_committed, flush=True)
+            """
+        )
+    )
+    path = str(tmp_path / "saved")
+    for kill_at in (5, 9, None):
+        child = subprocess.Popen(
+            [sys.executable, str(program), path, disk], stdout=subprocess.PIPE, text=True, env=os.environ
+        )
+        lines = []
+        for line in child.stdout:
+            lines.append(line)
+            if kill_at is not None and line.startswith(f"backward {kill_at}"):
+                child.kill()
+        child.wait()
+        assert child.returncode == (-signal.SIGKILL if kill_at is not None else 0), lines
+        assert os.listdir(disk) == []
+    assert lines[-1].startswith("done")
+    model = chain()
+    optimizer = adamw(model.parameters())
+    for step in range(12):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = torch.load(path)
+    for name, expected in model.state_dict().items():
+        assert torch.equal(saved["model"][name], expected)
+
+
+def test_settings_are_checked_and_told(config):
+    with pytest.raises(zeropage.SettingError, match="always"):
+        zeropage.init(config.replace(update_ahead="sometimes"))
+    assert zeropage.init(config.replace(update_ahead="never")).config["update_ahead"] == "never"
