@@ -139,7 +139,7 @@ TEST_CASE_FIXTURE(VersionsFixture, "no version is opened of what is pinned, newe
 TEST_CASE_FIXTURE(VersionsFixture, "what fails while a version is written harms nothing of what was") {
   for (const Direction fails : {Direction::read, Direction::write}) {
     for (int ends = 0; ends < 12; ++ends) {
-      make(96 * K, 0, 4 * kBlockBytes, /*failing=*/true);
+      make(112 * K, 0, 4 * kBlockBytes, /*failing=*/true);
       auto a = at_home(1);
       REQUIRE(cache->open_version(*a, false));
       int left = ends;

@@ -352,7 +352,10 @@ def test_a_disk_that_has_no_room_for_second_versions_is_as_if_there_were_none(co
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def fill(*_):
+    def fill(model, optimizer, step):
+        if step == 7:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            return
         size = space.report().swap_bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
         with contextlib.suppress(zeropage.DiskError), space:
@@ -361,7 +364,7 @@ def test_a_disk_that_has_no_room_for_second_versions_is_as_if_there_were_none(co
 
     filler: list[torch.Tensor] = []
     try:
-        content = train(adamw, build=lambda: model, disturb=fill, at=(1,))
+        content = train(adamw, build=lambda: model, disturb=fill, at=(1, 7))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert content[0] == expected[0]
