@@ -1,8 +1,8 @@
 """A training step as users run it, with everything on disk, against what no such step can beat.
 
 Clipping by the global norm, fused AdamW, budgets of a quarter of the state; bfloat16 over float32 masters, or one of
-the other formats. The same by hand in memory ("plain"), without updates ahead of the step, and fio alternate with it in
-one run.
+the other formats. The same by hand in memory ("plain"), without updates ahead of the step, and fio alternate with it
+in one run.
 
 limit: the larger of plain's seconds and of what the paged step moved at fio's rate for its mix of reads and writes.
 ratio: seconds of a paged step / limit.

@@ -1,5 +1,4 @@
 #include <doctest/doctest.h>
-
 #include <sys/resource.h>
 
 #include <cerrno>
@@ -109,7 +108,8 @@ TEST_CASE_FIXTURE(VersionsFixture, "none of several versions is taken if one was
   CHECK(holds(*b, 2));
 }
 
-TEST_CASE_FIXTURE(VersionsFixture, "no version is opened of what is pinned, newer in memory, shared, or not on disk") {
+TEST_CASE_FIXTURE(VersionsFixture,
+                  "no version is opened of what is pinned, newer in memory, shared, or not on disk") {
   make(256 * K, 256 * K);
   auto a = at_home(1);
   {
@@ -143,9 +143,8 @@ TEST_CASE_FIXTURE(VersionsFixture, "what fails while a version is written harms 
       auto a = at_home(1);
       REQUIRE(cache->open_version(*a, false));
       int left = ends;
-      io->set_outcome([&](const Transfer& t) {
-        return t.direction == fails && left-- <= 0 ? -static_cast<long>(EIO) : 1L;
-      });
+      io->set_outcome(
+          [&](const Transfer& t) { return t.direction == fails && left-- <= 0 ? -static_cast<long>(EIO) : 1L; });
       try {
         write_pages(*a, 2, 0, a->pages());
         cache->write_behind(*a);

@@ -273,7 +273,9 @@ def test_an_exception_inside_a_step_leaves_what_was(when, config):
                         raise Halt
 
                     layer = model.layers[1]
-                    hook = layer.register_forward_hook(halt) if when == "forward" else layer.weight.register_hook(halt)
+                    hook = (
+                        layer.register_forward_hook(halt) if when == "forward" else layer.weight.register_hook(halt)
+                    )
                     try:
                         loss_of(model, step).backward()
                     finally:

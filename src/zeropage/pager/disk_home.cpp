@@ -26,8 +26,7 @@ class DiskHome final : public Home {
 
  private:
   void start(Direction direction, const Run& run, std::size_t page, std::byte* at, Priority priority, Done done) {
-    io_.start({direction, &file_.file(), run.offset_on_disk(page), at,
-               round_up(run.bytes_of(page), kBlockBytes)},
+    io_.start({direction, &file_.file(), run.offset_on_disk(page), at, round_up(run.bytes_of(page), kBlockBytes)},
               priority, [done = std::move(done)](std::exception_ptr error) { done({std::move(error), nullptr}); });
   }
 

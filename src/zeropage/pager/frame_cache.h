@@ -151,12 +151,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void evict(Segment& segment) { contents_.evict(segment); }
 
   /// From now on, what is written to the segment goes to a second version of it; only then may the caller pin it,
-  /// page by page, until commit or discard. False, and nothing has happened, if its content is not at home on disk, if
-  /// it shares pages, is pinned, or the disk has no room to spare. `write_first`: what is newer in memory is written
-  /// home, and waited for.
-  [[nodiscard]] bool open_version(Segment& segment, bool write_first) {
-    return versions_.open(segment, write_first);
-  }
+  /// page by page, until commit or discard. False, and nothing has happened, if its content is not at home on disk,
+  /// if it shares pages, is pinned, or the disk has no room to spare. `write_first`: what is newer in memory is
+  /// written home, and waited for.
+  [[nodiscard]] bool open_version(Segment& segment, bool write_first) { return versions_.open(segment, write_first); }
   /// Starts writing home what is newer in memory, though nothing needs the memory: so that a version can be opened.
   void write_behind(Segment& segment) { versions_.write_behind(segment); }
   /// The second versions become the content. False, and nothing has happened, if one was not written whole.

@@ -55,7 +55,9 @@ bool Versions::commit(std::span<Segment* const> segments) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
-  const auto is_whole = [](const Segment* segment) { return std::ranges::all_of(segment->run()->pages, &Page::is_new); };
+  const auto is_whole = [](const Segment* segment) {
+    return std::ranges::all_of(segment->run()->pages, &Page::is_new);
+  };
   if (!std::ranges::all_of(segments, is_whole)) return false;
   for (Segment* segment : segments) {
     Run& run = *segment->run();

@@ -1,10 +1,9 @@
-#include "zeropage/rules/deferred_program.h"
-
 #include <ATen/Parallel.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/rules/deferred_program.h"
 #include "zeropage/rules/speculation.h"
 
 namespace zeropage {

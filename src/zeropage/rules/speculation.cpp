@@ -37,8 +37,8 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   }
 
   /// False, and the segments are what they were, if one of them cannot have a second version. What is dirty in memory
-  /// is cheaper to update there, when the step asks for it; but where the plan has learnt that an update runs ahead, it
-  /// goes on doing so.
+  /// is cheaper to update there, when the step asks for it; but where the plan has learnt that an update runs ahead,
+  /// it goes on doing so.
   bool open(bool ran_ahead_before) {
     for (StorageSegment* segment : update_.written) {
       // What operators see of a master is made again where it is wanted.
@@ -117,9 +117,9 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   const std::shared_ptr<void> habit_;
   ExpectedUpdate update_;
   const int gradient_;
-  std::vector<std::uint64_t> addresses_;   // by slot, virtual; 0: a temporary. Segments may be gone
-  std::vector<StorageSegment*> opened_;    // of update_.written, which are alive: one that dies discards this
-  std::uint64_t changes_ = 0;              // of the gradient
+  std::vector<std::uint64_t> addresses_;  // by slot, virtual; 0: a temporary. Segments may be gone
+  std::vector<StorageSegment*> opened_;   // of update_.written, which are alive: one that dies discards this
+  std::uint64_t changes_ = 0;             // of the gradient
   bool running_ = false;
 };
 

@@ -1,10 +1,10 @@
 // Updates ahead of the step. With clipping by the global norm, an optimizer knows only when backward is over what to
 // do; so its traffic to the disk would lie under the next forward alone. But what a step will defer on a parameter is
 // nearly always what the last one deferred, with other numbers: so the update runs as soon as the gradient is final,
-// under backward, as if no gradient were clipped, into second versions of all that it writes (pager/versions.h), which
-// nothing else can see. When the step has deferred its operators they are compared, operator by operator and number
-// by number. If they are the same, and each factor of the gradient is exactly 1, the versions become the content;
-// else they are dropped, and the operators run as without this.
+// under backward, as if no gradient were clipped, into second versions of all that it writes (pager/versions.h),
+// which nothing else can see. When the step has deferred its operators they are compared, operator by operator and
+// number by number. If they are the same, and each factor of the gradient is exactly 1, the versions become the
+// content; else they are dropped, and the operators run as without this.
 //
 // [Note: numbers] What a number will be is guessed from what it was: the same quantity of the optimizer as always so
 // far (learning rate, step, 1 - beta1 ** step, …, which Python tells), else one that changes by the same amount in

@@ -63,8 +63,8 @@ std::string_view name_of(const Instruction& instruction) { return instruction.op
 /// slot *= number, or /=.
 bool is_factor(const Instruction& instruction, int slot) {
   const std::string_view name = name_of(instruction);
-  const bool multiplies = name == "aten::mul_" || name == "aten::_foreach_mul_" || name == "aten::div_" ||
-                          name == "aten::_foreach_div_";
+  const bool multiplies =
+      name == "aten::mul_" || name == "aten::_foreach_mul_" || name == "aten::div_" || name == "aten::_foreach_div_";
   return multiplies && instruction.slots.size() == 1 && instruction.slots[0] == slot &&
          instruction.op.schema().overload_name().find("_mode") == std::string::npos;
 }
@@ -132,8 +132,8 @@ bool NumberHabit::note(double value, const StepNumbers& numbers) {
 
 namespace {
 
-/// The slot of what backward made: a gradient that nothing but factors changes. (A state that an optimizer cloned from
-/// one has the role of one.) -1: there is none, or more than one.
+/// The slot of what backward made: a gradient that nothing but factors changes. (A state that an optimizer cloned
+/// from one has the role of one.) -1: there is none, or more than one.
 int find_gradient(const Program& program) {
   const auto& slots = program.slots();
   std::vector<char> changes(slots.size(), false);

@@ -26,20 +26,20 @@ class NumberHabit {
 /// A program that is an update: the gradient is widened, or not, and multiplied with factors; the rest takes it from
 /// there.
 struct ParameterUpdate {
-  std::vector<Instruction> rest;  // all but factors; first what widens, if there is one
-  std::vector<double> numbers;    // of these, in order
+  std::vector<Instruction> rest;    // all but factors; first what widens, if there is one
+  std::vector<double> numbers;      // of these, in order
   std::vector<std::size_t> making;  // indices of instructions that only make the gradient
   bool all_factors_are_one = true;
-  int gradient = -1;         // slot: what backward made
-  std::vector<int> written;  // slots
+  int gradient = -1;                    // slot: what backward made
+  std::vector<int> written;             // slots
   StorageSegment* parameter = nullptr;  // that operators see
 };
 
 /// The update that the program is; nullopt if it is anything else, or has numbers that cannot be compared.
 std::optional<ParameterUpdate> as_update_of_parameter(const Program& program);
 
-/// Whether two pieces of code do the same on slots that correspond, but for numbers. `same_slot` tells of a slot of `a`
-/// and one of `b` that would.
+/// Whether two pieces of code do the same on slots that correspond, but for numbers. `same_slot` tells of a slot of
+/// `a` and one of `b` that would.
 bool same_code(c10::ArrayRef<Instruction> a, c10::ArrayRef<Instruction> b,
                c10::function_ref<bool(int, int)> same_slot);
 
@@ -84,7 +84,7 @@ class UpdateHabit {
  private:
   struct Slot {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};  // of what lasts
-    std::uint64_t address = 0;                          // virtual
+    std::uint64_t address = 0;                                                                  // virtual
     at::Tensor shape;
     Access access = Access::read;
     bool lasts = false;

@@ -44,7 +44,7 @@ struct Report {
   std::size_t updated_in_host, updated_on_device;
   std::size_t updates_ahead, updates_committed;  // of parameters, that ran under backward; and that the step took
   std::size_t discarded_bytes;                   // that the others wrote
-  std::size_t collectives;  // that moved data
+  std::size_t collectives;                       // that moved data
   std::string io;
   std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts
 };

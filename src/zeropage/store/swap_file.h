@@ -53,8 +53,8 @@ class SwapFile {
 
   /// Space on the disk, given by the file system now. Throws DiskError, with sizes, when the disk is full.
   Extent allocate(std::size_t bytes);
-  /// Space that nothing depends on: the file grows for it, unless that took the last kSpare of the disk; it takes none
-  /// that tensors left behind, which they will want again. None if there is no such space.
+  /// Space that nothing depends on: the file grows for it, unless that took the last kSpare of the disk; it takes
+  /// none that tensors left behind, which they will want again. None if there is no such space.
   Extent try_allocate_spare(std::size_t bytes) noexcept;
 
   const File& file() const { return file_; }

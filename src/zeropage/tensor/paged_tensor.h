@@ -149,7 +149,7 @@ struct Domain {
   UpdateAhead update_ahead = UpdateAhead::never;
   // Updates of a parameter that ran so, those of them that the step asked for, and the bytes that the others wrote.
   std::atomic<std::size_t> updates_ahead = 0, updates_committed = 0, discarded_bytes = 0;
-  std::atomic<std::size_t> not_finite = 0;        // values in gradients that updates have met
+  std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have met
   // Elements of parameters, of a device with memory of its own: where they were updated.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
   std::mutex sharing_mutex;
