@@ -33,12 +33,18 @@ def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) 
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) -> list[float]:
-    """The formulas are those of torch.optim, in its order of operations. Always as many."""
+    try:
+        return _formulas(optimizer, group, ahead)
+    except Exception:  # an optimizer of another kind: its numbers are told by how they change
+        return []
+
+
+def _formulas(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) -> list[float]:
+    """Those of torch.optim, in its order of operations. Always as many."""
     step = _steps(optimizer, group, ahead)
     lr, decay = (_number(group.get(name)) or 0.0 for name in ("lr", "weight_decay"))
     numbers = [lr, -lr, decay, 1 - lr * decay, step]
-    beta1, beta2 = group.get("betas", (0.0, 0.0))
-    beta1, beta2 = _number(beta1) or 0.0, _number(beta2) or 0.0
+    beta1, beta2 = (_number(beta) or 0.0 for beta in group.get("betas", (0.0, 0.0)))
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     size = lr / correction1 if correction1 else 0.0
     numbers += [beta1, beta2, 1 - beta1, 1 - beta2, size, -size, correction1, correction2, correction2**0.5]

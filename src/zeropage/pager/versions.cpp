@@ -70,6 +70,7 @@ bool Versions::commit(std::span<Segment* const> segments) {
 }
 
 void Versions::discard(Segment& segment) {
+  if (monitor_.in_forked_child()) return;  // it belongs to the parent
   Lock lock(monitor_.mutex());
   if (monitor_.closed() || !segment.run() || !segment.run()->next_extent) return;
   Run& run = *segment.run();

@@ -2,6 +2,8 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "zeropage/base/errors.h"
@@ -66,7 +68,13 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
 
   /// Whether it is what the program would do.
   bool is(const Program& program, const ParameterUpdate& update) const {
-    if (opened_.empty() || !update.all_factors_are_one || update.numbers != update_.numbers) return false;
+    const auto same_bits = [](double a, double b) {
+      return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b);
+    };
+    if (opened_.empty() || !update.all_factors_are_one ||
+        !std::ranges::equal(update.numbers, update_.numbers, same_bits)) {
+      return false;
+    }
     const StorageSegment& gradient = *program.slots()[update.gradient].segment;
     if (gradient.cache()->changes(gradient) != changes_) return false;
     return same_code(update_.program->code().instructions, update.rest, [&](int slot, int other) {
