@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -245,6 +246,34 @@ def _pin(model, optimizer, step):
         assert torch.isfinite(pinned.detach().sum())
 
 
+def _swap_unread(model, optimizer, step):
+    weight = model.layers[2].weight
+    weight.data = torch.full_like(weight.data, 0.01)
+
+
+def _lose(model, optimizer, step):
+    """A parameter dies unread; its states live on."""
+    if step == 4:
+        weight = model.layers[3].weight
+        model.lost = [s for s in optimizer.state.pop(weight).values() if isinstance(s, torch.Tensor)]
+        optimizer.param_groups[0]["params"] = [p for p in optimizer.param_groups[0]["params"] if p is not weight]
+        model.layers = model.layers[:3]
+        del weight
+        gc.collect()
+        assert all(torch.isfinite(s.sum()) for s in model.lost)
+
+
+def _average_later(model, optimizer, step):
+    """Joins the update's program, before and after the step."""
+    if not hasattr(model, "average"):
+        model.average = [p.detach().float().clone() for p in model.parameters()]
+    for average, parameter in zip(model.average, model.parameters(), strict=True):
+        average.lerp_(parameter.detach().float(), 0.1)
+        parameter.grad.add_(parameter.detach().to(parameter.grad.dtype), alpha=0.01)
+    torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert all(torch.isfinite(a.sum()) for a in model.average)
+
+
 DISTURBANCES = [value for name, value in sorted(globals().items()) if name.startswith("_") and callable(value)]
 HARMLESS = {"_evict", "_step_twice"}
 
@@ -255,6 +284,99 @@ def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(disturb,
     report = compare(config, make, disturb=disturb)
     assert report.updates_ahead > 0
     assert (report.updates_committed == report.updates_ahead) == (disturb.__name__ in HARMLESS)
+
+
+class Masked(torch.optim.Optimizer):
+    """Reads, beside what it updates, tensors that change at other times; three betas; a rate that is an int first."""
+
+    def __init__(self, parameters, lr=1, changes_gradient=False):
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99, 0.5), "changes_gradient": changes_gradient})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["mask"] = torch.ones_like(p)
+                state["mask"].copy_((torch.arange(p.numel()) % (3 + len(self.seen)) > 0).float().view_as(p))
+                if group["changes_gradient"]:
+                    p.grad.add_(p, alpha=0.25)
+                p.add_(p.grad, alpha=-group["lr"])
+                p.mul_(state["mask"])
+        self.seen.append(1)
+
+    @property
+    def seen(self):
+        return self.__dict__.setdefault("_seen", [])
+
+
+@pytest.mark.parametrize("changes_gradient", [False, True])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_what_an_update_reads_and_the_kind_of_its_numbers_are_compared_too(changes_gradient, dtype, config):
+    def run(ahead):
+        settings = config.replace(update_ahead=ahead, **({"visible_dtype": dtype} if dtype else {}))
+        with contextlib.nullcontext() if ahead is None else zeropage.init(settings):
+            model = chain()
+        optimizer = Masked(model.parameters(), changes_gradient=changes_gradient)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.1)
+        gradients = []
+        for step in range(9):
+            x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(step))
+            model(x.bfloat16() if dtype else x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            gradients += [p.grad.clone() for p in model.parameters()]
+            optimizer.zero_grad()
+        return gradients + content_of(model, optimizer)
+
+    expected = run("never" if dtype else None)
+    for a, b in zip(expected, run("always"), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_pinned_is_not_written_ahead(config):
+    with zeropage.init(config.replace(update_ahead="always", visible_dtype="bfloat16")):
+        model = chain()
+    optimizer = adamw(model.parameters())
+    for step in range(6):
+        weight = model.layers[1].weight
+        with zeropage.pinned(weight) as pinned:
+            memory = pinned.detach().view(torch.int16).numpy()
+            before = memory.copy()
+            model(torch.randn(7, WIDTH).bfloat16()).square().mean().backward()
+            assert (memory == before).all()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_thread_that_evaluates_during_backward_sees_what_was(config):
+    with zeropage.init(config.replace(update_ahead="always")):
+        model = chain()
+    optimizer = adamw(model.parameters())
+    wrong, stop = [], threading.Event()
+    expected: list[torch.Tensor] = []
+
+    def evaluate():
+        while not stop.is_set():
+            with torch.no_grad():
+                for weight, known in zip(model.parameters(), list(expected), strict=False):
+                    if not torch.equal(weight, known):
+                        wrong.append(step)
+
+    for step in range(12):
+        expected[:] = [p.detach().clone() for p in model.parameters()]
+        stop.clear()
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        loss_of(model, step).backward()
+        stop.set()
+        thread.join()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not wrong
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -298,7 +420,7 @@ def test_an_exception_inside_a_step_leaves_what_was(when, config):
 
 
 @pytest.mark.parametrize("options", [{}, {"master_dtype": "hi_lo"}, {"optimizer_dtype": "8bit"}], ids=str)
-@pytest.mark.parametrize("disturb", [None, _read, _write, _read_gradient, _backward_again, _drop_gradient])
+@pytest.mark.parametrize("disturb", [None, _read, _write, _read_gradient, _backward_again, _drop_gradient, _lose, _average_later, _pin])
 def test_with_masters_and_fewer_bits_the_content_is_the_same_as_without(options, disturb, config):
     def run(ahead):
         settings = config.replace(update_ahead=ahead, visible_dtype="bfloat16", **options)

@@ -112,6 +112,7 @@ struct Run {
   Home* home = nullptr;            // null: its frame
   Extent extent;                   // on disk
   Extent next_extent;              // the same of a second version, while one is open
+  std::thread::id writer;          // that alone may pin it then
   std::unique_ptr<Segment> below;  // in a lower cache
   std::optional<FreeList> slots;   // of shared runs: what of the page is free
   std::size_t tensors = 0;         // segments alive in it
@@ -143,6 +144,8 @@ struct Run {
   std::uint64_t offset_on_disk(std::size_t page) const {
     return (pages[page].is_new ? next_extent : extent).offset() + page * page_bytes;
   }
+  /// Whether a version is open that is another thread's.
+  bool is_closed_to_this_thread() const { return next_extent && writer != std::this_thread::get_id(); }
   Frame* whole_frame() const {
     Frame* frame = pages[0].frame;
     return frame && frame->pages == pages.size() && !frame->assembling ? frame : nullptr;

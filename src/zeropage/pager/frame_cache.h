@@ -114,6 +114,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void share_changes(Segment& segment) { contents_.share_changes(segment); }
 
   /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
+  /// This and pin_page throw VersionOpen (timeline.h) where another thread has opened a version.
   void pin(std::span<const PinRequest> requests) { whole_pins_.pin(requests); }
   /// `thread` took the pins: any thread may let go of them.
   void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number()) noexcept {

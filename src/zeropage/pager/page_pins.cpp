@@ -26,6 +26,7 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   try {
     while (true) {
       monitor_.check_usable();
+      if (run.is_closed_to_this_thread()) throw VersionOpen();
       if (page.lent) {
         transfers_.wait_until(lock, [&] { return !page.lent; });
         continue;
@@ -98,6 +99,7 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
   monitor_.check_usable();
   Run& run = *segment.run();
   Page& page = run.pages[index];
+  if (run.is_closed_to_this_thread()) return {};
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
   if (page.frame && !page.lent && !absent && page.state != Residency::reading) {

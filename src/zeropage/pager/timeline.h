@@ -5,9 +5,17 @@
 #include <algorithm>
 #include <span>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/pager/access_plan.h"
 
 namespace zeropage {
+
+/// The segment has a second version that another thread writes, or wrote: it must be committed or discarded first.
+class VersionOpen : public AccessError {
+ public:
+  VersionOpen()
+      : AccessError("a tensor is used by this thread while backward on another one updates it ahead of the step") {}
+};
 
 class Timeline {
  public:

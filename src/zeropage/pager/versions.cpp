@@ -24,6 +24,7 @@ bool Versions::open(Segment& segment, bool write_first) {
   if (write_first) write_home(lock, run);
   if (run.slots || run.assembled || run.next_extent || !std::ranges::all_of(run.pages, is_at_home)) return false;
   run.next_extent = std::move(extent);
+  run.writer = std::this_thread::get_id();
   return true;
 }
 

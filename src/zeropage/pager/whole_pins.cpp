@@ -40,6 +40,8 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
+  const auto is_closed = [](const PinRequest& r) { return r.segment->run_->is_closed_to_this_thread(); };
+  if (std::any_of(requests.begin(), requests.end(), is_closed)) throw VersionOpen();
   if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart();
   std::vector<Hold> holds;
   std::size_t more = 0;

@@ -8,6 +8,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/deferred_program.h"
+#include "zeropage/rules/speculation.h"
 
 namespace zeropage {
 namespace {
@@ -128,6 +129,7 @@ at::Tensor preview(const at::Tensor& tensor) {
   if (domain->partition.ranks) return {};  // which would have to make the same copies
   std::lock_guard lock(domain->deferral_mutex);
   const auto program = std::static_pointer_cast<Program>(segment->deferred());
+  if (program) discard_ahead(*program);
   if (!program || !program->makes_only(*segment)) return {};
   try {
     at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),

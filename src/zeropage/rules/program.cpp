@@ -182,6 +182,7 @@ bool Program::run() {
   if (running_) return false;
   const auto self = shared_from_this();
   settle();
+  discard_ahead(*this);
   if (empty()) return true;
   execute();
   end();

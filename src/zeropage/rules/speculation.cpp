@@ -31,8 +31,8 @@ UpdateHabit* make_habit(StorageSegment& leaf) {
 /// An update that ran, and whose step has yet to come.
 class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<RanAhead> {
  public:
-  RanAhead(std::shared_ptr<Domain> domain, std::shared_ptr<void> habit, ExpectedUpdate update, int gradient)
-      : domain_(std::move(domain)), habit_(std::move(habit)), update_(std::move(update)), gradient_(gradient) {
+  RanAhead(std::shared_ptr<Domain> domain, std::shared_ptr<void> habit, ExpectedUpdate update)
+      : domain_(std::move(domain)), habit_(std::move(habit)), update_(std::move(update)) {
     for (const Program::Slot& slot : update_.program->slots()) {
       addresses_.push_back(slot.segment ? slot.segment->virtual_address() : 0);
     }
@@ -45,6 +45,10 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     for (StorageSegment* segment : update_.written) {
       // What operators see of a master is made again where it is wanted.
       const bool follows = follows_master(*segment);
+      if (follows && segment->is_pinned()) {
+        close();
+        return false;
+      }
       const bool write_first = ran_ahead_before || segment->role() == Role::parameter;
       if (!follows && !domain_->cache->open_version(*segment, write_first)) {
         close();
@@ -59,10 +63,15 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   /// Throws what the program throws.
   void run() {
     const Running running(running_);
+    began_ = true;
     ++domain_->updates_ahead;
+    const std::size_t not_finite = domain_->not_finite;
     update_.program->execute();
-    const StorageSegment& gradient = *update_.program->slots()[gradient_].segment;
-    changes_ = gradient.cache()->changes(gradient);
+    not_finite_ = domain_->not_finite - not_finite;
+    for (const Program::Slot& slot : update_.program->slots()) {
+      const bool is_read = slot.segment && slot.access == Access::read;
+      changes_.push_back(is_read ? slot.segment->cache()->changes(*slot.segment) : 0);
+    }
     for (StorageSegment* segment : opened_) domain_->cache->write_behind(*segment);
   }
 
@@ -71,15 +80,15 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     const auto same_bits = [](double a, double b) {
       return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b);
     };
-    if (opened_.empty() || !update.all_factors_are_one ||
-        !std::ranges::equal(update.numbers, update_.numbers, same_bits)) {
-      return false;
-    }
-    const StorageSegment& gradient = *program.slots()[update.gradient].segment;
-    if (gradient.cache()->changes(gradient) != changes_) return false;
+    if (opened_.empty() || changes_.empty() || !update.all_factors_are_one) return false;
+    if (!std::ranges::equal(update.numbers, update_.numbers, same_bits)) return false;
     return same_code(update_.program->code().instructions, update.rest, [&](int slot, int other) {
       const Program::Slot& its = program.slots()[other];
-      return its.temporary ? addresses_[slot] == 0 : addresses_[slot] == its.segment->virtual_address();
+      if (its.temporary) return addresses_[slot] == 0;
+      if (addresses_[slot] != its.segment->virtual_address()) return false;
+      // What was read must not have changed since.
+      const bool was_read = update_.program->slots()[slot].access == Access::read;
+      return !was_read || changes_[slot] == its.segment->cache()->changes(*its.segment);
     });
   }
 
@@ -96,14 +105,11 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   void discard() override {
     if (running_ || opened_.empty()) return;
     const auto self = shared_from_this();
-    for (const StorageSegment* segment : opened_) domain_->discarded_bytes += segment->bytes();
-    const std::vector<StorageSegment*> written = update_.written;
-    forget();
-    close();
-    for (StorageSegment* segment : written) {
-      if (follows_master(*segment)) follow_master(*segment);
-    }
     static_cast<UpdateHabit*>(habit_.get())->missed();
+    for (const StorageSegment* segment : opened_) domain_->discarded_bytes += segment->bytes();
+    domain_->not_finite -= not_finite_;
+    close();
+    forget();  // from here on other threads may take them
   }
 
  private:
@@ -113,21 +119,26 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   }
 
   void close() {
-    for (StorageSegment* segment : std::exchange(opened_, {})) {
-      try {
-        domain_->cache->discard_version(*segment);
-      } catch (const AccessError&) {  // the cache is closed: there is no content any more
+    try {
+      domain_->cache->check_usable();
+      for (StorageSegment* segment : std::exchange(opened_, {})) domain_->cache->discard_version(*segment);
+      if (!began_) return;
+      for (StorageSegment* segment : update_.written) {
+        if (follows_master(*segment)) follow_master(*segment);
       }
+    } catch (const AccessError&) {  // the cache is closed, or a forked child's: there is no content any more
+      opened_.clear();
     }
   }
 
   const std::shared_ptr<Domain> domain_;
   const std::shared_ptr<void> habit_;
   ExpectedUpdate update_;
-  const int gradient_;
   std::vector<std::uint64_t> addresses_;  // by slot, virtual; 0: a temporary. Segments may be gone
   std::vector<StorageSegment*> opened_;   // of update_.written, which are alive: one that dies discards this
-  std::uint64_t changes_ = 0;             // of the gradient
+  std::vector<std::uint64_t> changes_;    // by slot, of what is read, when it had run; empty: it has not
+  std::size_t not_finite_ = 0;            // values that it met
+  bool began_ = false;
   bool running_ = false;
 };
 
@@ -167,12 +178,12 @@ void update_ahead(StorageSegment& leaf, const at::Tensor& gradient) {
     lock.lock();
   }
   StorageSegment* const made = made_by_backward(*segment_of(gradient), habit->widens());
-  if (!made || !habit->is_expected(when)) return;
+  if (!made || made->is_pinned() || !habit->is_expected(when)) return;
   auto update = habit->expected(domain, *made, numbers);
   if (!update) return;
   const auto storages = std::move(update->storages);  // nothing of it dies meanwhile
   const auto program = std::static_pointer_cast<Program>(made->deferred());
-  const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update), habit->gradient());
+  const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update));
   const bool ran_ahead = std::exchange(habit->runs_ahead, true);
   if (!ahead->open(ran_ahead || when == UpdateAhead::always)) return habit->refused();
   try {
@@ -204,14 +215,19 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
   }
 }
 
+void discard_ahead(const Program& program) {
+  std::vector<std::shared_ptr<WrittenAhead>> found;  // what is discarded may change the program
+  for (const Program::Slot& slot : program.slots()) {
+    if (slot.segment && slot.segment->written_ahead()) found.push_back(slot.segment->written_ahead());
+  }
+  for (const auto& ahead : found) ahead->discard();
+}
+
 void settle_update(Program& program) {
   const auto update = as_update_of_parameter(program);
   const auto ahead = update ? std::static_pointer_cast<RanAhead>(update->parameter->written_ahead()) : nullptr;
   const bool commits = ahead && ahead->is(program, *update) && ahead->commit();
-  for (const Program::Slot& slot : program.slots()) {
-    if (!slot.segment) continue;
-    if (const auto other = slot.segment->written_ahead()) other->discard();
-  }
+  discard_ahead(program);
   UpdateHabit* const habit = update ? make_habit(*update->parameter) : nullptr;
   if (habit) habit->learn(program, *update);
   if (!commits) return;

@@ -38,6 +38,8 @@ void update_ahead(StorageSegment& leaf, const at::Tensor& gradient);
 
 /// An optimizer's step over these parameters is over, in which it had these numbers. `optimizer`: its key.
 void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, StepNumbers numbers);
+/// Drops what was written ahead to any of the program's segments. Before it walks over them.
+void discard_ahead(const Program& program);
 /// The program is whole: takes or drops what was written ahead of it, and learns from it. Program::settle calls it.
 void settle_update(Program& program);
 

@@ -93,6 +93,23 @@ c10::SmallVector<bool, 8> writes_of(const Instruction& instruction) {
 
 }  // namespace
 
+namespace {
+
+/// Whether two arguments can differ in numbers alone.
+bool same_kind(const c10::IValue& a, const c10::IValue& b) {
+  if (a.tagKind() != b.tagKind()) return false;
+  if (a.isString()) return a.toStringRef() == b.toStringRef();
+  if (a.isTensor()) {
+    const at::Tensor &x = a.toTensor(), &y = b.toTensor();
+    return x.defined() == y.defined() && (!x.defined() || x.scalar_type() == y.scalar_type());
+  }
+  if (!a.isList()) return true;
+  const auto x = a.toListRef(), y = b.toListRef();
+  return std::equal(x.begin(), x.end(), y.begin(), y.end(), same_kind);
+}
+
+}  // namespace
+
 bool same_code(c10::ArrayRef<Instruction> a, c10::ArrayRef<Instruction> b,
                c10::function_ref<bool(int, int)> same_slot) {
   if (a.size() != b.size()) return false;
@@ -107,6 +124,8 @@ bool same_code(c10::ArrayRef<Instruction> a, c10::ArrayRef<Instruction> b,
         a[i].call.operand_of != b[i].call.operand_of || !same(a[i].result, b[i].result)) {
       return false;
     }
+    const auto &x = a[i].call.arguments, &y = b[i].call.arguments;
+    if (!std::equal(x.begin(), x.end(), y.begin(), y.end(), same_kind)) return false;
     for (std::size_t j = 0; j < a[i].slots.size(); ++j) {
       if (!same(a[i].slots[j], b[i].slots[j])) return false;
     }
@@ -191,8 +210,9 @@ std::optional<ParameterUpdate> as_update_of_parameter(const Program& program) {
     const auto writes = writes_of(instruction);
     for (std::size_t i = 0; i < writes.size(); ++i) {
       const int slot = instruction.slots[i];
-      if (!writes[i] || slots[slot].temporary) continue;
-      if (!slots[slot].is_alive()) return std::nullopt;
+      if (!writes[i]) continue;
+      if (slots[slot].temporary == slots[slot].is_alive()) return std::nullopt;  // its content is asked for, or never
+      if (slots[slot].temporary) continue;
       if (std::find(update.written.begin(), update.written.end(), slot) == update.written.end()) {
         update.written.push_back(slot);
       }
@@ -274,6 +294,13 @@ std::optional<ExpectedUpdate> UpdateHabit::expected(const std::shared_ptr<Domain
   for (Instruction& instruction : code.instructions) {
     for (c10::IValue& argument : instruction.call.arguments) put_numbers(argument, number);
   }
+  std::vector<double> put;  // where an argument cannot hold what is expected, nothing is
+  for (const Instruction& instruction : code.instructions) {
+    for (const c10::IValue& argument : instruction.call.arguments) {
+      if (!append_numbers(argument, put)) return std::nullopt;
+    }
+  }
+  if (put != update.numbers) return std::nullopt;
   update.program = std::make_shared<Program>(domain, std::move(slots), std::move(code));
   for (const int slot : written_) update.written.push_back(update.program->slots()[slot].segment);
   return update;

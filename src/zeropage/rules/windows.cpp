@@ -112,8 +112,15 @@ class Cursor {
     if (held.pin && held.page == page) return true;
     held.pin = {};
     FrameCache& cache = *operand_.segment->cache();
-    held.pin = where_ == Where::in_host ? cache.pin_page_below(*operand_.segment, page, access)
-                                        : cache.pin_page(*operand_.segment, page, access);
+    while (true) {
+      try {
+        held.pin = where_ == Where::in_host ? cache.pin_page_below(*operand_.segment, page, access)
+                                            : cache.pin_page(*operand_.segment, page, access);
+        break;
+      } catch (const VersionOpen&) {  // since windows began
+        operand_.segment->settle();
+      }
+    }
     if (!held.pin) return false;
     if (operand_.segment->role() == Role::optimizer) held.pin.will_not_reuse();
     held.page = page;

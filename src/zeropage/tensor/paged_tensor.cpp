@@ -216,8 +216,12 @@ void StorageSegment::destroy(void* context) {
   if (!segment->is_deferred() && !segment->is_written_ahead_) return;
   const auto domain = segment->domain_;
   std::lock_guard lock(domain->deferral_mutex);
-  if (const auto ahead = segment->written_ahead_) ahead->discard();
   segment->storage_ = nullptr;
+  try {
+    if (const auto ahead = segment->written_ahead_) ahead->discard();
+  } catch (const std::exception&) {
+    // An operator that needs what is left meets the error again.
+  }
   if (const auto deferred = segment->deferred_) deferred->keep_alive(segment);
 }
 
@@ -369,7 +373,14 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
     std::size_t end = begin + 1;
     while (end < requests.size() && requests[end].segment->cache().get() == &cache) ++end;
     try {
-      cache.pin({requests.data() + begin, end - begin});
+      while (true) {
+        try {
+          cache.pin({requests.data() + begin, end - begin});
+          break;
+        } catch (const VersionOpen&) {  // since it was settled above
+          for (std::size_t i = begin; i < end; ++i) static_cast<StorageSegment*>(requests[i].segment)->settle();
+        }
+      }
     } catch (...) {
       TensorPin held = std::move(*this);
       throw;

@@ -101,10 +101,11 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return {paged};
   }
 
-  /// Whether AccumulateGrad would do no more than add, in place.
+  /// Whether AccumulateGrad would do no more than add, in place, and nothing else sees the gradient on its way.
   bool can_accumulate(const at::Tensor& leaf) const {
     const at::Tensor& sum = leaf.grad();
     const auto* made = segment_of(sum);
+    if (node_->pre_hooks().size() != 1 || !node_->post_hooks().empty()) return false;
     return made && is_operand(sum, leaf) && !c10::GradMode::is_enabled() && !node_->tensor_post_acc_grad_hooks() &&
            sum.nbytes() <= made->domain()->cache->frame_limit() / 2;
   }
