@@ -341,7 +341,7 @@ def test_what_is_pinned_is_not_written_ahead(config):
     with zeropage.init(config.replace(update_ahead="always", visible_dtype="bfloat16")):
         model = chain()
     optimizer = adamw(model.parameters())
-    for step in range(6):
+    for _ in range(6):
         weight = model.layers[1].weight
         with zeropage.pinned(weight) as pinned:
             memory = pinned.detach().view(torch.int16).numpy()
@@ -420,7 +420,9 @@ def test_an_exception_inside_a_step_leaves_what_was(when, config):
 
 
 @pytest.mark.parametrize("options", [{}, {"master_dtype": "hi_lo"}, {"optimizer_dtype": "8bit"}], ids=str)
-@pytest.mark.parametrize("disturb", [None, _read, _write, _read_gradient, _backward_again, _drop_gradient, _lose, _average_later, _pin])
+@pytest.mark.parametrize(
+    "disturb", [None, _read, _write, _read_gradient, _backward_again, _drop_gradient, _lose, _average_later, _pin]
+)
 def test_with_masters_and_fewer_bits_the_content_is_the_same_as_without(options, disturb, config):
     def run(ahead):
         settings = config.replace(update_ahead=ahead, visible_dtype="bfloat16", **options)
