@@ -42,21 +42,20 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   /// is cheaper to update there, when the step asks for it; but where the plan has learnt that an update runs ahead,
   /// it goes on doing so.
   bool open(bool ran_ahead_before) {
+    const Running running(running_);
+    for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());
     for (StorageSegment* segment : update_.written) {
       // What operators see of a master is made again where it is wanted.
       const bool follows = follows_master(*segment);
-      if (follows && segment->is_pinned()) {
-        close();
-        return false;
-      }
       const bool write_first = ran_ahead_before || segment->role() == Role::parameter;
-      if (!follows && !domain_->cache->open_version(*segment, write_first)) {
+      const bool opens = follows ? !segment->is_pinned() : domain_->cache->open_version(*segment, write_first);
+      if (!opens) {
         close();
+        forget();
         return false;
       }
       if (!follows) opened_.push_back(segment);
     }
-    for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());
     return true;
   }
 
@@ -103,12 +102,13 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   }
 
   void discard() override {
-    if (running_ || opened_.empty()) return;
+    if (running_ || update_.written.empty()) return;
     const auto self = shared_from_this();
-    static_cast<UpdateHabit*>(habit_.get())->missed();
+    const Running running(running_);
+    if (!opened_.empty()) static_cast<UpdateHabit*>(habit_.get())->missed();
     for (const StorageSegment* segment : opened_) domain_->discarded_bytes += segment->bytes();
-    domain_->not_finite -= not_finite_;
-    close();
+    domain_->not_finite -= std::exchange(not_finite_, 0);
+    close();   // if this throws, the next operator goes on here
     forget();  // from here on other threads may take them
   }
 
