@@ -146,6 +146,7 @@ bool Program::takes(Chunking chunking, bool any_chunking) const {
 }
 
 void Program::settle() {
+  if (domain_->update_ahead == UpdateAhead::never) return;
   if (running_ || begun() || std::exchange(settled_, true)) return;
   settle_update(*this);
 }
@@ -190,34 +191,32 @@ bool Program::run() {
 }
 
 void Program::execute() {
-  {
-    const Running running(running_);
-    c10::SmallVector<Operand, 8> operands;
-    std::vector<int> operand_of(slots_.size(), -1);
-    for (std::size_t i = 0; i < slots_.size(); ++i) {
-      Slot& slot = slots_[i];
-      if (!slot.segment) continue;
-      slot.segment->find_home();
-      operand_of[i] = static_cast<int>(operands.size());
-      const bool dropped = slot.orphan && !domain_->partition.ranks;  // what is written to it goes nowhere
-      operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
-    }
-    const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
-    in_host_ = in_host_ && can_run_in_host();
-    const Where where = in_host_ ? Where::in_host : Where::on_device;
-    const std::vector<Instruction> in_host = in_host_ ? instructions_in_host() : std::vector<Instruction>();
-    const c10::ArrayRef<Instruction> on_cpu = in_host_ ? in_host : code_.instructions;
-    const bool updates = domain_->cache->has_separate_memory() && updates_states();
-    const auto update = in_host_ || slots_[0].shape.is_cpu() ? find_update(on_cpu) : std::nullopt;
-    for_each_window(
-        operands, code_.chunking,
-        [&](c10::ArrayRef<at::Tensor> slices) {
-          if (updates) count(slices[0], where);
-          if (!slices[0].is_cpu()) return run_piece(code_.instructions, slices, operand_of);
-          update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
-        },
-        &progress_, where);
+  const Running running(running_);
+  c10::SmallVector<Operand, 8> operands;
+  std::vector<int> operand_of(slots_.size(), -1);
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (!slot.segment) continue;
+    slot.segment->find_home();
+    operand_of[i] = static_cast<int>(operands.size());
+    const bool dropped = slot.orphan && !domain_->partition.ranks;  // what is written to it goes nowhere
+    operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
   }
+  const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
+  in_host_ = in_host_ && can_run_in_host();
+  const Where where = in_host_ ? Where::in_host : Where::on_device;
+  const std::vector<Instruction> in_host = in_host_ ? instructions_in_host() : std::vector<Instruction>();
+  const c10::ArrayRef<Instruction> on_cpu = in_host_ ? in_host : code_.instructions;
+  const bool updates = domain_->cache->has_separate_memory() && updates_states();
+  const auto update = in_host_ || slots_[0].shape.is_cpu() ? find_update(on_cpu) : std::nullopt;
+  for_each_window(
+      operands, code_.chunking,
+      [&](c10::ArrayRef<at::Tensor> slices) {
+        if (updates) count(slices[0], where);
+        if (!slices[0].is_cpu()) return run_piece(code_.instructions, slices, operand_of);
+        update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
+      },
+      &progress_, where);
 }
 
 /// [Note: updates in the host]

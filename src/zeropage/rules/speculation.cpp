@@ -1,7 +1,5 @@
 #include "zeropage/rules/speculation.h"
 
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <bit>
 #include <utility>

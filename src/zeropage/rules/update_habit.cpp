@@ -91,10 +91,6 @@ c10::SmallVector<bool, 8> writes_of(const Instruction& instruction) {
   return writes;
 }
 
-}  // namespace
-
-namespace {
-
 /// Whether two arguments can differ in numbers alone.
 bool same_kind(const c10::IValue& a, const c10::IValue& b) {
   if (a.tagKind() != b.tagKind()) return false;

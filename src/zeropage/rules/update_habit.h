@@ -64,8 +64,6 @@ class UpdateHabit {
                                          const StepNumbers& next) const;
   /// Whether its gradients are widened.
   bool widens() const { return code_.instructions[0].op.schema().name() == "zeropage::widen"; }
-  /// The slot of the gradient that backward makes.
-  int gradient() const { return gradient_; }
 
   void hit() { next_pause_ = 1; }
   void missed();
