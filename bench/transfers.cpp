@@ -36,8 +36,10 @@ std::size_t move(Io& io, const SwapFile& swap, const Extent& extent, Direction d
   for (; moved < bytes || std::chrono::steady_clock::now() < end; moved += kRequestBytes) {
     const std::size_t slot = moved / kRequestBytes % kBuffers;
     tickets[slot].wait();
-    tickets[slot] = io.submit({direction, &swap.file(), extent.offset() + moved % bytes,
-                               buffers.data() + slot * kRequestBytes, kRequestBytes});
+    swap.for_each_piece(extent.offset() + moved % bytes, kRequestBytes, [&](const SwapFile::Piece& piece) {
+      std::byte* const buffer = buffers.data() + slot * kRequestBytes + piece.at;
+      tickets[slot] = io.submit({direction, piece.file, piece.offset, buffer, piece.bytes});  // of one disk, all of it
+    });
   }
   for (Ticket& ticket : tickets) ticket.wait();
   return moved;
@@ -55,7 +57,7 @@ int main(int count, char** arguments) try {
   const std::size_t bytes = round_down(parse_bytes(arguments[4], "BYTES"), kRequestBytes);
 
   const auto io = make_io(engine);
-  SwapFile swap(arguments[3]);
+  SwapFile swap(arguments[3], *io);
   const Extent extent = swap.allocate(bytes);
   Arena arena(kBuffers * kRequestBytes);
   const auto buffers = arena.try_allocate(kBuffers * kRequestBytes);

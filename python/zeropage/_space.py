@@ -21,6 +21,12 @@ ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | N
 _latest: Space | None = None
 
 
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):  # disk_path: several disks
+        return ":".join(_text(item) for item in value)
+    return str(os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
 class Config:
     """Settings by name; see docs/settings.md. Unknown names raise SettingError.
 
@@ -34,7 +40,7 @@ class Config:
     def _core(self) -> _core.Config:
         config = _core.Config()
         for name, value in self._settings.items():
-            config.set(name, str(os.fspath(value) if isinstance(value, os.PathLike) else value))
+            config.set(name, _text(value))
         return config
 
     def get(self, name: str, default: object = None) -> object:

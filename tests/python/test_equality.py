@@ -1,6 +1,7 @@
 """Training paged equals training plain, to the bit: losses, gradient norms, parameters."""
 
 import itertools
+import tempfile
 
 import pytest
 import torch
@@ -152,3 +153,16 @@ def test_a_model_that_exists_is_paged_in_place(config):
             opt.step()
             opt.zero_grad()
     assert all(torch.equal(x, y) for x, y in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.cpu
+def test_training_over_several_disks_is_equal(config, request):
+    def build():
+        return torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(4)])
+
+    def loss_of(model, step):
+        return model(torch.randn(3, 1000, generator=generator_of(step))).square().mean()
+
+    with tempfile.TemporaryDirectory(dir=request.config.rootpath / "build", prefix="swap-") as second:
+        disks = [config.get("disk_path"), second]
+        assert_equal(build, loss_of, config.replace(disk_path=disks, page_size="2MiB", device_memory="16MB"))

@@ -3,6 +3,12 @@
 #include <doctest/doctest.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <map>
+#include <utility>
+#include <vector>
 
 #include "temporary_directory.h"
 #include "zeropage/base/errors.h"
@@ -12,7 +18,7 @@ using namespace zeropage;
 
 TEST_CASE("extents are blocks of the file, and the dead ones are used again") {
   TemporaryDirectory directory;
-  SwapFile swap(directory.path());
+  SwapFile swap({directory.path()}, {1});
   std::size_t size = 0;
   {
     Extent a = swap.allocate(5000), b = swap.allocate(10 * kMiB);
@@ -29,7 +35,7 @@ TEST_CASE("extents are blocks of the file, and the dead ones are used again") {
 
 TEST_CASE("a disk that cannot grow the file is an error at creation, with sizes, and what was there stays") {
   TemporaryDirectory directory;
-  SwapFile swap(directory.path());
+  SwapFile swap({directory.path()}, {1});
   Extent first = swap.allocate(kMiB);
   // A quota in miniature: no file of this process may grow past 100 MiB.
   rlimit before{}, small{};
@@ -42,4 +48,83 @@ TEST_CASE("a disk that cannot grow the file is an error at creation, with sizes,
   CHECK(swap.allocate(kMiB));  // what fits still goes
   ::setrlimit(RLIMIT_FSIZE, &before);
   CHECK(swap.allocate(200 * kMiB));
+}
+
+namespace {
+
+struct TwoDisks {
+  TemporaryDirectory a, b;
+  const std::vector<std::string> paths{a.path(), b.path()};
+};
+
+}  // namespace
+
+TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes as they are fast, and each byte lies in one place") {
+  SwapFile swap(paths, {3.1, 1});
+  const Extent extent = swap.allocate(50 * kMiB + kBlockBytes);
+  std::map<const File*, std::map<std::uint64_t, std::size_t>> places;
+  std::size_t covered = 0;
+  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece& piece) {
+    CHECK(piece.at == covered);
+    covered += piece.bytes;
+    CHECK(places[piece.file].emplace(piece.offset, piece.bytes).second);
+  });
+  CHECK(covered == extent.bytes());
+  REQUIRE(places.size() == 2);
+  std::size_t sums[2] = {}, ends[2] = {}, i = 0;
+  for (const auto& [file, pieces] : places) {
+    for (const auto& [offset, bytes] : pieces) {
+      CHECK(offset >= ends[i]);  // none overlaps another
+      ends[i] = offset + bytes, sums[i] += bytes;
+    }
+    struct stat info {};
+    REQUIRE(::fstat(file->descriptor(), &info) == 0);
+    CHECK(static_cast<std::size_t>(info.st_size) >= ends[i]);
+    ++i;
+  }
+  const double more = std::max(sums[0], sums[1]), less = std::min(sums[0], sums[1]);
+  CHECK(more / less == doctest::Approx(3.1).epsilon(0.05));
+}
+
+TEST_CASE_FIXTURE(TwoDisks, "a part of a range lies where the whole says") {
+  SwapFile swap(paths, {1, 1});
+  const Extent extent = swap.allocate(8 * kMiB);
+  const auto place_of = [&](std::uint64_t offset) {
+    std::pair<const File*, std::uint64_t> place;
+    swap.for_each_piece(offset, kBlockBytes, [&](const SwapFile::Piece& p) { place = {p.file, p.offset}; });
+    return place;
+  };
+  swap.for_each_piece(extent.offset() + 3 * kBlockBytes, 5 * kMiB, [&](const SwapFile::Piece& piece) {
+    const auto at = extent.offset() + 3 * kBlockBytes + piece.at;
+    CHECK(place_of(at) == std::pair(piece.file, piece.offset));
+    CHECK(place_of(at + piece.bytes - kBlockBytes) == std::pair(piece.file, piece.offset + piece.bytes - kBlockBytes));
+  });
+}
+
+TEST_CASE_FIXTURE(TwoDisks, "a disk that is too slow for a stripe is left out, and one named twice is an error") {
+  SwapFile swap(paths, {1000, 1});
+  const Extent extent = swap.allocate(100 * kMiB);
+  std::size_t pieces = 0;
+  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece&) { ++pieces; });
+  CHECK(pieces == 1);
+  CHECK_THROWS_WITH_AS(SwapFile({a.path(), a.path()}, {1, 1}), doctest::Contains("twice"), DiskError);
+}
+
+TEST_CASE_FIXTURE(TwoDisks, "disks that are named are measured") {
+  const auto io = make_io();
+  SwapFile swap(a.path() + ":" + b.path(), *io);
+  const Extent extent = swap.allocate(64 * kMiB);
+  std::map<const File*, std::size_t> bytes;
+  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece& p) { bytes[p.file] += p.bytes; });
+  REQUIRE(bytes.size() == 2);  // they are one disk
+  for (const auto& [_, n] : bytes) CHECK(n > 16 * kMiB);
+  CHECK_THROWS_WITH_AS(SwapFile(a.path() + ":/missing", *io), doctest::Contains("/missing"), DiskError);
+}
+
+TEST_CASE("a directory whose name has a colon is one") {
+  TemporaryDirectory directory;
+  const std::string name = directory.path() + "/a:b";
+  std::filesystem::create_directory(name);
+  CHECK(split_disk_path(name) == std::vector<std::string>{name});
+  CHECK(split_disk_path("/x:/y").size() == 2);
 }

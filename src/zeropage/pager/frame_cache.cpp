@@ -50,7 +50,7 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
       io_(lower_ || options.disk_path.empty() ? nullptr
           : io                                ? std::move(io)
                                               : make_io(options.io)),
-      swap_(io_ ? std::make_unique<SwapFile>(options.disk_path) : nullptr),
+      swap_(io_ ? std::make_unique<SwapFile>(options.disk_path, *io_) : nullptr),
       home_(lower_ ? std::make_unique<LowerCacheHome>(*lower_, *options.device)
             : io_  ? make_disk_home(*io_, *swap_)
                    : nullptr) {

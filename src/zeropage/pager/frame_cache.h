@@ -69,7 +69,7 @@ namespace zeropage {
 struct CacheOptions {
   std::size_t device_bytes = 0;
   std::size_t host_bytes = 0;
-  std::string disk_path;  // empty: no disk tier
+  std::string disk_path;  // one or several, as split_disk_path takes it; empty: no disk tier
   std::size_t page_bytes = 4 * kMiB;
   IoEngine io = IoEngine::automatic;
   std::shared_ptr<DeviceMemory> device = nullptr;  // null: operators run on the CPU

@@ -2,20 +2,82 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cmath>
 #include <cstring>
+#include <numeric>
+#include <random>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/io/arena.h"
 
 namespace zeropage {
 namespace {
 
-// Many tensors grow the file at once: fewer, larger extents in the file system too.
+// Many tensors grow the files at once: fewer, larger extents in the file system too.
 constexpr std::size_t kGrowBytes = 64 * kMiB;
+constexpr std::size_t kStripeBytes = kMiB;
+constexpr std::size_t kMostStripes = 32;  // in a period
+
+/// Seconds until as many transfers of 1 MiB are over as keep a disk busy.
+double seconds_of(Direction direction, const File& file, std::byte* memory, std::size_t bytes, Io& io) {
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<Ticket> tickets;
+  for (std::size_t at = 0; at < bytes; at += kStripeBytes) {
+    tickets.push_back(io.submit({direction, &file, at, memory + at, kStripeBytes}));
+  }
+  for (Ticket& ticket : tickets) ticket.wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// Bytes a second, written and read again. The file is empty before and after.
+double measure_speed(const File& file, Io& io) {
+  constexpr std::size_t bytes = 64 * kMiB;
+  Arena memory(bytes);
+  const Block block = memory.try_allocate(bytes).value();
+  std::mt19937_64 random(1);  // for disks that compress
+  for (std::size_t i = 0; i < bytes; i += sizeof(std::uint64_t)) {
+    const std::uint64_t value = random();
+    std::memcpy(block.data() + i, &value, sizeof(value));
+  }
+  double seconds = seconds_of(Direction::write, file, block.data(), bytes, io);
+  seconds += seconds_of(Direction::read, file, block.data(), bytes, io);
+  if (::ftruncate(file.descriptor(), 0) != 0) throw DiskError(fmt::format("cannot empty {}", file.name()));
+  return 2.0 * bytes / seconds;
+}
+
+/// As many places for each disk as it is fast, spread evenly: the disk that is furthest behind its share is next. One
+/// that is too slow for a single place has none.
+template <class Stripe>
+std::vector<Stripe> make_pattern(const std::vector<double>& speeds) {
+  const double all = std::accumulate(speeds.begin(), speeds.end(), 0.0);
+  std::vector<std::size_t> places;
+  std::size_t common = 0, sum = 0;
+  for (const double speed : speeds) {
+    places.push_back(static_cast<std::size_t>(std::lround(kMostStripes * speed / all)));
+    common = std::gcd(common, places.back());
+  }
+  for (std::size_t& n : places) n /= common, sum += n;
+  std::vector<Stripe> pattern;
+  std::vector<std::size_t> given(speeds.size());
+  for (std::size_t i = 0; i < sum; ++i) {
+    std::size_t next = 0;
+    double most_behind = -1;
+    for (std::size_t disk = 0; disk < places.size(); ++disk) {
+      const double behind = static_cast<double>(places[disk] * (i + 1)) / sum - given[disk];
+      if (given[disk] < places[disk] && behind > most_behind) next = disk, most_behind = behind;
+    }
+    pattern.push_back({next, given[next]++, places[next]});
+  }
+  return pattern;
+}
 
 }  // namespace
 
@@ -23,7 +85,41 @@ Extent::~Extent() {
   if (file_) file_->release(offset_, bytes_, is_spare_);
 }
 
-SwapFile::SwapFile(const std::string& directory) : directory_(directory), file_(File::make_unnamed(directory)) {}
+std::vector<std::string> split_disk_path(std::string_view disk_path) {
+  struct stat info {};
+  if (::stat(std::string(disk_path).c_str(), &info) == 0) return {std::string(disk_path)};
+  std::vector<std::string> directories;
+  while (true) {
+    const std::size_t end = disk_path.find(':');
+    if (const auto directory = disk_path.substr(0, end); !directory.empty()) directories.emplace_back(directory);
+    if (end == std::string_view::npos) return directories;
+    disk_path.remove_prefix(end + 1);
+  }
+}
+
+SwapFile::SwapFile(std::string_view disk_path, Io& io) : SwapFile(split_disk_path(disk_path), {}) {
+  if (disks_.size() == 1) return;
+  std::vector<double> speeds;
+  for (const Disk& disk : disks_) speeds.push_back(measure_speed(disk.file, io));
+  pattern_ = make_pattern<Stripe>(speeds);
+  for (std::size_t i = 0; i < disks_.size(); ++i) {
+    if (bytes_on(i, kMostStripes * kStripeBytes) > 0) continue;
+    fmt::print(stderr, "zeropage: disk_path \"{}\" is left out: {}/s beside others that are far faster\n",
+               disks_[i].directory, format_bytes(static_cast<std::size_t>(speeds[i])));
+  }
+}
+
+SwapFile::SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds) {
+  for (const std::string& directory : directories) {
+    for (const Disk& disk : disks_) {
+      if (disk.directory == directory) {
+        throw DiskError(fmt::format("disk_path names \"{}\" twice; name each disk once", directory));
+      }
+    }
+    disks_.push_back({directory, File::make_unnamed(directory)});
+  }
+  pattern_ = make_pattern<Stripe>(speeds.empty() ? std::vector<double>(disks_.size(), 1.0) : speeds);
+}
 
 Extent SwapFile::allocate(std::size_t bytes) {
   bytes = round_up(std::max<std::size_t>(bytes, 1), kBlockBytes);
@@ -55,32 +151,86 @@ Extent SwapFile::try_allocate_spare(std::size_t bytes) noexcept try {
 }
 
 bool SwapFile::has_spare(std::size_t bytes) const {
-  struct statvfs disk {};
-  if (::statvfs(directory_.c_str(), &disk) != 0) return false;
-  const auto available = static_cast<double>(disk.f_bavail) * disk.f_frsize;
-  return available - bytes >= kSpare * static_cast<double>(disk.f_blocks) * disk.f_frsize;
+  for (std::size_t i = 0; i < disks_.size(); ++i) {
+    struct statvfs disk {};
+    if (::statvfs(disks_[i].directory.c_str(), &disk) != 0) return false;
+    const std::size_t more = bytes_on(i, size_ + bytes) - std::min(disks_[i].size, bytes_on(i, size_ + bytes));
+    const auto available = static_cast<double>(disk.f_bavail) * disk.f_frsize;
+    if (available - more < kSpare * static_cast<double>(disk.f_blocks) * disk.f_frsize) return false;
+  }
+  return true;
+}
+
+/// Of the first `size` bytes of the range.
+std::size_t SwapFile::bytes_on(std::size_t disk, std::size_t size) const {
+  const std::size_t period = pattern_.size() * kStripeBytes;
+  std::size_t bytes = 0, at = size / period * period;
+  for (const Stripe& stripe : pattern_) {
+    if (stripe.disk == disk) bytes += size / period * kStripeBytes + std::min(kStripeBytes, size - at);
+    at = std::min(size, at + kStripeBytes);
+  }
+  return bytes;
+}
+
+/// 0, or the errno of the first disk that cannot.
+int SwapFile::try_grow_to(std::size_t size, const Disk*& failed) {
+  for (std::size_t i = 0; i < disks_.size(); ++i) {
+    Disk& disk = disks_[i];
+    const std::size_t needed = bytes_on(i, size);
+    if (needed <= disk.size) continue;
+    int result;
+    do {
+      result = ::fallocate(disk.file.descriptor(), 0, static_cast<off_t>(disk.size),
+                           static_cast<off_t>(needed - disk.size));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) {
+      failed = &disk;
+      return errno;
+    }
+    disk.size = needed;
+  }
+  return 0;
 }
 
 void SwapFile::grow(std::size_t bytes) {
   int error = 0;
+  const Disk* failed = nullptr;
   for (const std::size_t step : {std::max(bytes, kGrowBytes), bytes}) {
-    int result;
-    do result = ::fallocate(file_.descriptor(), 0, static_cast<off_t>(size_), static_cast<off_t>(step));
-    while (result != 0 && errno == EINTR);
-    if (result == 0) {
+    error = try_grow_to(size_ + step, failed);
+    if (error == 0) {
       free_.release(size_, step);
       size_ += step;
       return;
     }
-    error = errno;
   }
   struct statvfs disk {};
-  const std::size_t available = ::statvfs(directory_.c_str(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
+  const std::size_t available =
+      ::statvfs(failed->directory.c_str(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
   throw DiskError(fmt::format(
       "disk_path \"{}\" cannot hold {} more ({}): the swap file has {}, the disk {} free; free some space, set "
-      "disk_path "
-      "to a larger disk, or move a role to another tier",
-      directory_, format_bytes(bytes), std::strerror(error), format_bytes(size_), format_bytes(available)));
+      "disk_path to a larger disk, or move a role to another tier",
+      failed->directory, format_bytes(bytes), std::strerror(error), format_bytes(failed->size),
+      format_bytes(available)));
+}
+
+void SwapFile::for_each_piece(std::uint64_t offset, std::size_t bytes,
+                              const std::function<void(const Piece&)>& visit) const {
+  Piece piece{nullptr, 0, 0, 0};
+  for (std::size_t at = 0; at < bytes;) {
+    const std::uint64_t stripe = (offset + at) / kStripeBytes, within = (offset + at) % kStripeBytes;
+    const Stripe& place = pattern_[stripe % pattern_.size()];
+    const std::size_t length = std::min<std::size_t>(bytes - at, kStripeBytes - within);
+    const std::uint64_t in_file = (stripe / pattern_.size() * place.of + place.index) * kStripeBytes + within;
+    const File* const file = &disks_[place.disk].file;
+    if (piece.file == file && piece.offset + piece.bytes == in_file) {
+      piece.bytes += length;
+    } else {
+      if (piece.file) visit(piece);
+      piece = {file, in_file, at, length};
+    }
+    at += length;
+  }
+  if (piece.file) visit(piece);
 }
 
 void SwapFile::release(std::uint64_t offset, std::size_t bytes, bool is_spare) {

@@ -1,21 +1,29 @@
-// The disk tier: one file without a name per space, grown when a tensor is created, so that a full disk is an error
-// there and not in the middle of a step.
+// The disk tier of a space: a file without a name on each of its disks, which together are one range of bytes. They
+// grow when a tensor is created, so that a full disk is an error there and not in the middle of a step.
+//
+// [Note: stripes] The range goes over the disks in stripes of 1 MiB, one request each, by a pattern that repeats and
+// in which a disk has as many places as it is fast. So a page comes from all of them at once, and what is near in the
+// range is near on each.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "zeropage/io/file.h"
 #include "zeropage/io/free_list.h"
+#include "zeropage/io/io.h"
 
 namespace zeropage {
 
 class SwapFile;
 
-/// A range of the swap file; returns it when it dies. Offset and bytes are multiples of 4 KiB.
+/// A part of the range; returns it when it dies. Offset and bytes are multiples of 4 KiB.
 class Extent {
  public:
   Extent() = default;
@@ -27,7 +35,7 @@ class Extent {
     std::swap(is_spare_, other.is_spare_);
     return *this;
   }
-  /// Two of one size change places in the file.
+  /// Two of one size change places in the range.
   void swap_places(Extent& other) noexcept { std::swap(offset_, other.offset_); }
   ~Extent();
   std::uint64_t offset() const { return offset_; }
@@ -48,8 +56,11 @@ class SwapFile {
  public:
   static constexpr double kSpare = 0.05;  // of the disk
 
-  /// Throws DiskError if the directory is missing, cannot be written, or has no O_DIRECT.
-  explicit SwapFile(const std::string& directory);
+  /// `directories`: as of disk_path. Of several, how fast they are is measured, which takes some 0.1 s for each. Throws
+  /// DiskError if one is missing, cannot be written, has no O_DIRECT, or fails.
+  SwapFile(std::string_view disk_path, Io& io);
+  /// `speeds`: of each directory, in any unit.
+  SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds);
 
   /// Space on the disk, given by the file system now. Throws DiskError, with sizes, when the disk is full.
   Extent allocate(std::size_t bytes);
@@ -57,8 +68,17 @@ class SwapFile {
   /// none that tensors left behind, which they will want again. None if there is no such space.
   Extent try_allocate_spare(std::size_t bytes) noexcept;
 
-  const File& file() const { return file_; }
-  std::size_t size() const;  // bytes of the file
+  /// What of a range lies in one file without a gap.
+  struct Piece {
+    const File* file;
+    std::uint64_t offset;  // in the file
+    std::size_t at;        // in the range
+    std::size_t bytes;
+  };
+  /// The range's pieces, in order.
+  void for_each_piece(std::uint64_t offset, std::size_t bytes, const std::function<void(const Piece&)>& visit) const;
+
+  std::size_t size() const;  // bytes of all files
   std::size_t used() const;  // bytes of it in extents
 
  private:
@@ -67,12 +87,29 @@ class SwapFile {
   void grow(std::size_t bytes);
   bool has_spare(std::size_t bytes) const;
 
+  struct Disk {
+    std::string directory;
+    File file;
+    std::size_t size = 0;  // bytes of the file
+  };
+  struct Stripe {
+    std::size_t disk;
+    std::size_t index;  // among the disk's stripes of one period
+    std::size_t of;     // how many there are
+  };
+
+  std::size_t bytes_on(std::size_t disk, std::size_t size) const;
+  int try_grow_to(std::size_t size, const Disk*& failed);
+
   mutable std::mutex mutex_;
-  std::string directory_;
-  File file_;
+  std::vector<Disk> disks_;
+  std::vector<Stripe> pattern_;  // of one period
   std::size_t size_ = 0;
   FreeList free_;
   std::size_t spare_bytes_ = 0;  // of what is free, for try_allocate_spare
 };
+
+/// The directories that a disk_path names: one, or several with ':' between them. A directory whose name has a ':' is one.
+std::vector<std::string> split_disk_path(std::string_view disk_path);
 
 }  // namespace zeropage
