@@ -9,7 +9,7 @@ PYTHON := $(VENV)/bin/python
 TORCH  ?= 2.13.0
 BUILD  := build
 
-.PHONY: build test lint bench demo demo-ranks sanitize format clean system cpp-tests
+.PHONY: build test lint bench peers demo demo-ranks sanitize format clean system cpp-tests
 
 demo: build ## train a GPT whose states are on disk
 	$(PYTHON) examples/train_gpt.py $(ARGS)
@@ -76,6 +76,15 @@ BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/_%,$(wildcard bench/*.py))
 bench: $(addprefix bench-,$(BENCHES)) ## every benchmark
 bench-%: build
 	$(PYTHON) bench/$*.py $(ARGS)
+
+# In an environment of its own: it brings what the project must not come to depend on.
+PEERS := $(BUILD)/peers
+peers: build ## DeepSpeed, for bench-peers
+	@tools/system_packages.sh libaio-dev
+	python3 -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q torch==$(TORCH) numpy ninja setuptools wheel packaging
+	$(PEERS)/bin/pip install -q py-cpuinfo einops msgpack psutil pydantic hjson tqdm
+	$(PEERS)/bin/pip install -q --no-build-isolation deepspeed==0.19.8
 
 clean:
 	rm -rf $(BUILD) $(VENV) out

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/io/transfer_queue.h"
 
 namespace zeropage {
@@ -49,7 +50,15 @@ class FailingIo final : public Io {
     changed_.notify_all();
   }
 
+  /// The n-th start of a read from now on throws, once; `waits`: after all that was started before has ended.
+  void refuse_start(int n, bool waits) { refused_ = n, refused_waits_ = waits; }
+
   void start(const Transfer& transfer, Priority priority, Completion completion) override {
+    if (transfer.direction == Direction::read && refused_ > 0 && --refused_ == 0) {
+      if (refused_waits_) while (requests_ > 0) std::this_thread::yield();
+      throw DiskError("refused");
+    }
+    ++requests_;
     (transfer.direction == Direction::read ? reads : writes) += 1;
     auto state = std::make_shared<TransferState>(transfer, std::move(completion));
     std::lock_guard lock(mutex_);
@@ -87,7 +96,7 @@ class FailingIo final : public Io {
         if (result < 0) result = -errno;
       }
       const Advance outcome = advance(*request, result);
-      if (outcome == Advance::transfer_over) request->state->finish();
+      if (outcome == Advance::transfer_over) request->state->finish(), --requests_;
       lock.lock();
       if (outcome == Advance::again) {
         queue_.again(std::move(*request));
@@ -105,6 +114,8 @@ class FailingIo final : public Io {
   std::shared_ptr<std::function<long(const Transfer&)>> outcome_ =
       std::make_shared<std::function<long(const Transfer&)>>([](const Transfer&) { return 1L; });
   bool stalls_ = false, closing_ = false;
+  std::atomic<int> refused_ = 0, requests_ = 0;  // transfers that have not ended
+  std::atomic<bool> refused_waits_ = false;
   std::vector<std::thread> threads_;
 };
 

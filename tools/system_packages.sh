@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the system packages that the build, the tests and the benchmarks need: through apt when root, else says which
-# are missing. liburing is optional (I/O falls back to threads) but wanted.
+# are missing; and those named as arguments. liburing is optional (I/O falls back to threads) but wanted.
 set -euo pipefail
 
 packages=()
@@ -24,6 +24,10 @@ need python3-venv python3 -c 'import venv, ensurepip'
 if ! python3 -c 'import sysconfig, os; assert os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))' 2> /dev/null; then
   packages+=(python3-dev)
 fi
+
+for package in "$@"; do
+  dpkg -s "$package" > /dev/null 2>&1 || packages+=("$package")
+done
 
 [ ${#packages[@]} -eq 0 ] && exit 0
 if [ "$(id -u)" -eq 0 ] && command -v apt-get > /dev/null; then

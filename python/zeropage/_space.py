@@ -21,9 +21,14 @@ ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | N
 _latest: Space | None = None
 
 
-def _text(value: object) -> str:
-    if isinstance(value, list | tuple):  # disk_path: several disks
-        return ":".join(_text(item) for item in value)
+def _text(name: str, value: object) -> str:
+    if name == "disk_path" and isinstance(value, list | tuple):  # several disks
+        disks = [_text("", item) for item in value]
+        if not all(disks) or not disks or (len(disks) > 1 and any(":" in disk for disk in disks)):
+            raise _core.SettingError(
+                f"disk_path = {value!r}: each item is to be one directory; of several, none may have ':' in its name"
+            )
+        return ":".join(disks)
     return str(os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
@@ -40,7 +45,7 @@ class Config:
     def _core(self) -> _core.Config:
         config = _core.Config()
         for name, value in self._settings.items():
-            config.set(name, _text(value))
+            config.set(name, _text(name, value))
         return config
 
     def get(self, name: str, default: object = None) -> object:

@@ -68,7 +68,7 @@ struct CacheFixture {
   }
 
   static std::byte pattern(unsigned seed, std::size_t i) {
-    return static_cast<std::byte>((i * 2654435761u + seed * 40503u) >> 7);
+    return static_cast<std::byte>(((i >> 3) * 0x9E3779B97F4A7C15 + i + seed * 40503u) >> 24);
   }
 };
 

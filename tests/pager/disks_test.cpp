@@ -1,7 +1,12 @@
 // Several disks under one cache.
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <thread>
 
 #include "pager/cache_fixture.h"
 #include "zeropage/base/errors.h"
@@ -50,8 +55,12 @@ TEST_CASE_FIXTURE(DisksFixture, "a transfer of which one piece fails has failed,
   int failures = 0;
   for (int piece = 1; piece <= 4; ++piece) {
     CAPTURE(piece);
-    int read = 0;  // set before any is under way
-    io->set_outcome([&read, piece](const Transfer& t) {
+    std::atomic<int> read = 0;
+    std::mutex mutex;
+    std::map<const File*, int> files;
+    io->set_outcome([&, piece](const Transfer& t) {
+      std::lock_guard lock(mutex);
+      ++files[t.file];
       return t.direction == Direction::read && ++read == piece ? -long{EIO} : 1L;
     });
     int errors = 0;
@@ -66,10 +75,57 @@ TEST_CASE_FIXTURE(DisksFixture, "a transfer of which one piece fails has failed,
       CHECK(same);
       cache->evict(*segments[i]);
     }
-    CHECK(read >= 8 * 4);
-    io->set_outcome([](const Transfer&) { return 1L; });
     cache->wait();
+    io->set_outcome([](const Transfer&) { return 1L; });
+    CHECK(files.size() == 2);
+    for (const auto& [_, count] : files) CHECK(count >= 8);  // each segment lies on both
     failures += errors;
   }
   CHECK(failures >= 1);  // those of reads ahead start again
+}
+
+TEST_CASE_FIXTURE(DisksFixture, "a transfer that has failed in one piece is not over before the others are") {
+  make_on_both(true);
+  for (auto& s : segments) cache->evict(*s);
+  cache->wait();
+  std::atomic<bool> goes_on = false;
+  std::atomic<int> reads = 0;
+  io->set_outcome([&](const Transfer& t) {
+    if (t.direction == Direction::write) return 1L;
+    if (++reads == 1) return -long{EIO};
+    while (!goes_on) std::this_thread::yield();
+    return 1L;
+  });
+  std::atomic<bool> over = false;
+  int errors = 0;
+  std::thread reader([&] {
+    try {
+      holds(*segments[0], 0);
+    } catch (const DiskError&) {
+      ++errors;
+    }
+    over = true;
+  });
+  while (reads < 2) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK_FALSE(over);  // its memory is still being read into
+  goes_on = true;
+  reader.join();
+  CHECK(errors == 1);
+  CHECK(holds(*segments[0], 0));
+}
+
+TEST_CASE_FIXTURE(DisksFixture, "a transfer whose later piece cannot be started has failed when the earlier ones have") {
+  for (const bool earlier_end_first : {true, false}) {
+    CAPTURE(earlier_end_first);
+    segments.clear();
+    make_on_both(true);
+    for (auto& s : segments) cache->evict(*s);
+    cache->wait();
+    io->refuse_start(2, earlier_end_first);
+    CHECK_THROWS_AS(holds(*segments[0], 0), DiskError);
+    CHECK(holds(*segments[0], 0));
+    cache->wait();
+    cache.reset();
+  }
 }

@@ -1,7 +1,12 @@
 // What is read before it is asked for, what leaves for it, and what a disk does to both.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <thread>
 
 #include "pager/cache_fixture.h"
 #include "zeropage/base/errors.h"
@@ -155,4 +160,44 @@ TEST_CASE_FIXTURE(CacheFixture, "a page that was to be overwritten and was not k
   CHECK(holds(*a, 1));
   CHECK(holds(*b, 2));
   CHECK(holds(*c, 3));
+}
+
+TEST_CASE_FIXTURE(CycleFixture, "what is large for the time before it is read longer ahead") {
+  constexpr std::size_t M = kMiB;
+  make(40 * M, 8 * M, 4 * M, /*failing=*/true);
+  auto pauses = std::make_shared<std::atomic<bool>>(true);
+  auto large_reads = std::make_shared<std::atomic<int>>(0);  // requests of 1 MiB
+  io->set_outcome([=](const Transfer& t) {
+    if (t.direction == Direction::write) return 1L;
+    *large_reads += t.bytes == 4 * M;
+    if (*pauses) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return 1L;
+  });
+  auto large = segment(80 * M), other = segment(32 * M);
+  for (unsigned i = 0; i < 14; ++i) segments.push_back(segment(3 * M));
+  write(*other, 1);
+  for (auto& s : segments) write(*s, 1);
+  for (std::size_t page = 0; page < large->pages(); ++page) {
+    PagePin pin = cache->pin_page(*large, page, Access::overwrite);
+    pin.wait();
+    std::memset(pin.data(), 1, large->bytes_of(page));
+  }
+  cache->evict(*other);
+  CHECK(holds(*other, 1));  // enough at once to see how fast the disk is
+  const PinRequest all{large.get(), Access::read};
+  int least = 1000;
+  for (int cycle = 0; cycle < 8; ++cycle) {
+    *large_reads = 0;
+    for (unsigned i = 0; i < segments.size(); ++i) {
+      const PinRequest small{segments[i].get(), Access::read};
+      cache->pin({&small, 1});
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      cache->unpin({&small, 1});
+    }
+    if (cycle >= 5) least = std::min(least, large_reads->load());
+    cache->announce({&all, 1});
+    for (std::size_t page = 0; page < large->pages(); ++page) cache->pin_page(*large, page, Access::read).wait();
+  }
+  *pauses = false;
+  CHECK(least >= 12);  // with the window alone, 8
 }

@@ -381,3 +381,28 @@ def test_a_norm_that_is_no_longer_asked_for_is_no_longer_taken(config):
             raw.mul_(0.5)
         assert torch.equal(torch.linalg.vector_norm(layer.weight.grad), expected * 0.5)
         layer.zero_grad()
+
+
+@pytest.mark.cpu  # counts what the disk reads
+def test_micro_batches_share_what_is_in_memory(config):
+    """Between one micro-batch's backward and the next one's forward, and where they turn round, nothing is read again."""
+    layers, width = 16, 256
+    parameters = layers * width * width * 4
+    memory = parameters // 2  # beside the gradients
+    with zeropage.init(
+        config, gradients="host", host_memory=parameters + memory // 2, device_memory=memory // 2, update_ahead="never"
+    ) as space:
+        model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    read = []
+    for _ in range(3):
+        for _ in range(4):
+            before = space.report().read_bytes
+            model(torch.randn(2, width)).square().mean().backward()
+            read.append(space.report().read_bytes - before)
+        optimizer.step()
+        optimizer.zero_grad()
+    later = read[-3:]
+    # Without sharing, a micro-batch would read each parameter twice.
+    assert max(later) <= 2 * parameters
+    assert sum(later) / 3 <= 2 * (parameters - memory / 2), (later, parameters, memory)

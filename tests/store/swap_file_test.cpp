@@ -5,16 +5,54 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <map>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "failing_io.h"
 #include "temporary_directory.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
 using namespace zeropage;
+
+namespace {
+
+/// A quota in miniature: no file of this process may grow past it.
+class LargestFile {
+ public:
+  explicit LargestFile(std::size_t bytes) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    rlimit small = before_;
+    small.rlim_cur = bytes;
+    ::signal(SIGXFSZ, SIG_IGN);
+    ::setrlimit(RLIMIT_FSIZE, &small);
+  }
+  ~LargestFile() { ::setrlimit(RLIMIT_FSIZE, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+/// Of those in which 64 MiB from `offset` on lie.
+std::size_t bytes_of_files(const SwapFile& swap, std::uint64_t offset) {
+  std::map<const File*, std::size_t> sizes;
+  swap.for_each_piece(offset, 64 * kMiB, [&](const SwapFile::Piece& piece) {
+    struct stat info {};
+    ::fstat(piece.file->descriptor(), &info);
+    sizes[piece.file] = info.st_size;
+  });
+  std::size_t sum = 0;
+  for (const auto& [_, size] : sizes) sum += size;
+  return sum;
+}
+
+}  // namespace
 
 TEST_CASE("extents are blocks of the file, and the dead ones are used again") {
   TemporaryDirectory directory;
@@ -37,16 +75,11 @@ TEST_CASE("a disk that cannot grow the file is an error at creation, with sizes,
   TemporaryDirectory directory;
   SwapFile swap({directory.path()}, {1});
   Extent first = swap.allocate(kMiB);
-  // A quota in miniature: no file of this process may grow past 100 MiB.
-  rlimit before{}, small{};
-  ::getrlimit(RLIMIT_FSIZE, &before);
-  small = before;
-  small.rlim_cur = 100 * kMiB;
-  ::signal(SIGXFSZ, SIG_IGN);
-  ::setrlimit(RLIMIT_FSIZE, &small);
-  CHECK_THROWS_WITH_AS(swap.allocate(200 * kMiB), doctest::Contains("cannot hold 209.7 MB more"), DiskError);
-  CHECK(swap.allocate(kMiB));  // what fits still goes
-  ::setrlimit(RLIMIT_FSIZE, &before);
+  {
+    const LargestFile limit(100 * kMiB);
+    CHECK_THROWS_WITH_AS(swap.allocate(200 * kMiB), doctest::Contains("cannot hold 209.7 MB more"), DiskError);
+    CHECK(swap.allocate(kMiB));  // what fits still goes
+  }
   CHECK(swap.allocate(200 * kMiB));
 }
 
@@ -61,7 +94,7 @@ struct TwoDisks {
 
 TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes as they are fast, and each byte lies in one place") {
   SwapFile swap(paths, {3.1, 1});
-  const Extent extent = swap.allocate(50 * kMiB + kBlockBytes);
+  const Extent extent = swap.allocate(70 * kMiB + kBlockBytes);  // the files end within a period
   std::map<const File*, std::map<std::uint64_t, std::size_t>> places;
   std::size_t covered = 0;
   swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece& piece) {
@@ -71,7 +104,7 @@ TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes as they are fast, and eac
   });
   CHECK(covered == extent.bytes());
   REQUIRE(places.size() == 2);
-  std::size_t sums[2] = {}, ends[2] = {}, i = 0;
+  std::size_t sums[2] = {}, ends[2] = {}, i = 0, size = 0;
   for (const auto& [file, pieces] : places) {
     for (const auto& [offset, bytes] : pieces) {
       CHECK(offset >= ends[i]);  // none overlaps another
@@ -80,14 +113,16 @@ TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes as they are fast, and eac
     struct stat info {};
     REQUIRE(::fstat(file->descriptor(), &info) == 0);
     CHECK(static_cast<std::size_t>(info.st_size) >= ends[i]);
+    size += info.st_size;
     ++i;
   }
+  CHECK(size == swap.size());
   const double more = std::max(sums[0], sums[1]), less = std::min(sums[0], sums[1]);
   CHECK(more / less == doctest::Approx(3.1).epsilon(0.05));
 }
 
 TEST_CASE_FIXTURE(TwoDisks, "a part of a range lies where the whole says") {
-  SwapFile swap(paths, {1, 1});
+  SwapFile swap(paths, {3, 1});
   const Extent extent = swap.allocate(8 * kMiB);
   const auto place_of = [&](std::uint64_t offset) {
     std::pair<const File*, std::uint64_t> place;
@@ -107,7 +142,10 @@ TEST_CASE_FIXTURE(TwoDisks, "a disk that is too slow for a stripe is left out, a
   std::size_t pieces = 0;
   swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece&) { ++pieces; });
   CHECK(pieces == 1);
-  CHECK_THROWS_WITH_AS(SwapFile({a.path(), a.path()}, {1, 1}), doctest::Contains("twice"), DiskError);
+  CHECK_THROWS_WITH_AS(SwapFile({a.path(), a.path() + "/."}, {1, 1}), doctest::Contains("twice"), DiskError);
+  CHECK_THROWS_WITH_AS(SwapFile({}, {}), doctest::Contains("names no directory"), DiskError);
+  const Extent spare = swap.try_allocate_spare(kMiB);
+  CHECK(spare);
 }
 
 TEST_CASE_FIXTURE(TwoDisks, "disks that are named are measured") {
@@ -119,6 +157,48 @@ TEST_CASE_FIXTURE(TwoDisks, "disks that are named are measured") {
   REQUIRE(bytes.size() == 2);  // they are one disk
   for (const auto& [_, n] : bytes) CHECK(n > 16 * kMiB);
   CHECK_THROWS_WITH_AS(SwapFile(a.path() + ":/missing", *io), doctest::Contains("/missing"), DiskError);
+}
+
+TEST_CASE_FIXTURE(TwoDisks, "where one disk is full none grows, and what fits still goes") {
+  SwapFile swap(paths, {1, 3});
+  const Extent first = swap.allocate(kMiB);
+  const std::size_t before = swap.size();
+  {
+    const LargestFile limit(100 * kMiB);
+    CHECK_THROWS_WITH_AS(swap.allocate(200 * kMiB), doctest::Contains("its share of 209.7 MB"), DiskError);
+    CHECK(swap.size() == before);
+    CHECK(bytes_of_files(swap, first.offset()) <= before);
+    CHECK(swap.allocate(8 * kMiB));
+  }
+  const Extent large = swap.allocate(200 * kMiB);
+  std::size_t covered = 0;
+  swap.for_each_piece(large.offset(), large.bytes(), [&](const SwapFile::Piece& piece) {
+    struct stat info {};
+    REQUIRE(::fstat(piece.file->descriptor(), &info) == 0);
+    CHECK(piece.offset + piece.bytes <= static_cast<std::size_t>(info.st_size));
+    covered += piece.bytes;
+  });
+  CHECK(covered == large.bytes());
+}
+
+TEST_CASE_FIXTURE(TwoDisks, "the faster disk gets more") {
+  FailingIo io;
+  std::atomic<const File*> first = nullptr;  // the one that is measured first
+  io.set_outcome([&](const Transfer& t) {
+    const File* none = nullptr;
+    first.compare_exchange_strong(none, t.file);
+    std::this_thread::sleep_for(std::chrono::milliseconds(t.file == first ? 0 : 20));
+    return 1L;
+  });
+  SwapFile swap(a.path() + ":" + b.path(), io);
+  const Extent extent = swap.allocate(64 * kMiB);
+  std::vector<std::pair<const File*, std::size_t>> bytes;
+  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece& p) {
+    const auto known = std::ranges::find(bytes, p.file, &std::pair<const File*, std::size_t>::first);
+    known == bytes.end() ? void(bytes.emplace_back(p.file, p.bytes)) : void(known->second += p.bytes);
+  });
+  REQUIRE(!bytes.empty());
+  CHECK(bytes[0].second > 48 * kMiB);  // the first stripe is of the faster one
 }
 
 TEST_CASE("a directory whose name has a colon is one") {

@@ -72,8 +72,8 @@ class Io {
   virtual void start(const Transfer& transfer, Priority priority, Completion completion) = 0;
   /// The same for a caller that will wait.
   [[nodiscard]] Ticket submit(const Transfer& transfer, Priority priority = Priority::demanded);
-  /// A thread waits for the transfer into or from `buffer`: if it is still queued, it goes first.
-  virtual void expedite(const std::byte* buffer) { (void)buffer; }
+  /// A thread waits for the transfers whose buffers begin in `memory`: those that are still queued go first.
+  virtual void expedite(std::span<const std::byte> memory) { (void)memory; }
   /// Returns when all that was started has ended and its completions have run.
   virtual void wait_all() = 0;
   /// Returns when what was written to `file` has reached the disk. Throws DiskError.

@@ -69,9 +69,9 @@ class Ring final : public Io {
     wake();
   }
 
-  void expedite(const std::byte* buffer) override {
+  void expedite(std::span<const std::byte> memory) override {
     std::lock_guard lock(mutex_);
-    queue_.expedite(buffer);
+    queue_.expedite(memory);
     wake();
   }
 

@@ -43,9 +43,9 @@ class ThreadPoolIo final : public Io {
     wake_.notify_all();
   }
 
-  void expedite(const std::byte* buffer) override {
+  void expedite(std::span<const std::byte> memory) override {
     std::lock_guard lock(mutex_);
-    queue_.expedite(buffer);
+    queue_.expedite(memory);
     wake_.notify_all();
   }
 

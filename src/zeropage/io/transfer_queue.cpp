@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 
 #include "zeropage/base/errors.h"
 
@@ -93,10 +94,13 @@ void TransferQueue::again(Request request) {
   lane(request.priority).push_front(std::move(request));
 }
 
-void TransferQueue::expedite(const std::byte* buffer) {
+void TransferQueue::expedite(std::span<const std::byte> memory) {
   for (const Priority priority : {Priority::ahead, Priority::behind}) {
     auto& from = lane(priority);
-    const auto wanted = [&](const Request& request) { return request.state->transfer.buffer == buffer; };
+    const auto wanted = [&](const Request& request) {
+      const std::byte* const buffer = request.state->transfer.buffer;
+      return !std::less<>()(buffer, memory.data()) && std::less<>()(buffer, memory.data() + memory.size());
+    };
     for (auto request = from.begin(); request != from.end();) {
       if (!wanted(*request)) {
         ++request;

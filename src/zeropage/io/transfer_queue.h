@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "zeropage/base/units.h"
 #include "zeropage/io/io.h"
@@ -60,7 +61,7 @@ class TransferQueue {
   void over(const Request& request);
   /// A request that was popped must be started again for its rest.
   void again(Request request);
-  void expedite(const std::byte* buffer);
+  void expedite(std::span<const std::byte> memory);
   bool idle() const { return unfinished_ == 0; }
   /// A transfer's completion has run.
   void finished() { --unfinished_; }

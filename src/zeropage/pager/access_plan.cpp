@@ -41,7 +41,7 @@ void AccessPlan::destroy(Ordinal ordinal) {
   spare_[known_[ordinal].kind].push_back(ordinal);
 }
 
-void AccessPlan::use(const Use& use, std::size_t bytes) {
+void AccessPlan::use(const Use& use, std::size_t bytes, double seconds) {
   if (!history_.empty() && history_.back().use.ordinal == use.ordinal) {
     Use& latest = history_.back().use;
     if (use.access != Access::read && latest.access == Access::read) latest.access = Access::write;
@@ -52,7 +52,7 @@ void AccessPlan::use(const Use& use, std::size_t bytes) {
   const bool expected = match_ != kNowhere && history_[match_ + 1].use.ordinal == use.ordinal;
   const std::uint64_t before = history_.empty() ? 0 : history_.back().hash;
   const Position here = history_.size();
-  history_.push_back({use, now_, before * kBase + use.ordinal + 1});
+  history_.push_back({use, now_, seconds, before * kBase + use.ordinal + 1});
   extend_powers(history_.size());
   if (use.begins) latest_group_ = uses_, latest_group_began_ = now_;
   now_ += bytes + 1;
@@ -141,7 +141,7 @@ std::optional<AccessPlan::Coming> AccessPlan::coming(std::int64_t k) const {
   if (k >= 0) return knows() ? likely(static_cast<std::size_t>(k)) : std::nullopt;
   if (history_.size() < static_cast<std::size_t>(-k)) return std::nullopt;
   const Entry& past = history_[history_.size() + k];
-  return Coming{past.use, past.time};
+  return Coming{past.use, past.time, past.seconds - history_.back().seconds};
 }
 
 std::optional<AccessPlan::Coming> AccessPlan::likely(std::size_t k) const {
@@ -151,7 +151,9 @@ std::optional<AccessPlan::Coming> AccessPlan::likely(std::size_t k) const {
   const std::size_t period = latest - match_;
   const Entry& entry = history_[match_ + 1 + k % period];
   const Time length = now_ - history_[match_ + 1].time;
-  return Coming{entry.use, now_ + (k / period) * length + entry.time - history_[match_ + 1].time};
+  const double seconds = history_[latest].seconds - history_[match_].seconds;
+  return Coming{entry.use, now_ + (k / period) * length + entry.time - history_[match_ + 1].time,
+                static_cast<double>(k / period) * seconds + entry.seconds - history_[match_].seconds};
 }
 
 AccessPlan::NextUse AccessPlan::next_use(Ordinal ordinal) const {

@@ -38,6 +38,7 @@ class AccessPlan {
   struct Coming {
     Use use;
     Time time;
+    double seconds;  // after the latest use began, of a program that never waits for transfers
   };
 
   /// A run is created: its ordinal. `kind` tells apart what cannot stand for each other, such as role and size.
@@ -45,8 +46,8 @@ class AccessPlan {
   Ordinal create(std::uint64_t kind, bool take_over = true);
   void destroy(Ordinal ordinal);
 
-  /// The same one again, with no other in between, is the same use.
-  void use(const Use& use, std::size_t bytes);
+  /// The same one again, with no other in between, is the same use. `seconds`: when it begins, on any clock.
+  void use(const Use& use, std::size_t bytes, double seconds = 0);
 
   /// When all uses so far are over.
   Time now() const { return now_; }
@@ -82,6 +83,7 @@ class AccessPlan {
   struct Entry {
     Use use;
     Time time;                                            // when it began
+    double seconds;                                       // likewise, on a clock
     std::uint64_t hash;                                   // of the history up to and with it
     Position before[3] = {kNowhere, kNowhere, kNowhere};  // where the same context ended before, by context
   };

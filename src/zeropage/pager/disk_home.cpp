@@ -1,4 +1,3 @@
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -24,23 +23,16 @@ class DiskHome final : public Home {
     return start(Direction::write, run, page, const_cast<std::byte*>(from), priority, std::move(done));
   }
 
-  void hurry(const Run& run, std::size_t page, std::byte* frame) override {
-    for_each_piece(run, page, [&](const SwapFile::Piece& piece) { io_.expedite(frame + piece.at); });
-  }
+  void hurry(const Run&, std::size_t, std::span<std::byte> frame) override { io_.expedite(frame); }
 
   bool blocks() const override { return false; }
 
  private:
-  using VisitPiece = std::function<void(const SwapFile::Piece&)>;
-
-  void for_each_piece(const Run& run, std::size_t page, const VisitPiece& visit) const {
-    file_.for_each_piece(run.offset_on_disk(page), round_up(run.bytes_of(page), kBlockBytes), visit);
-  }
-
   std::optional<Outcome> start(Direction direction, const Run& run, std::size_t page, std::byte* at,
                                Priority priority, Done done) {
     std::vector<SwapFile::Piece> pieces;
-    for_each_piece(run, page, [&](const SwapFile::Piece& piece) { pieces.push_back(piece); });
+    file_.for_each_piece(run.offset_on_disk(page), round_up(run.bytes_of(page), kBlockBytes),
+                         [&](const SwapFile::Piece& piece) { pieces.push_back(piece); });
     const auto all = std::make_shared<Pieces>(pieces.size(), std::move(done));
     for (std::size_t i = 0; i < pieces.size(); ++i) {
       const SwapFile::Piece& piece = pieces[i];

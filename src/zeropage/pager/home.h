@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 
 #include "zeropage/io/io.h"
 #include "zeropage/page/page.h"
@@ -40,9 +41,9 @@ class Home {
   /// Whether a transfer can start without blocking. If not, the home may begin what makes it so.
   virtual bool ready_to_read(const Run&, std::size_t) { return true; }
   virtual bool ready_to_write(const Run&, std::size_t) { return true; }
-  /// A thread waits for the transfer at `frame`: returns when it has ended or will end without help. Not under a
-  /// lock.
-  virtual void hurry(const Run&, std::size_t, std::byte*) {}
+  /// A thread waits for the transfer of a page into `frame`: returns when it has ended or will end without help. Not
+  /// under a lock; the run may be gone where a transfer needs no help.
+  virtual void hurry(const Run&, std::size_t, std::span<std::byte> frame) { (void)frame; }
   /// Ends what has come to its end without a word, as transfers of a device do; waits for the oldest of them if
   /// `wait`. True if one ended. Not under a lock.
   virtual bool tidy(bool wait) {

@@ -45,6 +45,11 @@ class Monitor {
   /// By threads, for transfers.
   double& waited_seconds() { return waited_seconds_; }
   double waited_seconds() const { return waited_seconds_; }
+  /// Since some moment, without these: how far a program would be that never waits.
+  double worked_seconds() const {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(now).count() - waited_seconds_;
+  }
 
  private:
   friend class Inside;

@@ -8,6 +8,7 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kMostAhead = 64 * kMiB;  // enough to keep a disk busy through one operator
+constexpr std::size_t kIdle = 32 * kMiB;        // a home with less to read soon has nothing to do
 
 }  // namespace
 
@@ -16,6 +17,35 @@ std::size_t ReadAhead::window() const {
   const std::size_t limit = memory_.budget().limit();
   const std::size_t missing = runs_.pageable_peak() > limit ? runs_.pageable_peak() - limit : 0;
   return std::min({kMostAhead, limit / 8, std::max(missing / 16, page_bytes_)});
+}
+
+/// [Note: in time]
+bool ReadAhead::hurries() {
+  if (frames_.is_gathered() || transfers_.reading_bytes() > kIdle) return false;  // time differs between ranks
+  const std::uint64_t uses = timeline_.plan().uses();
+  if (asked_at_ != uses || asked_of_ != group_) late_ = would_be_late();
+  asked_at_ = uses, asked_of_ = group_;
+  return late_;
+}
+
+bool ReadAhead::would_be_late() const {
+  const double rate = transfers_.read_rate();
+  if (rate <= 0) return false;
+  const std::uint64_t uses = timeline_.plan().uses();
+  const std::size_t limit = memory_.budget().limit();
+  const double since = monitor_.worked_seconds() - timeline_.seconds();
+  double missing = 0;
+  for (auto k = static_cast<std::int64_t>(std::max(group_, uses) - uses);; ++k) {
+    const auto coming = timeline_.plan().coming(k);
+    if (!coming || coming->time > timeline_.now() + limit || missing > static_cast<double>(limit)) return false;
+    const Run* const run = runs_.at(coming->use.ordinal);
+    if (!run || !run->home || run->dead || coming->use.access == Access::overwrite) continue;
+    for (std::size_t i = 0; i < run->pages.size(); ++i) {
+      if (!run->pages[i].frame && run->pages[i].state == Residency::evicted)
+        missing += static_cast<double>(run->bytes_of(i));
+    }
+    if (1.5 * missing > rate * std::max(coming->seconds - since, 0.0) && missing > 0) return true;
+  }
 }
 
 void ReadAhead::restart() {
@@ -42,8 +72,10 @@ void ReadAhead::run(Lock& lock) {
   try {
     const auto most = static_cast<std::int64_t>(window());
     bool all = false;  // that comes soon was looked at
-    while (!monitor_.closed() &&
-           static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0) < most) {
+    const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
+    while (!monitor_.closed()) {
+      const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
+      if (wanted >= most && (wanted >= latest || !hurries())) break;
       if (frames_.looked_ahead().again) restart();
       // What is gone through now is looked at to its end.
       if (group_ < timeline_.plan().latest_group()) group_ = timeline_.plan().latest_group(), members_.clear();

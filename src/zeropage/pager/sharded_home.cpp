@@ -191,7 +191,7 @@ void ShardedHome::complete(Gather& g) {
   g.packed.reset(), g.parts.reset();
 }
 
-void ShardedHome::hurry(const Run& run, std::size_t page, std::byte*) {
+void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) {
   std::lock_guard lock(mutex_);
   launch_all();
   const auto wanted = std::find_if(in_flight_.begin(), in_flight_.end(),

@@ -44,7 +44,7 @@ class ShardedHome final : public Home {
                               Done done) override;
   std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from,
                                const DeviceMemory::Event& after, Priority priority, Done done) override;
-  void hurry(const Run& run, std::size_t page, std::byte* frame) override;
+  void hurry(const Run& run, std::size_t page, std::span<std::byte> frame) override;
 
  private:
   struct Gather;

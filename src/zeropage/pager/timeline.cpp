@@ -5,7 +5,7 @@
 namespace zeropage {
 
 /// What a program that repeats itself will do again.
-bool Timeline::record_use(std::span<const PinRequest> requests, bool whole) {
+bool Timeline::record_use(std::span<const PinRequest> requests, bool whole, double seconds) {
   if (std::none_of(requests.begin(), requests.end(), [](auto& r) { return r.segment->run()->home != nullptr; }))
     return false;
   const std::uint64_t surprises = plan_.surprises();
@@ -13,7 +13,7 @@ bool Timeline::record_use(std::span<const PinRequest> requests, bool whole) {
   for (const PinRequest& request : requests) {
     const Run& run = *request.segment->run();
     if (!run.home) continue;
-    plan_.use({run.ordinal, request.access, whole, begins}, run.bytes);
+    plan_.use({run.ordinal, request.access, whole, begins}, run.bytes, seconds);
     begins = whole;
     if (!whole) request.segment->run()->stream_use = plan_.uses(), request.segment->run()->stream_page = 0;
   }
@@ -22,6 +22,7 @@ bool Timeline::record_use(std::span<const PinRequest> requests, bool whole) {
     request.segment->run()->stream_begin = plan_.latest_group_began();
     request.segment->run()->stream_end = plan_.now();
   }
+  seconds_ = seconds;
   now_ = whole ? plan_.now() : plan_.latest_group_began();
   return plan_.surprises() != surprises;
 }

@@ -20,7 +20,8 @@ class VersionOpen : public AccessError {
 class Timeline {
  public:
   /// The program uses these now, whole, or page by page and taking turns. True if that was not planned.
-  bool record_use(std::span<const PinRequest> requests, bool whole);
+  /// `seconds`: that it has worked until now, without its waits.
+  bool record_use(std::span<const PinRequest> requests, bool whole, double seconds);
   /// Where the program is, when it takes a page of those that it goes through.
   void note_page(Run& run, std::size_t index) {
     if (run.stream_page > index) return;
@@ -31,12 +32,15 @@ class Timeline {
 
   AccessPlan& plan() { return plan_; }
   const AccessPlan& plan() const { return plan_; }
+  /// When the latest use began.
+  double seconds() const { return seconds_; }
   /// In the plan, and within a group whose pages are gone through.
   AccessPlan::Time now() const { return now_; }
 
  private:
   AccessPlan plan_;
   AccessPlan::Time now_ = 0;
+  double seconds_ = 0;
 };
 
 }  // namespace zeropage

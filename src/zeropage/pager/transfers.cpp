@@ -22,6 +22,7 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     read_bytes_ += bytes;
     reading_bytes_ += bytes;
+    pace_.begin(bytes);
     std::byte* const into = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     auto done = [this, &run, &frame, i](Home::Outcome outcome) {
       on_end([&] { read_ended(run, frame, i, std::move(outcome)); });
@@ -45,6 +46,7 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
 /// All pages of a frame are read together or not at all.
 void Transfers::read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome) {
   reading_bytes_ -= round_up(run.bytes_of(page), kBlockBytes);
+  pace_.end_read(round_up(run.bytes_of(page), kBlockBytes));
   if (outcome.error && !frame.failure) frame.failure = outcome.error;
   if (outcome.ready) frame.ready = outcome.ready;
   if (--frame.transfers == 0) {
@@ -81,6 +83,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     written_bytes_ += bytes;
     writing_bytes_ += bytes;
+    pace_.begin(bytes);
   }
   const bool blocks = home_->blocks() && (priority == Priority::demanded || frames_.is_gathered());
   for (const std::size_t i : pages) {
@@ -106,6 +109,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
 void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& outcome) {
   Page& page = run.pages[index];
   writing_bytes_ -= round_up(run.bytes_of(index), kBlockBytes);
+  pace_.end_write(round_up(run.bytes_of(index), kBlockBytes));
   if (outcome.error) {
     page.state = Residency::dirty;
     ++failed_writes_;
@@ -160,8 +164,9 @@ void Transfers::wait_for_reads(Lock& lock, Frame& frame) {
     if (!is_read(page)) continue;
     const Waiting waiting(monitor_.waited_seconds());
     std::byte* const at = frame.memory.data() + (page - frame.first_page) * run->page_bytes;
+    const std::span<std::byte> into(at, round_up(run->bytes_of(page), kBlockBytes));
     const Unlocked unlocked(lock);
-    home_->hurry(*run, page, at);
+    home_->hurry(*run, page, into);
   }
   monitor_.check_usable();
   wait_until(lock, [&] { return first_read() == frame.first_page + frame.pages; });

@@ -9,6 +9,7 @@
 
 #include <functional>
 
+#include "zeropage/pager/pace.h"
 #include "zeropage/pager/runs.h"
 
 namespace zeropage {
@@ -38,6 +39,8 @@ class Transfers {
 
   std::size_t reading_bytes() const { return reading_bytes_; }
   std::size_t writing_bytes() const { return writing_bytes_; }
+  /// Of the home, lately, in bytes a second; 0 where that is not known.
+  double read_rate() const { return pace_.read_rate(); }
   /// Whether a demanded transfer may give the lock up, and whether a read can start without.
   bool blocks() const { return home_->blocks(); }
   bool ready_to_read(const Run& run, std::size_t page) const { return home_->ready_to_read(run, page); }
@@ -68,6 +71,7 @@ class Transfers {
   Home* const home_;
   const std::function<void(Lock&)> go_on_;
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
+  Pace pace_;
   std::exception_ptr failed_write_;  // that no thread has been told of
   std::size_t failed_writes_ = 0;
   std::size_t read_bytes_ = 0, written_bytes_ = 0;  // so far

@@ -42,7 +42,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   const auto is_closed = [](const PinRequest& r) { return r.segment->run_->is_closed_to_this_thread(); };
   if (std::any_of(requests.begin(), requests.end(), is_closed)) throw VersionOpen();
-  if (timeline_.record_use(requests, /*whole=*/true)) ahead_.restart();
+  if (timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   std::vector<Hold> holds;
   std::size_t more = 0;
   const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {

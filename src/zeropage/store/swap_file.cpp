@@ -11,6 +11,8 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <map>
 #include <numeric>
 #include <random>
 
@@ -39,7 +41,12 @@ double seconds_of(Direction direction, const File& file, std::byte* memory, std:
 
 /// Bytes a second, written and read again. The file is empty before and after.
 double measure_speed(const File& file, Io& io) {
-  constexpr std::size_t bytes = 64 * kMiB;
+  constexpr std::size_t bytes = 32 * kMiB;
+  // As the file will be written: in space that it has.
+  if (::fallocate(file.descriptor(), 0, 0, bytes) != 0) {
+    throw DiskError(fmt::format("{} cannot hold {} ({}): free some space, or leave this disk out of disk_path",
+                                file.name(), format_bytes(bytes), std::strerror(errno)));
+  }
   Arena memory(bytes);
   const Block block = memory.try_allocate(bytes).value();
   std::mt19937_64 random(1);  // for disks that compress
@@ -49,19 +56,26 @@ double measure_speed(const File& file, Io& io) {
   }
   double seconds = seconds_of(Direction::write, file, block.data(), bytes, io);
   seconds += seconds_of(Direction::read, file, block.data(), bytes, io);
-  if (::ftruncate(file.descriptor(), 0) != 0) throw DiskError(fmt::format("cannot empty {}", file.name()));
+  if (::ftruncate(file.descriptor(), 0) != 0) {
+    throw DiskError(fmt::format("{} cannot be emptied: {}; check the disk", file.name(), std::strerror(errno)));
+  }
   return 2.0 * bytes / seconds;
 }
 
 /// As many places for each disk as it is fast, spread evenly: the disk that is furthest behind its share is next. One
-/// that is too slow for a single place has none.
+/// that is too slow for a single place has none; those that are about as fast as the fastest are taken for equal, since
+/// ranks measure beside one another.
 template <class Stripe>
-std::vector<Stripe> make_pattern(const std::vector<double>& speeds) {
+std::vector<Stripe> make_pattern(std::vector<double> speeds) {
+  constexpr double about = 1.5;
+  const double fastest = *std::max_element(speeds.begin(), speeds.end());
+  for (double& speed : speeds) speed = speed > fastest / about ? fastest : speed;
   const double all = std::accumulate(speeds.begin(), speeds.end(), 0.0);
   std::vector<std::size_t> places;
   std::size_t common = 0, sum = 0;
   for (const double speed : speeds) {
-    places.push_back(static_cast<std::size_t>(std::lround(kMostStripes * speed / all)));
+    const bool are_many = speed == fastest && kMostStripes * speed < all;
+    places.push_back(are_many ? 1 : static_cast<std::size_t>(std::lround(kMostStripes * speed / all)));
     common = std::gcd(common, places.back());
   }
   for (std::size_t& n : places) n /= common, sum += n;
@@ -103,20 +117,24 @@ SwapFile::SwapFile(std::string_view disk_path, Io& io) : SwapFile(split_disk_pat
   for (const Disk& disk : disks_) speeds.push_back(measure_speed(disk.file, io));
   pattern_ = make_pattern<Stripe>(speeds);
   for (std::size_t i = 0; i < disks_.size(); ++i) {
-    if (bytes_on(i, kMostStripes * kStripeBytes) > 0) continue;
+    if (std::ranges::any_of(pattern_, [&](const Stripe& stripe) { return stripe.disk == i; })) continue;
     fmt::print(stderr, "zeropage: disk_path \"{}\" is left out: {}/s beside others that are far faster\n",
                disks_[i].directory, format_bytes(static_cast<std::size_t>(speeds[i])));
   }
 }
 
 SwapFile::SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds) {
+  if (directories.empty()) throw DiskError("disk_path names no directory; set it to one on a local disk");
   for (const std::string& directory : directories) {
+    File file = File::make_unnamed(directory);
     for (const Disk& disk : disks_) {
-      if (disk.directory == directory) {
+      if (std::filesystem::equivalent(disk.directory, directory)) {
         throw DiskError(fmt::format("disk_path names \"{}\" twice; name each disk once", directory));
       }
     }
-    disks_.push_back({directory, File::make_unnamed(directory)});
+    struct stat info {};
+    ::fstat(file.descriptor(), &info);
+    disks_.push_back({directory, std::move(file), info.st_dev});
   }
   pattern_ = make_pattern<Stripe>(speeds.empty() ? std::vector<double>(disks_.size(), 1.0) : speeds);
 }
@@ -151,10 +169,15 @@ Extent SwapFile::try_allocate_spare(std::size_t bytes) noexcept try {
 }
 
 bool SwapFile::has_spare(std::size_t bytes) const {
+  std::map<dev_t, std::size_t> more_on;  // directories may be on one file system
   for (std::size_t i = 0; i < disks_.size(); ++i) {
+    more_on[disks_[i].device] += bytes_on(i, size_ + bytes) - disks_[i].size;
+  }
+  for (const Disk& it : disks_) {
+    const std::size_t more = more_on[it.device];
     struct statvfs disk {};
-    if (::statvfs(disks_[i].directory.c_str(), &disk) != 0) return false;
-    const std::size_t more = bytes_on(i, size_ + bytes) - std::min(disks_[i].size, bytes_on(i, size_ + bytes));
+    if (more == 0) continue;
+    if (::fstatvfs(it.file.descriptor(), &disk) != 0) return false;
     const auto available = static_cast<double>(disk.f_bavail) * disk.f_frsize;
     if (available - more < kSpare * static_cast<double>(disk.f_blocks) * disk.f_frsize) return false;
   }
@@ -172,20 +195,25 @@ std::size_t SwapFile::bytes_on(std::size_t disk, std::size_t size) const {
   return bytes;
 }
 
-/// 0, or the errno of the first disk that cannot.
+/// 0, or the errno of the first disk that cannot; then none has grown.
 int SwapFile::try_grow_to(std::size_t size, const Disk*& failed) {
   for (std::size_t i = 0; i < disks_.size(); ++i) {
     Disk& disk = disks_[i];
     const std::size_t needed = bytes_on(i, size);
-    if (needed <= disk.size) continue;
+    if (needed == disk.size) continue;
     int result;
     do {
       result = ::fallocate(disk.file.descriptor(), 0, static_cast<off_t>(disk.size),
                            static_cast<off_t>(needed - disk.size));
     } while (result != 0 && errno == EINTR);
     if (result != 0) {
+      const int error = errno;
       failed = &disk;
-      return errno;
+      for (std::size_t j = 0; j <= i; ++j) {
+        disks_[j].size = bytes_on(j, size_);
+        (void)::ftruncate(disks_[j].file.descriptor(), static_cast<off_t>(disks_[j].size));
+      }
+      return error;
     }
     disk.size = needed;
   }
@@ -203,13 +231,15 @@ void SwapFile::grow(std::size_t bytes) {
       return;
     }
   }
+  const std::size_t share = bytes_on(static_cast<std::size_t>(failed - disks_.data()), size_ + bytes) - failed->size;
   struct statvfs disk {};
   const std::size_t available =
-      ::statvfs(failed->directory.c_str(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
+      ::fstatvfs(failed->file.descriptor(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
   throw DiskError(fmt::format(
-      "disk_path \"{}\" cannot hold {} more ({}): the swap file has {}, the disk {} free; free some space, set "
+      "disk_path \"{}\" cannot hold {} more{} ({}): the swap file has {}, the disk {} free; free some space, set "
       "disk_path to a larger disk, or move a role to another tier",
-      failed->directory, format_bytes(bytes), std::strerror(error), format_bytes(failed->size),
+      failed->directory, format_bytes(share),
+      disks_.size() > 1 ? fmt::format(", its share of {}", format_bytes(bytes)) : "", std::strerror(error), format_bytes(failed->size),
       format_bytes(available)));
 }
 

@@ -6,6 +6,8 @@
 // range is near on each.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -56,7 +58,7 @@ class SwapFile {
  public:
   static constexpr double kSpare = 0.05;  // of the disk
 
-  /// `directories`: as of disk_path. Of several, how fast they are is measured, which takes some 0.1 s for each. Throws
+  /// `directories`: as of disk_path. Of several, how fast they are is measured, with 32 MiB written to each and read again. Throws
   /// DiskError if one is missing, cannot be written, has no O_DIRECT, or fails.
   SwapFile(std::string_view disk_path, Io& io);
   /// `speeds`: of each directory, in any unit.
@@ -90,6 +92,7 @@ class SwapFile {
   struct Disk {
     std::string directory;
     File file;
+    dev_t device;          // of the file system
     std::size_t size = 0;  // bytes of the file
   };
   struct Stripe {

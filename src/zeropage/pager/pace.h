@@ -1,0 +1,51 @@
+// How fast a home reads while it has enough to do, the latest counting most. Where it writes as much meanwhile, that is
+// half of what it could read alone; and so it will be with what comes next.
+//
+// Under the cache's lock.
+#pragma once
+
+#include <chrono>
+#include <utility>
+
+#include "zeropage/base/units.h"
+
+namespace zeropage {
+
+class Pace {
+ public:
+  void begin(std::size_t bytes) {
+    count(0);
+    under_way_ += bytes;
+  }
+  void end_read(std::size_t bytes) {
+    count(bytes);
+    under_way_ -= bytes;
+  }
+  void end_write(std::size_t bytes) {
+    count(0);
+    under_way_ -= bytes;
+  }
+  /// Bytes a second; 0 where that is not known.
+  double read_rate() const { return seconds_ > 0 ? read_ / seconds_ : 0; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::size_t kEnough = 16 * kMiB;  // under way: what keeps a disk busy
+  static constexpr double kRemembered = 256 * kMiB;
+
+  /// The time since it was last called, in which so much was read.
+  void count(std::size_t read) {
+    const auto now = Clock::now();
+    const auto since = std::exchange(counted_until_, now);
+    if (under_way_ < kEnough) return;
+    seconds_ += std::chrono::duration<double>(now - since).count();
+    read_ += static_cast<double>(read);
+    if (read_ > kRemembered) read_ /= 2, seconds_ /= 2;
+  }
+
+  std::size_t under_way_ = 0;
+  Clock::time_point counted_until_;
+  double read_ = 0, seconds_ = 0;
+};
+
+}  // namespace zeropage
