@@ -1,8 +1,8 @@
-"""A model whose state is many times what the machine may use: 1.2B parameters, 21.8 GB of state, 1 GB of budgets.
+"""A model whose state is many times what it may use: 1.2B parameters, 21.8 GB of state, 1 GB of budgets.
 
-ratio: seconds of a step / the larger of its arithmetic and of what it moved at fio's rate for that mix. The arithmetic
-is forward and backward in memory, in bfloat16, and what clipping and AdamW take in memory: on the parameters of every
-eighth block, for those of all would not fit, and by their share.
+ratio: seconds of a step / the larger of its arithmetic and of what it moved at fio's rate for that mix. The
+arithmetic is forward and backward in memory, in bfloat16, and what clipping and AdamW take in memory: on the
+parameters of every eighth block, for those of all would not fit, and by their share.
 """
 
 import argparse

@@ -68,8 +68,13 @@ def main() -> None:
             for system, runs in results.items()
         }
         rows = [
-            [system, args.batch * 128 / m["seconds"], m["seconds"], m["peak"] / 1e9]
-            + [m["read"] / 1e9, m["written"] / 1e9, m["loss"]]
+            [
+                system,
+                args.batch * 128 / m["seconds"],
+                m["seconds"],
+                *(m[key] / 1e9 for key in ("peak", "read", "written")),
+                m["loss"],
+            ]
             for system, m in medians.items()
         ]
         finish(rows, [model, "tokens/s", "s a step", "peak, GB", "read, GB", "written, GB", "loss"])

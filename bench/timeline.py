@@ -5,6 +5,7 @@ covered: the share of a step in which the disk moves something, without updates 
 """
 
 import argparse
+import itertools
 import pathlib
 import tempfile
 import threading
@@ -88,7 +89,7 @@ def record(shape: Shape, when: str, args: argparse.Namespace) -> tuple[Recorder,
 def rates(recorder: Recorder, start: float) -> list[tuple[float, float, float, float]]:
     """Of each interval: when it ended, GB/s read, GB/s written, share of it that was waited."""
     result = []
-    for before, after in zip(recorder.samples, recorder.samples[1:], strict=False):
+    for before, after in itertools.pairwise(recorder.samples):
         seconds = after[0] - before[0]
         read, written, waited = (b - a for a, b in zip(before[1:], after[1:], strict=True))
         result.append((after[0] - start, read / seconds / 1e9, written / seconds / 1e9, waited / seconds))
@@ -103,7 +104,7 @@ def draw(path: pathlib.Path, recorded: dict[str, tuple[Recorder, list[float]]], 
 
     figure, axes = plt.subplots(len(recorded), 1, figsize=(11, 6), sharex=True, sharey=True)
     for axis, (when, (recorder, began)) in zip(axes, recorded.items(), strict=True):
-        points = [point for point in rates(recorder, began[0]) if 0 <= point[0]]
+        points = [point for point in rates(recorder, began[0]) if point[0] >= 0]
         times, read, written, waited = zip(*points, strict=True)
         axis.fill_between(times, read, step="pre", color="tab:blue", label="read")
         both = [a + b for a, b in zip(read, written, strict=True)]
@@ -111,12 +112,12 @@ def draw(path: pathlib.Path, recorded: dict[str, tuple[Recorder, list[float]]], 
         axis.fill_between(
             times, 0, [-0.6 * min(w, 1) for w in waited], step="pre", color="tab:red", label="the program waits"
         )
-        for i, (a, b) in enumerate(zip(began, began[1:], strict=False)):
+        for i, (a, b) in enumerate(itertools.pairwise(began)):
             axis.axvspan(a - began[0], b - began[0], color="gray", alpha=0.08 + 0.1 * (i % 2), linewidth=0)
             axis.text((a + b) / 2 - began[0], 6.6, "backward" if i % 2 else "forward", ha="center", fontsize=9)
         seconds = (began[-1] - began[0]) / (len(began) // 2)
         axis.set(title=f"{TITLES[when]}: {seconds:.2f} s a step", ylabel="GB/s", ylim=(-0.8, 7.2))
-    axes[0].legend(loc="upper right", ncols=3, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower right", ncols=3, fontsize=9)
     axes[-1].set(xlabel=f"seconds ({name})")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,7 @@ def main() -> None:
     rows: list[list[object]] = []
     covered = []
     for when, (recorder, began) in recorded.items():
-        points = [point for point in rates(recorder, began[0]) if 0 <= point[0]]
+        points = [point for point in rates(recorder, began[0]) if point[0] >= 0]
         covered.append(sum(read + written > 0.1 for _, read, written, _ in points) / len(points))
         rows.append([TITLES[when], (began[-1] - began[0]) / args.steps, covered[-1]])
     finish(rows, [args.model, "s a step", "share with transfers"], covered=[round(share, 3) for share in covered])

@@ -38,7 +38,8 @@ std::size_t move(Io& io, const SwapFile& swap, const Extent& extent, Direction d
     tickets[slot].wait();
     swap.for_each_piece(extent.offset() + moved % bytes, kRequestBytes, [&](const SwapFile::Piece& piece) {
       std::byte* const buffer = buffers.data() + slot * kRequestBytes + piece.at;
-      tickets[slot] = io.submit({direction, piece.file, piece.offset, buffer, piece.bytes});  // of one disk, all of it
+      tickets[slot] =
+          io.submit({direction, piece.file, piece.offset, buffer, piece.bytes});  // of one disk, all of it
     });
   }
   for (Ticket& ticket : tickets) ticket.wait();

@@ -55,7 +55,8 @@ class FailingIo final : public Io {
 
   void start(const Transfer& transfer, Priority priority, Completion completion) override {
     if (transfer.direction == Direction::read && refused_ > 0 && --refused_ == 0) {
-      if (refused_waits_) while (requests_ > 0) std::this_thread::yield();
+      if (refused_waits_)
+        while (requests_ > 0) std::this_thread::yield();
       throw DiskError("refused");
     }
     ++requests_;

@@ -144,9 +144,10 @@ def zeropage(args: argparse.Namespace) -> Step:
         state = BYTES_A_PARAMETER[args.system] * sum(parameter.numel() for parameter in GPT(shape).parameters())
     tier = args.system.split("-")[1]
     settings = dict.fromkeys(["parameters", "gradients", "optimizer"], tier)
-    settings |= {"hi_lo": {"master_dtype": "hi_lo"}, "8bit": {"master_dtype": "hi_lo", "optimizer_dtype": "8bit"}}.get(
-        args.system.split("-")[-1], {}
-    )
+    settings |= {
+        "hi_lo": {"master_dtype": "hi_lo"},
+        "8bit": {"master_dtype": "hi_lo", "optimizer_dtype": "8bit"},
+    }.get(args.system.split("-")[-1], {})
     if tier == "disk":
         settings |= {"disk_path": args.directory, "host_memory": str(state // 8)}
     with zeropage.init(device="cpu", device_memory=state // 8, visible_dtype="bfloat16", **settings):

@@ -24,7 +24,8 @@ _latest: Space | None = None
 def _text(name: str, value: object) -> str:
     if name == "disk_path" and isinstance(value, list | tuple):  # several disks
         disks = [_text("", item) for item in value]
-        if not all(disks) or not disks or (len(disks) > 1 and any(":" in disk for disk in disks)):
+        one = len(disks) == 1 and os.path.isdir(disks[0])
+        if not all(disks) or not disks or (not one and any(":" in disk for disk in disks)):
             raise _core.SettingError(
                 f"disk_path = {value!r}: each item is to be one directory; of several, none may have ':' in its name"
             )

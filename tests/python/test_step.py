@@ -385,12 +385,16 @@ def test_a_norm_that_is_no_longer_asked_for_is_no_longer_taken(config):
 
 @pytest.mark.cpu  # counts what the disk reads
 def test_micro_batches_share_what_is_in_memory(config):
-    """Between one micro-batch's backward and the next one's forward, and where they turn round, nothing is read again."""
+    """Between one micro-batch's backward and the next one's forward, and where they turn round."""
     layers, width = 16, 256
     parameters = layers * width * width * 4
     memory = parameters // 2  # beside the gradients
     with zeropage.init(
-        config, gradients="host", host_memory=parameters + memory // 2, device_memory=memory // 2, update_ahead="never"
+        config,
+        gradients="host",
+        host_memory=parameters + memory // 2,
+        device_memory=memory // 2,
+        update_ahead="never",
     ) as space:
         model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

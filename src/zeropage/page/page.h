@@ -120,6 +120,7 @@ struct Run {
   std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
   std::uint64_t stream_begin = 0, stream_end = 0;  // of its group, in the plan's time
   std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
+  std::uint64_t scan = 0;                          // the latest look at what is missing that counted it
   std::size_t transfers = 0;                       // under way, and pages lent; a run that dies lives until they end
   std::size_t lent = 0;                            // pages
   std::uint64_t changes = 0;                       // of its content, as far as pins for writing tell

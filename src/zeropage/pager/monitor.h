@@ -43,35 +43,45 @@ class Monitor {
   /// Threads that are at work here and have given up the lock.
   int inside() const { return inside_; }
   /// By threads, for transfers.
-  double& waited_seconds() { return waited_seconds_; }
   double waited_seconds() const { return waited_seconds_; }
-  /// Since some moment, without these: how far a program would be that never waits.
+  /// Since some moment, without those in which any thread waited: how far a program would be that never waits.
   double worked_seconds() const {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration<double>(now).count() - waited_seconds_;
+    const auto now = waiting_ > 0 ? waiting_since_ : std::chrono::steady_clock::now();
+    return std::chrono::duration<double>(now.time_since_epoch()).count() - while_any_waited_;
   }
 
  private:
   friend class Inside;
+  friend class Waiting;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   const std::uint64_t generation_ = process_generation();
   std::atomic<bool> closed_ = false;
   int inside_ = 0;
-  double waited_seconds_ = 0;
+  double waited_seconds_ = 0;    // of all threads
+  double while_any_waited_ = 0;  // until all threads last worked
+  int waiting_ = 0;              // threads
+  std::chrono::steady_clock::time_point waiting_since_;
   std::function<void()> on_left_;
 };
 
-/// Adds the seconds of its life to a sum, under the cache's lock at both ends.
+/// A thread waits while it lives. Under the cache's lock at both ends.
 class Waiting {
  public:
-  explicit Waiting(double& seconds) : seconds_(seconds), start_(std::chrono::steady_clock::now()) {}
-  ~Waiting() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  explicit Waiting(Monitor& monitor) : monitor_(monitor), start_(std::chrono::steady_clock::now()) {
+    if (monitor_.waiting_++ == 0) monitor_.waiting_since_ = start_;
+  }
+  ~Waiting() {
+    const auto now = std::chrono::steady_clock::now();
+    monitor_.waited_seconds_ += std::chrono::duration<double>(now - start_).count();
+    if (--monitor_.waiting_ > 0) return;
+    monitor_.while_any_waited_ += std::chrono::duration<double>(now - monitor_.waiting_since_).count();
+  }
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
  private:
-  double& seconds_;
+  Monitor& monitor_;
   std::chrono::steady_clock::time_point start_;
 };
 

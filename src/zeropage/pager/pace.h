@@ -1,5 +1,5 @@
-// How fast a home reads while it has enough to do, the latest counting most. Where it writes as much meanwhile, that is
-// half of what it could read alone; and so it will be with what comes next.
+// How fast a home reads while it has enough to do, the latest counting most. Where it writes as much meanwhile, that
+// is half of what it could read alone; and so it will be with what comes next.
 //
 // Under the cache's lock.
 #pragma once
@@ -13,13 +13,17 @@ namespace zeropage {
 
 class Pace {
  public:
-  void begin(std::size_t bytes) {
+  void begin_read(std::size_t bytes) {
+    count(0);
+    under_way_ += bytes, reading_ += bytes;
+  }
+  void begin_write(std::size_t bytes) {
     count(0);
     under_way_ += bytes;
   }
   void end_read(std::size_t bytes) {
     count(bytes);
-    under_way_ -= bytes;
+    under_way_ -= bytes, reading_ -= bytes;
   }
   void end_write(std::size_t bytes) {
     count(0);
@@ -37,13 +41,13 @@ class Pace {
   void count(std::size_t read) {
     const auto now = Clock::now();
     const auto since = std::exchange(counted_until_, now);
-    if (under_way_ < kEnough) return;
+    if (under_way_ < kEnough || reading_ == 0) return;
     seconds_ += std::chrono::duration<double>(now - since).count();
     read_ += static_cast<double>(read);
     if (read_ > kRemembered) read_ /= 2, seconds_ /= 2;
   }
 
-  std::size_t under_way_ = 0;
+  std::size_t under_way_ = 0, reading_ = 0;  // bytes; of them, of reads
   Clock::time_point counted_until_;
   double read_ = 0, seconds_ = 0;
 };

@@ -8,7 +8,11 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kMostAhead = 64 * kMiB;  // enough to keep a disk busy through one operator
-constexpr std::size_t kIdle = 32 * kMiB;        // a home with less to read soon has nothing to do
+constexpr std::size_t kIdle = 32 * kMiB;       // a home with less to read soon has nothing to do
+// Of what is asked whether it would be late:
+constexpr double kMargin = 1.5;
+constexpr std::int64_t kMostUses = 512;
+constexpr std::size_t kMostPages = 4096;
 
 }  // namespace
 
@@ -28,28 +32,36 @@ bool ReadAhead::hurries() {
   return late_;
 }
 
-bool ReadAhead::would_be_late() const {
+bool ReadAhead::would_be_late() {
   const double rate = transfers_.read_rate();
-  if (rate <= 0) return false;
+  const auto next = timeline_.plan().coming(0);
+  if (rate <= 0 || !next) return false;
+  // Until the next use begins, nobody may ask again.
+  const double from = std::max(monitor_.worked_seconds() - timeline_.seconds(), next->seconds);
   const std::uint64_t uses = timeline_.plan().uses();
   const std::size_t limit = memory_.budget().limit();
-  const double since = monitor_.worked_seconds() - timeline_.seconds();
-  double missing = 0;
-  for (auto k = static_cast<std::int64_t>(std::max(group_, uses) - uses);; ++k) {
+  std::size_t missing = 0, looked_at = 0;  // bytes; pages
+  ++scan_;
+  const auto first = static_cast<std::int64_t>(std::max(group_, uses) - uses);
+  for (std::int64_t k = first; k < first + kMostUses && looked_at < kMostPages; ++k) {
     const auto coming = timeline_.plan().coming(k);
-    if (!coming || coming->time > timeline_.now() + limit || missing > static_cast<double>(limit)) return false;
-    const Run* const run = runs_.at(coming->use.ordinal);
-    if (!run || !run->home || run->dead || coming->use.access == Access::overwrite) continue;
+    if (!coming || coming->time > timeline_.now() + limit || missing > limit) return false;
+    Run* const run = runs_.at(coming->use.ordinal);
+    if (!run || run->scan == scan_ || !would_read(*run, coming->use.access)) continue;
+    run->scan = scan_;
+    looked_at += run->pages.size();
     for (std::size_t i = 0; i < run->pages.size(); ++i) {
-      if (!run->pages[i].frame && run->pages[i].state == Residency::evicted)
-        missing += static_cast<double>(run->bytes_of(i));
+      if (!run->pages[i].frame && run->pages[i].state == Residency::evicted) missing += run->bytes_of(i);
     }
-    if (1.5 * missing > rate * std::max(coming->seconds - since, 0.0) && missing > 0) return true;
+    const double seconds = std::max(coming->seconds - from, 0.0);
+    if (missing > 0 && kMargin * static_cast<double>(missing) > rate * seconds) return true;
   }
+  return false;
 }
 
 void ReadAhead::restart() {
   group_ = 0;
+  asked_of_ = ~std::uint64_t{0};
   members_.clear();
   kept_.clear();
   kept_bytes_ = 0;
@@ -139,6 +151,12 @@ void ReadAhead::advance() {
   members_.clear();
 }
 
+/// For such a use, what of it is at home alone.
+bool ReadAhead::would_read(const Run& run, Access access) const {
+  if (!run.home || run.dead || run.assembled || run.lent > 0 || is_about_to_change(run)) return false;
+  return access != Access::overwrite || run.shares_page();
+}
+
 /// Elsewhere, so that it would have to be gathered, or uploaded, again.
 bool ReadAhead::is_about_to_change(const Run& run) const {
   if (!run.only) return false;
@@ -170,7 +188,7 @@ ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
     }
     return Result::there;
   }
-  const bool reads = use.access != Access::overwrite || run->shares_page();
+  const bool reads = would_read(*run, use.access);
   if (reads && std::all_of(first, last, [](const Page& page) { return page.state == Residency::evicted; })) {
     return read(*run, target.first_page, target.pages, target.time, lock);
   }

@@ -8,9 +8,9 @@
 // next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory, and
 // a sixteenth of what memory lacks: the less is missing, the less the disk has to do.
 //
-// [Note: in time] A tensor that is large for the time that is spent on it, as an embedding is, cannot come within that
-// time. Where what comes next, at the pace of the home, would be waited for, reading goes on while the home is idle
-// beyond what the note above says, up to a third of memory.
+// [Note: in time] A tensor that is large for the time that is spent on it, as an embedding is, cannot come within
+// that time. Where what comes next, at the pace of the home, would be waited for, reading goes on while the home is
+// idle beyond what the note above says, up to a third of memory.
 //
 // [Note: written before it must leave] A read that waits for its room to be written home takes twice the time. So
 // while the window is full and the plan holds more reads, the cache writes the frames that will leave for them.
@@ -61,7 +61,8 @@ class ReadAhead {
 
   std::size_t window() const;
   bool hurries();
-  bool would_be_late() const;
+  bool would_be_late();
+  bool would_read(const Run& run, Access access) const;
   bool find_group();
   std::optional<Target> target();
   void advance();
@@ -94,6 +95,7 @@ class ReadAhead {
   bool running_ = false;
   std::uint64_t asked_at_ = 0, asked_of_ = 0;  // uses and group_ when would_be_late() was asked
   bool late_ = false;                          // what it said
+  std::uint64_t scan_ = 0;                     // how often it was asked
 };
 
 }  // namespace zeropage

@@ -100,7 +100,7 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
       const auto until = upper_.connected() ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
       const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
-      const Waiting waiting(monitor_.waited_seconds());
+      const Waiting waiting(monitor_);
       const bool more = monitor_.changed().wait_until(lock, until, [&] {
         return frames_.pins() < pins || frames_.victims().size() > queued || monitor_.closed();
       });

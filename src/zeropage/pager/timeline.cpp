@@ -8,7 +8,7 @@ namespace zeropage {
 bool Timeline::record_use(std::span<const PinRequest> requests, bool whole, double seconds) {
   if (std::none_of(requests.begin(), requests.end(), [](auto& r) { return r.segment->run()->home != nullptr; }))
     return false;
-  const std::uint64_t surprises = plan_.surprises();
+  const std::uint64_t surprises = plan_.surprises(), uses = plan_.uses();
   bool begins = true;
   for (const PinRequest& request : requests) {
     const Run& run = *request.segment->run();
@@ -22,7 +22,7 @@ bool Timeline::record_use(std::span<const PinRequest> requests, bool whole, doub
     request.segment->run()->stream_begin = plan_.latest_group_began();
     request.segment->run()->stream_end = plan_.now();
   }
-  seconds_ = seconds;
+  if (plan_.uses() != uses) seconds_ = seconds;
   now_ = whole ? plan_.now() : plan_.latest_group_began();
   return plan_.surprises() != surprises;
 }

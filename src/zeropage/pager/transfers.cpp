@@ -22,7 +22,7 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     read_bytes_ += bytes;
     reading_bytes_ += bytes;
-    pace_.begin(bytes);
+    pace_.begin_read(bytes);
     std::byte* const into = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     auto done = [this, &run, &frame, i](Home::Outcome outcome) {
       on_end([&] { read_ended(run, frame, i, std::move(outcome)); });
@@ -83,7 +83,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     written_bytes_ += bytes;
     writing_bytes_ += bytes;
-    pace_.begin(bytes);
+    pace_.begin_write(bytes);
   }
   const bool blocks = home_->blocks() && (priority == Priority::demanded || frames_.is_gathered());
   for (const std::size_t i : pages) {
@@ -162,7 +162,7 @@ void Transfers::wait_for_reads(Lock& lock, Frame& frame) {
   wait_until(lock, [&] { return frame.starting == 0; });  // the home must know of a transfer that is to be hurried
   for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
     if (!is_read(page)) continue;
-    const Waiting waiting(monitor_.waited_seconds());
+    const Waiting waiting(monitor_);
     std::byte* const at = frame.memory.data() + (page - frame.first_page) * run->page_bytes;
     const std::span<std::byte> into(at, round_up(run->bytes_of(page), kBlockBytes));
     const Unlocked unlocked(lock);

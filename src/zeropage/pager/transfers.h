@@ -80,7 +80,7 @@ class Transfers {
 template <class Ready>
 void Transfers::wait_until(Lock& lock, Ready ready) {
   if (ready()) return;
-  const Waiting waiting(monitor_.waited_seconds());
+  const Waiting waiting(monitor_);
   const Inside inside(monitor_);
   while (!ready()) {
     monitor_.check_usable();

@@ -15,6 +15,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <system_error>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
@@ -43,7 +44,10 @@ double seconds_of(Direction direction, const File& file, std::byte* memory, std:
 double measure_speed(const File& file, Io& io) {
   constexpr std::size_t bytes = 32 * kMiB;
   // As the file will be written: in space that it has.
-  if (::fallocate(file.descriptor(), 0, 0, bytes) != 0) {
+  int result;
+  do result = ::fallocate(file.descriptor(), 0, 0, bytes);
+  while (result != 0 && errno == EINTR);
+  if (result != 0) {
     throw DiskError(fmt::format("{} cannot hold {} ({}): free some space, or leave this disk out of disk_path",
                                 file.name(), format_bytes(bytes), std::strerror(errno)));
   }
@@ -63,8 +67,8 @@ double measure_speed(const File& file, Io& io) {
 }
 
 /// As many places for each disk as it is fast, spread evenly: the disk that is furthest behind its share is next. One
-/// that is too slow for a single place has none; those that are about as fast as the fastest are taken for equal, since
-/// ranks measure beside one another.
+/// that is too slow for a single place has none; those that are about as fast as the fastest are taken for equal,
+/// since ranks measure beside one another.
 template <class Stripe>
 std::vector<Stripe> make_pattern(std::vector<double> speeds) {
   constexpr double about = 1.5;
@@ -128,7 +132,7 @@ SwapFile::SwapFile(const std::vector<std::string>& directories, const std::vecto
   for (const std::string& directory : directories) {
     File file = File::make_unnamed(directory);
     for (const Disk& disk : disks_) {
-      if (std::filesystem::equivalent(disk.directory, directory)) {
+      if (std::error_code ignored; std::filesystem::equivalent(disk.directory, directory, ignored)) {
         throw DiskError(fmt::format("disk_path names \"{}\" twice; name each disk once", directory));
       }
     }
@@ -233,14 +237,13 @@ void SwapFile::grow(std::size_t bytes) {
   }
   const std::size_t share = bytes_on(static_cast<std::size_t>(failed - disks_.data()), size_ + bytes) - failed->size;
   struct statvfs disk {};
-  const std::size_t available =
-      ::fstatvfs(failed->file.descriptor(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
+  const std::size_t available = ::fstatvfs(failed->file.descriptor(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
   throw DiskError(fmt::format(
       "disk_path \"{}\" cannot hold {} more{} ({}): the swap file has {}, the disk {} free; free some space, set "
       "disk_path to a larger disk, or move a role to another tier",
       failed->directory, format_bytes(share),
-      disks_.size() > 1 ? fmt::format(", its share of {}", format_bytes(bytes)) : "", std::strerror(error), format_bytes(failed->size),
-      format_bytes(available)));
+      disks_.size() > 1 ? fmt::format(", its share of {}", format_bytes(bytes)) : "", std::strerror(error),
+      format_bytes(failed->size), format_bytes(available)));
 }
 
 void SwapFile::for_each_piece(std::uint64_t offset, std::size_t bytes,

@@ -58,8 +58,8 @@ class SwapFile {
  public:
   static constexpr double kSpare = 0.05;  // of the disk
 
-  /// `directories`: as of disk_path. Of several, how fast they are is measured, with 32 MiB written to each and read again. Throws
-  /// DiskError if one is missing, cannot be written, has no O_DIRECT, or fails.
+  /// `directories`: as of disk_path. Of several, how fast they are is measured, with 32 MiB written to each and read
+  /// again. Throws DiskError if one is missing, cannot be written, has no O_DIRECT, or fails.
   SwapFile(std::string_view disk_path, Io& io);
   /// `speeds`: of each directory, in any unit.
   SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds);
@@ -112,7 +112,8 @@ class SwapFile {
   std::size_t spare_bytes_ = 0;  // of what is free, for try_allocate_spare
 };
 
-/// The directories that a disk_path names: one, or several with ':' between them. A directory whose name has a ':' is one.
+/// The directories that a disk_path names: one, or several with ':' between them. A directory whose name has a ':' is
+/// one.
 std::vector<std::string> split_disk_path(std::string_view disk_path);
 
 }  // namespace zeropage
