@@ -112,7 +112,8 @@ def test_a_step_runs_nothing_until_somebody_asks(config):
             _ = layers[1].weight.sum()  # waits for its own update, not for others
             ahead = 2e6 / 4
             array = 4 * 512 * 512
-            assert 4 * array <= space.report().read_bytes - before.read_bytes <= 4 * array + 2 * ahead
+            # Some of it may have been read ahead between the evictions.
+            assert 4 * array - ahead <= space.report().read_bytes - before.read_bytes <= 4 * array + 2 * ahead
         optimizer.zero_grad()
         space.wait()
     for layer in layers:
