@@ -47,7 +47,7 @@ bool ReadAhead::would_be_late() {
     const auto coming = timeline_.plan().coming(k);
     if (!coming || coming->time > timeline_.now() + limit || missing > limit) return false;
     Run* const run = runs_.at(coming->use.ordinal);
-    if (!run || run->scan == scan_ || !would_read(*run, coming->use.access)) continue;
+    if (!run || run->scan == scan_ || !may_bring(*run) || !reads(*run, coming->use.access)) continue;
     run->scan = scan_;
     looked_at += run->pages.size();
     for (std::size_t i = 0; i < run->pages.size(); ++i) {
@@ -151,11 +151,13 @@ void ReadAhead::advance() {
   members_.clear();
 }
 
-/// For such a use, what of it is at home alone.
-bool ReadAhead::would_read(const Run& run, Access access) const {
-  if (!run.home || run.dead || run.assembled || run.lent > 0 || is_about_to_change(run)) return false;
-  return access != Access::overwrite || run.shares_page();
+/// Whether its pages can come, and would still be current when they are used.
+bool ReadAhead::may_bring(const Run& run) const {
+  return run.home && !run.dead && !run.assembled && run.lent == 0 && !is_about_to_change(run);
 }
+
+/// Whether such a use needs what is at home.
+bool ReadAhead::reads(const Run& run, Access access) { return access != Access::overwrite || run.shares_page(); }
 
 /// Elsewhere, so that it would have to be gathered, or uploaded, again.
 bool ReadAhead::is_about_to_change(const Run& run) const {
@@ -172,8 +174,7 @@ ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
     keep_room(bytes);
     return Result::there;
   }
-  if (!run->home || run->dead || run->assembled) return Result::there;
-  if (run->lent > 0 || is_about_to_change(*run)) return Result::there;
+  if (!may_bring(*run)) return Result::there;
   const bool is_now = group_ < timeline_.plan().uses();
   if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // it has been taken
   const auto first = run->pages.begin() + static_cast<std::ptrdiff_t>(target.first_page);
@@ -188,8 +189,8 @@ ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
     }
     return Result::there;
   }
-  const bool reads = would_read(*run, use.access);
-  if (reads && std::all_of(first, last, [](const Page& page) { return page.state == Residency::evicted; })) {
+  if (reads(*run, use.access) &&
+      std::all_of(first, last, [](const Page& page) { return page.state == Residency::evicted; })) {
     return read(*run, target.first_page, target.pages, target.time, lock);
   }
   const std::size_t bytes = FrameMemory::bytes_of(*run, target.first_page, target.pages);

@@ -62,7 +62,8 @@ class ReadAhead {
   std::size_t window() const;
   bool hurries();
   bool would_be_late();
-  bool would_read(const Run& run, Access access) const;
+  bool may_bring(const Run& run) const;
+  static bool reads(const Run& run, Access access);
   bool find_group();
   std::optional<Target> target();
   void advance();

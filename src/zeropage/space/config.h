@@ -16,8 +16,7 @@ struct Config {
   std::string parameters = "auto";
   std::string gradients = "auto";
   std::string optimizer = "auto";
-  std::string disk_path =
-      "";  // directories on as many disks, with ':' between; empty: /var/tmp if a role may go to disk
+  std::string disk_path = "";           // directories, one a disk, with ':' between; empty: /var/tmp if one is needed
   std::string device_memory = "auto";   // for frames; auto: a quarter of what is free on the CPU, 80 % on a GPU
   std::string host_memory = "auto";     // for homes, staging and cache; auto: half of what is free
   std::string resident_below = "64KB";  // smaller tensors stay ordinary tensors in memory
