@@ -16,6 +16,7 @@ MAY_USE = {
     "rules": ["base", "page", "comm", "pager", "kernels", "tensor"],
     "train": ["base", "page", "comm", "pager", "tensor", "rules"],
     "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
+    "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules"],
     "space": ["base", "io", "store", "page", "comm", "pager", "kernels", "tensor", "rules", "train", "fault"],
 }
 WITHOUT_TORCH = ["io", "store", "page", "pager", "kernels"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from wrapt import when_imported
 
-from zeropage import _core
+from zeropage import _core, _safetensors
 
 _asking_identity = threading.local()
 
@@ -29,11 +29,12 @@ def _asks_identity(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
+        outer = getattr(_asking_identity, "on", False)
         _asking_identity.on = True
         try:
             return function(*args, **kwargs)
         finally:
-            _asking_identity.on = False
+            _asking_identity.on = outer
 
     return asking
 
@@ -61,8 +62,10 @@ def install(on_paged: Callable[[Callable[..., Any], Callable[..., Any]], Callabl
 
     def safetensors(module: ModuleType) -> None:
         storage_addresses(module)
+        replace(module, "_remove_duplicate_names", _asks_identity)
         for reader in ("_to_ndarray", "_tobytes"):  # by release
             replace(module, reader, lambda original: on_paged(original, functools.partial(_copies, original)))
+        _safetensors.patch(module)
 
     def modeling(module: ModuleType) -> None:
         for name in ("_find_disjoint", "_find_identical"):

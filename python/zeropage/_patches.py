@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zeropage import _core, _hugging_face, _step_numbers, _wrappers
+from zeropage import _core, _hugging_face, _state_dicts, _step_numbers, _torch_save, _wrappers
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,19 +48,13 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return result
 
 
-def _plain_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return _core.plain_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
-
-
 def _patch_tensor() -> None:
     tensor: Any = torch.Tensor
     new_tensor, new = tensor.new_tensor, tensor.new
     tensor.new_tensor = on_paged(new_tensor, lambda self, *a, **k: new_tensor(_stand_in(self), *a, **k))
     tensor.new = on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
     tensor.__deepcopy__ = on_paged(tensor.__deepcopy__, _deepcopy)
-    reduce_ex, tolist = tensor.__reduce_ex__, tensor.tolist
-    # Pickling and printing read memory: they get a copy.
-    tensor.__reduce_ex__ = on_paged(reduce_ex, lambda self, protocol: reduce_ex(_plain_leaf(self), protocol))
+    tolist = tensor.tolist  # printing reads memory: it gets a copy
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
 
 
@@ -87,5 +81,7 @@ def install() -> None:
     _step_numbers.install()
     _patch_tensor()
     _patch_recurrent()
+    _torch_save.install(on_paged)
+    _state_dicts.install()
     _hugging_face.install(on_paged)
     _wrappers.install()

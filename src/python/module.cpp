@@ -118,11 +118,58 @@ void bind_report(py::module_& module) {
       .def_readonly("general_path", &Report::general_path);
 }
 
+using PieceTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;  // as Piece
+
+std::vector<PieceTuple> tuples_of(const std::vector<Piece>& pieces) {
+  std::vector<PieceTuple> tuples;
+  for (const Piece& piece : pieces) tuples.emplace_back(piece.begin, piece.bytes, piece.crc);
+  return tuples;
+}
+
+void bind_tensor_files(py::module_& module) {
+  py::class_<TensorFileWriter>(module, "TensorFileWriter")
+      .def(py::init<const std::string&, std::uint64_t>(), py::arg("path"), py::arg("bytes"))
+      .def(
+          "write_bytes",
+          [](TensorFileWriter& file, std::uint64_t offset, const py::bytes& data) {
+            const std::string_view view = data;
+            file.write_bytes(offset, std::as_bytes(std::span(view)));
+          },
+          py::arg("offset"), py::arg("data"))
+      .def(
+          "write",
+          [](TensorFileWriter& file, const at::Tensor& tensor, std::uint64_t offset) {
+            return tuples_of(file.write(tensor, offset));
+          },
+          py::arg("tensor"), py::arg("offset"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "write_whole",
+          [](TensorFileWriter& file, const at::Tensor& tensor, std::uint64_t offset) {
+            return tuples_of(file.write_whole(tensor, offset));
+          },
+          py::arg("tensor"), py::arg("offset"), py::call_guard<py::gil_scoped_release>())
+      .def("finish", &TensorFileWriter::finish, py::call_guard<py::gil_scoped_release>());
+  py::class_<TensorFileReader>(module, "TensorFileReader")
+      .def(py::init<const std::string&>(), py::arg("path"))
+      .def_property_readonly("size", &TensorFileReader::size)
+      .def(
+          "read",
+          [](TensorFileReader& file, const at::Tensor& tensor, std::uint64_t offset, at::ScalarType dtype,
+             const std::vector<PieceTuple>& tuples, const std::string& name) {
+            std::vector<Piece> pieces;
+            for (const auto& [begin, bytes, crc] : tuples) pieces.push_back({begin, bytes, crc});
+            file.read(tensor, offset, dtype, pieces, name);
+          },
+          py::arg("tensor"), py::arg("offset"), py::arg("dtype"), py::arg("pieces"), py::arg("name"),
+          py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
   bind_exceptions(module);
   bind_report(module);
+  bind_tensor_files(module);
   module.attr("built_for_torch") = TORCH_VERSION;
 
   py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
@@ -159,8 +206,11 @@ PYBIND11_MODULE(_core, module) {
   py::class_<TensorPin>(module, "TensorPin")
       .def("release", &TensorPin::release, py::call_guard<py::gil_scoped_release>());
   module.def(
-      "pin", [](const at::Tensor& tensor) { return std::make_unique<TensorPin>(pin(tensor)); },
-      py::call_guard<py::gil_scoped_release>());
+      "pin",
+      [](const at::Tensor& tensor, bool write) {
+        return std::make_unique<TensorPin>(pin(tensor, write ? Access::write : Access::read));
+      },
+      py::arg("tensor"), py::arg("write") = true, py::call_guard<py::gil_scoped_release>());
   module.def(
       "hold", [](const std::vector<at::Tensor>& tensors) { return std::make_unique<TensorPin>(hold(tensors)); },
       py::call_guard<py::gil_scoped_release>());
@@ -183,6 +233,12 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
+  module.def("is_quantised", &is_quantised);
+  module.def("dtype_of_states", &Space::dtype_of_states);
+  module.def("saved", &Space::saved, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "page_like", [](at::Tensor tensor, const at::Tensor& other) { return page_like(tensor, other); },
+      py::call_guard<py::gil_scoped_release>());
   module.def("ranks_of", &ranks_of);
   module.def("evict", &evict, py::call_guard<py::gil_scoped_release>());
   module.def("plain_copy", &plain_copy, py::call_guard<py::gil_scoped_release>());

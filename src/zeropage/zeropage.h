@@ -1,6 +1,7 @@
 // zeropage: virtual memory for training state. This header is the table of contents for C++ programs.
 #pragma once
 
-#include "zeropage/base/errors.h"   // SettingError, BudgetError, DiskError, AccessError
-#include "zeropage/space/config.h"  // Config: tiers of each role, budgets
-#include "zeropage/space/space.h"   // Space: make, enter, page, report; is_paged, evict, pin
+#include "zeropage/base/errors.h"             // SettingError, BudgetError, DiskError, AccessError
+#include "zeropage/checkpoint/tensor_file.h"  // TensorFileWriter, TensorFileReader: tensors in files, page by page
+#include "zeropage/space/config.h"            // Config: tiers of each role, budgets
+#include "zeropage/space/space.h"             // Space: make, enter, page, report; is_paged, evict, pin

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -74,6 +75,75 @@ File File::make_unnamed(const std::string& directory) {
   if (file.descriptor() < 0) throw_cannot_page_to(directory, errno);
   if (!writes_direct(file.descriptor())) throw_cannot_page_to(directory, EINVAL);
   return file;
+}
+
+File File::create(const std::string& path, std::uint64_t bytes) {
+  File file(::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666), path);
+  if (!file) {
+    throw DiskError(
+        fmt::format("\"{}\" cannot be made: {}; choose a folder that you may write to", path, std::strerror(errno)));
+  }
+  if (bytes == 0) return file;
+  int error = ::fallocate(file.descriptor(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  if (error == EOPNOTSUPP) error = ::ftruncate(file.descriptor(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  if (error == 0) return file;
+  struct statvfs disk {};
+  const bool known = ::statvfs(path.c_str(), &disk) == 0;
+  ::unlink(path.c_str());
+  throw DiskError(fmt::format(
+      "\"{}\" needs {}, and {}: {}; make room there or choose another disk", path, format_bytes(bytes),
+      known ? format_bytes(disk.f_bavail * disk.f_frsize) + " are free on its disk" : std::string("cannot have it"),
+      std::strerror(error)));
+}
+
+File File::open(const std::string& path, bool writable, bool direct) {
+  const int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | (direct ? O_DIRECT : 0);
+  File file(::open(path.c_str(), flags), path);
+  if (!file) throw DiskError(fmt::format("\"{}\" cannot be opened: {}", path, std::strerror(errno)));
+  return file;
+}
+
+File File::reopen_direct(bool writable) const {
+  const int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_DIRECT;
+  return File(::open(name_.c_str(), flags), name_);
+}
+
+std::uint64_t File::size() const {
+  struct stat info {};
+  if (::fstat(descriptor_, &info) != 0) {
+    throw DiskError(fmt::format("the size of {} cannot be told: {}", name_, std::strerror(errno)));
+  }
+  return static_cast<std::uint64_t>(info.st_size);
+}
+
+void File::read(std::uint64_t offset, std::byte* into, std::size_t bytes) const {
+  for (std::size_t done = 0; done < bytes;) {
+    const ssize_t got = ::pread(descriptor_, into + done, bytes - done, static_cast<off_t>(offset + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {
+      throw DiskError(fmt::format("reading {} at {} of {} failed: {}", format_bytes(bytes), format_bytes(offset),
+                                  name_, got < 0 ? std::strerror(errno) : "the file ends before"));
+    }
+    done += static_cast<std::size_t>(got);
+  }
+}
+
+void File::write(std::uint64_t offset, const std::byte* from, std::size_t bytes) const {
+  for (std::size_t done = 0; done < bytes;) {
+    const ssize_t put = ::pwrite(descriptor_, from + done, bytes - done, static_cast<off_t>(offset + done));
+    if (put < 0 && errno == EINTR) continue;
+    if (put <= 0) {
+      throw DiskError(fmt::format("writing {} at {} of {} failed: {}", format_bytes(bytes), format_bytes(offset),
+                                  name_, put < 0 ? std::strerror(errno) : "nothing was written"));
+    }
+    done += static_cast<std::size_t>(put);
+  }
+}
+
+void File::sync() const {
+  if (::fdatasync(descriptor_) != 0) {
+    throw DiskError(fmt::format("syncing {} failed: {}; check the disk", name_, std::strerror(errno)));
+  }
 }
 
 }  // namespace zeropage

@@ -1,12 +1,9 @@
 #include "zeropage/io/io.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <condition_variable>
 #include <cstdio>
-#include <cstring>
 #include <mutex>
 
 #include "zeropage/base/errors.h"
@@ -58,9 +55,7 @@ Ticket Io::submit(const Transfer& transfer, Priority priority) {
 
 void Io::sync(const File& file) {
   wait_all();
-  if (::fdatasync(file.descriptor()) != 0) {
-    throw DiskError(fmt::format("syncing {} failed: {}; check the disk", file.name(), std::strerror(errno)));
-  }
+  file.sync();
 }
 
 std::unique_ptr<Io> make_io(IoEngine engine) {

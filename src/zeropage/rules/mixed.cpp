@@ -164,6 +164,16 @@ bool run_rule(Call& call) {
   return true;
 }
 
+at::Tensor stored_master(const at::Tensor& tensor) {
+  return has_master(tensor) && !is_hi_lo(segment_of(tensor)->master()) ? kept_for(tensor) : at::Tensor();
+}
+
+at::Tensor most_precise(const at::Tensor& tensor) {
+  if (!has_master(tensor)) return tensor;
+  c10::NoGradGuard no_grad;
+  return master_of(tensor, /*asks=*/false);
+}
+
 bool follows_master(const StorageSegment& segment) {
   return segment.master().defined() && !is_hi_lo(segment.master());
 }

@@ -30,6 +30,12 @@ class WrittenMasters {
 /// is more precise, in place. The content is kept as precisely as the two allow.
 void give_master(at::Tensor& tensor, const Domain& domain);
 
+/// The master of a whole tensor, where it is kept as a tensor of its own; else undefined.
+at::Tensor stored_master(const at::Tensor& tensor);
+/// The content of `tensor` as precisely as it is kept: its master, which may be put together for it. `tensor` itself
+/// if it has none.
+at::Tensor most_precise(const at::Tensor& tensor);
+
 /// Whether what operators see can be made again from the master at any time.
 bool follows_master(const StorageSegment& segment);
 /// Does so, when the content is asked for.

@@ -129,6 +129,30 @@ void quantise(at::Tensor moment, bool is_signed) {
   moment.set_data(quantised);
 }
 
+/// Seeds of a fused optimizer's roundings: by the step that it counts, so that a run that was resumed rounds as the
+/// uninterrupted one, and one more in each step, so that updates can be foreseen. Where it counts none, or counts on
+/// a device, each encoding counts.
+void seed_by_step(Call& call) {
+  std::optional<c10::IValue> steps;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (call.argument_name(i) == "state_steps" && call.argument(i).isTensorList()) steps = call.argument(i);
+  }
+  if (!steps) return;
+  const auto counted = steps->toListRef();
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const auto is_signed = is_signed_moment(call.argument_name(i));
+    if (!is_signed || !call.argument(i).isTensorList()) continue;
+    const auto moments = call.argument(i).toListRef();
+    for (std::size_t j = 0; j < std::min(moments.size(), counted.size()); ++j) {
+      const auto* segment = segment_of(moments[j].toTensor());
+      const at::Tensor& step = counted[j].toTensor();
+      if (!segment || !segment->quantisation() || !step.is_cpu() || segment_of(step)) continue;
+      const auto place = static_cast<std::uint32_t>(2 * j + (*is_signed ? 1 : 0) + 1);
+      segment->quantisation()->seed = place * 0x9e3779b9u + static_cast<std::uint32_t>(step.item<double>());
+    }
+  }
+}
+
 }  // namespace
 
 void quantise_moments(Call& call) {
@@ -145,6 +169,7 @@ void quantise_moments(Call& call) {
       if (moment.scalar_type() == c10::kFloat && is_whole(moment) && !is_small) quantise(moment, *is_signed);
     }
   }
+  seed_by_step(call);
   call.paged.clear();
   call.find_paged();
 }

@@ -35,6 +35,8 @@ struct Config {
   // Mixed precision: what operators see of parameters ("bfloat16", "float16"; auto: what they are), what masters are
   // and what optimizers keep, and in what gradients are summed and kept.
   std::string visible_dtype = "auto", master_dtype = "float32", gradient_dtype = "float32";
+  // What a module's state_dict() gives of a parameter in mixed precision: "master", or "visible", what operators see.
+  std::string state_dict = "master";
   // How fused optimizers' moments are kept: "bfloat16", "8bit"; auto: as they are.
   std::string optimizer_dtype = "auto";
   // Over ranks: 1 partitions optimizer states, 2 gradients too, 3 parameters too; 0 none.

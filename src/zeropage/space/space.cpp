@@ -400,6 +400,10 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   const UpdateAhead update_ahead = update_ahead_of(config.update_ahead);
   if (!groups.shard && !separate) domain->update_ahead = update_ahead;
   choose_dtypes(config, *domain);
+  if (config.state_dict != "master" && config.state_dict != "visible") {
+    throw SettingError(fmt::format("state_dict = \"{}\": must be \"master\" or \"visible\"", config.state_dict));
+  }
+  domain->saves_masters = config.state_dict == "master";
   domain->moments = moments_of(config, *domain, groups.shard != nullptr);
   partition_roles(config, domain->partition);
   domain->partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
@@ -450,31 +454,49 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
 }
 
-bool Space::page(at::Tensor& tensor, Role role) {
+namespace {
+
+/// Space::page(), of any space.
+bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role) {
   c10::NoGradGuard no_grad;
-  bool paged = adopt(domain_, tensor, role);
+  bool paged = adopt(domain, tensor, role);
   if (!paged && tensor.defined() && tensor.layout() == c10::kStrided && tensor.is_leaf() &&
       !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_meta()) {
-    if (domain_->pages(tensor.nbytes())) {
+    if (domain->pages(tensor.nbytes())) {
       const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
-      at::Tensor own = make_paged(domain_, like.sizes(), like.strides(), tensor.dtype(), role);
+      at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role);
       compat::become(tensor, own.copy_(tensor));
       paged = true;
-    } else if (tensor.device() != domain_->device) {
-      compat::become(tensor, tensor.to(domain_->device));
+    } else if (tensor.device() != domain->device) {
+      compat::become(tensor, tensor.to(domain->device));
     }
   }
-  if (paged && tensor.grad().defined()) page(tensor.mutable_grad(), Role::gradient);
+  if (paged && tensor.grad().defined()) page_in(domain, tensor.mutable_grad(), Role::gradient);
   auto* segment = segment_of(tensor);
-  if (segment && segment->domain() == domain_ && domain_->reducer && tensor.requires_grad()) {
+  if (segment && segment->domain() == domain && domain->reducer && tensor.requires_grad()) {
     segment->leaf_known = true;
-    reducer_of(*domain_).know(tensor);
+    reducer_of(*domain).know(tensor);
   }
-  if (segment && segment->domain() == domain_ && domain_->partition.ranks && !scope_domain()) {
-    std::lock_guard lock(domain_->sharing_mutex);
-    domain_->created.push_back(segment->storage());  // start_equal() is for the caller
+  if (segment && segment->domain() == domain && domain->partition.ranks && !scope_domain()) {
+    std::lock_guard lock(domain->sharing_mutex);
+    domain->created.push_back(segment->storage());  // start_equal() is for the caller
   }
   return paged;
+}
+
+}  // namespace
+
+bool Space::page(at::Tensor& tensor, Role role) { return page_in(domain_, tensor, role); }
+
+at::Tensor Space::saved(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment && segment->domain()->saves_masters ? most_precise(tensor) : tensor;
+}
+
+c10::ScalarType Space::dtype_of_states(const at::Tensor& parameter) {
+  const auto* segment = segment_of(parameter);
+  const bool has_master = segment && segment->master().defined();
+  return has_master ? segment->domain()->master_dtype : parameter.scalar_type();
 }
 
 bool Space::mix(at::Tensor& parameter) {
@@ -622,11 +644,25 @@ void settle_gradients(const at::Tensor& parameter) {
   if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).settle();
 }
 
-TensorPin pin(const at::Tensor& tensor) {
+TensorPin pin(const at::Tensor& tensor, Access access) {
   auto* segment = segment_of(tensor);
   if (!segment) return {};
-  const PinRequest request{segment, Access::write};
+  const PinRequest request{segment, access};
   return TensorPin(request);
+}
+
+bool page_like(at::Tensor& tensor, const at::Tensor& other) {
+  const auto* segment = segment_of(other);
+  if (!segment) return false;
+  const auto domain = segment->domain();
+  if (!page_in(domain, tensor, segment->role())) return false;
+  if (segment->master().defined()) give_master(tensor, *domain);
+  return true;
+}
+
+bool is_quantised(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment && segment->quantisation();
 }
 
 }  // namespace zeropage

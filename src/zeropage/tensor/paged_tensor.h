@@ -135,6 +135,7 @@ struct Domain {
   Moments moments = Moments::as_they_are;
   bool shares_pages = true;  // several small tensors one page
   std::uint32_t quantisations = 0;
+  bool saves_masters = true;      // state_dict() gives masters, not what operators see
   bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;

@@ -1,0 +1,133 @@
+"""The safetensors format: a header in JSON, and the tensors' bytes one after another; written page by page.
+
+https://github.com/huggingface/safetensors#format. In the order that its own library has, files are the same to the
+byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+#: Names of dtypes in the format. Its library writes the last of these first.
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+_ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclasses.dataclass
+class Layout:
+    """What lies where in a file."""
+
+    header: bytes
+    offsets: dict[str, int]  # of each tensor, in the file, in the order of the file
+    size: int
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, block: int = 8) -> Layout:
+        """`block`: the tensors begin at a multiple of it."""
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise _core.Error(f'"{name}" is {tensor.dtype}, which safetensors has no name for; convert it')
+        header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+        starts: dict[str, int] = {}
+        at = 0
+        for name in sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name)):
+            tensor, starts[name] = tensors[name], at
+            at += tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [starts[name], at],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        begin = -(-(8 + len(text)) // block) * block
+        text = text.ljust(begin - 8)
+        offsets = {name: begin + start for name, start in starts.items()}
+        return Layout(len(text).to_bytes(8, "little") + text, offsets, begin + at)
+
+
+def save_file(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
+    """As safetensors.torch.save_file(), with a page of a paged tensor in memory at a time; over ranks, a tensor."""
+    layout = Layout.of(tensors, metadata)
+    file = _core.TensorFileWriter(path, layout.size)
+    file.write_bytes(0, layout.header)
+    for name, offset in layout.offsets.items():
+        file.write_whole(tensors[name], offset)
+    file.finish()
+
+
+class _Streamed:
+    """Tensors on their way through safetensors.torch, with their data not looked at yet."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+
+def patch(module: ModuleType) -> None:
+    """Of safetensors.torch: what writes files. Its checks stay."""
+    library: Any = module
+    flatten: Callable[..., Any] | None = getattr(library, "_flatten_as_ptr", None)
+    if flatten is None:
+        return  # an older release: copies
+    serialize, serialize_file = library.serialize, library.serialize_file
+
+    def flatten_as_ptr(tensors: Any, keep_alive: list[Any]) -> Any:
+        if not isinstance(tensors, dict) or not any(_is_paged(tensor) for tensor in tensors.values()):
+            return flatten(tensors, keep_alive)
+        library._evaluate_tensors_for_save(tensors)
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"You are trying to save a non contiguous tensor: `{name}` which is not allowed: call "
+                    "`.contiguous()` on it before saving."
+                )
+        return _Streamed(tensors)
+
+    def to_bytes(flat: Any, metadata: Any = None) -> Any:
+        keep_alive: list[Any] = []
+        if isinstance(flat, _Streamed):
+            flat = flatten({name: _plain(tensor) for name, tensor in flat.tensors.items()}, keep_alive)
+        return serialize(flat, metadata=metadata)
+
+    def to_file(flat: Any, filename: str | os.PathLike[str], metadata: Any = None) -> None:
+        if isinstance(flat, _Streamed):
+            save_file(flat.tensors, os.fspath(filename), metadata)
+        else:
+            serialize_file(flat, filename, metadata=metadata)
+
+    library._flatten_as_ptr, library.serialize, library.serialize_file = flatten_as_ptr, to_bytes, to_file
+
+
+def _is_paged(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and _core.is_paged(value)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return _core.plain_copy(tensor.detach()) if _core.is_paged(tensor) else tensor

@@ -1,0 +1,94 @@
+"""state_dict() and load_state_dict() of modules and optimizers, so that nothing is lost and nothing leaves its pages.
+
+A module gives masters (setting state_dict); what is assigned to a paged parameter is paged as that is; what an
+optimizer loads becomes what its step would have made: of the parameter's home, paged, in the dtype of its master.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+_within = threading.local()  # .state_dict: a module's state_dict() is running
+
+
+def _with_masters(state: dict[str, Any]) -> None:
+    masters: dict[tuple[Any, ...], torch.Tensor] = {}  # tied parameters have one
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or not _core.is_paged(value):
+            continue
+        key = (_core.virtual_address(value), value.shape, value.stride())
+        if key not in masters:
+            masters[key] = _core.saved(value)
+        state[name] = masters[key]
+
+
+def _module_state_dict(original: Any) -> Any:
+    @functools.wraps(original)
+    def state_dict(self: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+        if getattr(_within, "state_dict", False):
+            return original(self, *arguments, **named)
+        _within.state_dict = True
+        try:
+            state = original(self, *arguments, **named)
+        finally:
+            _within.state_dict = False
+        if isinstance(state, dict):
+            _with_masters(state)
+        return state
+
+    return state_dict
+
+
+def _load_from_state_dict(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(self: torch.nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
+        assigns = metadata.get("assign_to_params_buffers", False)
+        before = {**self._parameters, **self._buffers} if assigns else {}
+        original(self, state, prefix, metadata, *arguments)
+        for name, old in before.items():
+            new = self._parameters.get(name, self._buffers.get(name))
+            if new is not None and old is not None and new is not old and _core.is_paged(old):
+                if not _core.is_paged(new):
+                    _core.page_like(new, old)
+
+    return load
+
+
+def _is_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return value.shape == parameter.shape and value.is_floating_point() == parameter.is_floating_point()
+
+
+def _optimizer_value(original: Any) -> Any:
+    @functools.wraps(original)
+    def process(
+        param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
+    ) -> torch.Tensor:
+        if key == "step" or not _core.is_paged(param) or not param.is_floating_point():
+            return original(param, value, param_id, param_groups, key)
+        if value.dim() == 0 or not _is_like(value, param):
+            return (
+                value.to(dtype=_core.dtype_of_states(param), device=param.device)
+                if value.is_floating_point()
+                else value
+            )
+        if _core.is_paged(value):
+            return value
+        with torch.no_grad():
+            return torch.zeros_like(param, memory_format=torch.preserve_format).copy_(value)
+
+    return process
+
+
+def install() -> None:
+    module: Any = torch.nn.Module
+    module.state_dict = _module_state_dict(module.state_dict)
+    module._load_from_state_dict = _load_from_state_dict(module._load_from_state_dict)
+    optimizer: Any = torch.optim.Optimizer
+    name = "_process_value_according_to_param_policy"
+    setattr(optimizer, name, staticmethod(_optimizer_value(getattr(optimizer, name))))

@@ -1,0 +1,107 @@
+"""torch.save() of paged tensors: each storage is brought in when it is written, and not before.
+
+While torch.save runs, a paged tensor is pickled with a storage of this module, that stands for its own: it says that
+it is not on the CPU, so torch asks for a copy there when it writes it, one storage at a time, and is given the
+storage's own memory, pinned. Tied tensors and views share one, and are written once.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+_saving = threading.local()  # .held: of a thread that is in torch.save, the pin of what it writes now
+
+
+class _Pins:
+    """The pin of the storage that is being written; the one before is let go."""
+
+    def __init__(self) -> None:
+        self._pin: _core.TensorPin | None = None
+
+    def take(self, tensor: torch.Tensor) -> None:
+        self.release()
+        self._pin = _core.pin(tensor, write=False)
+
+    def release(self) -> None:
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
+
+class PagedStorage(torch.UntypedStorage):
+    """Stands for the storage of a paged tensor."""
+
+    _tensor: torch.Tensor
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> PagedStorage:
+        storage = PagedStorage()
+        storage._tensor = tensor.detach()
+        return storage
+
+    @property
+    def _cdata(self) -> int:
+        return self._tensor.untyped_storage()._cdata  # says which are the same
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
+
+    def nbytes(self) -> int:
+        return self._tensor.untyped_storage().nbytes()
+
+    def cpu(self) -> torch.UntypedStorage:
+        storage = self._tensor.untyped_storage()
+        if self._tensor.device.type != "cpu":
+            elements = storage.nbytes() // self._tensor.element_size()
+            return _core.plain_copy(self._tensor.as_strided((elements,), (1,), 0)).cpu().untyped_storage()
+        if _core.is_quantised(self._tensor):
+            self._tensor = self._tensor.clone()  # what it stands for, paged
+            storage = self._tensor.untyped_storage()
+        _saving.held.take(self._tensor)
+        return storage
+
+
+def _stand_in(tensor: torch.Tensor, typed: torch.storage.TypedStorage) -> torch.storage.TypedStorage:
+    storage = torch.storage.TypedStorage(wrap_storage=PagedStorage.of(tensor), dtype=typed.dtype, _internal=True)
+    storage._fake_device = tensor.device  # where torch.load() puts it
+    return storage
+
+
+def reduce(original: Callable[..., Any], tensor: torch.Tensor, protocol: int) -> Any:
+    """What pickles a paged tensor: `original` does ordinary ones."""
+    if not hasattr(_saving, "held"):
+        return original(_core.plain_copy(tensor.detach()).requires_grad_(tensor.requires_grad), protocol)
+    rebuild, arguments = original(tensor, protocol)
+    if arguments and isinstance(arguments[0], torch.storage.TypedStorage):
+        arguments = (_stand_in(tensor, arguments[0]), *arguments[1:])
+    return rebuild, arguments
+
+
+def install(on_paged: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]) -> None:
+    tensor: Any = torch.Tensor
+    serialization: Any = torch.serialization
+    plain_reduce, save = tensor._reduce_ex_internal, serialization._save
+    tensor._reduce_ex_internal = on_paged(plain_reduce, functools.partial(reduce, plain_reduce))
+
+    @functools.wraps(save)
+    def saving(*arguments: Any, **named: Any) -> Any:
+        outer = getattr(_saving, "held", None)
+        _saving.held = held = _Pins()
+        try:
+            return save(*arguments, **named)
+        finally:
+            held.release()
+            if outer is None:
+                del _saving.held
+            else:
+                _saving.held = outer
+
+    serialization._save = saving

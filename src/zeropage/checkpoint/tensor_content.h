@@ -1,0 +1,40 @@
+// A tensor's content as bytes of a file, whole rows one after another, as safetensors has it: written and read page
+// by page, so that no more of it is in memory than a page, and over ranks by each rank its own share. What lies in
+// the file does not depend on ranks, tiers, page sizes or masters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "zeropage/io/file_reader.h"
+#include "zeropage/io/file_writer.h"
+
+namespace zeropage {
+
+/// A range of a tensor's content and its CRC-32C. At most FileReader::kMostBytes.
+struct Piece {
+  std::uint64_t begin;  // bytes, from the tensor's first
+  std::uint64_t bytes;
+  std::uint32_t crc;
+};
+
+/// Writes what this rank has of `tensor` to [offset, offset + tensor.nbytes()) of the file. Over ranks, all of them
+/// call it: of a tensor that lies over them each writes its share, of others rank 0 writes the whole. What optimizers
+/// left to do to it is done first. Returns what was written. Throws DiskError, BudgetError, RankError.
+std::vector<Piece> write_content(const at::Tensor& tensor, FileWriter& writer, std::uint64_t offset);
+
+/// The same for one rank that writes alone: the whole tensor. Over ranks the others must gather it too, by pinning
+/// it; it is then in memory whole.
+std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std::uint64_t offset);
+
+/// The tensor's content becomes that of the file, which is of `dtype`, at `offset`, and in these pieces, in order,
+/// which cover it. Where dtypes differ it is converted, once; a parameter with a master is loaded into that. Over
+/// ranks, all of them call it; each reads what it has of the tensor. Throws DiskError, naming `name`, if a piece is
+/// not what was written; the tensor is then neither what it was nor what it should be.
+void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c10::ScalarType dtype,
+                  std::span<const Piece> pieces, const std::string& name);
+
+}  // namespace zeropage

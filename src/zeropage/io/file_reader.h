@@ -1,0 +1,50 @@
+// Reads ranges of one file in a given order at the disk's speed, past the page cache, while the caller works on what
+// came before. The counterpart of FileWriter.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "zeropage/io/buffers.h"
+#include "zeropage/io/io.h"
+
+namespace zeropage {
+
+class FileReader {
+ public:
+  static constexpr std::size_t kMostBytes = 4 * kMiB;  // of a range
+  static constexpr std::size_t kBuffers = 4;
+
+  struct Range {
+    std::uint64_t offset;  // in the file
+    std::size_t bytes;     // 1 to kMostBytes
+  };
+
+  /// Throws DiskError if the file cannot be opened.
+  FileReader(Io& io, const std::string& path);
+
+  /// Calls `visit` for each range in turn, with its place among them and its bytes. Throws DiskError, and what
+  /// `visit` throws.
+  void read(std::span<const Range> ranges,
+            const std::function<void(std::size_t index, std::span<const std::byte>)>& visit);
+  std::uint64_t size() const { return size_; }
+  const std::string& name() const { return file_.name(); }
+
+ private:
+  struct Block {
+    Buffer memory;
+    Ticket ticket;
+  };
+
+  void start(Block& block, const Range& range);
+
+  Io& io_;
+  const File file_;
+  const File direct_;
+  const std::uint64_t size_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace zeropage
