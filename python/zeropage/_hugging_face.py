@@ -71,7 +71,15 @@ def install(on_paged: Callable[[Callable[..., Any], Callable[..., Any]], Callabl
         for name in ("_find_disjoint", "_find_identical"):
             replace(module, name, _asks_identity)
 
+    def identities(module: ModuleType) -> None:
+        def identity(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+            return tensor.device, _storage_address(tensor), tensor.untyped_storage().nbytes()
+
+        replace(module, "id_tensor_storage", lambda original: on_paged(original, identity))
+
     when_imported("safetensors.torch")(safetensors)
+    when_imported("accelerate.utils.modeling")(identities)
+    when_imported("accelerate.utils.other")(identities)
     when_imported("huggingface_hub.serialization._torch")(storage_addresses)
     when_imported("transformers.pytorch_utils")(storage_addresses)
     when_imported("transformers.modeling_utils")(modeling)

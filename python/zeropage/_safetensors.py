@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeropage import _core
+from zeropage import _core, _one_saves
 
 #: Names of dtypes in the format. Its library writes the last of these first.
 DTYPES = {
@@ -79,6 +79,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[
     file = _core.TensorFileWriter(path, layout.size)
     file.write_bytes(0, layout.header)
     for name, offset in layout.offsets.items():
+        _one_saves.about_to_pin(tensors[name])
         file.write_whole(tensors[name], offset)
     file.finish()
 

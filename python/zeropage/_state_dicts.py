@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeropage import _core
+from zeropage import _core, _one_saves
 
 _within = threading.local()  # .state_dict: a module's state_dict() is running
 
@@ -24,7 +24,7 @@ def _with_masters(state: dict[str, Any]) -> None:
             continue
         key = (_core.virtual_address(value), value.shape, value.stride())
         if key not in masters:
-            masters[key] = _core.saved(value)
+            masters[key] = _one_saves.saved(value)
         state[name] = masters[key]
 
 
@@ -53,15 +53,11 @@ def _load_from_state_dict(original: Any) -> Any:
         original(self, state, prefix, metadata, *arguments)
         for name, old in before.items():
             new = self._parameters.get(name, self._buffers.get(name))
-            if new is not None and old is not None and new is not old and _core.is_paged(old):
-                if not _core.is_paged(new):
-                    _core.page_like(new, old)
+            if new is None or old is None or new is old or _core.is_paged(new):
+                continue
+            _core.page_like(new, old)
 
     return load
-
-
-def _is_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return value.shape == parameter.shape and value.is_floating_point() == parameter.is_floating_point()
 
 
 def _optimizer_value(original: Any) -> Any:
@@ -70,13 +66,12 @@ def _optimizer_value(original: Any) -> Any:
         param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
     ) -> torch.Tensor:
         if key == "step" or not _core.is_paged(param) or not param.is_floating_point():
-            return original(param, value, param_id, param_groups, key)
-        if value.dim() == 0 or not _is_like(value, param):
-            return (
-                value.to(dtype=_core.dtype_of_states(param), device=param.device)
-                if value.is_floating_point()
-                else value
-            )
+            result: torch.Tensor = original(param, value, param_id, param_groups, key)
+            return result
+        if not value.is_floating_point():
+            return value.to(device=param.device)
+        if value.dim() == 0 or value.shape != param.shape:
+            return value.to(dtype=_core.dtype_of_states(param), device=param.device)
         if _core.is_paged(value):
             return value
         with torch.no_grad():

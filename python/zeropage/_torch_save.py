@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zeropage import _core
+from zeropage import _core, _one_saves
 
 _saving = threading.local()  # .held: of a thread that is in torch.save, the pin of what it writes now
 
@@ -42,13 +42,13 @@ class PagedStorage(torch.UntypedStorage):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> PagedStorage:
-        storage = PagedStorage()
+        storage = PagedStorage()  # type: ignore[no-untyped-call]
         storage._tensor = tensor.detach()
         return storage
 
     @property
     def _cdata(self) -> int:
-        return self._tensor.untyped_storage()._cdata  # says which are the same
+        return int(self._tensor.untyped_storage()._cdata)  # says which are the same
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -58,19 +58,18 @@ class PagedStorage(torch.UntypedStorage):
         return self._tensor.untyped_storage().nbytes()
 
     def cpu(self) -> torch.UntypedStorage:
-        storage = self._tensor.untyped_storage()
-        if self._tensor.device.type != "cpu":
-            elements = storage.nbytes() // self._tensor.element_size()
-            return _core.plain_copy(self._tensor.as_strided((elements,), (1,), 0)).cpu().untyped_storage()
         if _core.is_quantised(self._tensor):
-            self._tensor = self._tensor.clone()  # what it stands for, paged
-            storage = self._tensor.untyped_storage()
+            self._tensor = _one_saves.clone(self._tensor)  # what it stands for, paged
+        storage: Any = self._tensor.untyped_storage()
+        _one_saves.about_to_pin(self._tensor)
         _saving.held.take(self._tensor)
-        return storage
+        on_cpu: torch.UntypedStorage = storage if self._tensor.device.type == "cpu" else storage.cpu()
+        return on_cpu
 
 
-def _stand_in(tensor: torch.Tensor, typed: torch.storage.TypedStorage) -> torch.storage.TypedStorage:
-    storage = torch.storage.TypedStorage(wrap_storage=PagedStorage.of(tensor), dtype=typed.dtype, _internal=True)
+def _stand_in(tensor: torch.Tensor, typed: torch.storage.TypedStorage) -> Any:
+    make: Any = torch.storage.TypedStorage
+    storage = make(wrap_storage=PagedStorage.of(tensor), dtype=typed.dtype, _internal=True)
     storage._fake_device = tensor.device  # where torch.load() puts it
     return storage
 

@@ -1,4 +1,4 @@
-"""Wrappers for data parallelism, which a model that lies over ranks does without.
+"""Libraries that wrap, save and load models: what they must know of one that lies over ranks, or in pages.
 
 Accelerate, and with it Hugging Face's Trainer, leaves such a model alone: neither wrapped nor moved. Who wraps it by
 hand is told that it is not needed.
@@ -7,17 +7,18 @@ hand is told that it is not needed.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from wrapt import when_imported
 
-from zeropage import _core
+from zeropage import _core, _one_saves
 
 
-def lies_over_ranks(model: torch.nn.Module) -> bool:
-    return any(_core.ranks_of(parameter) > 1 for parameter in model.parameters())
+def is_paged(model: torch.nn.Module) -> bool:
+    return any(_core.is_paged(parameter) for parameter in model.parameters())
 
 
 def _accelerate(module: ModuleType) -> None:
@@ -28,12 +29,69 @@ def _accelerate(module: ModuleType) -> None:
     def prepare(
         self: Any, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        if lies_over_ranks(model):
+        if is_paged(model):
             # What Accelerate does to a model for evaluation: mixed precision, but no placement and no wrapping.
             device_placement, evaluation_mode = False, True
         return prepare_model(self, model, device_placement, evaluation_mode)
 
     accelerator.prepare_model = prepare
+
+
+def _accelerate_saving(module: ModuleType) -> None:
+    library: Any = module
+    save = library.save
+
+    @functools.wraps(save)
+    def saving(obj: Any, f: Any, save_on_each_node: bool = False, **options: Any) -> Any:
+        state = _state_of_process()
+        writes = state.is_local_main_process if save_on_each_node else state.is_main_process
+        return _one_saves.run(
+            lambda: save(obj, f, save_on_each_node=save_on_each_node, **options),
+            writes,
+            lambda: list(_one_saves.all_tensors(obj)),
+        )
+
+    library.save = saving
+
+
+def _state_of_process() -> Any:
+    from accelerate.state import PartialState
+
+    return PartialState()
+
+
+def _states_of_optimizer(trainer: Any) -> list[torch.Tensor]:
+    return list(_one_saves.all_tensors(trainer.optimizer.state_dict()))
+
+
+def _trainer(module: ModuleType) -> None:
+    trainer: Any = module.Trainer
+
+    def over_ranks(name: str, states: Callable[[Any], list[torch.Tensor]]) -> None:
+        original = getattr(trainer, name)
+
+        @functools.wraps(original)
+        def saving(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _one_saves.run(
+                lambda: original(self, *args, **kwargs), self.args.should_save, lambda: states(self)
+            )
+
+        setattr(trainer, name, saving)
+
+    over_ranks("save_model", lambda self: [*self.model.parameters(), *self.model.buffers()])
+    over_ranks("_save_optimizer_and_scheduler", _states_of_optimizer)
+    load = trainer._load_optimizer_and_scheduler
+
+    @functools.wraps(load)
+    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # What is loaded goes to its pages one by one: it need not be in memory all at once.
+        if not is_paged(self.model):
+            return load(self, *args, **kwargs)
+        options: Any = torch.utils.serialization.config
+        with options.patch({"load.mmap": True}):
+            return load(self, *args, **kwargs)
+
+    trainer._load_optimizer_and_scheduler = loading
 
 
 def _distributed(module: ModuleType) -> None:
@@ -42,10 +100,10 @@ def _distributed(module: ModuleType) -> None:
 
     @functools.wraps(init)
     def refuse(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if lies_over_ranks(module):
+        if is_paged(module):
             raise _core.SettingError(
-                "this model lies over ranks already, and its gradients are summed: use it as it is, without "
-                "DistributedDataParallel"
+                "this model is paged: where there are ranks it lies over them already, and its gradients are summed. "
+                "Use it as it is, without DistributedDataParallel"
             )
         init(self, module, *args, **kwargs)
 
@@ -54,4 +112,6 @@ def _distributed(module: ModuleType) -> None:
 
 def install() -> None:
     when_imported("accelerate.accelerator")(_accelerate)
+    when_imported("accelerate.checkpointing")(_accelerate_saving)
+    when_imported("transformers.trainer")(_trainer)
     when_imported("torch.nn.parallel.distributed")(_distributed)

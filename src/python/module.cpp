@@ -233,6 +233,7 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
+  module.def("number_of", &number_of);
   module.def("is_quantised", &is_quantised);
   module.def("dtype_of_states", &Space::dtype_of_states);
   module.def("saved", &Space::saved, py::call_guard<py::gil_scoped_release>());

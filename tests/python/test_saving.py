@@ -1,5 +1,4 @@
-"""Saving and loading by stock ways: nothing is lost, a resumed run is the uninterrupted one to the bit, and no more is
-in memory than what is written now."""
+"""Saving and loading by stock ways: nothing is lost, and a resumed run is the uninterrupted one to the bit."""
 
 import copy
 import io
@@ -53,7 +52,7 @@ def make_optimizer(model, form):
 def run_steps(model, optimizer, seeds):
     losses = []
     for seed in seeds:
-        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(8, 96, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
         loss = model(x.to(model[0].weight.device, model[0].weight.dtype)).float().square().mean()
         loss.backward()
         optimizer.step()

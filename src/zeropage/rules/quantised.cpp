@@ -130,8 +130,8 @@ void quantise(at::Tensor moment, bool is_signed) {
 }
 
 /// Seeds of a fused optimizer's roundings: by the step that it counts, so that a run that was resumed rounds as the
-/// uninterrupted one, and one more in each step, so that updates can be foreseen. Where it counts none, or counts on
-/// a device, each encoding counts.
+/// uninterrupted one, and one more in each step, so that updates can be foreseen. Where it counts none, each encoding
+/// counts; where it counts on a device, that is asked once, and each encoding counts from there.
 void seed_by_step(Call& call) {
   std::optional<c10::IValue> steps;
   for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -146,7 +146,8 @@ void seed_by_step(Call& call) {
     for (std::size_t j = 0; j < std::min(moments.size(), counted.size()); ++j) {
       const auto* segment = segment_of(moments[j].toTensor());
       const at::Tensor& step = counted[j].toTensor();
-      if (!segment || !segment->quantisation() || !step.is_cpu() || segment_of(step)) continue;
+      if (!segment || !segment->quantisation() || segment_of(step)) continue;
+      if (std::exchange(segment->quantisation()->is_seeded, true) && !step.is_cpu()) continue;
       const auto place = static_cast<std::uint32_t>(2 * j + (*is_signed ? 1 : 0) + 1);
       segment->quantisation()->seed = place * 0x9e3779b9u + static_cast<std::uint32_t>(step.item<double>());
     }

@@ -599,6 +599,11 @@ int ranks_of(const at::Tensor& tensor) {
   return segment ? segment->domain()->partition.world() : 1;
 }
 
+std::uint64_t number_of(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment ? segment->number() : 0;
+}
+
 void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
   if (!segment) return;

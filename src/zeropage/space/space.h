@@ -106,6 +106,8 @@ class Space : public std::enable_shared_from_this<Space> {
 bool is_paged(const at::Tensor& tensor);
 /// Over how many ranks the tensor lies; 1 for one that is not paged.
 int ranks_of(const at::Tensor& tensor);
+/// What the tensor is called on all of them; 0 for one that is not paged, or not over ranks.
+std::uint64_t number_of(const at::Tensor& tensor);
 /// Pages out now what the tensor has in memory. Nothing for one that is not paged.
 void evict(const at::Tensor& tensor);
 

@@ -87,6 +87,7 @@ struct Quantisation {
   at::Tensor scales;       // float32, one for each kQuantum codes of uint8
   bool is_signed = true;   // of uint8
   std::uint32_t seed = 0;  // of the latest rounding
+  bool is_seeded = false;  // by the optimizer's step
 };
 
 /// Operators on segments that have yet to run.

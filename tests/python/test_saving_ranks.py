@@ -1,0 +1,139 @@
+"""Saving over ranks by stock ways: by all of them, and by libraries that save on one."""
+
+import pathlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import space
+from test_saving import PRECISIONS, build, make_optimizer, run_steps
+
+import zeropage
+
+
+def resume(path, form, stage, precision):
+    """Runs, saves on every rank, goes on; and again from what was saved."""
+    settings = {"stage": stage, "resident_below": 4096, **PRECISIONS[precision]}
+    path = pathlib.Path(path) / f"rank{dist.get_rank()}.pt"
+    with space(**settings) as made:
+        model = build(made)
+        optimizer = make_optimizer(model, form)
+        run_steps(model, optimizer, range(2))
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        expected = run_steps(model, optimizer, range(2, 4))
+        final = {name: value.clone() for name, value in torch.load(path)["model"].items()}
+    with space(**settings) as made:
+        state = torch.load(path)
+        again = build(made)
+        again.load_state_dict(state["model"])
+        optimizer = make_optimizer(again, form)
+        optimizer.load_state_dict(state["optimizer"])
+        moment = optimizer.state[again[0].weight].get(
+            "exp_avg", optimizer.state[again[0].weight].get("momentum_buffer")
+        )
+        assert zeropage.is_paged(moment) and moment.dtype == torch.float32
+        assert run_steps(again, optimizer, range(2, 4)) == expected
+    return final
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("form", ["AdamW-fused", "SGD-momentum"])
+def test_every_rank_saves_and_resumes(form, precision, stage, two, tmp_path):
+    finals = two.run(resume, tmp_path, form, stage, precision)
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+
+
+def trainer_on(made, path, steps, **options):
+    import transformers
+    from models import llama
+
+    transformers.set_seed(0)
+    with made:
+        model = llama()
+    examples = [torch.randint(0, 512, (24,), generator=torch.Generator().manual_seed(i)) for i in range(64)]
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            str(path), max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
+            report_to=[], use_cpu=True, save_strategy="steps", save_steps=2, disable_tqdm=True, seed=0,
+            save_total_limit=2, **options,
+        ),
+        train_dataset=[{"input_ids": e, "labels": e} for e in examples],
+        eval_dataset=[{"input_ids": e, "labels": e} for e in examples[:4]],
+    )  # fmt: skip
+
+
+def losses_of(trainer):
+    return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
+
+
+def train_and_resume(path, settings):
+    """The losses of six steps, and of the last two again, from the checkpoint before them."""
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_grad_norm": 0.5}
+    with space(device_memory="16MB", host_memory="16MB", **settings) as made:
+        trainer = trainer_on(made, path, 6, **best)
+        trainer.train()
+        whole = losses_of(trainer)
+        assert trainer.state.best_model_checkpoint
+    with space(device_memory="16MB", host_memory="16MB", **settings) as made:
+        trainer = trainer_on(made, path, 6, **best)
+        trainer.train(resume_from_checkpoint=str(pathlib.Path(path) / "checkpoint-4"))
+        return whole, losses_of(trainer)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 1, "visible_dtype": "bfloat16"}, PRECISIONS["hi_lo"]])
+def test_trainer_over_ranks_saves_and_resumes(settings, two, tmp_path):
+    for whole, resumed in two.run(train_and_resume, tmp_path, settings):
+        assert len(whole) == 6 and resumed == whole
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6"}  # two are kept
+
+
+def test_trainer_on_one_rank_saves_and_resumes(one, tmp_path):
+    for precision in PRECISIONS.values():
+        for whole, resumed in one.run(train_and_resume, tmp_path, {**precision, "group": None}):
+            assert len(whole) == 6 and resumed == whole
+
+
+def fails_on_one(path):
+    with space(device_memory="16MB", host_memory="16MB") as made:
+        trainer = trainer_on(made, path, 2)
+        trainer.args.save_strategy = "no"
+        trainer.train()
+        (pathlib.Path(path) / "file").write_text("")
+        with pytest.raises(Exception) as raised:
+            trainer.save_model(str(pathlib.Path(path) / "file" / "folder"))
+        trainer.save_model(str(pathlib.Path(path) / "good"))
+        return type(raised.value).__name__, str(raised.value)
+
+
+def test_an_error_of_the_rank_that_saves_is_one_on_all_and_they_go_on(two, tmp_path):
+    (_, first), (kind, message) = two.run(fails_on_one, tmp_path)
+    assert "file" in first
+    assert kind == "RankError" and "rank 0 could not save" in message and "file" in message
+    assert (tmp_path / "good" / "model.safetensors").exists()
+
+
+def accelerate_and_resume(path, precision):
+    import accelerate
+
+    losses = []
+    for saves in (True, False):
+        with space(resident_below=4096, **PRECISIONS[precision]) as made:
+            accelerator = accelerate.Accelerator(cpu=True)
+            model = build(made)
+            optimizer = make_optimizer(model, "AdamW-fused")
+            model, optimizer = accelerator.prepare(model, optimizer)
+            if saves:
+                run_steps(model, optimizer, range(2))
+                accelerator.save_state(path)
+            else:
+                accelerator.load_state(path)
+            losses.append(run_steps(model, optimizer, range(2, 4)))
+    return losses
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_accelerate_saves_and_loads_its_state(precision, two, tmp_path):
+    for expected, resumed in two.run(accelerate_and_resume, tmp_path, precision):
+        assert resumed == expected
