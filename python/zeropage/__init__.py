@@ -26,6 +26,7 @@ if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
         "it for that torch: `pip install --no-build-isolation .` in zeropage's source"
     )
 
+from zeropage._checkpoint import latest, load, save
 from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError, SettingError, is_paged
 from zeropage._lion import Lion
 from zeropage._patches import install as _install_patches
@@ -53,9 +54,12 @@ __all__ = [
     "evict",
     "init",
     "is_paged",
+    "latest",
+    "load",
     "page",
     "pinned",
     "report",
+    "save",
     "together",
     "wait",
 ]

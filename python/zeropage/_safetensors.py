@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -38,7 +38,17 @@ DTYPES = {
     torch.uint64: "U64",
 }
 _ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
-NAMES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Content(Protocol):
+    """What a file is laid out for: a tensor, or what will be one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclasses.dataclass
@@ -50,17 +60,21 @@ class Layout:
     size: int
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, block: int = 8) -> Layout:
-        """`block`: the tensors begin at a multiple of it."""
+    def of(tensors: Mapping[str, Content], metadata: Mapping[str, str] | None, block: int = 8) -> Layout:
+        """`block`: tensors begin at a multiple of it, but for those of other sizes, which come last."""
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise _core.Error(f'"{name}" is {tensor.dtype}, which safetensors has no name for; convert it')
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
         starts: dict[str, int] = {}
         at = 0
-        for name in sorted(tensors, key=lambda name: (-_ORDER[tensors[name].dtype], name)):
+
+        def place(name: str) -> tuple[bool, int, str]:
+            return block > 8 and tensors[name].nbytes % block > 0, -_ORDER[tensors[name].dtype], name
+
+        for name in sorted(tensors, key=place):
             tensor, starts[name] = tensors[name], at
-            at += tensor.numel() * tensor.element_size()
+            at += tensor.nbytes
             header[name] = {
                 "dtype": DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),

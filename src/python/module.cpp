@@ -6,6 +6,8 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "zeropage/rules/mixed.h"
+#include "zeropage/rules/quantised.h"
 #include "zeropage/zeropage.h"
 
 namespace py = pybind11;
@@ -233,10 +235,13 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
+  module.def("exchange", &exchange);
   module.def("number_of", &number_of);
   module.def("is_quantised", &is_quantised);
-  module.def("dtype_of_states", &Space::dtype_of_states);
-  module.def("saved", &Space::saved, py::call_guard<py::gil_scoped_release>());
+  module.def("dtype_of_states", &dtype_of_states);
+  module.def("most_precise", &most_precise, py::call_guard<py::gil_scoped_release>());
+  module.def("quantise_moment", &quantise_moment, py::call_guard<py::gil_scoped_release>());
+  module.def("saved", &saved, py::call_guard<py::gil_scoped_release>());
   module.def(
       "page_like", [](at::Tensor tensor, const at::Tensor& other) { return page_like(tensor, other); },
       py::call_guard<py::gil_scoped_release>());

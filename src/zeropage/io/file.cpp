@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -143,6 +144,16 @@ void File::write(std::uint64_t offset, const std::byte* from, std::size_t bytes)
 void File::sync() const {
   if (::fdatasync(descriptor_) != 0) {
     throw DiskError(fmt::format("syncing {} failed: {}; check the disk", name_, std::strerror(errno)));
+  }
+}
+
+void exchange(const std::string& one, const std::string& other) {
+  if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0) return;
+  const std::string aside = one + ".aside";
+  const bool moved = (errno == EINVAL || errno == ENOSYS) && ::rename(other.c_str(), aside.c_str()) == 0 &&
+                     ::rename(one.c_str(), other.c_str()) == 0 && ::rename(aside.c_str(), one.c_str()) == 0;
+  if (!moved) {
+    throw DiskError(fmt::format("\"{}\" cannot take the place of \"{}\": {}", one, other, std::strerror(errno)));
   }
 }
 

@@ -129,6 +129,14 @@ void quantise(at::Tensor moment, bool is_signed) {
   moment.set_data(quantised);
 }
 
+bool can_be_quantised(const at::Tensor& moment) {
+  const auto* segment = segment_of(moment);
+  if (!segment || segment->quantisation() || segment->domain()->moments == Moments::as_they_are) return false;
+  // On a device what is resident is updated there, and keeps its moments.
+  const bool is_small = !moment.is_cpu() && segment->domain()->keeps_whole(segment->elements());
+  return moment.scalar_type() == c10::kFloat && is_whole(moment) && !is_small;
+}
+
 /// Seeds of a fused optimizer's roundings: by the step that it counts, so that a run that was resumed rounds as the
 /// uninterrupted one, and one more in each step, so that updates can be foreseen. Where it counts none, each encoding
 /// counts; where it counts on a device, that is asked once, and each encoding counts from there.
@@ -162,17 +170,18 @@ void quantise_moments(Call& call) {
     const auto is_signed = is_signed_moment(call.argument_name(i));
     if (!is_signed || !call.argument(i).isTensorList()) continue;
     for (const c10::IValue& element : call.argument(i).toListRef()) {
-      const at::Tensor& moment = element.toTensor();
-      const auto* segment = segment_of(moment);
-      if (!segment || segment->quantisation() || segment->domain()->moments == Moments::as_they_are) continue;
-      // On a device what is resident is updated there, and keeps its moments.
-      const bool is_small = !moment.is_cpu() && segment->domain()->keeps_whole(segment->elements());
-      if (moment.scalar_type() == c10::kFloat && is_whole(moment) && !is_small) quantise(moment, *is_signed);
+      if (can_be_quantised(element.toTensor())) quantise(element.toTensor(), *is_signed);
     }
   }
   seed_by_step(call);
   call.paged.clear();
   call.find_paged();
+}
+
+void quantise_moment(const at::Tensor& moment, const std::string& name) {
+  c10::NoGradGuard no_grad;
+  const bool is_signed = name == "exp_avg" || name == "momentum_buffer";
+  if ((is_signed || name == "exp_avg_sq") && can_be_quantised(moment)) quantise(moment, is_signed);
 }
 
 bool takes_quantised(const Call& call) {

@@ -22,6 +22,9 @@ inline kernels::Format format_of_codes(bool has_scales, bool is_signed) {
 /// on.
 void quantise_moments(Call& call);
 
+/// The same of one that was loaded, and that its optimizer calls `name`, so that it never takes float32's room.
+void quantise_moment(const at::Tensor& moment, const std::string& name);
+
 /// Whether an operator that needs their content has arguments that are quantised.
 bool takes_quantised(const Call& call);
 

@@ -488,17 +488,6 @@ bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role rol
 
 bool Space::page(at::Tensor& tensor, Role role) { return page_in(domain_, tensor, role); }
 
-at::Tensor Space::saved(const at::Tensor& tensor) {
-  const auto* segment = segment_of(tensor);
-  return segment && segment->domain()->saves_masters ? most_precise(tensor) : tensor;
-}
-
-c10::ScalarType Space::dtype_of_states(const at::Tensor& parameter) {
-  const auto* segment = segment_of(parameter);
-  const bool has_master = segment && segment->master().defined();
-  return has_master ? segment->domain()->master_dtype : parameter.scalar_type();
-}
-
 bool Space::mix(at::Tensor& parameter) {
   const auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
@@ -663,6 +652,17 @@ bool page_like(at::Tensor& tensor, const at::Tensor& other) {
   if (!page_in(domain, tensor, segment->role())) return false;
   if (segment->master().defined()) give_master(tensor, *domain);
   return true;
+}
+
+at::Tensor saved(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment && segment->domain()->saves_masters ? most_precise(tensor) : tensor;
+}
+
+c10::ScalarType dtype_of_states(const at::Tensor& parameter) {
+  const auto* segment = segment_of(parameter);
+  const bool has_master = segment && segment->master().defined();
+  return has_master ? segment->domain()->master_dtype : parameter.scalar_type();
 }
 
 bool is_quantised(const at::Tensor& tensor) {

@@ -76,10 +76,6 @@ class Space : public std::enable_shared_from_this<Space> {
   /// master_dtype, for optimizers and all else that writes it whole. Of a parameter that is paged here, once it is
   /// initialised. False if there is nothing to do.
   bool mix(at::Tensor& parameter);
-  /// What the setting state_dict says that is saved of a tensor: itself, or its master. Of a tensor of any space.
-  static at::Tensor saved(const at::Tensor& tensor);
-  /// The dtype of what optimizers keep beside a parameter, of any space.
-  static c10::ScalarType dtype_of_states(const at::Tensor& parameter);
   /// With ranks: the tensor is whole on every rank from now on, whatever the stage. For buffers, which each rank may
   /// write as its own data says.
   void keep_whole(at::Tensor& tensor);
@@ -134,6 +130,10 @@ TensorPin pin(const at::Tensor& tensor, Access access = Access::write);
 /// Pages `tensor` as `other` is paged: in its space, with a master if that has one. False if `other` is not paged, or
 /// `tensor` is not one that can be.
 bool page_like(at::Tensor& tensor, const at::Tensor& other);
+/// What a module's state_dict() gives of a tensor, as the setting of that name says: itself, or its master.
+at::Tensor saved(const at::Tensor& tensor);
+/// The dtype of what optimizers keep beside a parameter, and of its master.
+c10::ScalarType dtype_of_states(const at::Tensor& parameter);
 /// Whether an optimizer keeps it in fewer bits than operators see (optimizer_dtype).
 bool is_quantised(const at::Tensor& tensor);
 

@@ -1,0 +1,145 @@
+"""Checkpoints: zeropage.save() and zeropage.load().
+
+A folder of safetensors files and JSON:
+
+    model.safetensors, or shards with an index     what state_dict() gives, by the module's names
+    master.safetensors                             with visible=True; model.safetensors is then what operators see
+    optimizer.safetensors, or shards               "<parameter>/<state>"
+    state.safetensors                              small tensors of the rest
+    config.json, ...                               of a Hugging Face model: from_pretrained() opens the folder
+    zeropage.json                                  what lies where, checksums, and all that is not a tensor
+
+Nothing in it depends on ranks, stages, tiers, page sizes or budgets: each rank writes and reads its own parts of
+whole tensors. The folder must be one that all ranks see.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from zeropage import _core
+from zeropage._checkpoint import folders, random_state
+from zeropage._checkpoint.contents import Contents, Progress
+from zeropage._checkpoint.ranks import Ranks
+from zeropage._checkpoint.reader import Checkpoint, checkpoints_in, latest
+
+__all__ = ["latest", "load", "save"]
+
+Folder: TypeAlias = "str | os.PathLike[str]"
+_WITH_BAR = 1 << 30  # bytes: takes long enough to be watched
+
+
+def save(
+    folder: Folder,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    visible: bool = False,
+    keep: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes a checkpoint to `folder`, which appears whole or not at all; one that is there is replaced.
+
+    Over ranks, all of them call it. `extra` holds numbers, text, lists, dicts and tensors, and objects with
+    state_dict() and load_state_dict(), as GradScaler and torchdata's loaders; each rank its own. The states of random
+    number generators are saved too. `visible`: with mixed precision, the model's files hold what operators see, and
+    masters lie beside them. `keep`: of the checkpoints beside this one, as many of the latest stay, this one counted.
+    `progress` is called with the bytes that are behind, and all; left out, a terminal gets a bar where tqdm is there.
+
+    Raises DiskError if the disk is full, before anything is written where that can be known; Error for what a
+    checkpoint cannot hold; RankError on all other ranks if one fails. The checkpoint that was there is then intact.
+    """
+    ranks = Ranks()
+    place = pathlib.Path(folder)
+    with torch.no_grad(), ranks.together():
+        contents = Contents.of(model, optimizer, scheduler, extra, visible, ranks.rank)
+    contents.take_rests(ranks.gather(contents.rest))
+    partial: folders.PartialFolder | None = None
+    try:
+        with ranks.together():
+            if ranks.first:
+                partial = folders.PartialFolder(place)
+                contents.create(partial.path)
+        path = pathlib.Path(ranks.of_first(os.fspath(partial.path) if partial else ""))
+        with torch.no_grad(), ranks.together():
+            pieces = contents.write(path, ranks.first, progress or _bar(contents.size, ranks.first))
+        everyones = ranks.gather(pieces)
+        with ranks.together():
+            if partial is not None:
+                contents.finish(partial.path, everyones, model)
+                partial.appear()
+                partial = None
+                _remove_old(place, keep)
+    finally:
+        if partial is not None:
+            partial.discard()
+
+
+def load(
+    folder: Folder,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    random: bool = True,
+) -> dict[str, Any]:
+    """Loads what save() wrote into objects that are built as they were; returns `extra`.
+
+    `folder` is a checkpoint, or holds some, of which the latest is taken. Over ranks, all of them call it; how many
+    they are, and how tensors lie over ranks, tiers and pages, need not be what it was. Objects in `extra` that have
+    load_state_dict() are loaded in place. `random`: generators go on where they were.
+
+    Raises Error, before anything is changed, if names or shapes are others; DiskError, naming the tensor, for bytes
+    that are not what was written: then what was loaded until then stays.
+    """
+    ranks = Ranks()
+    with torch.no_grad():
+        with ranks.together():
+            checkpoint = Checkpoint.open(pathlib.Path(folder))
+            plan = checkpoint.plan(model, optimizer)
+        with ranks.together():
+            for step in plan:
+                step()
+            mine = checkpoint.of_rank(ranks.rank)
+    if scheduler is not None:
+        if "scheduler" not in mine:
+            raise _core.Error(f'"{checkpoint.path}" holds no scheduler; save one with it, or load without')
+        scheduler.load_state_dict(mine["scheduler"])
+    if random and "random" in mine:
+        random_state.set(mine["random"])
+    result: dict[str, Any] = mine["extra"]
+    for name, value in (extra or {}).items():
+        if hasattr(value, "load_state_dict"):
+            if name not in result:
+                raise _core.Error(f'"{checkpoint.path}" holds no extra "{name}"; it has {sorted(result)}')
+            value.load_state_dict(result[name])
+            result[name] = value
+    return result
+
+
+def _bar(size: int, first: bool) -> Progress | None:
+    if not first or size < _WITH_BAR or not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc="checkpoint", leave=False)
+    return lambda passed, _all: bar.update(passed - bar.n)
+
+
+def _remove_old(place: pathlib.Path, keep: int | None) -> None:
+    if keep is None:
+        return
+    others = [path for path in checkpoints_in(place.parent) if path.name != place.name]
+    for path in others[: max(len(others) - max(keep - 1, 0), 0)]:
+        folders.remove(path)

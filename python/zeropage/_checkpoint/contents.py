@@ -1,0 +1,267 @@
+"""What a checkpoint is made of, and how it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from zeropage import _core
+from zeropage._checkpoint import folders, random_state, tree
+from zeropage._checkpoint.names import FORMAT, MANIFEST, identity, names_of_parameters
+from zeropage._safetensors import Layout
+
+Pieces: TypeAlias = "list[tuple[int, int, int]]"  # begin, bytes, checksum
+Progress: TypeAlias = Callable[[int, int], object]
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 4 << 30
+_BLOCK = 4096
+
+
+@dataclasses.dataclass
+class _Source:
+    """A tensor that is written. A master that is put together for it is so only then."""
+
+    tensor: torch.Tensor
+    precise: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _core.dtype_of_states(self.tensor) if self.precise else self.tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
+
+    def content(self) -> torch.Tensor:
+        return _core.most_precise(self.tensor) if self.precise else self.tensor
+
+
+@dataclasses.dataclass
+class _File:
+    name: str
+    sources: dict[str, _Source]
+    layout: Layout
+    writer: _core.TensorFileWriter | None = None
+
+
+def _files_of(part: str, sources: Mapping[str, _Source]) -> list[_File]:
+    """Shards, as Hugging Face names them."""
+    shards: list[dict[str, _Source]] = [{}]
+    used = 0
+    for name, source in sources.items():
+        if shards[-1] and used + source.nbytes > SHARD_BYTES:
+            shards.append({})
+            used = 0
+        shards[-1][name] = source
+        used += source.nbytes
+    count = len(shards)
+    names = (
+        [f"{part}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        if count > 1
+        else [f"{part}.safetensors"]
+    )
+    return [
+        _File(name, shard, Layout.of(shard, {"format": "pt"}, _BLOCK))
+        for name, shard in zip(names, shards, strict=True)
+    ]
+
+
+@dataclasses.dataclass
+class Contents:
+    """What is saved."""
+
+    files: list[_File]
+    aliases: dict[str, str]  # names of tied tensors, and under which they are written
+    optimizer: Any  # as JSON
+    rest: tuple[Any, bytes]  # of this rank: as JSON, and its tensors, packed
+    rests: list[Any] = dataclasses.field(default_factory=list)  # of each rank: as JSON
+
+    @staticmethod
+    def of(
+        model: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        extra: Mapping[str, Any] | None,
+        visible: bool,
+        rank: int,
+    ) -> Contents:
+        parts: dict[str, dict[str, _Source]] = {"model": {}, "master": {}, "optimizer": {}}
+        aliases = _collect_model(model, visible, parts) if model is not None else {}
+        states: Any = None
+        if optimizer is not None:
+            tensors: dict[str, torch.Tensor] = {}
+            states = _collect_optimizer(model, optimizer, tensors)
+            parts["optimizer"] = {name: _Source(tensor) for name, tensor in tensors.items()}
+        rest: dict[str, Any] = {"extra": {}, "random": random_state.get()}
+        for name, value in (extra or {}).items():
+            rest["extra"][name] = value.state_dict() if hasattr(value, "load_state_dict") else value
+        if scheduler is not None:
+            rest["scheduler"] = scheduler.state_dict()
+        own: dict[str, torch.Tensor] = {}
+        encoded = {key: tree.encode(value, f"{rank}/{key}", own) for key, value in rest.items()}
+        files = [file for part, sources in parts.items() if sources for file in _files_of(part, sources)]
+        return Contents(files, aliases, states, (encoded, _pack(own)))
+
+    def take_rests(self, everyones: list[tuple[Any, bytes]]) -> None:
+        self.rests = [encoded for encoded, _ in everyones]
+        small = {name: _Source(tensor) for _, packed in everyones for name, tensor in _unpack(packed)}
+        if small:
+            self.files += _files_of("state", small)
+
+    @property
+    def size(self) -> int:
+        return sum(file.layout.size for file in self.files)
+
+    def create(self, path: pathlib.Path) -> None:
+        """On the first rank: the files, with their size, so that a full disk is an error now."""
+        for file in self.files:
+            file.writer = _core.TensorFileWriter(os.fspath(path / file.name), file.layout.size)
+            file.writer.write_bytes(0, file.layout.header)
+
+    def write(self, path: pathlib.Path, first: bool, progress: Progress | None) -> dict[str, dict[str, Pieces]]:
+        """What this rank has of the tensors. Those that lie over no ranks are the first one's to write."""
+        passed = 0
+        pieces: dict[str, dict[str, Pieces]] = {}
+        for file in self.files:
+            writer = file.writer or _core.TensorFileWriter(os.fspath(path / file.name), 0)
+            written = pieces.setdefault(file.name, {})
+            for name, offset in file.layout.offsets.items():
+                source = file.sources[name]
+                if first or _core.is_paged(source.tensor):
+                    written[name] = writer.write(source.content(), offset)
+                passed += source.nbytes
+                if progress is not None:
+                    progress(passed, self.size)
+            writer.finish()
+            file.writer = None
+        return pieces
+
+    def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]], model: Any) -> None:
+        """On the first rank: all that is not in safetensors files."""
+        manifest: dict[str, Any] = {"files": {}, "aliases": self.aliases, "optimizer": self.optimizer}
+        for file in self.files:
+            tensors = {}
+            for name, offset in file.layout.offsets.items():
+                pieces = sorted(piece for rank in everyones for piece in rank[file.name].get(name, []))
+                source = file.sources[name]
+                _check_whole(name, pieces, source.nbytes)
+                dtype = str(source.dtype).removeprefix("torch.")
+                tensors[name] = {"dtype": dtype, "shape": list(source.shape), "offset": offset, "pieces": pieces}
+            header = {"bytes": len(file.layout.header), "crc": zlib.crc32(file.layout.header)}
+            manifest["files"][file.name] = {"size": file.layout.size, "header": header, "tensors": tensors}
+        manifest["ranks"] = self.rests
+        others = _write_hugging_face(path, model)
+        shards = [file for file in self.files if file.name.startswith("model-")]
+        if shards:
+            index = {
+                "metadata": {"total_size": sum(file.layout.size - len(file.layout.header) for file in shards)},
+                "weight_map": {name: file.name for file in shards for name in file.sources},
+            }
+            folders.write_file(path / INDEX, json.dumps(index, indent=2).encode())
+            others.append(INDEX)
+        manifest["others"] = {name: zlib.crc32((path / name).read_bytes()) for name in others}
+        folders.write_file(path / MANIFEST, _with_checksum(manifest))
+
+
+def _pack(tensors: dict[str, torch.Tensor]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(packed: bytes) -> Iterable[tuple[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = torch.load(io.BytesIO(packed), weights_only=True)
+    return tensors.items()
+
+
+def _check_whole(name: str, pieces: Pieces, size: int) -> None:
+    at = 0
+    for begin, length, _ in pieces:
+        if begin != at:
+            break
+        at += length
+    if at != size or (pieces and sum(length for _, length, _ in pieces) != size):
+        raise _core.Error(
+            f'"{name}" was written by ranks that do not hold it whole: {at} of {size} bytes; save what all ranks have'
+        )
+
+
+def _with_checksum(body: dict[str, Any]) -> bytes:
+    text = _canonical(body)
+    head = {"format": FORMAT, "crc": zlib.crc32(text.encode())}
+    return f"{json.dumps(head)}\n{text}\n".encode()
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _write_hugging_face(path: pathlib.Path, model: Any) -> list[str]:
+    """What from_pretrained() needs beside the weights. Their names."""
+    before = set(os.listdir(path))
+    if hasattr(getattr(model, "config", None), "architectures"):
+        model.config.architectures = [type(model).__name__]  # as save_pretrained() does
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+    for part in ("config", "generation_config"):
+        config: Any = getattr(model, part, None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(path)
+    made = sorted(set(os.listdir(path)) - before)
+    for name in made:
+        folders.write_file(path / name, (path / name).read_bytes())
+    return made
+
+
+def _collect_model(model: torch.nn.Module, visible: bool, parts: dict[str, dict[str, _Source]]) -> dict[str, str]:
+    """Returns the aliases."""
+    state = model.state_dict(keep_vars=True)
+    tied = re.compile("|".join(getattr(model, "_tied_weights_keys", None) or ["$^"]))
+    kept: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    # The name that Hugging Face would leave out comes last.
+    for name in sorted(state, key=lambda name: bool(tied.search(name))):
+        tensor = state[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise _core.Error(
+                f'"{name}" of the model\'s state is a {type(tensor).__qualname__}; get_extra_state() is to give '
+                "a tensor"
+            )
+        own = identity(tensor)
+        if own in kept:
+            aliases[name] = kept[own]
+            continue
+        kept[own] = name
+        has_master = _core.dtype_of_states(tensor) != tensor.dtype
+        parts["model"][name] = _Source(tensor.detach(), precise=has_master and not visible)
+        if has_master and visible:
+            parts["master"][name] = _Source(tensor.detach(), precise=True)
+    return aliases
+
+
+def _collect_optimizer(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> Any:
+    groups = []
+    names = names_of_parameters(model, optimizer)
+    states = {}
+    for i, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"params": members, "settings": tree.encode(settings, f"groups/{i}", tensors)})
+        for name, parameter in zip(members, group["params"], strict=True):
+            if parameter in optimizer.state:
+                states[name] = tree.encode(dict(optimizer.state[parameter]), name, tensors)
+    return {"groups": groups, "states": states}

@@ -1,0 +1,110 @@
+"""Folders that appear whole, or not at all: made beside their place under another name, and moved there at the end.
+
+A process that dies leaves nothing but such a half-made folder, which the next one removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import IO
+
+from zeropage import _core
+
+_SUFFIX = ".zeropage-partial"
+_LOCK = "lock"
+
+
+class PartialFolder:
+    """A folder under way to `place`. While it lives, no other process takes it for a dead one's."""
+
+    def __init__(self, place: pathlib.Path) -> None:
+        self.place = place
+        self.path = place.parent / f".{place.name}{_SUFFIX}"
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with _alone_in(place.parent):
+                _remove_dead(place.parent)
+                self.path.mkdir()
+                self._lock: IO[str] | None = (self.path / _LOCK).open("w")
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if isinstance(error, FileExistsError) and self.path.exists():
+                raise _core.Error(f'another process is saving to "{place}" now; save to another folder') from None
+            raise _core.DiskError(f'"{place}" cannot be written: {error.strerror}') from None
+
+    def appear(self) -> None:
+        """It is at its place, and survives a crash of the machine. What was there is gone, once it is."""
+        with _alone_in(self.place.parent):
+            (self.path / _LOCK).unlink()
+            sync_folder(self.path)
+            if self.place.exists():
+                _core.exchange(os.fspath(self.path), os.fspath(self.place))
+            else:
+                self.path.rename(self.place)
+            sync_folder(self.place.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+@contextlib.contextmanager
+def _alone_in(folder: pathlib.Path) -> Iterator[None]:
+    """No other process makes, moves or removes partial folders here meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # of file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: pathlib.Path) -> None:
+    """It is gone from its place at once; a process that dies meanwhile leaves what the next one removes."""
+    aside = path.parent / f".{path.name}{_SUFFIX}"
+    with _alone_in(path.parent):
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_file(path: pathlib.Path, data: bytes) -> None:
+    """It has reached the disk when this returns."""
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _core.DiskError(f'"{path}" of {len(data)} bytes cannot be written: {error.strerror}') from None
+
+
+def _remove_dead(parent: pathlib.Path) -> None:
+    for path in parent.glob(f".*{_SUFFIX}"):
+        try:
+            lock = (path / _LOCK).open("a")
+        except OSError:  # replaced, or its process died before it had one
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            shutil.rmtree(path, ignore_errors=True)

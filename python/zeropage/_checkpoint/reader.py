@@ -1,0 +1,221 @@
+"""How a checkpoint is found, checked and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zeropage import _core
+from zeropage._checkpoint import tree
+from zeropage._checkpoint.names import FORMAT, MANIFEST, identity, names_of_parameters
+
+
+def latest(folder: str | os.PathLike[str]) -> pathlib.Path | None:
+    """The latest checkpoint in `folder`, or None."""
+    found = checkpoints_in(pathlib.Path(folder))
+    return found[-1] if found else None
+
+
+def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """From the oldest to the latest."""
+    manifests = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
+    return [path.parent for path in sorted(manifests, key=lambda path: (path.stat().st_mtime_ns, path))]
+
+
+class Checkpoint:
+    """A folder that is read."""
+
+    def __init__(self, path: pathlib.Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self._manifest = manifest
+        self._readers: dict[str, _core.TensorFileReader] = {}
+        self._where = {
+            (file.split(".")[0].split("-")[0], name): (file, entry)
+            for file, listed in manifest["files"].items()
+            for name, entry in listed["tensors"].items()
+        }
+
+    @staticmethod
+    def open(folder: pathlib.Path) -> Checkpoint:
+        path = folder if (folder / MANIFEST).exists() else latest(folder)
+        if path is None:
+            raise _core.DiskError(f'"{folder}" is no checkpoint, and holds none: there is no {MANIFEST} in it')
+        try:
+            head, text = (path / MANIFEST).read_bytes().rstrip(b"\n").split(b"\n", 1)
+            described = json.loads(head)
+            intact = described["crc"] == zlib.crc32(text)
+            manifest = json.loads(text) if intact else {}
+            version = described["format"]
+        except (ValueError, KeyError, TypeError):
+            intact, manifest, version = False, {}, FORMAT
+        if not intact:
+            raise _core.DiskError(f'"{path / MANIFEST}" is damaged; load another checkpoint')
+        if version != FORMAT:
+            raise _core.Error(f'"{path}" has format {version}; this zeropage reads format {FORMAT}: update it')
+        checkpoint = Checkpoint(path, manifest)
+        checkpoint._check_files()
+        return checkpoint
+
+    def _check_files(self) -> None:
+        for name, listed in self._manifest["files"].items():
+            path = self.path / name
+            if not path.exists():
+                raise _core.DiskError(f'"{path}" is missing; load another checkpoint')
+            if path.stat().st_size != listed["size"]:
+                raise _core.DiskError(
+                    f'"{path}" has {path.stat().st_size} bytes and was written with {listed["size"]}; load another '
+                    "checkpoint"
+                )
+            with path.open("rb") as file:
+                if zlib.crc32(file.read(listed["header"]["bytes"])) != listed["header"]["crc"]:
+                    raise _core.DiskError(f'the header of "{path}" is damaged; load another checkpoint')
+        for name, crc in self._manifest["others"].items():
+            path = self.path / name
+            if not path.exists() or zlib.crc32(path.read_bytes()) != crc:
+                raise _core.DiskError(f'"{path}" is damaged or missing; load another checkpoint')
+
+    def _read(self, part: str, name: str, into: torch.Tensor) -> None:
+        file, entry = self._where[part, name]
+        if file not in self._readers:
+            self._readers[file] = _core.TensorFileReader(os.fspath(self.path / file))
+        pieces = [(begin, length, crc) for begin, length, crc in entry["pieces"]]
+        self._readers[file].read(into, entry["offset"], getattr(torch, entry["dtype"]), pieces, name)
+
+    def _empty(self, part: str, name: str) -> torch.Tensor:
+        entry = self._where[part, name][1]
+        return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="cpu")
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """What is not of the model or the optimizer. A rank that was not there has what the first had, but no random
+        state."""
+        everyones = self._manifest["ranks"]
+        mine = dict(everyones[rank] if rank < len(everyones) else everyones[0])
+        if rank >= len(everyones):
+            mine.pop("random")
+        tensors = {}
+        for name in _tensors_in(mine):
+            tensors[name] = self._empty("state", name)
+            self._read("state", name, tensors[name])
+        result: dict[str, Any] = tree.decode(mine, tensors)
+        return result
+
+    def plan(
+        self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
+    ) -> list[Callable[[], None]]:
+        """What is to be done, if all fits together. Raises Error otherwise."""
+        steps: list[tuple[str, int, Callable[[], None]]] = []
+        if model is not None:
+            steps += self._plan_model(model)
+        in_order = [step for _, _, step in sorted(steps, key=lambda step: step[:2])]
+        if optimizer is not None:
+            in_order += self._plan_optimizer(model, optimizer)
+        return in_order
+
+    def _plan_model(self, model: torch.nn.Module) -> list[tuple[str, int, Callable[[], None]]]:
+        wanted = {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        aliases = self._manifest["aliases"]
+        kept = {name for part, name in self._where if part == "model"}
+        held = kept | aliases.keys()
+        if missing := sorted(wanted.keys() - held):
+            raise _core.Error(
+                f'"{self.path}" is of another model: it lacks {len(missing)} of {len(wanted)} tensors, as '
+                f'"{missing[0]}"'
+            )
+        if unexpected := sorted(held - wanted.keys()):
+            raise _core.Error(
+                f'"{self.path}" is of another model: {len(unexpected)} of its tensors are not in this one, as '
+                f'"{unexpected[0]}"'
+            )
+        steps = []
+        done: set[tuple[Any, ...]] = set()
+        for name in sorted(wanted, key=lambda name: name in aliases):
+            tensor = wanted[name]
+            if (own := identity(tensor)) in done:
+                continue
+            done.add(own)
+            written = aliases.get(name, name)
+            part = "master" if ("master", written) in self._where else "model"
+            file, entry = self._where[part, written]
+            if list(tensor.shape) != entry["shape"]:
+                raise _core.Error(
+                    f'"{self.path}" is of another model: "{name}" is {entry["shape"]} there and '
+                    f"{list(tensor.shape)} here"
+                )
+            steps.append((file, int(entry["offset"]), self._reads(part, written, tensor.detach())))
+        return steps
+
+    def _reads(self, part: str, name: str, into: torch.Tensor) -> Callable[[], None]:
+        return lambda: self._read(part, name, into)
+
+    def _plan_optimizer(
+        self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer
+    ) -> list[Callable[[], None]]:
+        held = self._manifest["optimizer"]
+        if held is None:
+            raise _core.Error(f'"{self.path}" holds no optimizer; save one with it, or load without')
+        names = names_of_parameters(model, optimizer)
+        saved = [group["params"] for group in held["groups"]]
+        if len(saved) != len(names) or any(set(a) != set(b) for a, b in zip(saved, names, strict=True)):
+            raise _core.Error(
+                f'"{self.path}" is of another optimizer: its groups have {[len(group) for group in saved]} '
+                f"parameters, these have {[len(group) for group in names]}, or they are others; build it "
+                "with the same groups"
+            )
+        return [lambda: self._load_optimizer(optimizer, names, held)]
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, names: list[list[str]], held: Any) -> None:
+        optimizer.state.clear()  # its pages are for what comes
+        groups: list[dict[str, Any]] = []
+        states: dict[int, Any] = {}
+        number = 0
+        for group, members, saved in zip(optimizer.param_groups, names, held["groups"], strict=True):
+            settings = tree.decode(saved["settings"], self._tensors_of(saved["settings"], {}))
+            groups.append({**settings, "params": list(range(number, number + len(members)))})
+            for name, parameter in zip(members, group["params"], strict=True):
+                if name in held["states"]:
+                    tensors = self._tensors_of(held["states"][name], {"": parameter})
+                    states[number] = tree.decode(held["states"][name], tensors)
+                    if settings.get("fused"):
+                        for key, value in states[number].items():
+                            if isinstance(value, torch.Tensor):
+                                _core.quantise_moment(value, key)
+                number += 1
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def _tensors_of(self, tree: Any, beside: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors that are named in `tree`. Those of the parameter's shape lie as it does: in pages."""
+        parameter = beside.get("")
+        tensors = {}
+        for name in _tensors_in(tree):
+            entry = self._where["optimizer", name][1]
+            dtype = getattr(torch, entry["dtype"])
+            like = parameter is not None and parameter.dim() > 0 and list(parameter.shape) == entry["shape"]
+            if like and parameter is not None and dtype.is_floating_point:
+                own = _core.dtype_of_states(parameter)
+                tensors[name] = torch.zeros_like(parameter, dtype=own, memory_format=torch.preserve_format)
+            else:
+                tensors[name] = self._empty("optimizer", name)
+            self._read("optimizer", name, tensors[name])
+        return tensors
+
+
+def _tensors_in(tree: Any) -> Iterable[str]:
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _tensors_in(item)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            if key in ("$tensor", "$numpy"):
+                yield item
+            else:
+                yield from _tensors_in(item)

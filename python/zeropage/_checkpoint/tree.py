@@ -1,0 +1,69 @@
+"""What a program keeps beside its tensors, as JSON: numbers, text, lists, dicts, and tensors by name.
+
+JSON alone has no tuples, no keys that are not text and no bytes: these are objects with one key, which begins with
+"$".
+Nothing here runs code of what is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+
+def encode(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON knows it; tensors go to `tensors`, by where they were. Raises Error for anything else."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors[at] = value.detach()
+        return {"$tensor": at}
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        tensors[at] = torch.as_tensor(value)
+        return {"$numpy": at}
+    if isinstance(value, list):
+        return [encode(item, f"{at}/{i}", tensors) for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [encode(item, f"{at}/{i}", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode(item, f"{at}/{key}", tensors) for key, item in value.items()}
+        items = [
+            [encode(key, f"{at}/{i}.key", tensors), encode(item, f"{at}/{i}", tensors)]
+            for i, (key, item) in enumerate(value.items())
+        ]
+        return {"$counter" if isinstance(value, collections.Counter) else "$dict": items}
+    raise _core.Error(
+        f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: numbers, "
+        "text, bytes, tensors, lists, tuples, dicts, and what has state_dict() and load_state_dict()"
+    )
+
+
+def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What encode() was given; of tensors, those of `tensors`."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        if key == "$tensor":
+            return tensors[inner]
+        if key == "$numpy":
+            array = tensors[inner].numpy()
+            return array if array.ndim else array[()]
+        if key == "$tuple":
+            return tuple(decode(item, tensors) for item in inner)
+        if key == "$bytes":
+            return base64.b64decode(inner)
+        if key in ("$dict", "$counter"):
+            items = {decode(k, tensors): decode(item, tensors) for k, item in inner}
+            return collections.Counter(items) if key == "$counter" else items
+    return {key: decode(item, tensors) for key, item in value.items()}

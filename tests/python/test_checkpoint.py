@@ -1,0 +1,304 @@
+"""zeropage.save() and zeropage.load(): equal to the bit, whole or not there, and readable by others."""
+
+import collections
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_saving import OPTIMIZERS, PRECISIONS, build, make_optimizer, run_steps, same
+from torch import nn
+
+import zeropage
+
+
+@pytest.fixture
+def folder(disk):
+    """On a disk: what the tests have from pytest may be in memory."""
+    return pathlib.Path(disk) / "checkpoint"
+
+
+def trained(config, form="AdamW-fused", steps=2):
+    model = build(zeropage.init(config))
+    optimizer = make_optimizer(model, form)
+    run_steps(model, optimizer, range(steps))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("form", OPTIMIZERS)
+def test_a_resumed_run_is_the_uninterrupted_one(form, precision, config, folder):
+    config = config.replace(**PRECISIONS[precision], resident_below=4096)
+    model, optimizer = trained(config, form)
+    zeropage.save(folder, model, optimizer)
+    expected = run_steps(model, optimizer, range(3, 6))
+    other = config.replace(parameters="host", optimizer="host", page_size="8KiB", host_memory="8MB")
+    again = build(zeropage.init(other))
+    optimizer_again = make_optimizer(again, form)
+    zeropage.load(folder, again, optimizer_again)
+    for name, value in optimizer.state[model[0].weight].items():
+        if isinstance(value, torch.Tensor):
+            loaded = optimizer_again.state[again[0].weight][name]
+            assert loaded.dtype == value.dtype and zeropage.is_paged(loaded) == zeropage.is_paged(value), name
+    assert run_steps(again, optimizer_again, range(3, 6)) == expected
+    assert same(model, again)
+
+
+@pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
+def test_quantised_moments_resume_and_never_take_more_room(moments, config, folder):
+    config = config.replace(optimizer_dtype=moments, resident_below=4096)
+    model, optimizer = trained(config)
+    zeropage.save(folder, model, optimizer)
+    expected = run_steps(model, optimizer, range(3, 6))
+    space = zeropage.init(config)
+    again = build(space)
+    optimizer_again = make_optimizer(again, "AdamW-fused")
+    zeropage.load(folder, again, optimizer_again)
+    states = {home.role: home for home in space.report().homes}["optimizer"]
+    weights = sum(p.numel() for p in again.parameters())
+    one = max(p.numel() for p in again.parameters()) * 4
+    bytes_each = {"8bit": 2 * (1 + 4 / 64), "bfloat16": 4}[moments] + 4  # amsgrad's third is float32
+    assert states.peak <= weights * bytes_each + one + 64 * 1024
+    assert run_steps(again, optimizer_again, range(3, 6)) == expected
+    assert same(model, again)
+
+
+@pytest.mark.parametrize("visible", [False, True])
+@pytest.mark.parametrize("precision", ["mixed", "hi_lo"])
+def test_other_dtypes_load_what_was_saved(precision, visible, config, folder):
+    model, optimizer = trained(config.replace(**PRECISIONS[precision]))
+    zeropage.save(folder, model, optimizer, visible=visible)
+    for other in PRECISIONS.values():
+        again = build(zeropage.init(config.replace(**other)))
+        zeropage.load(folder, again, make_optimizer(again, "AdamW-fused"))
+        assert same(model, again)
+    from safetensors.torch import load_file
+
+    assert load_file(folder / "model.safetensors")["0.weight"].dtype == (torch.bfloat16 if visible else torch.float32)
+
+
+def test_all_that_a_run_needs_is_there(config, folder):
+    model, optimizer = trained(config)
+    schedulers = [
+        torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer),
+                torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9]),
+            ],
+            [3],
+        )
+        for _ in range(2)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    extra = {
+        "epoch": 3,
+        "nested": {
+            "a": (1, [2.5, None, float("inf")]),
+            7: "seven",
+            "$odd": b"bytes",
+            "c": collections.Counter({3: 1}),
+        },
+        "tensor": torch.arange(5, device="cpu"),
+        "scaler": scaler,
+    }
+    zeropage.save(folder, model, optimizer, schedulers[0], extra=extra)
+    drawn = (random.random(), torch.rand(3, device="cpu"))
+    scaler_again = torch.amp.GradScaler("cpu", init_scale=2.0)
+    result = zeropage.load(folder.parent, model, optimizer, schedulers[1], extra={"scaler": scaler_again})
+    again = (random.random(), torch.rand(3, device="cpu"))
+    assert drawn[0] == again[0] and torch.equal(drawn[1], again[1])
+    assert schedulers[1].state_dict()["_milestones"] == schedulers[0].state_dict()["_milestones"]
+    assert scaler_again.state_dict() == scaler.state_dict()
+    assert (
+        result["epoch"] == 3
+        and result["nested"] == extra["nested"]
+        and torch.equal(result["tensor"], extra["tensor"])
+    )
+    assert isinstance(result["nested"]["c"], collections.Counter) and result["scaler"] is scaler_again
+    with pytest.raises(zeropage.Error, match=r"extra/f is a builtins\.function|extra/f is a"):
+        zeropage.save(folder, model, extra={"f": lambda: 0})
+    with pytest.raises(zeropage.Error, match="holds no extra"):
+        zeropage.load(folder, model, extra={"other": scaler_again})
+
+
+def test_hugging_face_opens_the_folder(config, folder, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from models import llama, t5
+    from zeropage._checkpoint import contents
+
+    for make, shard_bytes in ((llama, 1 << 30), (llama, 100_000), (t5, 200_000)):
+        monkeypatch.setattr(contents, "SHARD_BYTES", shard_bytes)
+        transformers.set_seed(0)
+        with zeropage.init(config):
+            model = make()
+        zeropage.save(folder, model)
+        assert (len(list(folder.glob("model-*"))) > 1) == (shard_bytes < 1 << 30)
+        opened = type(model).from_pretrained(folder)
+        state = opened.state_dict()
+        assert all(torch.equal(value.cpu(), state[name].cpu()) for name, value in model.state_dict().items())
+        with zeropage.init(config):
+            paged = type(model).from_pretrained(folder)
+        assert same(model, paged)
+        with torch.no_grad():
+            for parameter in paged.parameters():
+                parameter.zero_()
+        zeropage.load(folder, paged)
+        assert same(model, paged)
+
+
+def test_plain_models_are_saved_too(folder):
+    model = build(torch.no_grad())
+    optimizer = make_optimizer(model, "AdamW")
+    run_steps(model, optimizer, range(2))
+    zeropage.save(folder, model, optimizer)
+    expected = run_steps(model, optimizer, range(2, 4))
+    again = build(torch.no_grad())
+    optimizer_again = make_optimizer(again, "AdamW")
+    zeropage.load(folder, again, optimizer_again)
+    assert run_steps(again, optimizer_again, range(2, 4)) == expected
+
+
+def flip(path, at):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << random.randrange(8))]))
+
+
+def test_a_flipped_byte_anywhere_is_an_error_that_names_what_it_hit(config, folder):
+    model, optimizer = trained(config)
+    extra = {"t": torch.arange(10, device="cpu")}
+    zeropage.save(folder, model, optimizer, extra=extra, visible=True)
+    files = sorted(folder.iterdir())
+    random.seed(1)
+    for i in range(40):
+        path = files[i % len(files)]
+        at = random.randrange(path.stat().st_size - 1)  # but the newline that ends the manifest
+        whole = path.read_bytes()
+        flip(path, at)
+        with pytest.raises(zeropage.DiskError, match="damaged") as raised:
+            zeropage.load(folder, model, optimizer)
+        if path.suffix == ".safetensors" and "header" not in str(raised.value):
+            names = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")]).keys()
+            assert any(f'"{name}" is damaged' in str(raised.value) for name in names)
+        path.write_bytes(whole)
+    zeropage.load(folder, model, optimizer)
+
+
+def test_what_does_not_fit_is_an_error_before_anything_changes(config, folder):
+    model, optimizer = trained(config)
+    zeropage.save(folder, model, optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def refused(match, *objects, kind=zeropage.Error):
+        with pytest.raises(kind, match=match):
+            zeropage.load(folder, *objects)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    class Other(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.layers = nn.Linear(96, size)
+
+    refused("of another model: it lacks 2 of 2 tensors, as", Other(96))
+    refused("parameters, these have", model, torch.optim.AdamW(model[0].parameters()))
+    wider = build(torch.no_grad())
+    wider[3] = nn.Linear(96, 5)
+    refused(r'"3\.(weight|bias)" is \[4.*and \[5', wider)
+    refused("holds no scheduler", model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    whole = (folder / "optimizer.safetensors").read_bytes()
+    (folder / "optimizer.safetensors").write_bytes(whole[:-1])
+    refused("bytes and was written with", model, optimizer, kind=zeropage.DiskError)
+    (folder / "optimizer.safetensors").unlink()
+    refused("is missing", model, optimizer, kind=zeropage.DiskError)
+    (folder / "zeropage.json").unlink()
+    refused("is no checkpoint", model, optimizer, kind=zeropage.DiskError)
+    zeropage.save(folder, model)
+    refused("holds no optimizer", model, optimizer)
+
+
+def test_the_latest_are_kept_and_one_is_replaced_in_place(config, folder):
+    model, _ = trained(config)
+    assert zeropage.latest(folder.parent) is None
+    for step in range(4):
+        zeropage.save(folder.parent / f"step-{step}", model, extra={"step": step}, keep=2)
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["step-2", "step-3"]
+    assert zeropage.load(folder.parent, model) == {"step": 3}
+    zeropage.save(folder.parent / "step-2", model, extra={"step": 20})
+    assert zeropage.load(folder.parent, model) == {"step": 20}
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["step-2", "step-3"]
+
+
+SAVES = """
+import sys, torch, zeropage
+from torch import nn
+with zeropage.init(parameters="disk", gradients="disk", optimizer="disk", disk_path=sys.argv[2], device="cpu",
+                   device_memory="4MB", host_memory="2MB", page_size="16KiB", resident_below=1):
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+value = int(sys.argv[3])
+while True:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    zeropage.save(sys.argv[1], model, extra={"value": value})
+    print(value, flush=True)
+    value += 1
+"""
+
+
+@pytest.mark.cpu
+def test_a_process_that_is_killed_leaves_a_whole_checkpoint_and_no_rubbish(disk, folder):
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    value, generator = 0, random.Random(3)
+    for _ in range(4):
+        program = [sys.executable, "-c", SAVES, folder, disk, str(value)]
+        process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+        value = int(process.stdout.readline())
+        time.sleep(generator.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        said = [value, *map(int, process.stdout.read().split())]
+        process.wait()
+        value = zeropage.load(folder, model)["value"]
+        assert value in (said[-1], said[-1] + 1)  # it may have appeared, and nothing been said
+        assert all(torch.equal(p, torch.full_like(p, value)) for p in model.parameters())
+        assert len([p for p in folder.parent.iterdir() if p.name != "checkpoint"]) <= 1  # half a one, at most
+    zeropage.save(folder, model)
+    assert [p.name for p in folder.parent.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_is_an_error_at_the_start_and_the_old_checkpoint_stays(config, disk):
+    small = pathlib.Path(disk) / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", small], check=True)
+    try:
+        model, optimizer = trained(config)
+        zeropage.save(small / "a", model, extra={"step": 1})
+        with pytest.raises(zeropage.DiskError, match=r"optimizer.safetensors.* needs .* are free on its disk"):
+            zeropage.save(small / "a", model, optimizer)
+        assert zeropage.load(small, model) == {"step": 1}
+        assert [p.name for p in small.iterdir()] == ["a"]
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_two_processes_do_not_save_to_one_folder_at_once(config, folder):
+    from zeropage._checkpoint.folders import PartialFolder
+
+    model, _ = trained(config)
+    under_way = PartialFolder(folder)
+    with pytest.raises(zeropage.Error, match="another process is saving"):
+        zeropage.save(folder, model)
+    zeropage.save(folder.with_name("other"), model)  # and does not take it for a dead one's
+    assert under_way.path.exists()
+    under_way.discard()
+    zeropage.save(folder, model)
