@@ -53,6 +53,27 @@ def fio(options: list[str], directory: str, size: int, seconds: float, mix: str,
     return {direction: float(job[direction]["bw_bytes"]) for direction in ("read", "write")}
 
 
+def fio_new(directory: str, size: int, reads: bool) -> float:
+    """Bytes a second at which fio writes a new file, until it is on the disk; `reads`: while it reads as many of
+    another, as a copy does."""
+    options = ["--ioengine=io_uring", "--iodepth=16", "--direct=1", "--bs=1M", f"--size={size}"]
+    source, target = pathlib.Path(directory) / "source", pathlib.Path(directory) / "target"
+    write = ["--name=write", f"--filename={target}", "--rw=write", "--fallocate=posix", "--end_fsync=1"]
+    read = ["--name=read", f"--filename={source}", "--rw=read"]
+    command = ["fio", "--output-format=json", *options]
+    make = ["--name=make", f"--filename={source}", "--rw=write"]
+    try:
+        if reads:
+            subprocess.run([*command, *make], check=True, capture_output=True)
+        command += [*write, *(read if reads else [])]
+        output = subprocess.run(command, check=True, capture_output=True, text=True)
+        jobs = json.loads(output.stdout[output.stdout.index("{") :])["jobs"]
+        return size / max(float(job["job_runtime"]) / 1e3 for job in jobs)
+    finally:
+        source.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+
+
 def mixed(read_bytes: float, written_bytes: float) -> str:
     """fio's settings for reads and writes at once, in these proportions."""
     return f"--rw=rw --rwmixread={round(100 * read_bytes / (read_bytes + written_bytes))}"

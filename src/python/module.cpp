@@ -140,10 +140,14 @@ void bind_tensor_files(py::module_& module) {
           py::arg("offset"), py::arg("data"))
       .def(
           "write",
-          [](TensorFileWriter& file, const at::Tensor& tensor, std::uint64_t offset) {
-            return tuples_of(file.write(tensor, offset));
+          [](TensorFileWriter& file, const std::vector<std::pair<at::Tensor, std::uint64_t>>& tensors) {
+            std::vector<Placed> placed;
+            for (const auto& [tensor, offset] : tensors) placed.push_back({tensor, offset});
+            std::vector<std::vector<PieceTuple>> pieces;
+            for (const auto& of_tensor : file.write(placed)) pieces.push_back(tuples_of(of_tensor));
+            return pieces;
           },
-          py::arg("tensor"), py::arg("offset"), py::call_guard<py::gil_scoped_release>())
+          py::arg("tensors"), py::call_guard<py::gil_scoped_release>())
       .def(
           "write_whole",
           [](TensorFileWriter& file, const at::Tensor& tensor, std::uint64_t offset) {

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ Progress: TypeAlias = Callable[[int, int], object]
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 _BLOCK = 4096
+_BATCH_BYTES = 256 << 20
 
 
 @dataclasses.dataclass
@@ -139,11 +140,11 @@ class Contents:
         for file in self.files:
             writer = file.writer or _core.TensorFileWriter(os.fspath(path / file.name), 0)
             written = pieces.setdefault(file.name, {})
-            for name, offset in file.layout.offsets.items():
-                source = file.sources[name]
-                if first or _core.is_paged(source.tensor):
-                    written[name] = writer.write(source.content(), offset)
-                passed += source.nbytes
+            for names in _batches(file.sources, file.layout.offsets):
+                ours = [name for name in names if first or _core.is_paged(file.sources[name].tensor)]
+                placed = [(file.sources[name].content(), file.layout.offsets[name]) for name in ours]
+                written.update(zip(ours, writer.write(placed), strict=True))
+                passed += sum(file.sources[name].nbytes for name in names)
                 if progress is not None:
                     progress(passed, self.size)
             writer.finish()
@@ -175,6 +176,20 @@ class Contents:
             others.append(INDEX)
         manifest["others"] = {name: zlib.crc32((path / name).read_bytes()) for name in others}
         folders.write_file(path / MANIFEST, _with_checksum(manifest))
+
+
+def _batches(sources: Mapping[str, _Source], order: Iterable[str]) -> Iterator[list[str]]:
+    """What is handed over at once. What has yet to be put together is so only a batch at a time."""
+    batch: list[str] = []
+    size = 0
+    for name in order:
+        batch.append(name)
+        size += sources[name].nbytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _pack(tensors: dict[str, torch.Tensor]) -> bytes:

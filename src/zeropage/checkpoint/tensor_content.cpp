@@ -84,29 +84,89 @@ void for_each_part(const StorageSegment& segment, std::uint64_t begin, std::uint
   }
 }
 
-std::vector<Piece> write_segment(StorageSegment& segment, std::size_t item_bytes, FileWriter& writer,
-                                 std::uint64_t offset) {
-  const Partition& partition = segment.domain()->partition;
-  if (!is_first_of_replicas(partition)) return {};
-  if (partition.ranks && !segment.is_shareable() && partition.ranks->rank() != 0) return {};
-  segment.complete();
-  if (segment.is_partitioned()) segment.open_share(Access::read);
-  StorageSegment& home = segment.at_home();
-  announce(home, Access::read);
-  const c10::Device device = segment.domain()->device;
-  const bool copies_first = home.cache()->has_separate_memory() && !device.is_cpu();
-  std::vector<Piece> pieces;
+/// A part of a segment that is written: at most a page, and at most kPieceBytes.
+struct Part {
+  std::uint64_t begin;  // bytes, in the tensor
+  std::size_t page;
+  std::size_t in_page;
+  std::size_t bytes;
+};
+
+std::vector<Part> parts_of(const StorageSegment& segment, const StorageSegment& home, std::size_t item_bytes) {
+  std::vector<Part> parts;
   for (const Span& span : spans_of(segment, item_bytes)) {
     for_each_part(home, span.at, span.at + (span.end - span.begin), [&](std::size_t i, std::uint64_t at, auto bytes) {
-      PagePin page = pin_page(home, i, Access::read);
-      std::byte* data = page.data() + (at - i * home.page_bytes());
-      const at::Tensor on_host = copies_first ? bytes_at(data, bytes, device).cpu() : at::Tensor();
-      if (copies_first) data = static_cast<std::byte*>(on_host.mutable_data_ptr());
-      const std::uint64_t begin = span.begin + (at - span.at);
-      pieces.push_back({begin, bytes, writer.write(offset + begin, {data, bytes})});
+      parts.push_back({span.begin + (at - span.at), i, at - i * home.page_bytes(), bytes});
     });
   }
-  return pieces;
+  return parts;
+}
+
+/// Writes the parts of segments one after another. Pages that are on disk alone are read past the cache, some ahead:
+/// nothing that operators use has to leave memory.
+class SegmentWriter {
+ public:
+  explicit SegmentWriter(FileWriter& writer) : writer_(writer), ahead_(kAhead) {}
+
+  void add(StorageSegment& segment, std::size_t item_bytes, std::uint64_t offset, std::vector<Piece>& pieces) {
+    segment.complete();
+    if (segment.is_partitioned()) segment.open_share(Access::read);
+    StorageSegment& home = segment.at_home();
+    for (const Part& part : parts_of(segment, home, item_bytes)) {
+      if (waiting_ == kAhead) write_oldest();
+      Ahead& next = ahead_[(oldest_ + waiting_++) % kAhead];
+      next = {std::move(next.memory), {}, &home, part, offset, &pieces};
+      if (home.bytes_of(part.page) > kPieceBytes) continue;
+      if (!next.memory) next.memory = make_buffer(kPieceBytes);
+      next.read = home.cache()->read_home(home, part.page, next.memory.get());
+    }
+  }
+
+  void finish() {
+    while (waiting_ > 0) write_oldest();
+  }
+
+ private:
+  static constexpr std::size_t kAhead = 3;
+  struct Ahead {
+    Buffer memory;  // lives longer than the read
+    HomeRead read;
+    StorageSegment* home = nullptr;
+    Part part{};
+    std::uint64_t offset = 0;  // of the tensor, in the file
+    std::vector<Piece>* pieces = nullptr;
+  };
+
+  void write_oldest() {
+    Ahead& ahead = ahead_[oldest_];
+    oldest_ = (oldest_ + 1) % kAhead;
+    --waiting_;
+    if (ahead.read && ahead.read.wait()) return write(ahead, ahead.memory.get() + ahead.part.in_page);
+    PagePin page = pin_page(*ahead.home, ahead.part.page, Access::read);
+    page.will_not_reuse();
+    std::byte* const data = page.data() + ahead.part.in_page;
+    const c10::Device device = ahead.home->domain()->device;
+    if (device.is_cpu()) return write(ahead, data);
+    const at::Tensor on_host = bytes_at(data, ahead.part.bytes, device).cpu();
+    write(ahead, static_cast<const std::byte*>(on_host.const_data_ptr()));
+  }
+
+  void write(const Ahead& ahead, const std::byte* data) {
+    const Part& part = ahead.part;
+    const std::uint32_t crc = writer_.write(ahead.offset + part.begin, {data, part.bytes});
+    ahead.pieces->push_back({part.begin, part.bytes, crc});
+  }
+
+  FileWriter& writer_;
+  std::vector<Ahead> ahead_;
+  std::size_t oldest_ = 0, waiting_ = 0;
+};
+
+/// Whether this rank writes what it has of the segment: what all ranks have alike, one of them does.
+bool is_ours_to_write(const StorageSegment& segment) {
+  const Partition& partition = segment.domain()->partition;
+  if (!is_first_of_replicas(partition)) return false;
+  return !partition.ranks || segment.is_shareable() || partition.ranks->rank() == 0;
 }
 
 std::vector<Piece> write_memory(const std::byte* data, std::size_t bytes, FileWriter& writer, std::uint64_t offset) {
@@ -194,25 +254,40 @@ void read_segment(StorageSegment& segment, std::size_t item_bytes, FileReader& r
 
 }  // namespace
 
-std::vector<Piece> write_content(const at::Tensor& tensor, FileWriter& writer, std::uint64_t offset) {
+std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, FileWriter& writer) {
   c10::NoGradGuard no_grad;
-  if (is_in_order(tensor)) {
+  std::vector<std::vector<Piece>> pieces(tensors.size());
+  std::vector<at::Tensor> copies;  // live until they are written
+  SegmentWriter segments(writer);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [tensor, offset] = tensors[i];
+    if (!segment_of(tensor)) {
+      segments.finish();  // in order: what follows what is written together
+      const at::Tensor on_host = tensor.detach().cpu().contiguous();
+      pieces[i] =
+          write_memory(static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes(), writer, offset);
+      continue;
+    }
+    at::Tensor ordered = tensor;
+    if (!is_in_order(tensor)) {
+      copies.push_back(ordered = in_between(tensor, tensor.scalar_type()));
+      ordered.copy_(tensor);
+    }
+    StorageSegment& segment = *segment_of(ordered);
     c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    return write_segment(*segment_of(tensor), tensor.itemsize(), writer, offset);
+    if (is_ours_to_write(segment)) segments.add(segment, ordered.itemsize(), offset, pieces[i]);
   }
-  if (segment_of(tensor)) {
-    at::Tensor copy = in_between(tensor, tensor.scalar_type());
-    copy.copy_(tensor);
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    return write_segment(*segment_of(copy), copy.itemsize(), writer, offset);
-  }
-  const at::Tensor on_host = tensor.detach().cpu().contiguous();
-  return write_memory(static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes(), writer, offset);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  segments.finish();
+  return pieces;
 }
 
 std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std::uint64_t offset) {
   auto* segment = segment_of(tensor);
-  if (!segment || !segment->domain()->partition.ranks) return write_content(tensor, writer, offset);
+  if (!segment || !segment->domain()->partition.ranks) {
+    const Placed placed{tensor, offset};
+    return write_contents({&placed, 1}, writer)[0];
+  }
   const PinRequest request{segment, Access::read};
   const TensorPin pin(request);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);

@@ -21,10 +21,16 @@ struct Piece {
   std::uint32_t crc;
 };
 
-/// Writes what this rank has of `tensor` to [offset, offset + tensor.nbytes()) of the file. Over ranks, all of them
-/// call it: of a tensor that lies over them each writes its share, of others rank 0 writes the whole. What optimizers
-/// left to do to it is done first. Returns what was written. Throws DiskError, BudgetError, RankError.
-std::vector<Piece> write_content(const at::Tensor& tensor, FileWriter& writer, std::uint64_t offset);
+struct Placed {
+  at::Tensor tensor;
+  std::uint64_t offset;  // where its content begins in the file
+};
+
+/// Writes what this rank has of the tensors, in this order, each to [offset, offset + nbytes) of the file. Over
+/// ranks, all of them call it: of a tensor that lies over them each writes its share, of others rank 0 writes the
+/// whole. What optimizers left to do to them is done first. Returns what was written, by tensor. Throws DiskError,
+/// BudgetError, RankError.
+std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, FileWriter& writer);
 
 /// The same for one rank that writes alone: the whole tensor. Over ranks the others must gather it too, by pinning
 /// it; it is then in memory whole.

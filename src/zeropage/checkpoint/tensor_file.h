@@ -18,9 +18,7 @@ class TensorFileWriter {
   TensorFileWriter(const std::string& path, std::uint64_t bytes);
 
   void write_bytes(std::uint64_t offset, std::span<const std::byte> data) { writer_.write(offset, data); }
-  std::vector<Piece> write(const at::Tensor& tensor, std::uint64_t offset) {
-    return write_content(tensor, writer_, offset);
-  }
+  std::vector<std::vector<Piece>> write(std::span<const Placed> tensors) { return write_contents(tensors, writer_); }
   std::vector<Piece> write_whole(const at::Tensor& tensor, std::uint64_t offset) {
     return zeropage::write_whole(tensor, writer_, offset);
   }

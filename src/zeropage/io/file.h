@@ -45,7 +45,8 @@ class File {
   std::string name_;
 };
 
-/// Two files or folders of one file system change places, in one step where the file system has that. Throws DiskError.
+/// Two files or folders of one file system change places, in one step where the file system has that. Throws
+/// DiskError.
 void exchange(const std::string& one, const std::string& other);
 
 }  // namespace zeropage

@@ -15,7 +15,7 @@ namespace zeropage {
 class FileReader {
  public:
   static constexpr std::size_t kMostBytes = 4 * kMiB;  // of a range
-  static constexpr std::size_t kBuffers = 4;
+  static constexpr std::size_t kBuffers = 3;
 
   struct Range {
     std::uint64_t offset;  // in the file

@@ -18,7 +18,7 @@ namespace zeropage {
 class FileWriter {
  public:
   static constexpr std::size_t kBufferBytes = 4 * kMiB;
-  static constexpr std::size_t kBuffers = 4;
+  static constexpr std::size_t kBuffers = 3;
 
   /// Into `file`, which is open for writing, and has its size. Both outlive the writer.
   FileWriter(Io& io, const File& file, Priority priority = Priority::behind);

@@ -248,7 +248,8 @@ CacheStats FrameCache::stats() const {
       sum.home_peak[role][tier] += runs_.home_peak(role, tier);
     }
   }
-  if (!separate) sum.read_bytes = transfers_.read_bytes(), sum.written_bytes = transfers_.written_bytes();
+  if (!separate)
+    sum.read_bytes = transfers_.read_bytes() + home_reads_.bytes(), sum.written_bytes = transfers_.written_bytes();
   if (separate) sum.uploaded_bytes = transfers_.read_bytes(), sum.downloaded_bytes = transfers_.written_bytes();
   // Of operators: the pages of the host that they met are behind them.
   sum.faults = whole_pins_.faults() + page_pins_.faults();

@@ -19,6 +19,7 @@
 //   WholePins, PagePins   what operators and rules hold
 //   LowerPins             what code on the host holds of a device's pages
 //   Contents              zeroing and eviction of whole segments
+//   HomeReads             what is read past the cache
 //   Versions              what is written ahead of being wanted
 //   HomeAllocator         which run a new segment lies in, and where that is at home
 //
@@ -52,6 +53,7 @@
 #include "zeropage/pager/frames.h"
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/home_allocator.h"
+#include "zeropage/pager/home_reads.h"
 #include "zeropage/pager/lower_pins.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/page_pins.h"
@@ -151,6 +153,13 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// Writes the segment's pages home and gives up its frames. Pinned segments stay.
   void evict(Segment& segment) { contents_.evict(segment); }
 
+  /// Starts to read a page that is on disk alone into `into`, of bytes_of(page) rounded up to whole blocks, leaving
+  /// the cache as it is. Empty if it is in memory, was never written, or has no such home: then it is to be pinned.
+  /// The segment must outlive the read.
+  [[nodiscard]] HomeRead read_home(const Segment& segment, std::size_t page, std::byte* into) {
+    return home_reads_.start(segment, page, into);
+  }
+
   /// From now on, what is written to the segment goes to a second version of it; only then may the caller pin it,
   /// page by page, until commit or discard. False, and nothing has happened, if its content is not at home on disk,
   /// if it shares pages, is pinned, or the disk has no room to spare. `write_first`: what is newer in memory is
@@ -222,6 +231,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
   LowerPins lower_pins_{monitor_, memory_, timeline_, frames_, transfers_, runs_, ranks_ ? nullptr : lower_.get()};
   Versions versions_{monitor_, frames_, transfers_, swap_.get()};
+  HomeReads home_reads_{monitor_, swap_ ? home_.get() : nullptr};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
   HomeAllocator home_allocator_{
       monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
