@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zeropage import _core, _hugging_face, _state_dicts, _step_numbers, _torch_save, _wrappers
+from zeropage import (
+    _core,
+    _distributed_checkpoint,
+    _hugging_face,
+    _state_dicts,
+    _step_numbers,
+    _torch_save,
+    _wrappers,
+)
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,6 +62,7 @@ def _patch_tensor() -> None:
     tensor.new_tensor = on_paged(new_tensor, lambda self, *a, **k: new_tensor(_stand_in(self), *a, **k))
     tensor.new = on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
     tensor.__deepcopy__ = on_paged(tensor.__deepcopy__, _deepcopy)
+    tensor.is_pinned = on_paged(tensor.is_pinned, lambda self, *_a, **_k: False)  # it has no address to ask about
     tolist = tensor.tolist  # printing reads memory: it gets a copy
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
 
@@ -83,5 +92,6 @@ def install() -> None:
     _patch_recurrent()
     _torch_save.install(on_paged)
     _state_dicts.install()
+    _distributed_checkpoint.install()
     _hugging_face.install(on_paged)
     _wrappers.install()

@@ -165,7 +165,13 @@ class _Entered:
         self._scope.leave(failed)
         if not failed:
             for parameter in self._parameters.values():
-                self._space.mix(parameter)  # only now: it was initialised as it is at home
+                _mix(self._space, parameter)  # only now: it was initialised as it is at home
+
+
+def _mix(space: _core.Space, parameter: torch.Tensor) -> None:
+    if space.mix(parameter) and parameter.is_leaf:
+        # Gradients are of gradient_dtype, not of what operators see: a program may set them too.
+        parameter.grad_dtype = None
 
 
 def init(
@@ -206,7 +212,7 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
             core.keep_whole(buffer)
     core.start_equal()  # once: small tensors travel together
     for parameter in model.parameters():
-        core.mix(parameter)
+        _mix(core, parameter)
     return model
 
 

@@ -55,7 +55,8 @@ def _load_from_state_dict(original: Any) -> Any:
             new = self._parameters.get(name, self._buffers.get(name))
             if new is None or old is None or new is old or _core.is_paged(new):
                 continue
-            _core.page_like(new, old)
+            if _core.page_like(new, old):
+                new.grad_dtype = old.grad_dtype
 
     return load
 

@@ -240,6 +240,19 @@ PYBIND11_MODULE(_core, module) {
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
   module.def("exchange", &exchange);
+  module.def(
+      "own_ranges",
+      [](const at::Tensor& tensor) {
+        std::optional<std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>> tuples;
+        const auto ranges = own_ranges(tensor);
+        if (ranges) tuples.emplace();
+        for (std::size_t i = 0; ranges && i < ranges->size(); ++i) {
+          tuples->emplace_back((*ranges)[i].begin, (*ranges)[i].end, (*ranges)[i].at);
+        }
+        return tuples;
+      },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("own_share", &own_share, py::arg("tensor"), py::arg("write"), py::call_guard<py::gil_scoped_release>());
   module.def("number_of", &number_of);
   module.def("is_quantised", &is_quantised);
   module.def("dtype_of_states", &dtype_of_states);

@@ -90,8 +90,8 @@ def test_trainer_over_ranks_saves_and_resumes(settings, two, tmp_path):
 
 
 def test_trainer_on_one_rank_saves_and_resumes(one, tmp_path):
-    for precision in PRECISIONS.values():
-        for whole, resumed in one.run(train_and_resume, tmp_path, {**precision, "group": None}):
+    for name, precision in PRECISIONS.items():
+        for whole, resumed in one.run(train_and_resume, tmp_path / name, {**precision, "group": None}):
             assert len(whole) == 6 and resumed == whole
 
 
@@ -137,3 +137,59 @@ def accelerate_and_resume(path, precision):
 def test_accelerate_saves_and_loads_its_state(precision, two, tmp_path):
     for expected, resumed in two.run(accelerate_and_resume, tmp_path, precision):
         assert resumed == expected
+
+
+def test_ranges_of_elements_are_boxes():
+    from zeropage._distributed_checkpoint import boxes
+
+    for shape in ((11,), (3, 4), (2, 3, 4), (1, 5), (5, 1), (2, 1, 3)):
+        numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+        for begin in range(numbers.numel() + 1):
+            for end in range(begin, numbers.numel() + 1):
+                found = []
+                for offsets, sizes in boxes(shape, begin, end):
+                    box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+                    found += numbers[box].flatten().tolist()
+                assert found == list(range(begin, end))
+
+
+def dcp_state(model, optimizer):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def dcp_resume(path, saves, stage, precision, alone=False):
+    """Losses of two steps after what was saved, or loaded."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    settings = {"stage": stage, "resident_below": 4096, **PRECISIONS[precision]}
+    with space(**settings) as made:
+        model = build(made)
+        optimizer = make_optimizer(model, "AdamW-fused")
+        if saves:
+            run_steps(model, optimizer, range(2))
+            dcp.save(dcp_state(model, optimizer), checkpoint_id=path)
+        else:
+            state = dcp_state(model, optimizer)
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            moment = optimizer.state[model[0].weight]["exp_avg"]
+            assert zeropage.is_paged(moment) and moment.dtype == torch.float32
+        return run_steps(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "saving,stage,loading,other", [("two", 3, "two", 3), ("two", 1, "two", 3), ("two", 3, "one", 3)]
+)
+def test_distributed_checkpoint_saves_and_loads_shares(saving, stage, loading, other, precision, disk, request):
+    path = pathlib.Path(disk) / "dcp"
+    expected = request.getfixturevalue(saving).run(dcp_resume, path, True, stage, precision)
+    resumed = request.getfixturevalue(loading).run(dcp_resume, path, False, other, precision)
+    if saving == loading and stage == other:
+        assert resumed == expected
+    for losses in resumed:
+        assert all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(losses, expected[0], strict=True))

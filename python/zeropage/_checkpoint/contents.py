@@ -56,7 +56,6 @@ class _File:
     name: str
     sources: dict[str, _Source]
     layout: Layout
-    writer: _core.TensorFileWriter | None = None
 
 
 def _files_of(part: str, sources: Mapping[str, _Source]) -> list[_File]:
@@ -130,15 +129,16 @@ class Contents:
     def create(self, path: pathlib.Path) -> None:
         """On the first rank: the files, with their size, so that a full disk is an error now."""
         for file in self.files:
-            file.writer = _core.TensorFileWriter(os.fspath(path / file.name), file.layout.size)
-            file.writer.write_bytes(0, file.layout.header)
+            made = _core.TensorFileWriter(os.fspath(path / file.name), file.layout.size)
+            made.write_bytes(0, file.layout.header)
+            made.finish()
 
     def write(self, path: pathlib.Path, first: bool, progress: Progress | None) -> dict[str, dict[str, Pieces]]:
         """What this rank has of the tensors. Those that lie over no ranks are the first one's to write."""
         passed = 0
         pieces: dict[str, dict[str, Pieces]] = {}
         for file in self.files:
-            writer = file.writer or _core.TensorFileWriter(os.fspath(path / file.name), 0)
+            writer = _core.TensorFileWriter(os.fspath(path / file.name), 0)
             written = pieces.setdefault(file.name, {})
             for names in _batches(file.sources, file.layout.offsets):
                 ours = [name for name in names if first or _core.is_paged(file.sources[name].tensor)]
@@ -148,7 +148,6 @@ class Contents:
                 if progress is not None:
                     progress(passed, self.size)
             writer.finish()
-            file.writer = None
         return pieces
 
     def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]], model: Any) -> None:

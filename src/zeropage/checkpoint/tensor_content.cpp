@@ -324,4 +324,25 @@ void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c
   tensor.copy_(content);
 }
 
+std::optional<std::vector<OwnRange>> own_ranges(const at::Tensor& tensor) {
+  auto* segment = segment_of(tensor);
+  if (!segment || !is_in_order(tensor)) return std::nullopt;
+  segment->complete();
+  if (!segment->is_partitioned()) return std::nullopt;
+  std::vector<OwnRange> ranges;
+  const std::size_t item_bytes = tensor.itemsize();
+  for (const Span& span : spans_of(*segment, item_bytes)) {
+    ranges.push_back({span.begin / item_bytes, span.end / item_bytes, span.at / item_bytes});
+  }
+  return ranges;
+}
+
+at::Tensor own_share(const at::Tensor& tensor, bool write) {
+  auto* segment = segment_of(tensor);
+  if (!segment || !segment->is_partitioned()) throw AccessError("only a tensor that is partitioned has shares");
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  segment->open_share(write ? Access::write : Access::read);
+  return segment->share();
+}
+
 }  // namespace zeropage

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -42,5 +43,16 @@ std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std
 /// not what was written; the tensor is then neither what it was nor what it should be.
 void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c10::ScalarType dtype,
                   std::span<const Piece> pieces, const std::string& name);
+
+/// Elements [begin, end) of a tensor, which in this rank's share begin at `at`.
+struct OwnRange {
+  std::uint64_t begin, end, at;
+};
+/// What this rank has of a tensor that is partitioned; none for others.
+std::optional<std::vector<OwnRange>> own_ranges(const at::Tensor& tensor);
+/// This rank's share of a tensor that is partitioned, flat. What optimizers left to do to it is done, and with `write`
+/// no rank holds what it was whole. All ranks call it; until the tensor is used again, each reads, and with `write`
+/// writes, as it likes.
+at::Tensor own_share(const at::Tensor& tensor, bool write);
 
 }  // namespace zeropage

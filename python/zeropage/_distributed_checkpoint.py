@@ -1,0 +1,119 @@
+"""torch.distributed.checkpoint of tensors that lie over ranks, by the protocol of torch.distributed._checkpointable.
+
+Each rank writes and reads its share. A share is ranges of a tensor's elements, row by row; the protocol knows boxes:
+a range is at most two of them for each dimension but one, and nearly always one, since shares are cut on rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Boxes that together are elements [begin, end) of a tensor of `shape`, in their order."""
+    if begin == end:
+        return
+    if len(shape) == 1:
+        yield (begin,), (end - begin,)
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-begin // inner), end // inner
+    if first > last:  # within one
+        for offsets, sizes in boxes(shape[1:], begin - last * inner, end - last * inner):
+            yield (last, *offsets), (1, *sizes)
+        return
+    for offsets, sizes in boxes(shape[1:], begin - (first - 1) * inner, inner) if begin < first * inner else ():
+        yield (first - 1, *offsets), (1, *sizes)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    for offsets, sizes in boxes(shape[1:], 0, end - last * inner):
+        yield (last, *offsets), (1, *sizes)
+
+
+def _own_boxes(tensor: torch.Tensor) -> Iterator[tuple[Box, int]]:
+    """With each, where its elements begin in this rank's share."""
+    for begin, end, at in _core.own_ranges(tensor) or []:
+        for offsets, sizes in boxes(tuple(tensor.shape), begin, end):
+            yield (offsets, sizes), at
+            at += math.prod(sizes)
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and _core.own_ranges(tensor) is not None
+
+
+def _write_items(tensor: torch.Tensor, fqn: str, _object: Any) -> list[Any]:
+    from torch.distributed.checkpoint import planner, planner_helpers
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+
+    if not _is_cut(tensor):
+        _core.pin(tensor, write=False).release()  # on all ranks, so that the one that writes it has it current
+        return [planner_helpers._create_write_item_for_tensor(fqn, tensor)]
+    _core.own_share(tensor, write=False)
+    properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return [
+        planner.WriteItem(
+            index=MetadataIndex(fqn, torch.Size(offsets)),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
+                properties=properties,
+                size=tensor.size(),
+            ),
+        )
+        for (offsets, sizes), _ in _own_boxes(tensor)
+    ]
+
+
+def _chunk_list(tensor: torch.Tensor) -> list[Any]:
+    from torch.distributed.checkpoint import planner_helpers
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    if not _is_cut(tensor):
+        return [planner_helpers._create_chunk_from_tensor(tensor)]
+    _core.own_share(tensor, write=True)  # what is loaded goes there
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        for (offsets, sizes), _ in _own_boxes(tensor)
+    ]
+
+
+def _shard(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    if not _is_cut(tensor):
+        return tensor
+    for (offsets, sizes), at in _own_boxes(tensor):
+        if index.offset is None or tuple(index.offset) == offsets:
+            return _core.own_share(tensor, write=False).narrow(0, at, math.prod(sizes)).view(sizes)
+    raise ValueError(f'this rank has no shard of "{index.fqn}" at {index.offset}')
+
+
+class _OverRanks:
+    """A method that only tensors which lie over ranks have: code that asks for it finds none on others."""
+
+    def __init__(self, name: str, method: Callable[..., Any]) -> None:
+        self._name = name
+        self._method = method
+
+    def __get__(self, tensor: torch.Tensor | None, _owner: type) -> Any:
+        if tensor is None or _core.ranks_of(tensor) == 1:
+            raise AttributeError(self._name)
+        return functools.partial(self._method, tensor)
+
+
+def install() -> None:
+    tensor: Any = torch.Tensor
+    for name, method in (
+        ("__create_write_items__", _write_items),
+        ("__create_chunk_list__", _chunk_list),
+        ("__get_tensor_shard__", _shard),
+    ):
+        setattr(tensor, name, _OverRanks(name, method))
