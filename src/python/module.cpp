@@ -155,18 +155,17 @@ void bind_tensor_files(py::module_& module) {
           },
           py::arg("tensor"), py::arg("offset"), py::call_guard<py::gil_scoped_release>())
       .def("finish", &TensorFileWriter::finish, py::call_guard<py::gil_scoped_release>());
-  py::class_<TensorFileReader>(module, "TensorFileReader")
-      .def(py::init<const std::string&>(), py::arg("path"))
-      .def_property_readonly("size", &TensorFileReader::size)
+  py::class_<TensorFolderReader>(module, "TensorFolderReader")
+      .def(py::init<std::string>(), py::arg("folder"))
       .def(
           "read",
-          [](TensorFileReader& file, const at::Tensor& tensor, std::uint64_t offset, at::ScalarType dtype,
-             const std::vector<PieceTuple>& tuples, const std::string& name) {
+          [](TensorFolderReader& folder, const std::string& file, const at::Tensor& tensor, std::uint64_t offset,
+             at::ScalarType dtype, const std::vector<PieceTuple>& tuples, const std::string& name) {
             std::vector<Piece> pieces;
             for (const auto& [begin, bytes, crc] : tuples) pieces.push_back({begin, bytes, crc});
-            file.read(tensor, offset, dtype, pieces, name);
+            folder.read(file, tensor, offset, dtype, pieces, name);
           },
-          py::arg("tensor"), py::arg("offset"), py::arg("dtype"), py::arg("pieces"), py::arg("name"),
+          py::arg("file"), py::arg("tensor"), py::arg("offset"), py::arg("dtype"), py::arg("pieces"), py::arg("name"),
           py::call_guard<py::gil_scoped_release>());
 }
 
@@ -239,7 +238,7 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
-  module.def("exchange", &exchange);
+  module.def("exchange_paths", &exchange_paths);
   module.def(
       "own_ranges",
       [](const at::Tensor& tensor) {

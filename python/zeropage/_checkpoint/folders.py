@@ -43,7 +43,7 @@ class PartialFolder:
             (self.path / _LOCK).unlink()
             sync_folder(self.path)
             if self.place.exists():
-                _core.exchange(os.fspath(self.path), os.fspath(self.place))
+                _core.exchange_paths(os.fspath(self.path), os.fspath(self.place))
             else:
                 self.path.rename(self.place)
             sync_folder(self.place.parent)

@@ -34,7 +34,7 @@ class Checkpoint:
     def __init__(self, path: pathlib.Path, manifest: dict[str, Any]) -> None:
         self.path = path
         self._manifest = manifest
-        self._readers: dict[str, _core.TensorFileReader] = {}
+        self._reader = _core.TensorFolderReader(os.fspath(path))
         self._where = {
             (file.split(".")[0].split("-")[0], name): (file, entry)
             for file, listed in manifest["files"].items()
@@ -82,10 +82,8 @@ class Checkpoint:
 
     def _read(self, part: str, name: str, into: torch.Tensor) -> None:
         file, entry = self._where[part, name]
-        if file not in self._readers:
-            self._readers[file] = _core.TensorFileReader(os.fspath(self.path / file))
         pieces = [(begin, length, crc) for begin, length, crc in entry["pieces"]]
-        self._readers[file].read(into, entry["offset"], getattr(torch, entry["dtype"]), pieces, name)
+        self._reader.read(file, into, entry["offset"], getattr(torch, entry["dtype"]), pieces, name)
 
     def _empty(self, part: str, name: str) -> torch.Tensor:
         entry = self._where[part, name][1]

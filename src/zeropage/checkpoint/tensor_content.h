@@ -50,9 +50,9 @@ struct OwnRange {
 };
 /// What this rank has of a tensor that is partitioned; none for others.
 std::optional<std::vector<OwnRange>> own_ranges(const at::Tensor& tensor);
-/// This rank's share of a tensor that is partitioned, flat. What optimizers left to do to it is done, and with `write`
-/// no rank holds what it was whole. All ranks call it; until the tensor is used again, each reads, and with `write`
-/// writes, as it likes.
+/// This rank's share of a tensor that is partitioned, flat. What optimizers left to do to it is done, and with
+/// `write` no rank holds what it was whole. All ranks call it; until the tensor is used again, each reads, and with
+/// `write` writes, as it likes.
 at::Tensor own_share(const at::Tensor& tensor, bool write);
 
 }  // namespace zeropage

@@ -2,9 +2,11 @@
 // it has. What lies where is the caller's to say.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zeropage/checkpoint/tensor_content.h"
@@ -31,18 +33,19 @@ class TensorFileWriter {
   FileWriter writer_{*io_, file_};
 };
 
-class TensorFileReader {
+/// Reads the files of one folder, with memory for one of them.
+class TensorFolderReader {
  public:
-  explicit TensorFileReader(const std::string& path) : reader_(*io_, path) {}
-  void read(const at::Tensor& tensor, std::uint64_t offset, c10::ScalarType dtype, std::span<const Piece> pieces,
-            const std::string& name) {
-    read_content(tensor, reader_, offset, dtype, pieces, name);
-  }
-  std::uint64_t size() const { return reader_.size(); }
+  explicit TensorFolderReader(std::string folder) : folder_(std::move(folder)) {}
+  /// read_content() of the file of that name.
+  void read(const std::string& file, const at::Tensor& tensor, std::uint64_t offset, c10::ScalarType dtype,
+            std::span<const Piece> pieces, const std::string& name);
 
  private:
+  const std::string folder_;
   const std::unique_ptr<Io> io_ = make_io();
-  FileReader reader_;
+  const std::shared_ptr<FileReader::Blocks> blocks_ = FileReader::make_blocks();
+  std::map<std::string, FileReader> files_;
 };
 
 }  // namespace zeropage

@@ -147,7 +147,7 @@ void File::sync() const {
   }
 }
 
-void exchange(const std::string& one, const std::string& other) {
+void exchange_paths(const std::string& one, const std::string& other) {
   if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0) return;
   const std::string aside = one + ".aside";
   const bool moved = (errno == EINVAL || errno == ENOSYS) && ::rename(other.c_str(), aside.c_str()) == 0 &&

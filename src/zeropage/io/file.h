@@ -47,6 +47,6 @@ class File {
 
 /// Two files or folders of one file system change places, in one step where the file system has that. Throws
 /// DiskError.
-void exchange(const std::string& one, const std::string& other);
+void exchange_paths(const std::string& one, const std::string& other);
 
 }  // namespace zeropage

@@ -8,14 +8,18 @@
 
 namespace zeropage {
 
-FileReader::FileReader(Io& io, const std::string& path)
+std::shared_ptr<FileReader::Blocks> FileReader::make_blocks() {
+  auto blocks = std::make_shared<Blocks>(kBuffers);
+  for (Block& block : *blocks) block.memory = make_buffer(kMostBytes + 2 * kBlockBytes);
+  return blocks;
+}
+
+FileReader::FileReader(Io& io, const std::string& path, std::shared_ptr<Blocks> blocks)
     : io_(io),
       file_(File::open(path, /*writable=*/false)),
       direct_(file_.reopen_direct(/*writable=*/false)),
       size_(file_.size()),
-      blocks_(kBuffers) {
-  for (Block& block : blocks_) block.memory = make_buffer(kMostBytes + 2 * kBlockBytes);
-}
+      blocks_(std::move(blocks)) {}
 
 /// Whole disk blocks go past the page cache. The file's last one, if it is not whole, cannot.
 void FileReader::start(Block& block, const Range& range) {
@@ -35,10 +39,16 @@ void FileReader::start(Block& block, const Range& range) {
 
 void FileReader::read(std::span<const Range> ranges,
                       const std::function<void(std::size_t, std::span<const std::byte>)>& visit) {
-  for (Block& block : blocks_) block.ticket = {};  // of a call that threw
-  for (std::size_t i = 0; i < std::min(kBuffers, ranges.size()); ++i) start(blocks_[i], ranges[i]);
+  Blocks& blocks = *blocks_;
+  const struct Drain {  // what is under way when something throws ends before the file is closed
+    Blocks& blocks;
+    ~Drain() {
+      for (Block& block : blocks) block.ticket = {};
+    }
+  } drain{blocks};
+  for (std::size_t i = 0; i < std::min(kBuffers, ranges.size()); ++i) start(blocks[i], ranges[i]);
   for (std::size_t i = 0; i < ranges.size(); ++i) {
-    Block& block = blocks_[i % kBuffers];
+    Block& block = blocks[i % kBuffers];
     block.ticket.wait();
     visit(i, {block.memory.get() + ranges[i].offset % kBlockBytes, ranges[i].bytes});
     if (i + kBuffers < ranges.size()) start(block, ranges[i + kBuffers]);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,8 +23,16 @@ class FileReader {
     std::size_t bytes;     // 1 to kMostBytes
   };
 
+  /// What is read into. Several readers may share it, one at a time.
+  struct Block {
+    Buffer memory;
+    Ticket ticket;
+  };
+  using Blocks = std::vector<Block>;
+  static std::shared_ptr<Blocks> make_blocks();
+
   /// Throws DiskError if the file cannot be opened.
-  FileReader(Io& io, const std::string& path);
+  FileReader(Io& io, const std::string& path, std::shared_ptr<Blocks> blocks = make_blocks());
 
   /// Calls `visit` for each range in turn, with its place among them and its bytes. Throws DiskError, and what
   /// `visit` throws.
@@ -33,18 +42,13 @@ class FileReader {
   const std::string& name() const { return file_.name(); }
 
  private:
-  struct Block {
-    Buffer memory;
-    Ticket ticket;
-  };
-
   void start(Block& block, const Range& range);
 
   Io& io_;
   const File file_;
   const File direct_;
   const std::uint64_t size_;
-  std::vector<Block> blocks_;
+  const std::shared_ptr<Blocks> blocks_;
 };
 
 }  // namespace zeropage

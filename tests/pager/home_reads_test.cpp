@@ -1,0 +1,67 @@
+#include <doctest/doctest.h>
+
+#include "pager/cache_fixture.h"
+#include "zeropage/base/errors.h"
+#include "zeropage/io/buffers.h"
+
+using namespace zeropage;
+
+constexpr std::size_t K = kKiB;
+
+namespace {
+
+struct HomeReadsFixture : CacheFixture {
+  Buffer memory = make_buffer(16 * K);
+  bool holds_page(unsigned seed, std::size_t page, std::size_t bytes) const {
+    for (std::size_t k = 0; k < bytes; ++k) {
+      if (memory.get()[k] != pattern(seed, page * 16 * K + k)) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace
+
+TEST_CASE_FIXTURE(HomeReadsFixture, "what is on disk alone is read past the cache, which stays as it is") {
+  make(256 * K, 256 * K);
+  auto a = segment(100 * K);
+  CHECK_FALSE(cache->read_home(*a, 0, memory.get()));  // never written
+  write(*a, 1);
+  CHECK_FALSE(cache->read_home(*a, 0, memory.get()));  // in memory
+  cache->evict(*a);
+  const auto before = cache->stats();
+  for (std::size_t i = 0; i < a->pages(); ++i) {
+    HomeRead read = cache->read_home(*a, i, memory.get());
+    REQUIRE(read);
+    CHECK(read.wait());
+    CHECK(holds_page(1, i, a->bytes_of(i)));
+  }
+  CHECK_FALSE(cache->resident(*a));
+  CHECK(cache->stats().faults == before.faults);
+  CHECK(cache->stats().read_bytes == before.read_bytes + 100 * K);
+}
+
+TEST_CASE_FIXTURE(HomeReadsFixture, "a page that changes while it is read is told") {
+  make(256 * K, 256 * K);
+  auto a = segment(100 * K);
+  write(*a, 1);
+  cache->evict(*a);
+  HomeRead read = cache->read_home(*a, 2, memory.get());
+  write(*a, 2);
+  cache->evict(*a);
+  CHECK_FALSE(read.wait());
+  HomeRead again = cache->read_home(*a, 2, memory.get());
+  CHECK(again.wait());
+  CHECK(holds_page(2, 2, 16 * K));
+}
+
+TEST_CASE_FIXTURE(HomeReadsFixture, "a second version that is open is not read, nor what is before it is settled") {
+  make(256 * K, 256 * K);
+  auto a = segment(100 * K);
+  write(*a, 1);
+  cache->evict(*a);
+  REQUIRE(cache->open_version(*a, /*write_first=*/false));
+  CHECK_FALSE(cache->read_home(*a, 0, memory.get()));
+  cache->discard_version(*a);
+  CHECK(cache->read_home(*a, 0, memory.get()).wait());
+}
