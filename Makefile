@@ -43,10 +43,10 @@ cpp-tests: build
 	ninja -C $$folder --quiet core_tests torch_tests sim
 	cd $$folder && ctest --output-on-failure
 
-ON_DEVICE := accelerator bad_input equality hazards hugging_face mixed programs quantised rules step tensors
+ON_DEVICE := accelerator bad_input checkpoint equality hazards hugging_face mixed programs quantised rules saving step tensors
 test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
-	$(PYTHON) -m pytest -q tests/python --ignore tests/python/test_databases.py $(ARGS)
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python/test_databases.py
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k "not ranks" $(ARGS)
+	$(PYTHON) -m pytest -q tests/python -k ranks $(ARGS)  # each is processes enough
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
 	$(PYTHON) -m pytest -q --device sim tests/python/test_ranks.py -k "two and (1 or 2 or 3) and disk"
