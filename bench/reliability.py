@@ -99,6 +99,9 @@ def damages(count: int, directory: pathlib.Path, generator: random.Random, cut: 
         at = generator.randrange(len(whole))
         flipped = bytes([whole[at] ^ (1 << generator.randrange(8))]) + whole[at + 1 :]
         path.write_bytes(whole[:at] + (b"" if cut else flipped))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
         try:
             zeropage.load(folder, model, optimizer)
             same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

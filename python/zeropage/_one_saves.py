@@ -8,6 +8,7 @@ with their part of a tensor what the one that saves is about to do with its own.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -27,35 +28,33 @@ class _Leader:
         dist.broadcast_object_list(message, src=dist.get_rank())
 
 
-_leader: _Leader | None = None
+_this_thread = threading.local()  # .leader: of a thread that saves
 
 
-def _lies_over_ranks(tensor: torch.Tensor) -> bool:
-    return _leader is not None and _core.ranks_of(tensor) > 1
+def _ask(what: str, tensor: torch.Tensor) -> None:
+    leader: _Leader | None = getattr(_this_thread, "leader", None)
+    if leader is not None and _core.ranks_of(tensor) > 1:
+        leader.ask(what, tensor)
 
 
 def about_to_pin(tensor: torch.Tensor) -> None:
     """This rank pins the tensor next, to read it, and lets go of it before it asks for another."""
-    if _leader is not None and _lies_over_ranks(tensor):
-        _leader.ask("pin", tensor)
+    _ask("pin", tensor)
 
 
 def saved(tensor: torch.Tensor) -> torch.Tensor:
-    if _leader is not None and _lies_over_ranks(tensor):
-        _leader.ask("saved", tensor)
+    _ask("saved", tensor)
     return _core.saved(tensor)
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    if _leader is not None and _lies_over_ranks(tensor):
-        _leader.ask("clone", tensor)
+    _ask("clone", tensor)
     return tensor.clone()
 
 
 @contextlib.contextmanager
 def _leading() -> Iterator[None]:
-    global _leader
-    _leader = leader = _Leader()
+    _this_thread.leader = leader = _Leader()
     error = "it was interrupted"
     try:
         yield
@@ -64,7 +63,7 @@ def _leading() -> Iterator[None]:
         error = str(raised) or type(raised).__name__
         raise
     finally:
-        _leader = None
+        _this_thread.leader = None
         leader.ask("end", error=error)
 
 
@@ -113,7 +112,7 @@ def run(save: Callable[[], T], saves: bool, tensors: Callable[[], Iterable[torch
 
     Raises RankError on the others if a rank that saves raises.
     """
-    if _leader is not None or not over_ranks(tensors()):
+    if getattr(_this_thread, "leader", None) is not None or not over_ranks(tensors()):
         return save()
     everyone: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, bool(saves))

@@ -47,10 +47,12 @@ def _module_state_dict(original: Any) -> Any:
 
 def _load_from_state_dict(original: Any) -> Any:
     @functools.wraps(original)
-    def load(self: torch.nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
-        assigns = metadata.get("assign_to_params_buffers", False)
+    def load(
+        self: torch.nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any
+    ) -> None:
+        assigns = local_metadata.get("assign_to_params_buffers", False)
         before = {**self._parameters, **self._buffers} if assigns else {}
-        original(self, state, prefix, metadata, *arguments)
+        original(self, state_dict, prefix, local_metadata, *rest, **named)
         for name, old in before.items():
             new = self._parameters.get(name, self._buffers.get(name))
             if new is None or old is None or new is old or _core.is_paged(new):
@@ -73,8 +75,8 @@ def _optimizer_value(original: Any) -> Any:
             return value.to(device=param.device)
         if value.dim() == 0 or value.shape != param.shape:
             return value.to(dtype=_core.dtype_of_states(param), device=param.device)
-        if _core.is_paged(value):
-            return value
+        if _core.in_one_space(value, param) and value.dtype == _core.dtype_of_states(param):
+            return value  # as torch has it: the same tensor
         with torch.no_grad():
             return torch.zeros_like(param, memory_format=torch.preserve_format).copy_(value)
 

@@ -24,15 +24,16 @@ class _Pins:
 
     def __init__(self) -> None:
         self._pin: _core.TensorPin | None = None
+        self._tensor: torch.Tensor | None = None
 
     def take(self, tensor: torch.Tensor) -> None:
         self.release()
-        self._pin = _core.pin(tensor, write=False)
+        self._pin, self._tensor = _core.pin(tensor, write=False), tensor
 
     def release(self) -> None:
         if self._pin is not None:
             self._pin.release()
-            self._pin = None
+            self._pin = self._tensor = None
 
 
 class PagedStorage(torch.UntypedStorage):
@@ -58,19 +59,37 @@ class PagedStorage(torch.UntypedStorage):
         return self._tensor.untyped_storage().nbytes()
 
     def cpu(self) -> torch.UntypedStorage:
-        if _core.is_quantised(self._tensor):
-            self._tensor = _one_saves.clone(self._tensor)  # what it stands for, paged
-        storage: Any = self._tensor.untyped_storage()
-        _one_saves.about_to_pin(self._tensor)
-        _saving.held.take(self._tensor)
-        on_cpu: torch.UntypedStorage = storage if self._tensor.device.type == "cpu" else storage.cpu()
+        _saving.held.release()
+        tensor = self._tensor
+        if _core.is_quantised(tensor):
+            tensor = _one_saves.clone(self._whole())  # what it stands for, paged
+        storage: Any = tensor.untyped_storage()
+        _one_saves.about_to_pin(tensor)
+        _saving.held.take(tensor)
+        on_cpu: torch.UntypedStorage = storage if tensor.device.type == "cpu" else storage.cpu()
         return on_cpu
+
+    def plain(self) -> torch.UntypedStorage:
+        """A copy, in memory."""
+        copy: torch.UntypedStorage = _core.plain_copy(self._whole()).untyped_storage()
+        return copy
+
+    def _whole(self) -> torch.Tensor:
+        elements = self.nbytes() // self._tensor.element_size()
+        return self._tensor.as_strided((elements,), (1,), 0)
 
 
 def _stand_in(tensor: torch.Tensor, typed: torch.storage.TypedStorage) -> Any:
     make: Any = torch.storage.TypedStorage
-    storage = make(wrap_storage=PagedStorage.of(tensor), dtype=typed.dtype, _internal=True)
+    paged = PagedStorage.of(tensor)
+    storage = make(wrap_storage=paged, dtype=typed.dtype, _internal=True)
     storage._fake_device = tensor.device  # where torch.load() puts it
+
+    def reduce_ex(protocol: int) -> Any:
+        # A pickler that is not torch.save's, inside of what torch.save pickles, takes all at once.
+        return make(wrap_storage=paged.plain(), dtype=typed.dtype, _internal=True).__reduce_ex__(protocol)
+
+    storage.__reduce_ex__ = reduce_ex
     return storage
 
 

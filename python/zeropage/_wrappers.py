@@ -7,6 +7,7 @@ hand is told that it is not needed.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -42,14 +43,12 @@ def _accelerate_saving(module: ModuleType) -> None:
     save = library.save
 
     @functools.wraps(save)
-    def saving(obj: Any, f: Any, save_on_each_node: bool = False, **options: Any) -> Any:
+    def saving(obj: Any, *args: Any, **named: Any) -> Any:
+        arguments = inspect.signature(save).bind(obj, *args, **named).arguments
         state = _state_of_process()
-        writes = state.is_local_main_process if save_on_each_node else state.is_main_process
-        return _one_saves.run(
-            lambda: save(obj, f, save_on_each_node=save_on_each_node, **options),
-            writes,
-            lambda: list(_one_saves.all_tensors(obj)),
-        )
+        writes = state.is_local_main_process if arguments.get("save_on_each_node") else state.is_main_process
+        tensors = list(_one_saves.all_tensors(obj))
+        return _one_saves.run(lambda: save(obj, *args, **named), writes, lambda: tensors)
 
     library.save = saving
 
@@ -112,6 +111,7 @@ def _distributed(module: ModuleType) -> None:
 
 def install() -> None:
     when_imported("accelerate.accelerator")(_accelerate)
+    when_imported("accelerate.accelerator")(_accelerate_saving)
     when_imported("accelerate.checkpointing")(_accelerate_saving)
     when_imported("transformers.trainer")(_trainer)
     when_imported("torch.nn.parallel.distributed")(_distributed)

@@ -253,6 +253,7 @@ PYBIND11_MODULE(_core, module) {
       py::call_guard<py::gil_scoped_release>());
   module.def("own_share", &own_share, py::arg("tensor"), py::arg("write"), py::call_guard<py::gil_scoped_release>());
   module.def("number_of", &number_of);
+  module.def("in_one_space", &in_one_space);
   module.def("is_quantised", &is_quantised);
   module.def("dtype_of_states", &dtype_of_states);
   module.def("most_precise", &most_precise, py::call_guard<py::gil_scoped_release>());

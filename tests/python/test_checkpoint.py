@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,6 +222,9 @@ def test_what_does_not_fit_is_an_error_before_anything_changes(config, folder):
     refused("is missing", model, optimizer, kind=zeropage.DiskError)
     (folder / "zeropage.json").unlink()
     refused("is no checkpoint", model, optimizer, kind=zeropage.DiskError)
+    with pytest.raises(zeropage.Error, match="is no checkpoint; save to another folder"):
+        zeropage.save(folder, model)  # it may be the user's
+    shutil.rmtree(folder)
     zeropage.save(folder, model)
     refused("holds no optimizer", model, optimizer)
 
@@ -295,10 +299,96 @@ def test_two_processes_do_not_save_to_one_folder_at_once(config, folder):
     from zeropage._checkpoint.folders import PartialFolder
 
     model, _ = trained(config)
-    under_way = PartialFolder(folder)
+    under_way = PartialFolder(folder, replaces="zeropage.json")
     with pytest.raises(zeropage.Error, match="another process is saving"):
         zeropage.save(folder, model)
     zeropage.save(folder.with_name("other"), model)  # and does not take it for a dead one's
     assert under_way.path.exists()
     under_way.discard()
     zeropage.save(folder, model)
+
+
+class Odd(nn.Module):
+    """Tensors of every kind, and state that it only makes when asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(40, 30)
+        self.convolution = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(30, 50).t())
+        self.scalar = nn.Parameter(torch.tensor(3.0))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("complex", torch.randn(33, 5, dtype=torch.complex64))
+        self.register_buffer("as_real", torch.view_as_real(torch.randn(20, 3, dtype=torch.complex64)))
+        self.register_buffer("as_complex", torch.view_as_complex(torch.randn(900, 20, 2)))
+        self.register_buffer("conjugate", torch.randn(7, 5, dtype=torch.complex64).conj())
+        self.register_buffer("bits", torch.randn(60, 50).view(torch.int32))
+        self.register_buffer("mask", torch.rand(17, 9) > 0.5)
+        self.register_buffer("count", torch.tensor(7))
+        self.extra = 1
+
+    def get_extra_state(self):
+        return torch.tensor([self.extra, 5], device="cpu")
+
+    def set_extra_state(self, state):
+        self.extra = int(state[0])
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "plain"])
+def test_tensors_of_every_kind_come_back(paged, config, folder):
+    def make():
+        with zeropage.init(config) if paged else torch.no_grad():
+            return Odd()
+
+    model, again = make(), make()
+    model.extra = 42
+    expected = {name: value.detach().clone().cpu() for name, value in model.state_dict().items()}
+    zeropage.save(folder, model)
+    with torch.no_grad():
+        for value in [*again.parameters(), *again.buffers()]:
+            value.zero_()
+    zeropage.load(folder, again)
+    assert again.extra == 42
+    found = again.state_dict()
+    assert all(torch.equal(found[name].cpu(), value) for name, value in expected.items())
+    from safetensors.torch import load_file
+
+    written = load_file(folder / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+
+
+def test_a_folder_that_is_no_checkpoint_is_left_alone(config, folder):
+    model, _ = trained(config)
+    zeropage.save(folder / "step-1", model, extra={"step": 1})
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(zeropage.Error, match="is no checkpoint"):
+        zeropage.save(folder, model)
+    assert (folder / "notes.txt").read_text() == "mine" and zeropage.load(folder, model) == {"step": 1}
+    (folder / "newest").symlink_to("step-1")
+    for step in (2, 3):
+        zeropage.save(folder / "newest", model, extra={"step": step})  # through the link
+        assert zeropage.load(folder / "step-1", model) == {"step": step}
+    assert sorted(path.name for path in folder.iterdir()) == ["newest", "notes.txt", "step-1"]
+
+
+def test_the_latest_is_that_which_was_written_last_whatever_copies_do_to_times(config, folder):
+    model, _ = trained(config)
+    for step in range(3):
+        zeropage.save(folder / f"step-{step}", model, extra={"step": step})
+    for i, path in enumerate(sorted(folder.iterdir(), reverse=True)):
+        os.utime(path / "zeropage.json", (i + 1, i + 1))
+    assert zeropage.load(folder, model) == {"step": 2}
+
+
+def test_names_with_slashes_are_two_places(config, folder):
+    one, other = torch.zeros(2, device="cpu"), torch.ones(2, device="cpu")
+    zeropage.save(folder, extra={"a/b": one, "a": {"b": other, "~1": one}})
+    loaded = zeropage.load(folder)
+    assert torch.equal(loaded["a/b"], one) and torch.equal(loaded["a"]["b"], other)
+
+
+def test_an_optimizer_with_state_of_its_own_is_an_error(config, folder):
+    model, optimizer = trained(config)
+    optimizer.state["global"] = {"step": 3}
+    with pytest.raises(zeropage.Error, match="keeps state of its own, under 'global'"):
+        zeropage.save(folder, model, optimizer)

@@ -121,6 +121,8 @@ def fails(path, what):
                 finally:
                     if dist.get_rank() == 1:
                         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            elif what == "other":
+                zeropage.save(path, torch.nn.Linear(3, 3 + dist.get_rank()))
             elif what == "damaged":
                 if dist.get_rank() == 0:
                     file = pathlib.Path(path) / "model.safetensors"
@@ -134,11 +136,14 @@ def fails(path, what):
         return type(raised.value).__name__, str(raised.value)
 
 
-@pytest.mark.parametrize("what", ["extra", "size", "damaged"])
+@pytest.mark.parametrize("what", ["extra", "size", "damaged", "other"])
 def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(what, two, disk):
     path = pathlib.Path(disk) / "checkpoint"
     first, second = two.run(fails, path, what)
     assert {first[0], second[0]} <= {"Error", "RankError", "DiskError"}
+    if what == "other":
+        assert first[0] == second[0] == "RankError" and "other tensors" in first[1]
+        return
     assert "RankError" in (first[0], second[0]) or (what == "damaged" and first[0] == second[0] == "DiskError")
     said = {"extra": "cannot hold", "size": "File too large", "damaged": "damaged"}[what]
     assert all(said in message for _, message in (first, second))
@@ -165,3 +170,31 @@ def test_a_rank_that_dies_is_an_error_on_the_other(rank, disk):
     assert zeropage.load(path, build(torch.no_grad())) == {"step": 1}
     zeropage.save(path, build(torch.no_grad()))
     assert [p.name for p in path.parent.iterdir()] == ["checkpoint"]
+
+
+def fails_and_loads(path, precision):
+    """A load that fails on one rank, and then one that does not."""
+    path = pathlib.Path(path)
+    with space(resident_below=4096, **PRECISIONS[precision]) as made:
+        model = build(made)
+        optimizer = make_optimizer(model, "AdamW-fused")
+        run_steps(model, optimizer, range(2))
+        for name in ("good", "bad"):
+            zeropage.save(path / name, model, optimizer)
+        expected = run_steps(model, optimizer, range(2, 4))
+        if dist.get_rank() == 0:
+            file = path / "bad" / "model.safetensors"
+            whole = bytearray(file.read_bytes())
+            whole[5000] ^= 1  # in the first tensor's first part
+            file.write_bytes(whole)
+        dist.barrier()
+        with pytest.raises(zeropage.Error, match="damaged"):
+            zeropage.load(path / "bad", model, optimizer)
+        zeropage.load(path / "good", model, optimizer)
+        return expected, run_steps(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_after_a_load_that_failed_on_one_rank_another_checkpoint_loads(precision, two, disk):
+    for expected, resumed in two.run(fails_and_loads, disk, precision):
+        assert resumed == expected

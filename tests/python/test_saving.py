@@ -231,3 +231,63 @@ def test_safetensors_files_are_those_of_its_own_library(config, tmp_path):
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(plain.parameters(), paged.parameters(), strict=True))
     with pytest.raises(ValueError, match="non contiguous"):
         safetensors.save_file({"t": paged[3].weight.detach().t()}, tmp_path / "x")
+
+
+class Pickles:
+    """Pickles a tensor by itself, while torch.save pickles this."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __getstate__(self):
+        return pickle.dumps(self.tensor)
+
+    def __setstate__(self, state):
+        self.tensor = pickle.loads(state)
+
+
+def test_a_tensor_that_is_pickled_inside_of_what_is_saved_has_its_content(config, tmp_path):
+    paged = build(zeropage.init(config))
+    torch.save([Pickles(paged[0].weight.detach()), paged[0].weight], tmp_path / "x")
+    inner, outer = torch.load(tmp_path / "x", weights_only=False)
+    assert torch.equal(inner.tensor.cpu(), outer.detach().cpu())
+
+
+def test_states_of_another_space_are_copied_into_this_one(config):
+    spaces = [zeropage.init(config), zeropage.init(config)]
+    models = [build(space) for space in spaces]
+    optimizers = [make_optimizer(model, "AdamW-fused") for model in models]
+    run_steps(models[0], optimizers[0], range(2))
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for state in optimizers[1].state.values():
+        state["step"] = state["step"].clone()  # torch gives both the same
+    expected = run_steps(models[0], optimizers[0], range(2, 4))
+    spaces[0].close()
+    assert run_steps(models[1], optimizers[1], range(2, 4)) == expected
+
+
+def test_a_module_that_loads_by_keywords_still_can():
+    class ByKeywords(nn.Linear):
+        def _load_from_state_dict(self, **named):
+            super()._load_from_state_dict(**named)
+
+    module = ByKeywords(2, 2)
+    named = dict(prefix="", local_metadata={}, strict=True, missing_keys=[], unexpected_keys=[], error_msgs=[])
+    module._load_from_state_dict(state_dict=module.state_dict(), **named)
+
+
+def test_a_disk_that_fails_while_torch_writes_leaves_no_pin(config):
+    class Full(io.BytesIO):
+        def write(self, data):
+            if self.tell() > 20_000:
+                raise OSError("full")
+            return super().write(data)
+
+    paged = build(zeropage.init(config))
+    with pytest.raises((OSError, RuntimeError)):
+        torch.save(paged.state_dict(), Full())
+    for parameter in paged.parameters():
+        zeropage._core.evict(parameter)
+    held = {memory.name: memory.now for memory in zeropage.report().budgets}
+    assert sum(held.values()) == 0

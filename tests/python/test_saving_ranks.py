@@ -127,6 +127,7 @@ def accelerate_and_resume(path, precision):
             if saves:
                 run_steps(model, optimizer, range(2))
                 accelerator.save_state(path)
+                accelerator.save(model.state_dict(), pathlib.Path(path) / "alone.pt")
             else:
                 accelerator.load_state(path)
             losses.append(run_steps(model, optimizer, range(2, 4)))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -26,8 +27,9 @@ import torch
 from zeropage import _core
 from zeropage._checkpoint import folders, random_state
 from zeropage._checkpoint.contents import Contents, Progress
+from zeropage._checkpoint.names import MANIFEST
 from zeropage._checkpoint.ranks import Ranks
-from zeropage._checkpoint.reader import Checkpoint, checkpoints_in, latest
+from zeropage._checkpoint.reader import Checkpoint, checkpoints_in, find, latest
 
 __all__ = ["latest", "load", "save"]
 
@@ -58,20 +60,22 @@ def save(
     checkpoint cannot hold; RankError on all other ranks if one fails. The checkpoint that was there is then intact.
     """
     ranks = Ranks()
-    place = pathlib.Path(folder)
+    place = pathlib.Path(folder).resolve()
     with torch.no_grad(), ranks.together():
         contents = Contents.of(model, optimizer, scheduler, extra, visible, ranks.rank)
     contents.take_rests(ranks.gather(contents.rest))
+    if len(set(ranks.gather(contents.layout))) > 1:
+        raise _core.RankError("ranks have other tensors, names or dtypes to save; save the same on all of them")
     partial: folders.PartialFolder | None = None
     try:
         with ranks.together():
             if ranks.first:
-                partial = folders.PartialFolder(place)
+                partial = folders.PartialFolder(place, replaces=MANIFEST)
                 contents.create(partial.path)
         path = pathlib.Path(ranks.of_first(os.fspath(partial.path) if partial else ""))
         with torch.no_grad(), ranks.together():
             pieces = contents.write(path, ranks.first, progress or _bar(contents.size, ranks.first))
-        everyones = ranks.gather(pieces)
+        everyones = ranks.gather_to_first(pieces)
         with ranks.together():
             if partial is not None:
                 contents.finish(partial.path, everyones, model)
@@ -104,18 +108,22 @@ def load(
     ranks = Ranks()
     with torch.no_grad():
         with ranks.together():
-            checkpoint = Checkpoint.open(pathlib.Path(folder))
+            found = find(pathlib.Path(folder)) if ranks.first else None
+        path = ranks.of_first(found)
+        with ranks.together():
+            checkpoint = Checkpoint.open(path)
             plan = checkpoint.plan(model, optimizer)
+        if len(set(ranks.gather(checkpoint.crc))) > 1:
+            raise _core.RankError(f'ranks do not see the same "{path}": it must be one folder for all of them')
         with ranks.together():
             for step in plan:
                 step()
             mine = checkpoint.of_rank(ranks.rank)
+            checkpoint.raise_first_error()
     if scheduler is not None:
         if "scheduler" not in mine:
             raise _core.Error(f'"{checkpoint.path}" holds no scheduler; save one with it, or load without')
         scheduler.load_state_dict(mine["scheduler"])
-    if random and "random" in mine:
-        random_state.set(mine["random"])
     result: dict[str, Any] = mine["extra"]
     for name, value in (extra or {}).items():
         if hasattr(value, "load_state_dict"):
@@ -123,6 +131,8 @@ def load(
                 raise _core.Error(f'"{checkpoint.path}" holds no extra "{name}"; it has {sorted(result)}')
             value.load_state_dict(result[name])
             result[name] = value
+    if random and "random" in mine:
+        random_state.set(mine["random"])  # last: what is loaded may draw
     return result
 
 
@@ -142,4 +152,7 @@ def _remove_old(place: pathlib.Path, keep: int | None) -> None:
         return
     others = [path for path in checkpoints_in(place.parent) if path.name != place.name]
     for path in others[: max(len(others) - max(keep - 1, 0), 0)]:
-        folders.remove(path)
+        try:
+            folders.remove(path)
+        except OSError as error:  # the new one is there: that is what was asked for
+            warnings.warn(f'the older checkpoint "{path}" cannot be removed: {error.strerror}', stacklevel=3)

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -123,6 +124,11 @@ class Contents:
             self.files += _files_of("state", small)
 
     @property
+    def layout(self) -> int:
+        """The same on all ranks, if they have the same tensors."""
+        return zlib.crc32(b"".join(file.layout.header for file in self.files))
+
+    @property
     def size(self) -> int:
         return sum(file.layout.size for file in self.files)
 
@@ -141,7 +147,7 @@ class Contents:
             writer = _core.TensorFileWriter(os.fspath(path / file.name), 0)
             written = pieces.setdefault(file.name, {})
             for names in _batches(file.sources, file.layout.offsets):
-                ours = [name for name in names if first or _core.is_paged(file.sources[name].tensor)]
+                ours = [name for name in names if first or _core.ranks_of(file.sources[name].tensor) > 1]
                 placed = [(file.sources[name].content(), file.layout.offsets[name]) for name in ours]
                 written.update(zip(ours, writer.write(placed), strict=True))
                 passed += sum(file.sources[name].nbytes for name in names)
@@ -216,7 +222,7 @@ def _check_whole(name: str, pieces: Pieces, size: int) -> None:
 
 def _with_checksum(body: dict[str, Any]) -> bytes:
     text = _canonical(body)
-    head = {"format": FORMAT, "crc": zlib.crc32(text.encode())}
+    head = {"format": FORMAT, "crc": zlib.crc32(text.encode()), "time_ns": time.time_ns()}
     return f"{json.dumps(head)}\n{text}\n".encode()
 
 
@@ -269,6 +275,11 @@ def _collect_model(model: torch.nn.Module, visible: bool, parts: dict[str, dict[
 def _collect_optimizer(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> Any:
+    if odd := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise _core.Error(
+            f"{type(optimizer).__name__} keeps state of its own, under {odd[0]!r}, beside that of parameters: save "
+            "its state_dict() in extra"
+        )
     groups = []
     names = names_of_parameters(model, optimizer)
     states = {}

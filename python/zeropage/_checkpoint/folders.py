@@ -22,16 +22,19 @@ _LOCK = "lock"
 class PartialFolder:
     """A folder under way to `place`. While it lives, no other process takes it for a dead one's."""
 
-    def __init__(self, place: pathlib.Path) -> None:
+    def __init__(self, place: pathlib.Path, replaces: str) -> None:
+        """`replaces`: of a folder that is there, it must have a file of this name, or be empty."""
         self.place = place
         self.path = place.parent / f".{place.name}{_SUFFIX}"
+        if place.exists() and not (place.is_dir() and ((place / replaces).exists() or not any(place.iterdir()))):
+            raise _core.Error(f'"{place}" is there already, and is no checkpoint; save to another folder')
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with _alone_in(place.parent):
                 _remove_dead(place.parent)
                 self.path.mkdir()
                 self._lock: IO[str] | None = (self.path / _LOCK).open("w")
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                _try_lock(self._lock)
         except OSError as error:
             if isinstance(error, FileExistsError) and self.path.exists():
                 raise _core.Error(f'another process is saving to "{place}" now; save to another folder') from None
@@ -47,13 +50,24 @@ class PartialFolder:
             else:
                 self.path.rename(self.place)
             sync_folder(self.place.parent)
-        self.discard()
+            self.discard()
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """False if another process has it. Where the file system has no locks, none has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @contextlib.contextmanager
@@ -96,15 +110,18 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
 
 
 def _remove_dead(parent: pathlib.Path) -> None:
+    for aside in parent.glob(f".*{_SUFFIX}.aside"):  # of a file system where two folders change places in steps
+        place = parent / aside.name[1 : -len(f"{_SUFFIX}.aside")]
+        if place.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(place)
     for path in parent.glob(f".*{_SUFFIX}"):
         try:
-            lock = (path / _LOCK).open("a")
+            lock = (path / _LOCK).open("r+")
         except OSError:  # replaced, or its process died before it had one
             shutil.rmtree(path, ignore_errors=True)
             continue
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            shutil.rmtree(path, ignore_errors=True)
+            if _try_lock(lock):
+                shutil.rmtree(path, ignore_errors=True)

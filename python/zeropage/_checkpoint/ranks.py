@@ -24,6 +24,14 @@ class Ranks:
         dist.all_gather_object(everyones, mine)
         return everyones
 
+    def gather_to_first(self, mine: Any) -> list[Any]:
+        """Empty on the others."""
+        if not self.are_many:
+            return [mine]
+        everyones: list[Any] | None = [None] * dist.get_world_size() if self.first else None
+        dist.gather_object(mine, everyones)
+        return everyones or []
+
     def of_first(self, value: Any) -> Any:
         return self.gather(value)[0]
 

@@ -25,14 +25,32 @@ def latest(folder: str | os.PathLike[str]) -> pathlib.Path | None:
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
     """From the oldest to the latest."""
     manifests = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
-    return [path.parent for path in sorted(manifests, key=lambda path: (path.stat().st_mtime_ns, path))]
+    return [path.parent for path in sorted(manifests, key=lambda path: (_time_of(path), path))]
+
+
+def _time_of(manifest: pathlib.Path) -> int:
+    try:
+        with manifest.open("rb") as file:
+            return int(json.loads(file.readline())["time_ns"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0  # damaged: loading it says so
+
+
+def find(folder: pathlib.Path) -> pathlib.Path:
+    """`folder` itself, or the latest in it."""
+    path = folder if (folder / MANIFEST).exists() else latest(folder)
+    if path is None:
+        raise _core.DiskError(f'"{folder}" is no checkpoint, and holds none: there is no {MANIFEST} in it')
+    return path.resolve()
 
 
 class Checkpoint:
     """A folder that is read."""
 
-    def __init__(self, path: pathlib.Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: pathlib.Path, manifest: dict[str, Any], crc: int) -> None:
         self.path = path
+        self.crc = crc  # of all that the manifest says
+        self._errors: list[_core.Error] = []
         self._manifest = manifest
         self._reader = _core.TensorFolderReader(os.fspath(path))
         self._where = {
@@ -42,10 +60,7 @@ class Checkpoint:
         }
 
     @staticmethod
-    def open(folder: pathlib.Path) -> Checkpoint:
-        path = folder if (folder / MANIFEST).exists() else latest(folder)
-        if path is None:
-            raise _core.DiskError(f'"{folder}" is no checkpoint, and holds none: there is no {MANIFEST} in it')
+    def open(path: pathlib.Path) -> Checkpoint:
         try:
             head, text = (path / MANIFEST).read_bytes().rstrip(b"\n").split(b"\n", 1)
             described = json.loads(head)
@@ -58,7 +73,7 @@ class Checkpoint:
             raise _core.DiskError(f'"{path / MANIFEST}" is damaged; load another checkpoint')
         if version != FORMAT:
             raise _core.Error(f'"{path}" has format {version}; this zeropage reads format {FORMAT}: update it')
-        checkpoint = Checkpoint(path, manifest)
+        checkpoint = Checkpoint(path, manifest, described["crc"])
         checkpoint._check_files()
         return checkpoint
 
@@ -83,7 +98,14 @@ class Checkpoint:
     def _read(self, part: str, name: str, into: torch.Tensor) -> None:
         file, entry = self._where[part, name]
         pieces = [(begin, length, crc) for begin, length, crc in entry["pieces"]]
-        self._reader.read(file, into, entry["offset"], getattr(torch, entry["dtype"]), pieces, name)
+        try:
+            self._reader.read(file, into, entry["offset"], getattr(torch, entry["dtype"]), pieces, name)
+        except _core.Error as error:
+            self._errors.append(error)  # and the rest is read: what ranks make must be the same on all
+
+    def raise_first_error(self) -> None:
+        if self._errors:
+            raise self._errors[0]
 
     def _empty(self, part: str, name: str) -> torch.Tensor:
         entry = self._where[part, name][1]
@@ -135,6 +157,8 @@ class Checkpoint:
                 f'"{unexpected[0]}"'
             )
         steps = []
+        computed: dict[str, torch.Tensor] = {}
+        held_by_modules = {id(tensor) for module in model.modules() for tensor in _own_tensors(module)}
         done: set[tuple[Any, ...]] = set()
         for name in sorted(wanted, key=lambda name: name in aliases):
             tensor = wanted[name]
@@ -149,8 +173,18 @@ class Checkpoint:
                     f'"{self.path}" is of another model: "{name}" is {entry["shape"]} there and '
                     f"{list(tensor.shape)} here"
                 )
-            steps.append((file, int(entry["offset"]), self._reads(part, written, tensor.detach())))
+            into = tensor.detach()
+            if id(tensor) not in held_by_modules:
+                into = computed[name] = self._empty(part, written)
+            steps.append((file, int(entry["offset"]), self._reads(part, written, into)))
+        if computed:
+            steps.append(("~", 0, lambda: self._hand_over(model, computed)))  # after all that is read
         return steps
+
+    @staticmethod
+    def _hand_over(model: torch.nn.Module, computed: dict[str, torch.Tensor]) -> None:
+        """What a module makes for its state_dict(), as get_extra_state() does, it is to take back by itself."""
+        model.load_state_dict(computed, strict=False)
 
     def _reads(self, part: str, name: str, into: torch.Tensor) -> Callable[[], None]:
         return lambda: self._read(part, name, into)
@@ -205,6 +239,11 @@ class Checkpoint:
                 tensors[name] = self._empty("optimizer", name)
             self._read("optimizer", name, tensors[name])
         return tensors
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
+    for held in (module._parameters, module._buffers):
+        yield from (tensor for tensor in held.values() if tensor is not None)
 
 
 def _tensors_in(tree: Any) -> Iterable[str]:

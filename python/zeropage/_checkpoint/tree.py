@@ -33,8 +33,10 @@ def encode(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(item, f"{at}/{key}", tensors) for key, item in value.items()}
+        if not isinstance(value, collections.Counter) and all(
+            isinstance(key, str) and not key.startswith("$") for key in value
+        ):
+            return {key: encode(item, f"{at}/{_escape(key)}", tensors) for key, item in value.items()}
         items = [
             [encode(key, f"{at}/{i}.key", tensors), encode(item, f"{at}/{i}", tensors)]
             for i, (key, item) in enumerate(value.items())
@@ -44,6 +46,11 @@ def encode(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Any:
         f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: numbers, "
         "text, bytes, tensors, lists, tuples, dicts, and what has state_dict() and load_state_dict()"
     )
+
+
+def _escape(key: str) -> str:
+    """As JSON pointers do (RFC 6901), so that no two places have one name."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -27,11 +27,18 @@ struct Span {
 
 /// Whether the segment's bytes, in order, are the tensor's.
 bool is_in_order(const at::Tensor& tensor) {
-  return segment_of(tensor) && is_whole(tensor) && tensor.is_contiguous() && !segment_of(tensor)->quantisation();
+  const auto* segment = segment_of(tensor);
+  const bool is_view = tensor.is_conj() || tensor.is_neg();
+  return segment && is_whole(tensor) && tensor.is_contiguous() && !is_view && !segment->quantisation();
 }
 
 bool is_first_of_replicas(const Partition& partition) {
   return !partition.replicas || partition.replicas->rank() == 0;
+}
+
+/// Of the segment's elements, which a tensor over it may see as another dtype.
+std::size_t item_bytes_of(const at::Tensor& tensor) {
+  return tensor.nbytes() / std::max<std::size_t>(segment_of(tensor)->elements(), 1);
 }
 
 std::vector<Span> spans_of(const StorageSegment& segment, std::size_t item_bytes) {
@@ -112,13 +119,17 @@ class SegmentWriter {
     segment.complete();
     if (segment.is_partitioned()) segment.open_share(Access::read);
     StorageSegment& home = segment.at_home();
-    for (const Part& part : parts_of(segment, home, item_bytes)) {
+    const std::vector<Part> parts = parts_of(segment, home, item_bytes);
+    for (auto part = parts.begin(); part != parts.end();) {
+      const auto end = std::find_if(part, parts.end(), [&](const Part& other) { return other.page != part->page; });
       if (waiting_ == kAhead) write_oldest();
       Ahead& next = ahead_[(oldest_ + waiting_++) % kAhead];
-      next = {std::move(next.memory), {}, &home, part, offset, &pieces};
-      if (home.bytes_of(part.page) > kPieceBytes) continue;
-      if (!next.memory) next.memory = make_buffer(kPieceBytes);
-      next.read = home.cache()->read_home(home, part.page, next.memory.get());
+      next = {std::move(next.memory), {}, &home, {part, end}, offset, &pieces};
+      if (home.bytes_of(part->page) <= kPieceBytes) {
+        if (!next.memory) next.memory = make_buffer(kPieceBytes);
+        next.read = home.cache()->read_home(home, part->page, next.memory.get());
+      }
+      part = end;
     }
   }
 
@@ -132,7 +143,7 @@ class SegmentWriter {
     Buffer memory;  // lives longer than the read
     HomeRead read;
     StorageSegment* home = nullptr;
-    Part part{};
+    std::vector<Part> parts;   // of one page
     std::uint64_t offset = 0;  // of the tensor, in the file
     std::vector<Piece>* pieces = nullptr;
   };
@@ -141,20 +152,20 @@ class SegmentWriter {
     Ahead& ahead = ahead_[oldest_];
     oldest_ = (oldest_ + 1) % kAhead;
     --waiting_;
-    if (ahead.read && ahead.read.wait()) return write(ahead, ahead.memory.get() + ahead.part.in_page);
-    PagePin page = pin_page(*ahead.home, ahead.part.page, Access::read);
+    if (ahead.read && ahead.read.wait()) return write(ahead, ahead.memory.get());
+    PagePin page = pin_page(*ahead.home, ahead.parts[0].page, Access::read);
     page.will_not_reuse();
-    std::byte* const data = page.data() + ahead.part.in_page;
     const c10::Device device = ahead.home->domain()->device;
-    if (device.is_cpu()) return write(ahead, data);
-    const at::Tensor on_host = bytes_at(data, ahead.part.bytes, device).cpu();
+    if (device.is_cpu()) return write(ahead, page.data());
+    const at::Tensor on_host = bytes_at(page.data(), ahead.home->bytes_of(ahead.parts[0].page), device).cpu();
     write(ahead, static_cast<const std::byte*>(on_host.const_data_ptr()));
   }
 
-  void write(const Ahead& ahead, const std::byte* data) {
-    const Part& part = ahead.part;
-    const std::uint32_t crc = writer_.write(ahead.offset + part.begin, {data, part.bytes});
-    ahead.pieces->push_back({part.begin, part.bytes, crc});
+  void write(const Ahead& ahead, const std::byte* page) {
+    for (const Part& part : ahead.parts) {
+      const std::uint32_t crc = writer_.write(ahead.offset + part.begin, {page + part.in_page, part.bytes});
+      ahead.pieces->push_back({part.begin, part.bytes, crc});
+    }
   }
 
   FileWriter& writer_;
@@ -263,7 +274,7 @@ std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, 
     const auto& [tensor, offset] = tensors[i];
     if (!segment_of(tensor)) {
       segments.finish();  // in order: what follows what is written together
-      const at::Tensor on_host = tensor.detach().cpu().contiguous();
+      const at::Tensor on_host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
       pieces[i] =
           write_memory(static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes(), writer, offset);
       continue;
@@ -275,7 +286,7 @@ std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, 
     }
     StorageSegment& segment = *segment_of(ordered);
     c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    if (is_ours_to_write(segment)) segments.add(segment, ordered.itemsize(), offset, pieces[i]);
+    if (is_ours_to_write(segment)) segments.add(segment, item_bytes_of(ordered), offset, pieces[i]);
   }
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   segments.finish();
@@ -291,7 +302,7 @@ std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std
   const PinRequest request{segment, Access::read};
   const TensorPin pin(request);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-  const at::Tensor on_host = tensor.detach().cpu().contiguous();
+  const at::Tensor on_host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
   return write_memory(static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes(), writer, offset);
 }
 
@@ -304,7 +315,7 @@ void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c
   if (!has_other && is_in_order(stored) && stored.scalar_type() == dtype) {
     {
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-      read_segment(*segment_of(stored), stored.itemsize(), reader, offset, pieces, name);
+      read_segment(*segment_of(stored), item_bytes_of(stored), reader, offset, pieces, name);
     }
     if (master.defined()) follow_master(*segment_of(tensor));
     bump_version(tensor);
@@ -313,7 +324,7 @@ void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c
   at::Tensor content = in_between(tensor, dtype);
   if (segment_of(content)) {
     c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    read_segment(*segment_of(content), content.itemsize(), reader, offset, pieces, name);
+    read_segment(*segment_of(content), item_bytes_of(content), reader, offset, pieces, name);
   } else {
     const std::vector<Span> all{{0, content.nbytes(), 0}};
     auto* const data = static_cast<std::byte*>(content.mutable_data_ptr());
@@ -326,7 +337,7 @@ void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c
 
 std::optional<std::vector<OwnRange>> own_ranges(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
-  if (!segment || !is_in_order(tensor)) return std::nullopt;
+  if (!segment || !is_in_order(tensor) || item_bytes_of(tensor) != tensor.itemsize()) return std::nullopt;
   segment->complete();
   if (!segment->is_partitioned()) return std::nullopt;
   std::vector<OwnRange> ranges;

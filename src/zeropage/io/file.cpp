@@ -150,9 +150,14 @@ void File::sync() const {
 void exchange_paths(const std::string& one, const std::string& other) {
   if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0) return;
   const std::string aside = one + ".aside";
-  const bool moved = (errno == EINVAL || errno == ENOSYS) && ::rename(other.c_str(), aside.c_str()) == 0 &&
-                     ::rename(one.c_str(), other.c_str()) == 0 && ::rename(aside.c_str(), one.c_str()) == 0;
-  if (!moved) {
+  bool moved = (errno == EINVAL || errno == ENOSYS) && ::rename(other.c_str(), aside.c_str()) == 0;
+  if (moved && ::rename(one.c_str(), other.c_str()) != 0) {
+    const int error = errno;
+    ::rename(aside.c_str(), other.c_str());
+    errno = error;
+    moved = false;
+  }
+  if (!moved || ::rename(aside.c_str(), one.c_str()) != 0) {
     throw DiskError(fmt::format("\"{}\" cannot take the place of \"{}\": {}", one, other, std::strerror(errno)));
   }
 }

@@ -45,8 +45,8 @@ class File {
   std::string name_;
 };
 
-/// Two files or folders of one file system change places, in one step where the file system has that. Throws
-/// DiskError.
+/// Two files or folders of one file system change places, in one step where the file system has that; else by way of
+/// "<one>.aside", where a crash in between leaves `other`. Throws DiskError.
 void exchange_paths(const std::string& one, const std::string& other);
 
 }  // namespace zeropage

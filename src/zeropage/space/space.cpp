@@ -665,6 +665,11 @@ c10::ScalarType dtype_of_states(const at::Tensor& parameter) {
   return has_master ? segment->domain()->master_dtype : parameter.scalar_type();
 }
 
+bool in_one_space(const at::Tensor& tensor, const at::Tensor& other) {
+  const auto *a = segment_of(tensor), *b = segment_of(other);
+  return a && b && a->domain() == b->domain();
+}
+
 bool is_quantised(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   return segment && segment->quantisation();

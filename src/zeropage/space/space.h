@@ -134,6 +134,8 @@ bool page_like(at::Tensor& tensor, const at::Tensor& other);
 at::Tensor saved(const at::Tensor& tensor);
 /// The dtype of what optimizers keep beside a parameter, and of its master.
 c10::ScalarType dtype_of_states(const at::Tensor& parameter);
+/// Whether both are paged, in one space.
+bool in_one_space(const at::Tensor& tensor, const at::Tensor& other);
 /// Whether an optimizer keeps it in fewer bits than operators see (optimizer_dtype).
 bool is_quantised(const at::Tensor& tensor);
 
