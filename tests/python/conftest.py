@@ -23,11 +23,15 @@ def disk(tmp_path_factory, request):
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where models live: cpu, cuda, or sim (tests/accelerator)")
     parser.addoption("--delays", type=int, default=0, help="of sim: seed of random delays of its streams; 0: none")
-    parser.addoption("--full", action="store_true", help="over ranks: every model and optimizer at every stage")
+    parser.addoption("--full", action="store_true", help="all that is left out for time")
     parser.addoption("--memory", default="auto", help="\"separate\": treat the CPU's memory as a GPU's is")
 
 
 def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="with --full"))
     if (device := config.getoption("--device")) != "cpu":
         for item in items:
             if item.get_closest_marker("cpu"):
@@ -35,6 +39,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "full: left out unless --full")
     config.addinivalue_line("markers", "cpu: needs memory that the host can touch, or settings of the CPU alone")
     devices.choose(config.getoption("--device"), config.getoption("--delays"))
     devices.use(devices.NAME, devices.SEED)

@@ -291,3 +291,22 @@ def test_a_disk_that_fails_while_torch_writes_leaves_no_pin(config):
         zeropage._core.evict(parameter)
     held = {memory.name: memory.now for memory in zeropage.report().budgets}
     assert sum(held.values()) == 0
+
+
+def test_what_operators_see_follows_a_master_that_a_program_changes(config):
+    model = build(zeropage.init(config.replace(**PRECISIONS["mixed"])))
+    state = model.state_dict()
+    with torch.no_grad():
+        for change in (
+            lambda value: value.mul_(0.5),
+            lambda value: value.copy_(torch.full_like(value, 3.0)),
+            lambda value: value[1:3].add_(1.0) if value.dim() else value,
+            lambda value: value.zero_(),
+            lambda value: torch._foreach_add_([value, state["0.bias"]], 2.0),
+        ):
+            for name in ("0.weight", "3.weight"):
+                change(state[name])
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.detach().cpu(), state[name].cpu().bfloat16()), name
+            zeropage.evict(model)
+            assert torch.equal(model[0].weight.detach().cpu(), state["0.weight"].cpu().bfloat16())

@@ -193,4 +193,5 @@ def test_distributed_checkpoint_saves_and_loads_shares(saving, stage, loading, o
     if saving == loading and stage == other:
         assert resumed == expected
     for losses in resumed:
-        assert all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(losses, expected[0], strict=True))
+        assert losses[0] == expected[0][0]  # of the same weights
+        assert abs(losses[1] - expected[0][1]) <= 1e-2 * expected[0][1]  # gradients of one rank, or the mean of two

@@ -135,6 +135,7 @@ void run(Call& call) {
     const WrittenMasters written(call);
     call.run_whole();
     written.follow();
+    visible_follows(call);
   } else {
     call.run_whole();
   }

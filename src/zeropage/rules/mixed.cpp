@@ -110,7 +110,9 @@ bool run_rule(Call& call) {
   const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
   if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || (call.needs_autograd() && !asks) ||
       !Call::plain_modes()) {
-    return call.info.rule(call);
+    const bool done = call.info.rule(call);
+    if (done) visible_follows(call);
+    return done;
   }
   const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
   const bool clones = call.name() == "aten::clone";
@@ -176,6 +178,14 @@ at::Tensor most_precise(const at::Tensor& tensor) {
 
 bool follows_master(const StorageSegment& segment) {
   return segment.master().defined() && !is_hi_lo(segment.master());
+}
+
+void visible_follows(const Call& call) {
+  for (const PagedArgument& argument : call.paged) {
+    if (argument.access == Access::read) continue;
+    const auto visible = argument.segment->visible();
+    if (visible && segment_of(*visible)) follow_master(*segment_of(*visible));
+  }
 }
 
 void follow_master(const StorageSegment& segment) {
@@ -251,6 +261,7 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
     domain.keeps_hi_lo ? split_hi_lo(visible, master, tensor.detach()) : materialise(visible, master);
   }
   segment_of(visible)->set_master(master);
+  if (!domain.keeps_hi_lo) segment_of(master)->set_visible(*segment_of(visible));
   if (changes) tensor.set_data(visible);
 }
 

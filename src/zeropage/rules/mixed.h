@@ -26,6 +26,10 @@ class WrittenMasters {
   c10::SmallVector<Written, 2> written_;
 };
 
+/// After a call that wrote masters by themselves, as a program does that was given them by state_dict(): what
+/// operators see follows.
+void visible_follows(const Call& call);
+
 /// Has operators see `tensor`, which is paged, in the domain's visible dtype from now on, and gives it a master that
 /// is more precise, in place. The content is kept as precisely as the two allow.
 void give_master(at::Tensor& tensor, const Domain& domain);

@@ -226,6 +226,11 @@ class StorageSegment final : public Segment {
   /// int16, what this one lacks (rules/hi_lo.h); undefined: none.
   const at::Tensor& master() const { return master_; }
   void set_master(at::Tensor master) { master_ = std::move(master); }
+  /// Of a master: the storage of what operators see; null if there is none, or it died.
+  c10::intrusive_ptr<c10::StorageImpl> visible() const {
+    return visible_ ? visible_->lock() : c10::intrusive_ptr<c10::StorageImpl>();
+  }
+  void set_visible(const StorageSegment& visible) { visible_.emplace(visible.storage()); }
   /// A tensor over all of the storage, which is alive.
   at::Tensor whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeMeta dtype) const;
 
@@ -282,6 +287,7 @@ class StorageSegment final : public Segment {
   std::uint64_t number_ = 0;
   Stripes stripes_;
   at::Tensor master_;
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> visible_;
   at::Tensor share_;
   bool shareable_ = false;
   bool stale_ = false;
