@@ -45,7 +45,7 @@ cpp-tests: build
 	cd $$folder && ctest --output-on-failure -R torch
 
 ON_DEVICE := accelerator bad_input checkpoint equality hazards hugging_face mixed programs quantised rules saving step tensors
-test: cpp-tests sanitize ## C++ tests, plain and under sanitizers; Python tests
+test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tests
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k "not ranks" $(ARGS)
 	$(PYTHON) -m pytest -q tests/python -k ranks $(ARGS)  # each is processes enough
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
