@@ -334,6 +334,7 @@ class Odd(nn.Module):
         self.extra = int(state[0])
 
 
+@pytest.mark.cpu  # the simulated device does not know conjugate views
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "plain"])
 def test_tensors_of_every_kind_come_back(paged, config, folder):
     def make():
