@@ -59,7 +59,7 @@ sanitize: build
 	@for kind in address thread; do
 	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo $(SANITIZE_TORCH) || echo OFF) \
 	    -DZEROPAGE_SANITIZE=$$kind -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
-	  ninja -C $(BUILD)/$$kind --quiet core_tests $$([ $$kind$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
+	  ninja -C $(BUILD)/$$kind --quiet core_tests $$([ $${kind}$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
 
