@@ -1,4 +1,4 @@
-"""What tensors are called in a checkpoint, whoever holds them."""
+"""What a checkpoint calls tensors: the same names on all ranks and for all optimizers of a model."""
 
 from __future__ import annotations
 

@@ -211,11 +211,11 @@ class Checkpoint:
         states: dict[int, Any] = {}
         number = 0
         for group, members, saved in zip(optimizer.param_groups, names, held["groups"], strict=True):
-            settings = tree.decode(saved["settings"], self._tensors_of(saved["settings"], {}))
+            settings = tree.decode(saved["settings"], self._tensors_of(saved["settings"], None))
             groups.append({**settings, "params": list(range(number, number + len(members)))})
             for name, parameter in zip(members, group["params"], strict=True):
                 if name in held["states"]:
-                    tensors = self._tensors_of(held["states"][name], {"": parameter})
+                    tensors = self._tensors_of(held["states"][name], parameter)
                     states[number] = tree.decode(held["states"][name], tensors)
                     if settings.get("fused"):
                         for key, value in states[number].items():
@@ -224,11 +224,10 @@ class Checkpoint:
                 number += 1
         optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    def _tensors_of(self, tree: Any, beside: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that are named in `tree`. Those of the parameter's shape lie as it does: in pages."""
-        parameter = beside.get("")
+    def _tensors_of(self, encoded: Any, parameter: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The tensors that are named in `encoded`. Those of the parameter's shape lie as it does: in pages."""
         tensors = {}
-        for name in _tensors_in(tree):
+        for name in _tensors_in(encoded):
             entry = self._where["optimizer", name][1]
             dtype = getattr(torch, entry["dtype"])
             like = parameter is not None and parameter.dim() > 0 and list(parameter.shape) == entry["shape"]

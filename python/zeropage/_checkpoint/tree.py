@@ -1,8 +1,7 @@
 """What a program keeps beside its tensors, as JSON: numbers, text, lists, dicts, and tensors by name.
 
-JSON alone has no tuples, no keys that are not text and no bytes: these are objects with one key, which begins with
-"$".
-Nothing here runs code of what is read.
+JSON alone has no tuples, no keys that are not text and no bytes: these are objects with one key, which begins
+with "$". Nothing here runs code of what is read.
 """
 
 from __future__ import annotations
