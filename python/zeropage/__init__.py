@@ -26,7 +26,7 @@ if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
         "it for that torch: `pip install --no-build-isolation .` in zeropage's source"
     )
 
-from zeropage._checkpoint import latest, load, save
+from zeropage._checkpoint import Saving, latest, load, save
 from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError, SettingError, is_paged
 from zeropage._lion import Lion
 from zeropage._patches import install as _install_patches
@@ -48,6 +48,7 @@ __all__ = [
     "Lion",
     "RankError",
     "Report",
+    "Saving",
     "SettingError",
     "Space",
     "cmake_prefix_path",

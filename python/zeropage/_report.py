@@ -15,7 +15,7 @@ def _megabytes(count: int) -> str:
 
 class Report:
     """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
-    downloaded_bytes, swap_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device,
+    downloaded_bytes, swap_bytes, file_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device,
     updates_ahead, updates_committed, discarded_bytes, io, general_path;
     over ranks: ranks, gathered_bytes, reduced_bytes, broadcast_bytes, control_bytes (sent by this rank),
     collectives."""
@@ -38,6 +38,7 @@ class Report:
             ["to the device", _megabytes(core.uploaded_bytes)],
             ["from the device", _megabytes(core.downloaded_bytes)],
             ["swap file", _megabytes(core.swap_bytes)],
+            *([["at home in files", _megabytes(core.file_bytes)]] if core.file_bytes else []),
             ["waited for the disk", f"{core.waited_seconds:.2f} s"],
             ["I/O by", core.io],
         ]

@@ -6,6 +6,7 @@ byte.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -88,14 +89,24 @@ class Layout:
 
 
 def save_file(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
-    """As safetensors.torch.save_file(), with a page of a paged tensor in memory at a time; over ranks, a tensor."""
+    """As safetensors.torch.save_file(), with a page of a paged tensor in memory at a time; over ranks, a tensor.
+
+    The file appears whole: the one that was there may be what the tensors are read from.
+    """
     layout = Layout.of(tensors, metadata)
-    file = _core.TensorFileWriter(path, layout.size)
-    file.write_bytes(0, layout.header)
-    for name, offset in layout.offsets.items():
-        _one_saves.about_to_pin(tensors[name])
-        file.write_whole(tensors[name], offset)
-    file.finish()
+    partial = f"{os.path.realpath(path)}.zeropage-partial"
+    try:
+        file = _core.TensorFileWriter(partial, layout.size)
+        file.write_bytes(0, layout.header)
+        for name, offset in layout.offsets.items():
+            _one_saves.about_to_pin(tensors[name])
+            file.write_whole(tensors[name], offset)
+        file.finish()
+        os.replace(partial, os.path.realpath(path))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 class _Streamed:

@@ -103,6 +103,7 @@ void bind_report(py::module_& module) {
       .def_readonly("uploaded_bytes", &Report::uploaded_bytes)
       .def_readonly("downloaded_bytes", &Report::downloaded_bytes)
       .def_readonly("swap_bytes", &Report::swap_bytes)
+      .def_readonly("file_bytes", &Report::file_bytes)
       .def_readonly("waited_seconds", &Report::waited_seconds)
       .def_readonly("ranks", &Report::ranks)
       .def_readonly("gathered_bytes", &Report::gathered_bytes)
@@ -155,6 +156,24 @@ void bind_tensor_files(py::module_& module) {
           },
           py::arg("tensor"), py::arg("offset"), py::call_guard<py::gil_scoped_release>())
       .def("finish", &TensorFileWriter::finish, py::call_guard<py::gil_scoped_release>());
+  py::class_<Snapshot, std::shared_ptr<Snapshot>>(module, "Snapshot")
+      .def(py::init([](const std::vector<std::tuple<at::Tensor, std::size_t, std::uint64_t>>& items) {
+             std::vector<Snapshot::Item> taken;
+             for (const auto& [tensor, file, offset] : items) taken.push_back({tensor, file, offset});
+             return Snapshot::take(taken);
+           }),
+           py::arg("items"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "write",
+          [](Snapshot& snapshot, const std::vector<std::string>& paths) {
+            std::vector<std::vector<PieceTuple>> pieces;
+            for (const auto& of_item : snapshot.write(paths)) pieces.push_back(tuples_of(of_item));
+            return pieces;
+          },
+          py::arg("paths"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "complete", [](Snapshot& snapshot) { snapshot.complete(); }, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("written", &Snapshot::written);
   py::class_<TensorFolderReader>(module, "TensorFolderReader")
       .def(py::init<std::string>(), py::arg("folder"))
       .def(

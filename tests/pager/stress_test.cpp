@@ -10,6 +10,7 @@
 #include "queued_device.h"
 #include "rank_fixture.h"
 #include "zeropage/base/errors.h"
+#include "zeropage/io/buffers.h"
 
 using namespace zeropage;
 
@@ -35,8 +36,8 @@ bool is_page(const std::byte* data, std::size_t bytes, unsigned seed) {
 /// A tensor that several threads use: what writes it, or replaces it, does so alone.
 struct Shared {
   std::shared_mutex mutex;
-  std::unique_ptr<TestSegment> segment;
-  std::vector<unsigned> seeds;  // by page
+  std::shared_ptr<TestSegment> segment;  // a checkpoint keeps it alive
+  std::vector<unsigned> seeds;           // by page
 };
 
 struct Stress : CacheFixture {
@@ -44,6 +45,8 @@ struct Stress : CacheFixture {
   std::atomic<unsigned> seeds{1};
   std::atomic<int> wrong{0}, disk_errors{0}, budget_errors{0}, closed{0}, done{0};
   std::atomic<unsigned> requests{0};
+  bool saves = true;
+  std::atomic<int> saved{0};             // pages
   std::shared_ptr<QueuedDevice> device;  // null: the CPU
 
   void make_unreliable(std::size_t device_bytes, std::size_t host_bytes) {
@@ -110,8 +113,43 @@ struct Stress : CacheFixture {
     if (random() % 8 == 0) std::thread([pin = std::move(before)] {}).join();
   }
 
+  /// Takes a tensor as it is, and reads it while others write it.
+  void save(Shared& tensor, std::mt19937& random) {
+    std::shared_ptr<TestSegment> alive;
+    std::vector<unsigned> then;
+    FrozenSegment frozen;  // dies first
+    {
+      std::unique_lock lock(tensor.mutex);
+      if (!tensor.segment || !cache->can_freeze(*tensor.segment)) return;
+      alive = tensor.segment;
+      then = tensor.seeds;
+      frozen = cache->freeze(*alive);
+    }
+    const Buffer memory = make_buffer(kPage);
+    for (std::size_t page = 0; page < frozen.pages(); ++page) {
+      if (random() % 64 == 0) return;  // gives up
+      if (frozen.place(page) == Frozen::Place::nowhere) {
+        wrong += then[page] != kZeros;
+        continue;
+      }
+      if (frozen.place(page) != Frozen::Place::home) {
+        const PagePin pin = frozen.pin(page);
+        if (frozen.begin_copy(page)) {
+          wrong += !is_page(pin.data(), frozen.bytes_of(page), then[page]);
+          frozen.end_copy(page);
+          ++saved;
+          continue;
+        }
+      }
+      HomeRead read = frozen.read(page, memory.get());
+      wrong += !read.wait() || !is_page(memory.get(), frozen.bytes_of(page), then[page]);
+      ++saved;
+    }
+  }
+
   void use_something(std::mt19937& random) {
     Shared& tensor = tensors[random() % tensors.size()];
+    if (saves && random() % 16 == 0) return save(tensor, random);
     const unsigned what = random() % 16;
     if (what < 7) {
       std::shared_lock lock(tensor.mutex);
@@ -144,6 +182,7 @@ struct Stress : CacheFixture {
     CHECK(closed == kThreads);
     CHECK(disk_errors > 0);
     CHECK(budget_errors == 0);
+    CHECK((saved > 0) == saves);
     CHECK(cache->stats().evictions > 100);
     for (const Pool pool : {Pool::device, Pool::host}) {
       CHECK(cache->usage(pool).peak <= cache->usage(pool).limit);

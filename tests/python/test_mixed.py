@@ -249,7 +249,7 @@ def test_a_step_reads_gradients_in_two_bytes(config):
         if step == 0:
             continue
         # A disk that is late under load makes pages leave that are read again.
-        assert (after.read_bytes - before.read_bytes) / 2**23 == pytest.approx(14, abs=1.2)
+        assert (after.read_bytes - before.read_bytes) / 2**23 == pytest.approx(14, abs=1.6)
         assert (after.written_bytes - before.written_bytes) / 2**23 == pytest.approx(14, abs=0.8)
 
 

@@ -18,20 +18,19 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 
 from zeropage import _core
-from zeropage._checkpoint import folders, random_state
+from zeropage._checkpoint import random_state
 from zeropage._checkpoint.contents import Contents, Progress
-from zeropage._checkpoint.names import MANIFEST
 from zeropage._checkpoint.ranks import Ranks
-from zeropage._checkpoint.reader import Checkpoint, checkpoints_in, find, latest
+from zeropage._checkpoint.reader import Checkpoint, find, latest
+from zeropage._checkpoint.saving import Saving, finish_saving
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["Saving", "latest", "load", "save"]
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 _WITH_BAR = 1 << 30  # bytes: takes long enough to be watched
@@ -46,8 +45,9 @@ def save(
     extra: Mapping[str, Any] | None = None,
     visible: bool = False,
     keep: int | None = None,
+    wait: bool = True,
     progress: Progress | None = None,
-) -> None:
+) -> Saving:
     """Writes a checkpoint to `folder`, which appears whole or not at all; one that is there is replaced.
 
     Over ranks, all of them call it. `extra` holds numbers, text, lists, dicts and tensors, and objects with
@@ -56,9 +56,14 @@ def save(
     masters lie beside them. `keep`: of the checkpoints beside this one, as many of the latest stay, this one counted.
     `progress` is called with the bytes that are behind, and all; left out, a terminal gets a bar where tqdm is there.
 
+    `wait=False` returns soon, and the checkpoint, of what everything is now, is written while training goes on;
+    Saving.wait() tells whether it was. Meanwhile the swap file may grow by what training writes, and states at home
+    in memory are saved before training may change them. The next save() or load() waits for it first.
+
     Raises DiskError if the disk is full, before anything is written where that can be known; Error for what a
     checkpoint cannot hold; RankError on all other ranks if one fails. The checkpoint that was there is then intact.
     """
+    finish_saving()
     ranks = Ranks()
     place = pathlib.Path(folder).resolve()
     with torch.no_grad(), ranks.together():
@@ -66,25 +71,13 @@ def save(
     contents.take_rests(ranks.gather(contents.rest))
     if len(set(ranks.gather(contents.layout))) > 1:
         raise _core.RankError("ranks have other tensors, names or dtypes to save; save the same on all of them")
-    partial: folders.PartialFolder | None = None
-    try:
-        with ranks.together():
-            if ranks.first:
-                partial = folders.PartialFolder(place, replaces=MANIFEST)
-                contents.create(partial.path)
-        path = pathlib.Path(ranks.of_first(os.fspath(partial.path) if partial else ""))
-        with torch.no_grad(), ranks.together():
-            pieces = contents.write(path, ranks.first, progress or _bar(contents.size, ranks.first))
-        everyones = ranks.gather_to_first(pieces)
-        with ranks.together():
-            if partial is not None:
-                contents.finish(partial.path, everyones, model)
-                partial.appear()
-                partial = None
-                _remove_old(place, keep)
-    finally:
-        if partial is not None:
-            partial.discard()
+    saving = Saving(contents, place, ranks, keep)
+    saving.begin(model)
+    if wait:
+        saving.write_now(progress or _bar(contents.size, ranks.first))
+    else:
+        saving.write_behind()
+    return saving
 
 
 def load(
@@ -105,6 +98,7 @@ def load(
     Raises Error, before anything is changed, if names or shapes are others; DiskError, naming the tensor, for bytes
     that are not what was written: then what was loaded until then stays.
     """
+    finish_saving()
     ranks = Ranks()
     with torch.no_grad():
         with ranks.together():
@@ -145,14 +139,3 @@ def _bar(size: int, first: bool) -> Progress | None:
         return None
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="checkpoint", leave=False)
     return lambda passed, _all: bar.update(passed - bar.n)
-
-
-def _remove_old(place: pathlib.Path, keep: int | None) -> None:
-    if keep is None:
-        return
-    others = [path for path in checkpoints_in(place.parent) if path.name != place.name]
-    for path in others[: max(len(others) - max(keep - 1, 0), 0)]:
-        try:
-            folders.remove(path)
-        except OSError as error:  # the new one is there: that is what was asked for
-            warnings.warn(f'the older checkpoint "{path}" cannot be removed: {error.strerror}', stacklevel=3)

@@ -90,6 +90,7 @@ class Contents:
     optimizer: Any  # as JSON
     rest: tuple[Any, bytes]  # of this rank: as JSON, and its tensors, packed
     rests: list[Any] = dataclasses.field(default_factory=list)  # of each rank: as JSON
+    others: list[str] = dataclasses.field(default_factory=list)  # names of files that hold no tensors
 
     @staticmethod
     def of(
@@ -132,8 +133,9 @@ class Contents:
     def size(self) -> int:
         return sum(file.layout.size for file in self.files)
 
-    def create(self, path: pathlib.Path) -> None:
+    def create(self, path: pathlib.Path, model: Any) -> None:
         """On the first rank: the files, with their size, so that a full disk is an error now."""
+        self.others = _write_hugging_face(path, model)
         for file in self.files:
             made = _core.TensorFileWriter(os.fspath(path / file.name), file.layout.size)
             made.write_bytes(0, file.layout.header)
@@ -156,7 +158,7 @@ class Contents:
             writer.finish()
         return pieces
 
-    def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]], model: Any) -> None:
+    def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]]) -> None:
         """On the first rank: all that is not in safetensors files."""
         manifest: dict[str, Any] = {"files": {}, "aliases": self.aliases, "optimizer": self.optimizer}
         for file in self.files:
@@ -170,7 +172,7 @@ class Contents:
             header = {"bytes": len(file.layout.header), "crc": zlib.crc32(file.layout.header)}
             manifest["files"][file.name] = {"size": file.layout.size, "header": header, "tensors": tensors}
         manifest["ranks"] = self.rests
-        others = _write_hugging_face(path, model)
+        others = list(self.others)
         shards = [file for file in self.files if file.name.startswith("model-")]
         if shards:
             index = {

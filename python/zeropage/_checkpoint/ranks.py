@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zeropage import _core
@@ -15,7 +16,15 @@ class Ranks:
     def __init__(self) -> None:
         self.are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.are_many else 0
+        self.size = dist.get_world_size() if self.are_many else 1
         self.first = self.rank == 0
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that ranks wait for one another in a collective."""
+        group = dist.group.WORLD
+        options = getattr(group._get_backend(torch.device("cpu")), "options", None) if group is not None else None
+        return float(getattr(options, "_timeout", dist.default_pg_timeout).total_seconds())
 
     def gather(self, mine: Any) -> list[Any]:
         if not self.are_many:

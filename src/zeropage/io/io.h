@@ -23,11 +23,12 @@ enum class Direction : std::uint8_t { read, write };
 
 /// What goes first when more is asked for than a disk takes at once.
 enum class Priority : std::uint8_t {
-  demanded,  // a thread waits for it
-  ahead,     // a read that will be waited for
-  behind,    // a write that frees memory later
+  demanded,    // a thread waits for it
+  ahead,       // a read that will be waited for
+  behind,      // a write that frees memory later
+  background,  // nothing waits for it, and it waits for all others
 };
-inline constexpr int kPriorities = 3;
+inline constexpr int kPriorities = 4;
 
 struct Transfer {
   Direction direction;

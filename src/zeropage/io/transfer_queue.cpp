@@ -10,6 +10,13 @@
 #include "zeropage/base/errors.h"
 
 namespace zeropage {
+namespace {
+
+/// Requests of the lowest priority start while no more than these are in flight: what comes next meets a short queue.
+/// One of them always does, so that they come to an end.
+constexpr std::size_t kMostBackground = 4;
+
+}  // namespace
 
 void TransferState::finish() {
   std::exception_ptr failure;
@@ -67,12 +74,19 @@ std::optional<Request> TransferQueue::pop() {
     if (in_flight_ >= most_ / 2) return std::nullopt;
     std::deque<Request>&reads = lane(Priority::ahead), &writes = lane(Priority::behind);
     from = writes.empty() || (!write_next_ && !reads.empty()) ? &reads : &writes;
-    if (from->empty()) return std::nullopt;
-    write_next_ = from == &reads;
+    auto& background = lane(Priority::background);
+    const bool may_start = background_in_flight_ == 0 || (from->empty() && in_flight_ < kMostBackground);
+    if (!background.empty() && may_start) {
+      from = &background;
+    } else if (from->empty()) {
+      return std::nullopt;
+    } else {
+      write_next_ = from == &reads;
+    }
   }
   Request request = std::move(from->front());
   from->pop_front();
-  ++in_flight_;
+  count(request, 1);
   return request;
 }
 
@@ -81,21 +95,26 @@ std::optional<Request> TransferQueue::drain() {
     if (lane.empty()) continue;
     Request request = std::move(lane.front());
     lane.pop_front();
-    ++in_flight_;
+    count(request, 1);
     return request;
   }
   return std::nullopt;
 }
 
-void TransferQueue::over(const Request&) { --in_flight_; }
+void TransferQueue::over(const Request& request) { count(request, -1); }
+
+void TransferQueue::count(const Request& request, int more) {
+  in_flight_ += more;
+  if (request.priority == Priority::background) background_in_flight_ += more;
+}
 
 void TransferQueue::again(Request request) {
-  --in_flight_;
+  count(request, -1);
   lane(request.priority).push_front(std::move(request));
 }
 
 void TransferQueue::expedite(std::span<const std::byte> memory) {
-  for (const Priority priority : {Priority::ahead, Priority::behind}) {
+  for (const Priority priority : {Priority::ahead, Priority::behind, Priority::background}) {
     auto& from = lane(priority);
     const auto wanted = [&](const Request& request) {
       const std::byte* const buffer = request.state->transfer.buffer;

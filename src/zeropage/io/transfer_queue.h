@@ -69,9 +69,11 @@ class TransferQueue {
  private:
   std::deque<Request>& lane(Priority priority) { return lanes_[static_cast<int>(priority)]; }
 
+  void count(const Request& request, int more);
+
   std::size_t most_;
-  std::size_t in_flight_ = 0;
-  std::size_t unfinished_ = 0;  // transfers
+  std::size_t in_flight_ = 0, background_in_flight_ = 0;  // requests
+  std::size_t unfinished_ = 0;                            // transfers
   bool write_next_ = false;
   std::deque<Request> lanes_[kPriorities];
 };

@@ -24,6 +24,7 @@
 #include "zeropage/io/io.h"
 #include "zeropage/store/budget.h"
 #include "zeropage/store/device_memory.h"
+#include "zeropage/store/source_file.h"
 #include "zeropage/store/swap_file.h"
 
 namespace zeropage {
@@ -64,6 +65,34 @@ struct Share {
   mutable int users = 0;   // transfers that use the segment, with no lock: it must not die meanwhile
 };
 
+/// Where pages of a run lie on disk: in the swap file, or in a file that is only read. What a checkpoint that is
+/// being written holds together with the run, nothing writes.
+struct Backing {
+  Extent extent;
+  SourceRange source;     // if there is no extent
+  std::size_t pages = 0;  // of the run, whose content at home lies here
+};
+
+/// The content of a run at one moment, until a checkpoint has it (pager/snapshots.h).
+struct Frozen {
+  enum class Place : std::uint8_t {
+    nowhere,  // zeros
+    home,     // in a backing
+    frame,    // in a frame alone, or on its way home. The page may not be written
+    copying,  // the same, and it is being copied
+  };
+  struct Page {
+    Place place = Place::nowhere;
+    const Backing* backing = nullptr;
+    bool older_on_its_way = false;  // home: not what is in the frame
+  };
+  Run* run;  // null: it died, with what was in its frames alone
+  std::size_t page_bytes;
+  std::vector<Page> pages;
+  std::vector<std::shared_ptr<Backing>> backings;  // of these pages
+  std::shared_ptr<Backing> closing;  // where to what is in frames is written home; null: the frames are homes
+};
+
 /// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
 /// rule works page by page. `permanent` frames are the home of their run and never leave.
 struct Frame {
@@ -99,6 +128,7 @@ struct Page {
   bool lent = false;    // code on the host has it (pager/lower_pins.h)
   bool is_new = false;  // it belongs to the run's second version, which is open (pager/versions.h)
   Frame* frame = nullptr;
+  Backing* home = nullptr;  // of a run on disk: where what lies at home is, or is on its way to
 };
 
 struct Run {
@@ -109,15 +139,18 @@ struct Run {
   std::size_t bytes;
   std::size_t page_bytes;
   std::vector<Page> pages;
-  Home* home = nullptr;            // null: its frame
-  Extent extent;                   // on disk
-  Extent next_extent;              // the same of a second version, while one is open
-  std::thread::id writer;          // that alone may pin it then
-  std::unique_ptr<Segment> below;  // in a lower cache
-  std::optional<FreeList> slots;   // of shared runs: what of the page is free
-  std::size_t tensors = 0;         // segments alive in it
-  std::uint32_t ordinal = 0;       // in the plan
-  std::uint64_t stream_use = 0;    // the use in which its pages are gone through one by one, counted from the first
+  Home* home = nullptr;  // null: its frame
+  bool is_on_disk = false;
+  std::shared_ptr<Backing> own;  // what is written home goes here; null until there is something to write
+  std::vector<std::shared_ptr<Backing>> others;  // in which pages lie that have not been written since
+  std::shared_ptr<Backing> next;                 // of a second version, while one is open
+  std::thread::id writer;                        // that alone may pin it then
+  std::shared_ptr<Frozen> frozen;                // null: no checkpoint needs what its pages hold
+  std::unique_ptr<Segment> below;                // in a lower cache
+  std::optional<FreeList> slots;                 // of shared runs: what of the page is free
+  std::size_t tensors = 0;                       // segments alive in it
+  std::uint32_t ordinal = 0;                     // in the plan
+  std::uint64_t stream_use = 0;  // the use in which its pages are gone through one by one, counted from the first
   std::uint64_t stream_begin = 0, stream_end = 0;  // of its group, in the plan's time
   std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
   std::uint64_t scan = 0;                          // the latest look at what is missing that counted it
@@ -142,11 +175,13 @@ struct Run {
   bool shares_page() const { return slots || packed(); }
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
-  std::uint64_t offset_on_disk(std::size_t page) const {
-    return (pages[page].is_new ? next_extent : extent).offset() + page * page_bytes;
-  }
+  const Backing& backing_of(std::size_t page) const { return pages[page].is_new ? *next : *pages[page].home; }
+  /// What lies at home of a page is in `backing` from now on. Backings without pages are given up.
+  void place(std::size_t page, const std::shared_ptr<Backing>& backing);
+  /// Whether a checkpoint needs what is in the page's frame: then nothing may write it.
+  bool is_owed(std::size_t page) const { return frozen && frozen->pages[page].place >= Frozen::Place::frame; }
   /// Whether a version is open that is another thread's.
-  bool is_closed_to_this_thread() const { return next_extent && writer != std::this_thread::get_id(); }
+  bool is_closed_to_this_thread() const { return next && writer != std::this_thread::get_id(); }
   Frame* whole_frame() const {
     Frame* frame = pages[0].frame;
     return frame && frame->pages == pages.size() && !frame->assembling ? frame : nullptr;
@@ -164,6 +199,7 @@ struct SegmentSpec {
   std::size_t page_bytes = 0;  // 0: the cache's own, on rows
   bool alone = false;          // shares no page, however small
   bool is_staging = false;     // nothing's home: of a cache above, memory for what passes
+  SourceRange source = {};     // of tier disk: its content lies here, until it is written. None: zeros
 };
 
 /// A tensor that is partitioned over ranks. Each page is every rank's part of it, in rank order.

@@ -21,6 +21,9 @@ void Contents::zero(Segment& segment) {
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   transfers_.wait_until(lock, [&] { return run.lent == 0; });
+  for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
+    if (run.is_owed(i)) transfers_.make_writable(lock, run, i);
+  }
   ++run.changes;
   // A transfer must end before its memory changes hands; what it brings is of no interest.
   const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };

@@ -11,16 +11,45 @@ namespace {
 
 class DiskHome final : public Home {
  public:
-  DiskHome(Io& io, const SwapFile& file) : io_(io), file_(file) {}
+  DiskHome(Io& io, SwapFile& file) : io_(io), file_(file) {}
+
+  std::shared_ptr<Backing> allocate(std::size_t bytes) override {
+    auto backing = std::make_shared<Backing>();
+    backing->extent = file_.allocate(bytes);
+    return backing;
+  }
 
   std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
                               Done done) override {
-    return start(Direction::read, run, page, into, priority, std::move(done));
+    return read_backing(run.backing_of(page), page * run.page_bytes, run.bytes_of(page), into, priority,
+                        std::move(done));
   }
 
   std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from, const DeviceMemory::Event&,
                                Priority priority, Done done) override {
-    return start(Direction::write, run, page, const_cast<std::byte*>(from), priority, std::move(done));
+    const std::uint64_t offset = run.backing_of(page).extent.offset() + page * run.page_bytes;
+    return start(Direction::write, offset, run.bytes_of(page), const_cast<std::byte*>(from), priority,
+                 std::move(done));
+  }
+
+  std::optional<Outcome> read_backing(const Backing& backing, std::uint64_t offset, std::size_t bytes,
+                                      std::byte* into, Priority priority, Done done) override {
+    if (!backing.source) {
+      return start(Direction::read, backing.extent.offset() + offset, bytes, into, priority, std::move(done));
+    }
+    // Exactly these bytes, wherever they begin.
+    const auto& file = backing.source.file;
+    offset += backing.source.offset;
+    io_.start({Direction::read, &file->file_for(offset, bytes), offset, into, bytes}, priority,
+              [file, done = std::move(done)](std::exception_ptr error) {
+                try {
+                  file->check();  // also where fewer bytes came: that says why
+                } catch (...) {
+                  error = std::current_exception();
+                }
+                done({std::move(error), nullptr});
+              });
+    return std::nullopt;
   }
 
   void hurry(const Run&, std::size_t, std::span<std::byte> frame) override { io_.expedite(frame); }
@@ -28,10 +57,10 @@ class DiskHome final : public Home {
   bool blocks() const override { return false; }
 
  private:
-  std::optional<Outcome> start(Direction direction, const Run& run, std::size_t page, std::byte* at,
+  std::optional<Outcome> start(Direction direction, std::uint64_t offset, std::size_t bytes, std::byte* at,
                                Priority priority, Done done) {
     std::vector<SwapFile::Piece> pieces;
-    file_.for_each_piece(run.offset_on_disk(page), round_up(run.bytes_of(page), kBlockBytes),
+    file_.for_each_piece(offset, round_up(bytes, kBlockBytes),
                          [&](const SwapFile::Piece& piece) { pieces.push_back(piece); });
     const auto all = std::make_shared<Pieces>(pieces.size(), std::move(done));
     for (std::size_t i = 0; i < pieces.size(); ++i) {
@@ -75,11 +104,11 @@ class DiskHome final : public Home {
   };
 
   Io& io_;
-  const SwapFile& file_;
+  SwapFile& file_;
 };
 
 }  // namespace
 
-std::unique_ptr<Home> make_disk_home(Io& io, const SwapFile& file) { return std::make_unique<DiskHome>(io, file); }
+std::unique_ptr<Home> make_disk_home(Io& io, SwapFile& file) { return std::make_unique<DiskHome>(io, file); }
 
 }  // namespace zeropage

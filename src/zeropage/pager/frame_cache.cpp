@@ -125,6 +125,7 @@ void FrameCache::finish_close() noexcept {
   runs_.forget_home_bytes();
   if (frames_.pins() > 0 || monitor_.inside() > 0) return;
   runs_.give_back_homes();
+  snapshots_.close();
   home_.reset();
   swap_.reset();
   registered_.clear();
@@ -205,6 +206,19 @@ bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
          (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
 }
 
+FrozenSegment FrameCache::freeze(Segment& segment) {
+  check_usable();
+  Run& run = *segment.run();
+  if (!run.below) return snapshots_.freeze(shared_from_this(), segment);
+  {
+    Lock lock(monitor_.mutex());
+    check_usable();
+    snapshots_.write_home(lock, run);
+  }
+  run.home->forget(run);  // what is ready there for transfers
+  return lower_->freeze(*run.below);
+}
+
 std::uint64_t FrameCache::changes(const Segment& segment) const {
   Lock lock(monitor_.mutex());
   return segment.run_ ? segment.run_->changes : 0;
@@ -255,6 +269,7 @@ CacheStats FrameCache::stats() const {
   sum.faults = whole_pins_.faults() + page_pins_.faults();
   sum.evictions += frames_.evictions();
   sum.surprises = timeline_.plan().surprises();
+  sum.source_bytes += runs_.source_bytes();
   sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
   return sum;
 }

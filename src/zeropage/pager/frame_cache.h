@@ -21,6 +21,7 @@
 //   Contents              zeroing and eviction of whole segments
 //   HomeReads             what is read past the cache
 //   Versions              what is written ahead of being wanted
+//   Snapshots             what a checkpoint has yet to write, while training goes on
 //   HomeAllocator         which run a new segment lies in, and where that is at home
 //
 // [Note: one memory] Where operators run on the CPU, frames and the cache of disk pages lie in one arena of
@@ -60,11 +61,13 @@
 #include "zeropage/pager/read_ahead.h"
 #include "zeropage/pager/room.h"
 #include "zeropage/pager/runs.h"
+#include "zeropage/pager/snapshots.h"
 #include "zeropage/pager/timeline.h"
 #include "zeropage/pager/transfers.h"
 #include "zeropage/pager/upper_cache.h"
 #include "zeropage/pager/versions.h"
 #include "zeropage/pager/whole_pins.h"
+#include "zeropage/store/mapped_files.h"
 
 namespace zeropage {
 
@@ -87,6 +90,7 @@ struct CacheStats {
   std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own
   double waited_seconds = 0;                             // by threads, for transfers
   std::size_t surprises = 0;                             // uses that were not planned
+  std::size_t source_bytes = 0;                          // at home in files that are only read
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
 };
@@ -160,6 +164,22 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
     return home_reads_.start(segment, page, into);
   }
 
+  /// The segment's content as it is now, for a thread that saves it while others go on: what they write does not
+  /// change it. Returns soon; a device's newer pages come down first. Throws VersionOpen, DiskError, and AccessError
+  /// of a segment that shares its pages.
+  [[nodiscard]] FrozenSegment freeze(Segment& segment);
+  /// Where the content of memory that a loader mapped lies in a file, if a segment of tier disk may have its home
+  /// there (SegmentSpec::source); else none.
+  SourceRange find_source(const void* data, std::size_t bytes) {
+    return lower_ ? lower_->find_source(data, bytes) : swap_ ? mapped_files_.find(data, bytes) : SourceRange{};
+  }
+  /// Whether it can be: it has pages of its own.
+  bool can_freeze(const Segment& segment) const {
+    return !segment.run()->shares_page() && !segment.run()->gathered();
+  }
+  /// Of a segment that is pinned whole for writing, and was frozen since: returns when it may be written.
+  void write_again(Segment& segment) { whole_pins_.write_again(segment); }
+
   /// From now on, what is written to the segment goes to a second version of it; only then may the caller pin it,
   /// page by page, until commit or discard. False, and nothing has happened, if its content is not at home on disk,
   /// if it shares pages, is pinned, or the disk has no room to spare. `write_first`: what is newer in memory is
@@ -194,6 +214,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   bool has_separate_memory() const { return memory_.device() != nullptr; }
   std::size_t page_bytes() const { return page_bytes_; }
   std::string_view io_name() const;
+  /// What moves its pages to and from the disk; null where nothing is there. It lives as long as the cache.
+  Io* io() const { return lower_ ? lower_->io() : io_.get(); }
   std::size_t swap_bytes() const;
 
  private:
@@ -220,6 +242,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::unique_ptr<Io> io_;
   std::unique_ptr<SwapFile> swap_;
   std::unique_ptr<Home> home_;  // of runs with no frame of their own
+  MappedFiles mapped_files_;
   Timeline timeline_;
   Frames frames_{monitor_, memory_, budgets_, timeline_, is_gathered()};
   Runs runs_{frames_, budgets_, timeline_};
@@ -232,6 +255,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   LowerPins lower_pins_{monitor_, memory_, timeline_, frames_, transfers_, runs_, ranks_ ? nullptr : lower_.get()};
   Versions versions_{monitor_, frames_, transfers_, swap_.get()};
   HomeReads home_reads_{monitor_, swap_ ? home_.get() : nullptr};
+  Snapshots snapshots_{monitor_, transfers_, home_reads_, home_.get()};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
   HomeAllocator home_allocator_{
       monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},

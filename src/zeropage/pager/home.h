@@ -27,6 +27,13 @@ class Home {
 
   virtual ~Home() = default;
 
+  /// Of a run on disk: room for its pages. Throws DiskError if the disk is full.
+  virtual std::shared_ptr<Backing> allocate(std::size_t) { return nullptr; }
+  /// Of a run on disk: starts to read from a backing, in which the run's pages lie or lay.
+  [[nodiscard]] virtual std::optional<Outcome> read_backing(const Backing&, std::uint64_t /*offset*/,
+                                                            std::size_t /*bytes*/, std::byte*, Priority, Done) {
+    return Outcome{};
+  }
   /// Starts to bring a page to `into`. Returns an outcome if it has ended already; then `done` is not called. With
   /// Priority::demanded it may block for memory below and throw BudgetError, DiskError or RankError; otherwise it
   /// does not block, and is called under the cache's lock where ready_to_read said yes.
@@ -56,7 +63,7 @@ class Home {
   virtual void forget(const Run&) {}
 };
 
-/// Extents of a swap file.
-std::unique_ptr<Home> make_disk_home(Io& io, const SwapFile& file);
+/// Extents of a swap file, and ranges of files that are only read.
+std::unique_ptr<Home> make_disk_home(Io& io, SwapFile& file);
 
 }  // namespace zeropage

@@ -66,15 +66,29 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
     {
       const Inside inside(monitor_);
       const Unlocked unlocked(lock);
-      bind_below(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes, /*alone=*/true});
+      bind_below(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes, /*alone=*/true,
+                              /*is_staging=*/false, spec.source});
     }
     monitor_.check_usable();
     run.home = homes_.home;
+    if (spec.source) {
+      for (Page& page : run.pages) page.state = Residency::evicted;
+    }
   } else if (spec.tier == Tier::disk) {
     if (!homes_.swap)
       throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
-    run.extent = homes_.swap->allocate(run.bytes);
+    run.is_on_disk = true;
     run.home = homes_.home;
+    if (spec.source) {
+      const auto backing = std::make_shared<Backing>();
+      backing->source = spec.source;
+      for (std::size_t i = 0; i < run.pages.size(); ++i) {
+        run.place(i, backing);
+        run.pages[i].state = Residency::evicted;
+      }
+    } else {
+      run.own = homes_.home->allocate(run.bytes);
+    }
   } else {
     make_permanent(lock, run);
   }

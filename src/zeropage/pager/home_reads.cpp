@@ -8,7 +8,7 @@ namespace zeropage {
 namespace {
 
 bool is_at_home_alone(const Run& run, std::size_t page) {
-  return run.extent && !run.next_extent && !run.slots && run.pages[page].state == Residency::evicted &&
+  return run.is_on_disk && !run.next && !run.slots && run.pages[page].state == Residency::evicted &&
          run.pages[page].frame == nullptr;
 }
 
@@ -16,9 +16,9 @@ bool is_at_home_alone(const Run& run, std::size_t page) {
 
 struct HomeRead::State {
   Monitor* monitor;
-  const Run* run;
-  std::size_t page;
-  std::uint64_t changes;
+  const Run* run = nullptr;  // null: what is read does not change
+  std::size_t page = 0;
+  std::uint64_t changes = 0;
   std::mutex mutex;
   std::condition_variable ended;
   bool done = false;
@@ -49,29 +49,44 @@ bool HomeRead::wait() {
   const auto state = std::exchange(state_, nullptr);
   state->wait();
   if (state->error) std::rethrow_exception(state->error);
+  if (!state->run) return true;
   Monitor::Lock lock(state->monitor->mutex());
   state->monitor->check_usable();
   return is_at_home_alone(*state->run, state->page) && state->run->changes == state->changes;
 }
 
 HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* into) {
-  HomeRead read;
-  if (!home_) return read;
+  if (!home_) return {};
   monitor_.check_usable();
   Monitor::Lock lock(monitor_.mutex());
   monitor_.check_usable();
   const Run& run = *segment.run();
-  if (!is_at_home_alone(run, page)) return read;
+  if (!is_at_home_alone(run, page)) return {};
+  HomeRead read = start(run.bytes_of(page), [&](Home::Done done) {
+    return home_->read(run, page, into, Priority::ahead, std::move(done));
+  });
+  read.state_->run = &run;
+  read.state_->page = page;
+  read.state_->changes = run.changes;
+  return read;
+}
+
+HomeRead HomeReads::start_frozen(const Backing& backing, std::uint64_t offset, std::size_t bytes, std::byte* into) {
+  return start(bytes, [&](Home::Done done) {
+    return home_->read_backing(backing, offset, bytes, into, Priority::background, std::move(done));
+  });
+}
+
+HomeRead HomeReads::start(std::size_t bytes, const std::function<std::optional<Home::Outcome>(Home::Done)>& begin) {
+  HomeRead read;
   read.state_ = std::make_shared<HomeRead::State>();
   const auto& state = read.state_;
   state->monitor = &monitor_;
-  state->run = &run;
-  state->page = page;
-  state->changes = run.changes;
-  bytes_ += run.bytes_of(page);
+  bytes_ += bytes;
   try {
-    const auto done = [state](Home::Outcome outcome) { state->end(std::move(outcome)); };
-    if (auto outcome = home_->read(run, page, into, Priority::ahead, done)) state->end(std::move(*outcome));
+    if (auto outcome = begin([state](Home::Outcome ended) { state->end(std::move(ended)); })) {
+      state->end(std::move(*outcome));
+    }
   } catch (...) {
     state->end({std::current_exception(), {}});
   }

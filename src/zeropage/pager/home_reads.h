@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <optional>
 
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/monitor.h"
@@ -39,9 +41,12 @@ class HomeReads {
   /// As FrameCache says of it.
   HomeRead start(const Segment& segment, std::size_t page, std::byte* into);
   std::size_t bytes() const;
+  /// Of what nothing writes (pager/snapshots.h), after all that a program waits for. Under the lock.
+  HomeRead start_frozen(const Backing& backing, std::uint64_t offset, std::size_t bytes, std::byte* into);
 
  private:
   friend class HomeRead;
+  HomeRead start(std::size_t bytes, const std::function<std::optional<Home::Outcome>(Home::Done)>& begin);
   Monitor& monitor_;
   Home* const home_;
   std::size_t bytes_ = 0;

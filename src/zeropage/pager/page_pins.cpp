@@ -102,6 +102,7 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
   if (run.is_closed_to_this_thread()) return {};
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
+  if (access != Access::read && !transfers_.try_make_writable(run, index)) return {};
   if (page.frame && !page.lent && !absent && page.state != Residency::reading) {
     timeline_.note_page(run, index);
     frames_.add_pin(*page.frame);
@@ -153,6 +154,7 @@ void PagePins::wait(PagePin& pin) {
   memory_.order_after(frame);
   if (!frame.run) return;  // it died, and what was to be read is there
   if (pin.access_ == Access::read) return;
+  transfers_.make_writable(lock, *pin.run_, pin.page_);
   if (frame.permanent) return void(++pin.run_->changes);
   frame.claimer = {};
   Frames::mark(*pin.run_, pin.page_, pin.access_);

@@ -42,6 +42,17 @@ void Runs::count_home(const Run& run, bool created) {
   home_peak_[role][tier] = std::max(home_peak_[role][tier], bytes);
 }
 
+std::size_t Runs::source_bytes() const {
+  std::size_t bytes = 0;
+  for (const auto& [run, _] : runs_) {
+    for (std::size_t i = 0; i < run->pages.size() && !run->others.empty(); ++i) {
+      const Page& page = run->pages[i];
+      if (page.home && page.home->source && page.state != Residency::zero) bytes += run->bytes_of(i);
+    }
+  }
+  return bytes;
+}
+
 void Runs::let_die(Run& run) {
   // [Note: gathered] When a parameter dies may differ between ranks, and one that is planned is gathered by all.
   if (frames_.is_gathered() && run.role == Role::parameter) return;
@@ -62,6 +73,7 @@ void Runs::remove(Run& run) {
     if (frame->pins == 0) frames_.settle(*frame);  // else the last pin does
   }
   if (run.below) run.home->forget(run);
+  if (run.frozen) run.frozen->run = nullptr;
   runs_.erase(&run);
 }
 
@@ -71,8 +83,10 @@ void Runs::forget_home_bytes() noexcept {
 
 void Runs::give_back_homes() noexcept {
   for (auto& [_, run] : runs_) {
-    run->extent = {};
-    run->next_extent = {};
+    for (Page& page : run->pages) page.home = nullptr;
+    run->own = run->next = nullptr;
+    run->others.clear();
+    if (const auto frozen = std::exchange(run->frozen, nullptr)) frozen->run = nullptr;
     if (run->below) {
       run->home->forget(*run);
       run->below.reset();

@@ -34,6 +34,8 @@ class Runs {
   std::size_t pageable_peak() const { return pageable_peak_; }
   std::size_t home_bytes(int role, int tier) const { return home_bytes_[role][tier]; }
   std::size_t home_peak(int role, int tier) const { return home_peak_[role][tier]; }
+  /// Bytes that lie in files which are only read.
+  std::size_t source_bytes() const;
 
   /// Of a closed cache: what lies at home counts no more; and homes are given back.
   void forget_home_bytes() noexcept;

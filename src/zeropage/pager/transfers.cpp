@@ -1,5 +1,8 @@
 #include "zeropage/pager/transfers.h"
 
+#include <algorithm>
+
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
@@ -76,9 +79,11 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
   }
   if (pages.empty()) return false;
   if (frames_.is_gathered()) memory_.order_after(frame);
+  const bool is_held = frame.pins > 0;
   frames_.add_pin(frame);  // the frame stays while the lock is given up
   for (const std::size_t i : pages) {
-    run.pages[i].state = Residency::writing;
+    // The holder of a pin may be about to write it.
+    run.pages[i].state = is_held ? Residency::rewritten : Residency::writing;
     ++frame.transfers, ++run.transfers;
     const std::size_t bytes = round_up(run.bytes_of(i), kBlockBytes);
     written_bytes_ += bytes;
@@ -93,6 +98,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     std::optional<Home::Outcome> outcome;
     try {
       monitor_.check_usable();
+      place_for_write(run, i);
       std::optional<Unlocked> unlocked;
       if (blocks) unlocked.emplace(lock);
       outcome = home_->write(run, i, from, after, priority, std::move(done));
@@ -116,10 +122,72 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
     if (!run.dead) failed_write_ = outcome.error;
   } else {
     page.state = page.state == Residency::rewritten ? Residency::dirty : Residency::clean;
+    if (run.frozen && run.frozen->pages[index].place == Frozen::Place::frame) {
+      Frozen::Page& frozen = run.frozen->pages[index];
+      if (!std::exchange(frozen.older_on_its_way, false)) frozen = {Frozen::Place::home, page.home};
+    }
   }
   Frame& frame = *page.frame;
   if (--frame.transfers == 0 && frame.pins == 0) frames_.settle(frame);
   transfer_ended(run);
+}
+
+/// Not while a version is open: what is written then has room.
+bool Transfers::try_make_room_at_home(Run& run) {
+  if (!run.is_on_disk || run.own || run.next) return true;
+  const auto is_free = [](const auto& backing) { return backing.use_count() == 1 && backing->extent; };
+  if (const auto free = std::ranges::find_if(run.others, is_free); free != run.others.end()) {
+    run.own = std::move(*free);  // no checkpoint holds it any more
+    run.others.erase(free);
+    return true;
+  }
+  try {
+    run.own = home_->allocate(run.bytes);
+    return true;
+  } catch (const DiskError&) {
+    if (!run.frozen) throw;
+    return false;
+  }
+}
+
+void Transfers::make_room_at_home(Lock& lock, Run& run) {
+  while (!try_make_room_at_home(run)) {
+    wait_until(lock, [&] { return !run.frozen; });  // then its room comes back
+  }
+}
+
+void Transfers::make_writable(Lock& lock, Run& run, std::size_t index) {
+  const Page& page = run.pages[index];
+  const auto can_go_home = [&] {
+    return run.is_on_disk && page.state == Residency::dirty && page.frame && !page.frame->permanent &&
+           run.frozen->pages[index].place == Frozen::Place::frame;
+  };
+  while (run.is_owed(index)) {
+    const std::size_t failed_before = failed_writes_;
+    if (can_go_home() && write_back(lock, *page.frame, Priority::demanded)) throw_failed_write(failed_before);
+    wait_until(lock, [&] { return !run.is_owed(index) || can_go_home(); });
+    throw_failed_write(failed_before);
+  }
+  make_room_at_home(lock, run);
+}
+
+bool Transfers::try_make_writable(Run& run, std::size_t page) {
+  if (run.is_owed(page)) return false;
+  try {
+    return try_make_room_at_home(run);
+  } catch (const DiskError&) {
+    return false;  // a thread that waits for the page is told
+  }
+}
+
+/// A page that a checkpoint needs goes where that reads it.
+void Transfers::place_for_write(Run& run, std::size_t page) {
+  if (!run.is_on_disk || run.pages[page].is_new) return;
+  if (run.is_owed(page)) return run.place(page, run.frozen->closing);
+  if (!try_make_room_at_home(run)) {
+    throw DiskError("the disk has no room for a page, until the checkpoint that is being written has its content");
+  }
+  run.place(page, run.own);
 }
 
 void Transfers::throw_failed_write() {

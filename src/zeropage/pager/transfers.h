@@ -31,6 +31,12 @@ class Transfers {
   /// all that could.
   bool write_back(Lock& lock, Frame& frame, Priority priority);
 
+  /// Of a page that is about to be written: waits until no checkpoint needs what its frame holds, and sees to it that
+  /// there is room for it at home. Throws DiskError; the page is then what it was.
+  void make_writable(Lock& lock, Run& run, std::size_t page);
+  /// The same without waiting; false if that is needed.
+  bool try_make_writable(Run& run, std::size_t page);
+
   /// Returns when `ready` says so. Throws AccessError if the cache is closed meanwhile.
   template <class Ready>
   void wait_until(Lock& lock, Ready ready);
@@ -59,6 +65,9 @@ class Transfers {
   std::size_t written_bytes() const { return written_bytes_; }
 
  private:
+  void make_room_at_home(Lock& lock, Run& run);
+  bool try_make_room_at_home(Run& run);
+  void place_for_write(Run& run, std::size_t page);
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
   void transfer_ended(Run& run);

@@ -15,15 +15,16 @@ bool is_at_home(const Page& page) {
 
 bool Versions::open(Segment& segment, bool write_first) {
   monitor_.check_usable();
-  if (!swap_ || !segment.run()->extent) return false;
-  Extent extent = swap_->try_allocate_spare(segment.run()->bytes);
-  if (!extent) return false;
+  if (!swap_ || !segment.run()->is_on_disk) return false;
+  auto next = std::make_shared<Backing>();
+  next->extent = swap_->try_allocate_spare(segment.run()->bytes);
+  if (!next->extent) return false;
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
   if (write_first) write_home(lock, run);
-  if (run.slots || run.assembled || run.next_extent || !std::ranges::all_of(run.pages, is_at_home)) return false;
-  run.next_extent = std::move(extent);
+  if (run.slots || run.assembled || run.next || !std::ranges::all_of(run.pages, is_at_home)) return false;
+  run.next = std::move(next);
   run.writer = std::this_thread::get_id();
   return true;
 }
@@ -62,9 +63,14 @@ bool Versions::commit(std::span<Segment* const> segments) {
   if (!std::ranges::all_of(segments, is_whole)) return false;
   for (Segment* segment : segments) {
     Run& run = *segment->run();
-    run.extent.swap_places(run.next_extent);
-    for (Page& page : run.pages) page.is_new = false;
-    run.next_extent = Extent();  // of what was, where nothing is under way: each page had come before it was written
+    // Nothing is under way where the content was: each page had come before it was written. It is given up, unless a
+    // checkpoint holds it.
+    const auto before = std::exchange(run.own, std::exchange(run.next, nullptr));
+    before ? run.own->extent.replace(before->extent) : run.own->extent.keep();
+    for (std::size_t i = 0; i < run.pages.size(); ++i) {
+      run.pages[i].is_new = false;
+      run.place(i, run.own);
+    }
     ++run.changes;
   }
   return true;
@@ -73,7 +79,7 @@ bool Versions::commit(std::span<Segment* const> segments) {
 void Versions::discard(Segment& segment) {
   if (monitor_.in_forked_child()) return;  // it belongs to the parent
   Lock lock(monitor_.mutex());
-  if (monitor_.closed() || !segment.run() || !segment.run()->next_extent) return;
+  if (monitor_.closed() || !segment.run() || !segment.run()->next) return;
   Run& run = *segment.run();
   const auto is_busy = [](const Page& page) {
     return page.is_new && page.frame && (page.frame->transfers > 0 || page.frame->pins > 0);
@@ -87,7 +93,7 @@ void Versions::discard(Segment& segment) {
     }
     frames_.evict(*page.frame);
   }
-  run.next_extent = Extent();
+  run.next = nullptr;
   ++run.changes;
 }
 

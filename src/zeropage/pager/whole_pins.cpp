@@ -6,10 +6,24 @@
 
 namespace zeropage {
 
+namespace {
+
+/// Whether no page has to be saved, or given room at home, first.
+bool is_writable(const Run& run) {
+  if (run.is_on_disk && !run.own && !run.next) return false;
+  for (std::size_t i = 0; run.frozen && i < run.pages.size(); ++i) {
+    if (run.is_owed(i)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 /// A run that an operator needs whole, and the frame in which it is or comes to be.
 struct WholePins::Hold {
   Run* run;
   bool read;  // false: the operator overwrites all of it
+  bool write;
   Frame* frame = nullptr;
   bool is_new = false;
 };
@@ -21,11 +35,13 @@ std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> re
     Run& run = *request.segment->run_;
     const bool read = request.access != Access::overwrite || run.shares_page();
     const auto known = std::find_if(holds.begin(), holds.end(), [&](const Hold& hold) { return hold.run == &run; });
+    const bool write = request.access != Access::read;
     if (known != holds.end()) {
       known->read |= read;
+      known->write |= write;
       continue;
     }
-    holds.push_back({&run, read});
+    holds.push_back({&run, read, write});
     if (run.home) needed += round_up(run.bytes, kBlockBytes);
   }
   if (needed > budgets_.device_limit()) budgets_.refuse(needed);
@@ -45,13 +61,17 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   if (timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   std::vector<Hold> holds;
   std::size_t more = 0;
-  const bool resident = std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
-    const Frame* frame = request.segment->run_->whole_frame();
-    if (request.segment->run_->lent > 0) return false;
-    if (!frame || frame->failure || frame->transfers > 0) return frame && frame->permanent && !frame->failure;
-    if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
-    return true;
+  const bool ready = std::all_of(requests.begin(), requests.end(), [](const PinRequest& request) {
+    return request.access == Access::read || is_writable(*request.segment->run_);
   });
+  const bool resident = ready && std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
+                          const Frame* frame = request.segment->run_->whole_frame();
+                          if (request.segment->run_->lent > 0) return false;
+                          if (!frame || frame->failure || frame->transfers > 0)
+                            return frame && frame->permanent && !frame->failure;
+                          if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
+                          return true;
+                        });
   if (!resident || (more > 0 && !budgets_.can_hold(more))) {
     holds = holds_for(requests);
     try {
@@ -59,7 +79,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
     } catch (const Shortage&) {
       // What this operator needs may lie between what it has already. Move everything out and lay it down afresh.
       let_go(holds);
-      for (Hold& hold : holds) hold = {hold.run, hold.read};
+      for (Hold& hold : holds) hold = {hold.run, hold.read, hold.write};
       try {
         room_.empty(lock);
         hold(lock, holds);
@@ -95,6 +115,21 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   for (Hold& hold : holds) frames_.drop_pin(*hold.frame);
   budgets_.note_usage();
   ahead_.run(lock);
+}
+
+void WholePins::write_again(Segment& segment) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  Run& run = *segment.run_;
+  make_writable(lock, run);
+  for (std::size_t i = 0; !run.whole_frame()->permanent && i < run.pages.size(); ++i) {
+    Frames::mark(run, i, Access::write);
+  }
+}
+
+void WholePins::make_writable(Lock& lock, Run& run) {
+  for (std::size_t i = 0; i < run.pages.size(); ++i) transfers_.make_writable(lock, run, i);
 }
 
 /// Brings every run into one frame, on which it takes a pin. On an error the caller lets go of what is held.
@@ -163,6 +198,8 @@ void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
                                        : transfers_.wait_until(lock, [&] { return !in_use(hold); });
     } else if (misses(hold)) {
       transfers_.start_reads(lock, *hold.frame, Priority::demanded);
+    } else if (hold.write && !is_writable(*hold.run)) {
+      make_writable(lock, *hold.run);
     } else {
       continue;
     }

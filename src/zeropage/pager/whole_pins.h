@@ -28,6 +28,7 @@ class WholePins {
   // As FrameCache says of them.
   void pin(std::span<const PinRequest> requests);
   void unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept;
+  void write_again(Segment& segment);
   /// Runs that pins met with no frame.
   std::size_t faults() const { return faults_; }
 
@@ -40,6 +41,7 @@ class WholePins {
   void take_frame(Lock& lock, Hold& hold);
   void wait_for_content(Lock& lock, std::vector<Hold>& holds);
   void fill(Hold& hold);
+  void make_writable(Lock& lock, Run& run);
   void commit(Hold& hold) noexcept;
   void let_go(std::vector<Hold>& holds) noexcept;
 

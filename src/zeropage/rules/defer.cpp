@@ -97,7 +97,8 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
   bool joinable = true;
   for (const ProgramPtr& program : found) {
     slots += program->slots().size();
-    joinable = joinable && !program->begun() && program->takes(chunking, any_chunking) && program->fits(strangers);
+    joinable = joinable && !program->begun() && !program->is_sealed() && program->takes(chunking, any_chunking) &&
+               program->fits(strangers);
     for (const ProgramPtr& other : found) joinable = joinable && program->takes_all_of(*other);
   }
   if (!found.empty() && joinable && slots <= Program::kMostSlots) {

@@ -50,6 +50,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const override;
   Access access_to(const StorageSegment& segment) const override;
   bool runs_in_host() const override { return in_host_; }
+  void seal() override { sealed_ = true; }
+  bool is_sealed() const { return sealed_; }
 
   std::size_t length() const override { return code_.instructions.size(); }
   const Code& code() const { return code_; }
@@ -100,6 +102,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   std::size_t elements_ = 0;
   Progress progress_;
   bool running_ = false;
+  bool sealed_ = false;
   bool settled_ = false;  // what was made ahead of it has become the content, or not
   bool in_host_ = false;  // where it will run, as far as is known
 };

@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 23> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 24> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -31,6 +31,7 @@ constexpr std::array<Setting, 23> kSettings{{{"device", &Config::device},
                                              {"master_dtype", &Config::master_dtype},
                                              {"gradient_dtype", &Config::gradient_dtype},
                                              {"state_dict", &Config::state_dict},
+                                             {"file_homes", &Config::file_homes},
                                              {"optimizer_dtype", &Config::optimizer_dtype},
                                              {"stage", &Config::stage},
                                              {"partition", &Config::partition},

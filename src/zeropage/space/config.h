@@ -37,6 +37,9 @@ struct Config {
   std::string visible_dtype = "auto", master_dtype = "float32", gradient_dtype = "float32";
   // What a module's state_dict() gives of a parameter in mixed precision: "master", or "visible", what operators see.
   std::string state_dict = "master";
+  // "true": parameters on disk that a loader mapped from a file, as of safetensors, stay in that file until they are
+  // written; it must not be written meanwhile. "false": they are copied.
+  std::string file_homes = "true";
   // How fused optimizers' moments are kept: "bfloat16", "8bit"; auto: as they are.
   std::string optimizer_dtype = "auto";
   // Over ranks: 1 partitions optimizer states, 2 gradients too, 3 parameters too; 0 none.

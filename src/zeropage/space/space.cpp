@@ -404,6 +404,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     throw SettingError(fmt::format("state_dict = \"{}\": must be \"master\" or \"visible\"", config.state_dict));
   }
   domain->saves_masters = config.state_dict == "master";
+  domain->homes_in_files = flag_of("file_homes", config.file_homes);
   domain->moments = moments_of(config, *domain, groups.shard != nullptr);
   partition_roles(config, domain->partition);
   domain->partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
@@ -464,8 +465,10 @@ bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role rol
       !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_meta()) {
     if (domain->pages(tensor.nbytes())) {
       const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
-      at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role);
-      compat::become(tensor, own.copy_(tensor));
+      const Creation creation{.source = domain->find_source(tensor)};
+      at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role, creation);
+      const bool is_there = creation.source && segment_of(own)->tier() == Tier::disk;
+      compat::become(tensor, is_there ? own : own.copy_(tensor));
       paged = true;
     } else if (tensor.device() != domain->device) {
       compat::become(tensor, tensor.to(domain->device));
@@ -546,6 +549,7 @@ Report Space::report() const {
                 .uploaded_bytes = stats.uploaded_bytes,
                 .downloaded_bytes = stats.downloaded_bytes,
                 .swap_bytes = cache.swap_bytes(),
+                .file_bytes = stats.source_bytes,
                 .waited_seconds = stats.waited_seconds,
                 .ranks = domain_->partition.world(),
                 .gathered_bytes = traffic.gathered,

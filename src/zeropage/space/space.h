@@ -35,6 +35,7 @@ struct Report {
   std::vector<Home> homes;      // of every role and tier that ever held something
   std::vector<Memory> budgets;  // device_memory, host_memory
   std::size_t faults, evictions, read_bytes, written_bytes, uploaded_bytes, downloaded_bytes, swap_bytes;
+  std::size_t file_bytes;  // at home in files that are only read
   double waited_seconds;
   int ranks;                                   // over which tensors lie; 1: one process
   std::size_t gathered_bytes, reduced_bytes;   // sent by this rank: all-gathers; sums of gradients

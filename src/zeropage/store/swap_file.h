@@ -37,8 +37,10 @@ class Extent {
     std::swap(is_spare_, other.is_spare_);
     return *this;
   }
-  /// Two of one size change places in the range.
-  void swap_places(Extent& other) noexcept { std::swap(offset_, other.offset_); }
+  /// This one takes the place of `other`, which something depended on.
+  void replace(Extent& other) noexcept { std::swap(is_spare_, other.is_spare_); }
+  /// Something depends on it from now on.
+  void keep() noexcept { is_spare_ = false; }
   ~Extent();
   std::uint64_t offset() const { return offset_; }
   std::size_t bytes() const { return bytes_; }

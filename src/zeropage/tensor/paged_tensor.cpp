@@ -87,7 +87,9 @@ struct SegmentBuilder {
     if (!domain->partition.ranks) {
       const bool resident = bytes < domain->resident_below && !creation.alone;
       const Tier tier = resident ? memory_tier() : tier_for(*domain, role, bytes);
-      domain->cache->bind(segment, {bytes, row_bytes, role, tier, /*page_bytes=*/0, is_alone()});
+      const SourceRange source = tier == Tier::disk ? creation.source : SourceRange{};
+      domain->cache->bind(segment, {bytes, row_bytes, role, tier, /*page_bytes=*/0, is_alone() || source,
+                                    /*is_staging=*/false, source});
     } else {
       const Layout layout = creation.layout.value_or(domain->layout_for(role, segment.elements_));
       layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
@@ -242,6 +244,15 @@ void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
   const bool in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
+  if (!deferred_ && awaiter_) std::exchange(awaiter_, nullptr)->has_run(*this);
+}
+
+bool StorageSegment::await_deferred(std::shared_ptr<Awaiter> awaiter) {
+  std::lock_guard lock(domain_->deferral_mutex);
+  if (!deferred_) return false;
+  deferred_->seal();
+  awaiter_ = std::move(awaiter);
+  return true;
 }
 
 void StorageSegment::set_written_ahead(std::shared_ptr<WrittenAhead> ahead) {
@@ -312,6 +323,12 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
   return tensor_over(*domain, std::move(storage), sizes, strides, dtype);
 }
 
+SourceRange Domain::find_source(const at::TensorBase& tensor) const {
+  if (!homes_in_files || partition.ranks || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return {};
+  if (tensor.is_conj() || tensor.is_neg() || tensor.nbytes() < std::max<std::size_t>(resident_below, 1)) return {};
+  return cache->find_source(tensor.const_data_ptr(), tensor.nbytes());
+}
+
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role) {
   if (segment_of(tensor)) return true;
   if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.device() != domain->device ||
@@ -323,10 +340,16 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   if (!domain->pages(storage.nbytes()) || !is_whole(tensor) || storage.use_count() != 1) return false;
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const auto* data = static_cast<const std::byte*>(impl.data());
-  const SegmentBuilder builder{
-      domain.get(), storage.nbytes(), row_bytes(tensor.sizes(), tensor.itemsize()), tensor.dtype(), role, {}};
+  const SegmentBuilder builder{domain.get(),
+                               storage.nbytes(),
+                               row_bytes(tensor.sizes(), tensor.itemsize()),
+                               tensor.dtype(),
+                               role,
+                               {.source = domain->find_source(tensor)}};
   auto segment = builder(domain, impl);
-  if (segment->is_partitioned()) {
+  if (builder.creation.source && segment->tier() == Tier::disk) {
+    // It is there.
+  } else if (segment->is_partitioned()) {
     segment->open_share(Access::overwrite);
     copy_share_in(*segment, data, tensor.itemsize());
   } else {
@@ -363,8 +386,10 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
     if (!deferral.mutex()) deferral = std::unique_lock(mutex);
     deferred.push_back(&request);
   }
+  c10::SmallVector<Segment*, 4> written;  // by the caller, after what is deferred
   for (PinRequest* request : deferred) {
     const auto* segment = static_cast<StorageSegment*>(request->segment);
+    if (request->access == Access::write) written.push_back(request->segment);
     if (segment->deferred_access() == Access::overwrite) request->access = Access::overwrite;
   }
   // One call a cache; nearly always there is one.
@@ -390,6 +415,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   }
   try {
     for (const PinRequest* request : deferred) static_cast<StorageSegment*>(request->segment)->run_deferred();
+    for (Segment* segment : written) segment->cache()->write_again(*segment);
   } catch (...) {
     TensorPin held = std::move(*this);
     throw;

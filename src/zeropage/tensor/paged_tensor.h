@@ -107,10 +107,20 @@ class Deferred {
   virtual Access access_to(const StorageSegment& segment) const = 0;
   /// Whether they are to run on the host, in the memory below the device's.
   virtual bool runs_in_host() const = 0;
+  /// No more operators join them.
+  virtual void seal() = 0;
   /// How many they are.
   virtual std::size_t length() const = 0;
   /// What was written ahead of them becomes the content, if it is what they make, or is discarded.
   virtual void settle() = 0;
+};
+
+/// Is told when what was deferred on a segment has run.
+class Awaiter {
+ public:
+  virtual ~Awaiter() = default;
+  /// Under the domain's deferral_mutex.
+  virtual void has_run(StorageSegment& segment) noexcept = 0;
 };
 
 /// What was written to segments ahead of operators that would write it, into second versions of them
@@ -136,6 +146,7 @@ struct Domain {
   Moments moments = Moments::as_they_are;
   bool shares_pages = true;  // several small tensors one page
   std::uint32_t quantisations = 0;
+  bool homes_in_files = true;     // what is loaded from files stays there until it is written
   bool saves_masters = true;      // state_dict() gives masters, not what operators see
   bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
@@ -159,6 +170,8 @@ struct Domain {
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
   std::uint64_t creations = 0;
 
+  /// Where the content of a tensor lies that a loader mapped from a file, if its home may be there; else none.
+  SourceRange find_source(const at::TensorBase& tensor) const;
   /// Whether updates run in the host now.
   bool offloads_updates() const { return updates_in_host && !(updates_where_all_fits && cache->holds_everything()); }
   bool mixes() const { return visible_dtype != c10::ScalarType::Undefined; }
@@ -195,6 +208,8 @@ class StorageSegment final : public Segment {
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
   void defer(std::shared_ptr<Deferred> deferred);
   void run_deferred();
+  /// Calls `awaiter` once, when what is deferred now has run; false, and not at all, if nothing is.
+  bool await_deferred(std::shared_ptr<Awaiter> awaiter);
   /// What those operators do to its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
   /// What was written ahead becomes the content, or is discarded. Before an operator takes the segment, and before it
@@ -294,6 +309,7 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false, is_deferred_in_host_ = false;
   std::shared_ptr<Deferred> deferred_;
+  std::shared_ptr<Awaiter> awaiter_;
   std::atomic<bool> is_written_ahead_ = false;
   std::shared_ptr<WrittenAhead> written_ahead_;
   std::unique_ptr<const SegmentBuilder> builder_;  // of what has, or had, no home; threads may ask it meanwhile
@@ -325,6 +341,8 @@ struct Creation {
   bool unallocated = false;
   /// Shares no page with other tensors, however small.
   bool alone = false;
+  /// Where its content lies, if its tier is the disk (Domain::find_source).
+  SourceRange source = {};
 };
 
 /// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.

@@ -1,0 +1,197 @@
+"""One checkpoint on its way to the disk: while the caller waits, or on a thread while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import threading
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from zeropage import _core
+from zeropage._checkpoint import folders
+from zeropage._checkpoint.contents import Contents, Pieces, Progress
+from zeropage._checkpoint.names import MANIFEST
+from zeropage._checkpoint.ranks import Ranks
+from zeropage._checkpoint.reader import checkpoints_in
+
+_POLL = 0.02  # seconds
+
+_under_way: Saving | None = None
+
+
+class Saving:
+    """What save() returns. With wait=True it is over."""
+
+    def __init__(self, contents: Contents, place: pathlib.Path, ranks: Ranks, keep: int | None) -> None:
+        self.folder = place
+        self._contents = contents
+        self._ranks = ranks
+        self._keep = keep
+        self._partial: folders.PartialFolder | None = None  # on the first rank
+        self._path = pathlib.Path()  # of it
+        self._snapshot: _core.Snapshot | None = None
+        self._names: list[tuple[str, str]] = []  # of what is in the snapshot: file, tensor
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to do."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes of tensors that this rank has written, and bytes of the whole checkpoint."""
+        size = self._contents.size
+        return (self._snapshot.written if self._snapshot is not None and not self.done else size), size
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is there. Over ranks, all of them call it.
+
+        Raises what kept it from being written; the checkpoint that was there is then intact.
+        """
+        global _under_way
+        if self._thread is None:
+            return
+        assert self._snapshot is not None
+        self._snapshot.complete()
+        self._thread.join()
+        self._thread = None
+        if _under_way is self:
+            _under_way = None
+        with self._ranks.together():
+            if self._error is not None:
+                raise self._error
+
+    def begin(self, model: torch.nn.Module | None) -> None:
+        """Over ranks, together: the files are there, with their sizes."""
+        try:
+            with self._ranks.together():
+                if self._ranks.first:
+                    self._partial = folders.PartialFolder(self.folder, replaces=MANIFEST)
+                    self._contents.create(self._partial.path, model)
+            self._path = pathlib.Path(self._ranks.of_first(os.fspath(self._partial.path) if self._partial else ""))
+        except BaseException:
+            self._discard()
+            raise
+
+    def write_now(self, progress: Progress | None) -> None:
+        """Over ranks, together."""
+        try:
+            with torch.no_grad(), self._ranks.together():
+                pieces = self._contents.write(self._path, self._ranks.first, progress)
+            everyones = self._ranks.gather_to_first(pieces)
+            with self._ranks.together():
+                self._finish(everyones)
+        finally:
+            self._discard()
+
+    def write_behind(self) -> None:
+        """Over ranks, together: what everything is now will be written."""
+        global _under_way
+        try:
+            with torch.no_grad(), self._ranks.together():
+                self._take()
+        except BaseException:
+            self._discard()
+            raise
+        _under_way = self
+        # Not a daemon: a program that ends waits for its checkpoint.
+        self._thread = threading.Thread(target=self._run, name=f"zeropage.save {self.folder.name}")
+        self._thread.start()
+
+    def _take(self) -> None:
+        items = []
+        for index, file in enumerate(self._contents.files):
+            for name, offset in file.layout.offsets.items():
+                source = file.sources[name]
+                if self._ranks.first or _core.ranks_of(source.tensor) > 1:
+                    items.append((source.content(), index, offset))
+                    self._names.append((file.name, name))
+        self._snapshot = _core.Snapshot(items)
+
+    def _run(self) -> None:
+        try:
+            assert self._snapshot is not None
+            pieces: dict[str, dict[str, Pieces]] = {file.name: {} for file in self._contents.files}
+            paths = [os.fspath(self._path / file.name) for file in self._contents.files]
+            for (file, name), written in zip(self._names, self._snapshot.write(paths), strict=True):
+                pieces[file][name] = written
+            self._finish(self._gather(pieces))
+        except BaseException as error:
+            self._error = error
+            if not self._ranks.first:
+                with contextlib.suppress(OSError, _core.DiskError):  # the first rank has given up too
+                    _tell(self._path, self._ranks.rank, {"error": f"{type(error).__name__}: {error}"})
+            warnings.warn(f'the checkpoint "{self.folder}" was not written: {error}', RuntimeWarning, stacklevel=1)
+        finally:
+            self._discard()
+
+    def _gather(self, mine: dict[str, dict[str, Pieces]]) -> list[dict[str, dict[str, Pieces]]]:
+        """By files in the folder: collectives are the program's. Empty on all ranks but the first."""
+        if not self._ranks.are_many:
+            return [mine]
+        if not self._ranks.first:
+            _tell(self._path, self._ranks.rank, {"pieces": mine})
+            return []
+        everyones = [mine]
+        for rank in range(1, self._ranks.size):
+            said = _hear(self._path, rank, self._ranks.timeout)
+            if "error" in said:
+                raise _core.RankError(f"rank {rank} failed: {said['error']}")
+            everyones.append(said["pieces"])
+        return everyones
+
+    def _finish(self, everyones: list[dict[str, dict[str, Pieces]]]) -> None:
+        if self._partial is None:
+            return
+        self._contents.finish(self._partial.path, everyones)
+        self._partial.appear()
+        self._partial = None
+        _remove_old(self.folder, self._keep)
+
+    def _discard(self) -> None:
+        if self._partial is not None:
+            self._partial.discard()
+            self._partial = None
+
+
+def finish_saving() -> None:
+    """Waits for what save(wait=False) left under way. If that failed, it has been said."""
+    if _under_way is not None:
+        with contextlib.suppress(Exception):
+            _under_way.wait()
+
+
+def _tell(path: pathlib.Path, rank: int, what: dict[str, Any]) -> None:
+    folders.write_file(path / f"rank-{rank}.tmp", json.dumps(what).encode())
+    (path / f"rank-{rank}.tmp").rename(path / f"rank-{rank}.json")
+
+
+def _hear(path: pathlib.Path, rank: int, timeout: float) -> dict[str, Any]:
+    file = path / f"rank-{rank}.json"
+    until = time.monotonic() + timeout
+    while not file.exists():
+        time.sleep(_POLL)
+        if time.monotonic() > until:
+            raise _core.RankError(f"rank {rank} has not written its part of the checkpoint within {timeout:.0f} s")
+    said: dict[str, Any] = json.loads(file.read_bytes())
+    file.unlink()
+    return said
+
+
+def _remove_old(place: pathlib.Path, keep: int | None) -> None:
+    if keep is None:
+        return
+    others = [path for path in checkpoints_in(place.parent) if path.name != place.name]
+    for path in others[: max(len(others) - max(keep - 1, 0), 0)]:
+        try:
+            folders.remove(path)
+        except OSError as error:  # the new one is there: that is what was asked for
+            warnings.warn(f'the older checkpoint "{path}" cannot be removed: {error.strerror}', stacklevel=3)

@@ -1,0 +1,161 @@
+#include "zeropage/pager/snapshots.h"
+
+#include <algorithm>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/pager/frame_cache.h"
+
+namespace zeropage {
+namespace {
+
+using Place = Frozen::Place;
+
+bool is_newer_in_frame(const Page& page) {
+  return page.state == Residency::dirty || page.state == Residency::writing || page.state == Residency::rewritten;
+}
+
+}  // namespace
+
+FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segment) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  Run& run = *segment.run();
+  if (run.slots || run.gathered()) throw AccessError("a page that tensors share is not frozen for one of them");
+  transfers_.wait_until(lock, [&] { return run.lent == 0 && !run.frozen; });
+  if (run.next) throw VersionOpen();
+  auto frozen = std::make_shared<Frozen>();
+  frozen->run = &run;
+  frozen->page_bytes = run.page_bytes;
+  frozen->pages.resize(run.pages.size());
+  const bool any_newer = std::ranges::any_of(run.pages, is_newer_in_frame);
+  if (run.is_on_disk && any_newer && !run.own) run.own = home_->allocate(run.bytes);
+  frozen->backings.reserve(run.others.size() + 1);
+  alive_.reserve(alive_.size() + 1);
+  run.others.reserve(run.others.size() + 1);
+  // Nothing throws from here on.
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    const Page& page = run.pages[i];
+    if (is_newer_in_frame(page)) {
+      frozen->pages[i].place = Place::frame;
+      frozen->pages[i].older_on_its_way = page.state == Residency::rewritten;
+    } else if (page.state != Residency::zero) {
+      frozen->pages[i] = {Place::home, page.home};
+    }
+  }
+  frozen->backings = run.others;
+  if (run.own) {
+    frozen->backings.push_back(run.own);
+    frozen->closing = run.own;
+    if (run.own->pages > 0) run.others.push_back(run.own);
+    run.own = nullptr;
+  }
+  run.frozen = frozen;
+  std::erase_if(alive_, [](const auto& weak) { return weak.expired(); });
+  alive_.push_back(frozen);
+  FrozenSegment result;
+  result.snapshots_ = this;
+  result.cache_ = std::move(cache);
+  result.segment_ = &segment;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) result.sizes_.push_back(run.bytes_of(i));
+  result.frozen_ = std::move(frozen);
+  // What is newer goes home soon, so that nobody has to wait for it.
+  for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
+    const Page& page = run.pages[i];
+    if (transfers_.has_failed_write()) break;  // a thread is told of it first
+    if (page.state != Residency::dirty || page.frame->pins > 0) continue;
+    if (!transfers_.write_back(lock, *page.frame, Priority::behind)) break;
+  }
+  return result;
+}
+
+void Snapshots::write_home(Lock& lock, Run& run) {
+  transfers_.wait_until(lock, [&] { return run.lent == 0; });
+  for (Page& page : run.pages) {
+    bool is_held = false;  // by an operator, which may write it again: then it stays dirty
+    while (page.frame && is_newer_in_frame(page) && !is_held) {
+      is_held = page.state == Residency::dirty && page.frame->pins > 0;
+      const std::size_t failed_before = transfers_.failed_writes();
+      if (page.state == Residency::dirty) transfers_.write_back(lock, *page.frame, Priority::demanded);
+      transfers_.wait_until(lock, [&] { return !page.frame || page.frame->transfers == 0; });
+      transfers_.throw_failed_write(failed_before);
+    }
+  }
+}
+
+void Snapshots::let_go(FrozenSegment& segment) noexcept {
+  if (monitor_.in_forked_child()) {
+    new auto(std::move(segment.frozen_));  // the disk is the parent's
+    return;
+  }
+  const Lock lock(monitor_.mutex());
+  const auto frozen = std::move(segment.frozen_);
+  if (frozen->run) frozen->run->frozen = nullptr;
+  frozen->backings.clear();
+  frozen->closing = nullptr;
+  monitor_.changed().notify_all();
+}
+
+void Snapshots::close() noexcept {
+  for (const auto& weak : alive_) {
+    if (const auto frozen = weak.lock()) {
+      frozen->backings.clear();
+      frozen->closing = nullptr;
+    }
+  }
+}
+
+FrozenSegment& FrozenSegment::operator=(FrozenSegment&& other) noexcept {
+  std::swap(snapshots_, other.snapshots_);
+  std::swap(cache_, other.cache_);
+  std::swap(segment_, other.segment_);
+  std::swap(frozen_, other.frozen_);
+  std::swap(sizes_, other.sizes_);
+  return *this;
+}
+
+FrozenSegment::~FrozenSegment() {
+  if (frozen_) snapshots_->let_go(*this);
+}
+
+std::size_t FrozenSegment::pages() const { return frozen_->pages.size(); }
+
+Frozen::Place FrozenSegment::place(std::size_t page) const {
+  const Monitor::Lock lock(snapshots_->monitor_.mutex());
+  return frozen_->pages[page].place;
+}
+
+HomeRead FrozenSegment::read(std::size_t page, std::byte* into) const {
+  snapshots_->monitor_.check_usable();
+  const Monitor::Lock lock(snapshots_->monitor_.mutex());
+  snapshots_->monitor_.check_usable();
+  const std::uint64_t offset = page * frozen_->page_bytes;
+  return snapshots_->home_reads_.start_frozen(*frozen_->pages[page].backing, offset, sizes_[page], into);
+}
+
+bool FrozenSegment::begin_copy(std::size_t page) const {
+  const Monitor::Lock lock(snapshots_->monitor_.mutex());
+  Place& place = frozen_->pages[page].place;
+  if (place == Place::frame) place = Place::copying;
+  return place == Place::copying;
+}
+
+void FrozenSegment::end_copy(std::size_t page) const {
+  const Monitor::Lock lock(snapshots_->monitor_.mutex());
+  frozen_->pages[page].place = Place::nowhere;
+  snapshots_->monitor_.changed().notify_all();
+}
+
+PagePin FrozenSegment::pin(std::size_t page) const {
+  {
+    const Monitor::Lock lock(snapshots_->monitor_.mutex());
+    if (!frozen_->run) throw AccessError("a tensor died while a checkpoint of it was being written");
+  }
+  PagePin pin = cache_->pin_page(*segment_, page, Access::read);
+  pin.wait();
+  return pin;
+}
+
+bool FrozenSegment::is_on_device() const { return cache_->has_separate_memory(); }
+
+}  // namespace zeropage

@@ -1,0 +1,48 @@
+#include "zeropage/store/source_file.h"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/base/units.h"
+
+namespace zeropage {
+namespace {
+
+struct stat stat_of(const File& file) {
+  struct stat info {};
+  if (::fstat(file.descriptor(), &info) != 0) {
+    throw DiskError(fmt::format("{}, in which tensors lie, cannot be read any more: {}; load the model again",
+                                file.name(), std::strerror(errno)));
+  }
+  return info;
+}
+
+}  // namespace
+
+SourceFile::SourceFile(const std::string& path)
+    : file_(File::open(path, /*writable=*/false)), direct_(file_.reopen_direct(/*writable=*/false)) {
+  const struct stat info = stat_of(file_);
+  size_ = info.st_size;
+  changed_ = info.st_mtim;
+}
+
+const File& SourceFile::file_for(std::uint64_t offset, std::size_t bytes) const {
+  const bool whole_blocks = offset % kBlockBytes == 0 && bytes % kBlockBytes == 0;
+  return direct_ && whole_blocks ? direct_ : file_;
+}
+
+void SourceFile::check() const {
+  const struct stat info = stat_of(file_);
+  const bool same = static_cast<std::uint64_t>(info.st_size) == size_ && info.st_mtim.tv_sec == changed_.tv_sec &&
+                    info.st_mtim.tv_nsec == changed_.tv_nsec;
+  if (same) return;
+  throw DiskError(fmt::format(
+      "{} was written, while tensors that were loaded from it lie there (it had {}, now {}): their content "
+      "is lost. Load the model again; file_homes = false copies what is loaded",
+      file_.name(), format_bytes(size_), format_bytes(info.st_size)));
+}
+
+}  // namespace zeropage
