@@ -155,6 +155,7 @@ void bind_tensor_files(py::module_& module) {
             return tuples_of(file.write_whole(tensor, offset));
           },
           py::arg("tensor"), py::arg("offset"), py::call_guard<py::gil_scoped_release>())
+      .def("flush", &TensorFileWriter::flush, py::call_guard<py::gil_scoped_release>())
       .def("finish", &TensorFileWriter::finish, py::call_guard<py::gil_scoped_release>());
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(module, "Snapshot")
       .def(py::init([](const std::vector<std::tuple<at::Tensor, std::size_t, std::uint64_t>>& items) {

@@ -139,7 +139,7 @@ class Contents:
         for file in self.files:
             made = _core.TensorFileWriter(os.fspath(path / file.name), file.layout.size)
             made.write_bytes(0, file.layout.header)
-            made.finish()
+            made.flush()  # it reaches the disk with what comes
 
     def write(self, path: pathlib.Path, first: bool, progress: Progress | None) -> dict[str, dict[str, Pieces]]:
         """What this rank has of the tensors. Those that lie over no ranks are the first one's to write."""

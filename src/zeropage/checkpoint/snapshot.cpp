@@ -61,7 +61,7 @@ class Snapshot::Relay final : public Awaiter {
 /// Those that are written to: few are open at once, for each has buffers.
 class Snapshot::Files {
  public:
-  explicit Files(const std::vector<std::string>& paths) : paths_(paths), written_(paths.size()) {}
+  explicit Files(const std::vector<std::string>& paths) : paths_(paths) {}
 
   FileWriter& writer(std::size_t file, Io* io) {
     const auto open = std::ranges::find_if(open_, [&](const auto& one) { return one && one->index == file; });
@@ -70,7 +70,6 @@ class Snapshot::Files {
     std::rotate(open_.begin(), open_.end() - 1, open_.end());
     open_.front() = nullptr;
     open_.front() = std::make_unique<Open>(file, paths_[file], io ? *io : own_io());
-    written_[file] = true;
     return open_.front()->writer;
   }
 
@@ -79,9 +78,7 @@ class Snapshot::Files {
       if (one) one->writer.flush();
       one = nullptr;
     }
-    for (std::size_t i = 0; i < paths_.size(); ++i) {
-      if (written_[i]) File::open(paths_[i], /*writable=*/true).sync();
-    }
+    for (const std::string& path : paths_) File::open(path, /*writable=*/true).sync();
   }
 
  private:
@@ -100,7 +97,6 @@ class Snapshot::Files {
   }
 
   const std::vector<std::string>& paths_;
-  std::vector<bool> written_;
   std::unique_ptr<Io> io_;
   std::array<std::unique_ptr<Open>, 2> open_;  // the one that was used last is the first
 };

@@ -24,6 +24,8 @@ class TensorFileWriter {
   std::vector<Piece> write_whole(const at::Tensor& tensor, std::uint64_t offset) {
     return zeropage::write_whole(tensor, writer_, offset);
   }
+  /// Returns when all has been written.
+  void flush() { writer_.flush(); }
   /// Returns when all is on the disk: it survives a crash of the machine.
   void finish() { writer_.finish(); }
 

@@ -65,7 +65,10 @@ bool Versions::commit(std::span<Segment* const> segments) {
     Run& run = *segment->run();
     // Nothing is under way where the content was: each page had come before it was written. It is given up, unless a
     // checkpoint holds it.
-    const auto before = std::exchange(run.own, std::exchange(run.next, nullptr));
+    const auto has_extent = [](const auto& backing) { return backing && backing->extent; };
+    const auto frozen = std::ranges::find_if(run.others, has_extent);
+    const auto before = run.own ? run.own : frozen != run.others.end() ? *frozen : nullptr;
+    run.own = std::exchange(run.next, nullptr);
     before ? run.own->extent.replace(before->extent) : run.own->extent.keep();
     for (std::size_t i = 0; i < run.pages.size(); ++i) {
       run.pages[i].is_new = false;
