@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -29,6 +31,7 @@ at::Tensor copy_of_bytes(StorageSegment& home) {
 
 constexpr std::size_t kCopied = 16 * kKiB;  // a tensor of no more bytes is copied
 constexpr std::size_t kAhead = 3;           // pages
+constexpr int kNice = 19;
 constexpr auto kPatience = std::chrono::seconds(2);
 
 }  // namespace
@@ -199,6 +202,8 @@ void Snapshot::freeze(Entry& entry) {
 
 std::vector<std::vector<Piece>> Snapshot::write(const std::vector<std::string>& paths) try {
   c10::NoGradGuard no_grad;
+  // Training's threads meet at barriers: each moment that one of them lacks a core is lost to all.
+  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
   Files files(paths);
   while (true) {
     if (Entry* const entry = take_ready()) {

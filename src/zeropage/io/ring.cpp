@@ -121,6 +121,7 @@ class Ring final : public Io {
       prepare(sqe, slots_[slot]);
       ::io_uring_sqe_set_data64(sqe, slot);
     }
+    look_again_ = queue_.look_again();
     return !closing_;
   }
 
@@ -129,7 +130,7 @@ class Ring final : public Io {
     listen();
     while (prepare_queued()) {
       // Not for ever: a program that closes all files takes away what would wake this thread.
-      __kernel_timespec longest{1, 0};
+      __kernel_timespec longest{look_again_.count() / 1000, look_again_.count() % 1000 * 1'000'000};
       io_uring_cqe* cqe = nullptr;
       const int result = ::io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &longest, nullptr);
       const bool refused =
@@ -222,6 +223,7 @@ class Ring final : public Io {
   int wake_up_ = -1;
   int wake_up_error_ = 0;  // the errno with which waiting for wake_up_ failed: nothing would wake the thread
   std::uint64_t woken_count_ = 0;
+  std::chrono::milliseconds look_again_{};
   std::vector<unsigned> free_slots_;
   Request slots_[kDepth];
   std::thread thread_;

@@ -70,7 +70,7 @@ class ThreadPoolIo final : public Io {
     std::unique_lock lock(mutex_);
     while (true) {
       std::optional<Request> request;
-      wake_.wait(lock, [&] { return closing_ || (request = queue_.pop()); });
+      while (!closing_ && !(request = queue_.pop())) wake_.wait_for(lock, queue_.look_again());
       if (!request) return;
       lock.unlock();
       Advance outcome = advance(*request, transfer(*request));

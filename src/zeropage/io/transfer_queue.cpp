@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <functional>
 
@@ -12,9 +13,13 @@
 namespace zeropage {
 namespace {
 
-/// Requests of the lowest priority start while no more than these are in flight: what comes next meets a short queue.
-/// One of them always does, so that they come to an end.
-constexpr std::size_t kMostBackground = 4;
+// [Note: background] What nothing waits for has the disk while it is idle; else a small part of what others move, so
+// that it comes to an end and they hardly feel it. Few of its requests are in flight: what comes next meets a short
+// queue.
+constexpr std::size_t kMostBackground = 4;                 // requests in flight
+constexpr std::size_t kBackgroundShare = 8;                // one byte for so many of others
+constexpr std::size_t kMostCredit = 4 * kRequestBytes;     // bytes
+constexpr auto kUntilIdle = std::chrono::milliseconds(2);  // a disk that others use pauses for less
 
 }  // namespace
 
@@ -74,10 +79,8 @@ std::optional<Request> TransferQueue::pop() {
     if (in_flight_ >= most_ / 2) return std::nullopt;
     std::deque<Request>&reads = lane(Priority::ahead), &writes = lane(Priority::behind);
     from = writes.empty() || (!write_next_ && !reads.empty()) ? &reads : &writes;
-    auto& background = lane(Priority::background);
-    const bool may_start = background_in_flight_ == 0 || (from->empty() && in_flight_ < kMostBackground);
-    if (!background.empty() && may_start) {
-      from = &background;
+    if (may_start_background()) {
+      from = &lane(Priority::background);
     } else if (from->empty()) {
       return std::nullopt;
     } else {
@@ -88,6 +91,19 @@ std::optional<Request> TransferQueue::pop() {
   from->pop_front();
   count(request, 1);
   return request;
+}
+
+/// [Note: background]
+bool TransferQueue::may_start_background() {
+  const auto& background = lane(Priority::background);
+  if (background.empty() || background_in_flight_ >= kMostBackground) return false;
+  const bool others_wait = !lane(Priority::ahead).empty() || !lane(Priority::behind).empty();
+  const bool is_idle = in_flight_ == background_in_flight_ && !others_wait &&
+                       std::chrono::steady_clock::now() - others_ended_ >= kUntilIdle;
+  if (is_idle) return true;
+  if (credit_ < background.front().bytes) return false;
+  credit_ -= background.front().bytes;
+  return true;
 }
 
 std::optional<Request> TransferQueue::drain() {
@@ -105,7 +121,13 @@ void TransferQueue::over(const Request& request) { count(request, -1); }
 
 void TransferQueue::count(const Request& request, int more) {
   in_flight_ += more;
-  if (request.priority == Priority::background) background_in_flight_ += more;
+  if (request.priority == Priority::background) {
+    background_in_flight_ += more;
+  } else if (more > 0) {
+    credit_ = std::min(credit_ + request.bytes / kBackgroundShare, kMostCredit);
+  } else {
+    others_ended_ = std::chrono::steady_clock::now();
+  }
 }
 
 void TransferQueue::again(Request request) {

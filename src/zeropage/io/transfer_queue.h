@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -63,16 +64,23 @@ class TransferQueue {
   void again(Request request);
   void expedite(std::span<const std::byte> memory);
   bool idle() const { return unfinished_ == 0; }
+  /// How long to wait before looking again, where nothing ends and nothing new comes.
+  std::chrono::milliseconds look_again() const {
+    return std::chrono::milliseconds(lanes_[static_cast<int>(Priority::background)].empty() ? 1000 : 2);
+  }
   /// A transfer's completion has run.
   void finished() { --unfinished_; }
 
  private:
   std::deque<Request>& lane(Priority priority) { return lanes_[static_cast<int>(priority)]; }
 
+  bool may_start_background();
   void count(const Request& request, int more);
 
   std::size_t most_;
   std::size_t in_flight_ = 0, background_in_flight_ = 0;  // requests
+  std::size_t credit_ = 0;                                // bytes that may go in the background
+  std::chrono::steady_clock::time_point others_ended_;    // the latest that did not go there
   std::size_t unfinished_ = 0;                            // transfers
   bool write_next_ = false;
   std::deque<Request> lanes_[kPriorities];
