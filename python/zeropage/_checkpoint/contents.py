@@ -164,7 +164,7 @@ class Contents:
         for file in self.files:
             tensors = {}
             for name, offset in file.layout.offsets.items():
-                pieces = sorted(piece for rank in everyones for piece in rank[file.name].get(name, []))
+                pieces = sorted(piece for rank in everyones for piece in map(tuple, rank[file.name].get(name, [])))
                 source = file.sources[name]
                 _check_whole(name, pieces, source.nbytes)
                 dtype = str(source.dtype).removeprefix("torch.")

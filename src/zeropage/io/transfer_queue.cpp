@@ -16,8 +16,8 @@ namespace {
 // [Note: background] What nothing waits for has the disk while it is idle; else a small part of what others move, so
 // that it comes to an end and they hardly feel it. Few of its requests are in flight: what comes next meets a short
 // queue.
-constexpr std::size_t kMostBackground = 4;                 // requests in flight
-constexpr std::size_t kBackgroundShare = 8;                // one byte for so many of others
+constexpr std::size_t kMostBackground = 2;                 // requests in flight
+constexpr std::size_t kBackgroundShare = 12;               // one byte for so many of others
 constexpr std::size_t kMostCredit = 4 * kRequestBytes;     // bytes
 constexpr auto kUntilIdle = std::chrono::milliseconds(2);  // a disk that others use pauses for less
 

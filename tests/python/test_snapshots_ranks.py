@@ -1,0 +1,90 @@
+"""zeropage.save(wait=False) over ranks: each writes its part behind, and the first puts them together."""
+
+import os
+import pathlib
+import resource
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks, space
+from test_saving import PRECISIONS, build, make_optimizer, run_steps
+
+import zeropage
+
+
+def trained(made):
+    model = build(made)
+    optimizer = make_optimizer(model, "AdamW-fused")
+    run_steps(model, optimizer, range(2))
+    return model, optimizer
+
+
+def saves_behind(path, settings):
+    path = pathlib.Path(path)
+    with space(resident_below=4096, **settings) as made:
+        model, optimizer = trained(made)
+        zeropage.save(path / "now", model, optimizer, extra={"rank": dist.get_rank()})
+        saving = zeropage.save(path / "behind", model, optimizer, extra={"rank": dist.get_rank()}, wait=False)
+        expected = run_steps(model, optimizer, range(3, 6))
+        saving.wait()
+        if dist.get_rank() == 0:
+            for file in ("model.safetensors", "optimizer.safetensors"):
+                assert (path / "now" / file).read_bytes() == (path / "behind" / file).read_bytes()
+        extra = zeropage.load(path / "behind", model, optimizer)
+        assert extra == {"rank": dist.get_rank()}
+        return expected, run_steps(model, optimizer, range(3, 6))
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["float32", "hi_lo"])
+def test_what_is_saved_behind_is_what_was(precision, stage, tier, two, disk):
+    settings = {"stage": stage, "tier": tier, **PRECISIONS[precision]}
+    for expected, resumed in two.run(saves_behind, disk, settings):
+        assert resumed == expected
+
+
+def fails_behind(path):
+    with space(resident_below=4096) as made:
+        model, optimizer = trained(made)
+        zeropage.save(path, model, optimizer, extra={"step": 1})
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        saving = zeropage.save(path, model, optimizer, wait=False)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(zeropage.Error) as raised, pytest.warns(RuntimeWarning):
+            saving.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert zeropage.load(path, model, optimizer) == {"step": 1}
+        return str(raised.value)
+
+
+def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(two, disk):
+    path = pathlib.Path(disk) / "checkpoint"
+    for message in two.run(fails_behind, path):
+        assert "File too large" in message
+    assert [p.name for p in path.parent.iterdir()] == ["checkpoint"]
+
+
+def dies_behind(path):
+    with space(resident_below=4096) as made:
+        model, optimizer = trained(made)
+        zeropage.save(path, model, optimizer, extra={"step": 1})
+        if dist.get_rank() == 1:
+            zeropage.Saving._run = lambda _saving: os.kill(os.getpid(), signal.SIGKILL)
+        zeropage.save(path, model, optimizer, extra={"step": 2}, wait=False).wait()
+
+
+def test_a_rank_that_dies_is_an_error_on_the_other(disk):
+    path = pathlib.Path(disk) / "checkpoint"
+    ranks = Ranks(2, timeout=10)
+    ranks.start(dies_behind, path)
+    ok, message = ranks.answer(0, timeout=60)
+    assert not ok and message
+    ranks.close()
+    assert zeropage.load(path, build(torch.no_grad())) == {"step": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["checkpoint"]
