@@ -58,7 +58,7 @@ SANITIZE_TORCH ?= OFF
 sanitize: build
 	@for kind in address thread; do
 	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo $(SANITIZE_TORCH) || echo OFF) \
-	    -DZEROPAGE_SANITIZE=$$kind -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	    -DZEROPAGE_SANITIZE=$$kind -DCMAKE_UNITY_BUILD=ON -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
 	  ninja -C $(BUILD)/$$kind --quiet core_tests $$([ $${kind}$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done

@@ -83,7 +83,7 @@ class FailingIo final : public Io {
     std::unique_lock lock(mutex_);
     while (true) {
       std::optional<Request> request;
-      changed_.wait(lock, [&] { return closing_ || (!stalls_ && (request = queue_.pop())); });
+      while (!closing_ && (stalls_ || !(request = queue_.pop()))) changed_.wait_for(lock, queue_.look_again());
       if (!request) return;
       const Transfer& t = request->state->transfer;
       const auto outcome_of = outcome_;

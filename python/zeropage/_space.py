@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from zeropage import _core
+from zeropage._checkpoint.saving import finish_saving
 from zeropage._ranks import Groups, ProcessGroup, find_groups
 from zeropage._report import Report
 
@@ -123,7 +124,11 @@ class Space:
         self._core.wait()
 
     def close(self) -> None:
-        """Gives memory and disk back; the space's tensors raise AccessError when used afterwards."""
+        """Gives memory and disk back; the space's tensors raise AccessError when used afterwards.
+
+        What save(wait=False) left under way is finished first.
+        """
+        finish_saving()
         self._core.close()
 
 

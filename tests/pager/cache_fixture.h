@@ -9,6 +9,8 @@
 
 namespace zeropage {
 
+inline constexpr std::size_t K = kKiB;
+
 /// A segment as a test sees it.
 class TestSegment final : public Segment {
  public:

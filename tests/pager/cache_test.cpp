@@ -11,8 +11,6 @@
 
 using namespace zeropage;
 
-constexpr std::size_t K = kKiB;
-
 TEST_CASE_FIXTURE(CacheFixture, "a small tensor reads as zeros where a dead one lay on the shared page") {
   make(1 << 20, 1 << 20);
   auto neighbour = segment(100), dead = segment(100);

@@ -7,8 +7,6 @@
 
 using namespace zeropage;
 
-constexpr std::size_t K = kKiB;
-
 TEST_CASE_FIXTURE(CacheFixture,
                   "a short read leaves the page at home, is an error that names the file, and can be tried again") {
   make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);

@@ -6,8 +6,6 @@
 
 using namespace zeropage;
 
-constexpr std::size_t K = kKiB;
-
 namespace {
 
 struct HomeReadsFixture : CacheFixture {

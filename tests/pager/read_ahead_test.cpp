@@ -13,8 +13,6 @@
 
 using namespace zeropage;
 
-constexpr std::size_t K = kKiB;
-
 namespace {
 
 struct CycleFixture : CacheFixture {

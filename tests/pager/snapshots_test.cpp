@@ -11,8 +11,6 @@
 
 using namespace zeropage;
 
-constexpr std::size_t K = kKiB;
-
 namespace {
 
 struct SnapshotsFixture : CacheFixture {
@@ -33,8 +31,8 @@ struct SnapshotsFixture : CacheFixture {
     };
     if (frozen.place(i) == Frozen::Place::nowhere) return seed == 0;
     if (frozen.place(i) != Frozen::Place::home) {
-      const PagePin pin = frozen.pin(i);
-      if (frozen.begin_copy(i)) {
+      const PagePin pin = frozen.try_pin(i);
+      if (pin && frozen.begin_copy(i)) {
         const bool same = is(pin.data());
         frozen.end_copy(i);
         return same;

@@ -132,15 +132,16 @@ struct Stress : CacheFixture {
         wrong += then[page] != kZeros;
         continue;
       }
-      if (frozen.place(page) != Frozen::Place::home) {
-        const PagePin pin = frozen.pin(page);
-        if (frozen.begin_copy(page)) {
+      while (frozen.place(page) != Frozen::Place::home) {
+        const PagePin pin = frozen.try_pin(page);
+        if (pin && frozen.begin_copy(page)) {
           wrong += !is_page(pin.data(), frozen.bytes_of(page), then[page]);
           frozen.end_copy(page);
           ++saved;
-          continue;
+          break;
         }
       }
+      if (frozen.place(page) == Frozen::Place::nowhere) continue;
       HomeRead read = frozen.read(page, memory.get());
       wrong += !read.wait() || !is_page(memory.get(), frozen.bytes_of(page), then[page]);
       ++saved;

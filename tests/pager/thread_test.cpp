@@ -9,8 +9,6 @@
 
 using namespace zeropage;
 
-constexpr std::size_t K = kKiB;
-
 TEST_CASE_FIXTURE(CacheFixture, "threads that pin, page and evict at once see their own bytes") {
   make(512 * K, 256 * K, 2 * kBlockBytes);
   std::atomic<int> wrong{0};

@@ -10,8 +10,6 @@
 
 using namespace zeropage;
 
-constexpr std::size_t K = kKiB;
-
 namespace {
 
 struct VersionsFixture : CacheFixture {

@@ -63,6 +63,8 @@ def save(
     Raises DiskError if the disk is full, before anything is written where that can be known; Error for what a
     checkpoint cannot hold; RankError on all other ranks if one fails. The checkpoint that was there is then intact.
     """
+    if progress is not None and not wait:
+        raise _core.Error("progress is for wait=True; with wait=False, ask Saving.progress")
     finish_saving()
     ranks = Ranks()
     place = pathlib.Path(folder).resolve()

@@ -164,7 +164,8 @@ class Contents:
         for file in self.files:
             tensors = {}
             for name, offset in file.layout.offsets.items():
-                pieces = sorted(piece for rank in everyones for piece in map(tuple, rank[file.name].get(name, [])))
+                listed = [piece for rank in everyones for piece in rank[file.name].get(name, [])]
+                pieces = sorted((begin, length, crc) for begin, length, crc in listed)
                 source = file.sources[name]
                 _check_whole(name, pieces, source.nbytes)
                 dtype = str(source.dtype).removeprefix("torch.")

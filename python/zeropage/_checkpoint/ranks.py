@@ -22,9 +22,14 @@ class Ranks:
     @property
     def timeout(self) -> float:
         """Seconds that ranks wait for one another in a collective."""
-        group = dist.group.WORLD
-        options = getattr(group._get_backend(torch.device("cpu")), "options", None) if group is not None else None
-        return float(getattr(options, "_timeout", dist.default_pg_timeout).total_seconds())
+        timeout = dist.default_pg_timeout
+        for device in ("cpu", "cuda"):
+            try:
+                timeout = dist.group.WORLD._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
+                break
+            except (AttributeError, RuntimeError):  # a group has backends of some devices
+                continue
+        return float(timeout.total_seconds())
 
     def gather(self, mine: Any) -> list[Any]:
         if not self.are_many:

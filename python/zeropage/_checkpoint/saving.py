@@ -21,6 +21,7 @@ from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import checkpoints_in
 
 _POLL = 0.02  # seconds
+_AFTER_THE_PROGRAM = 120.0  # seconds
 
 _under_way: Saving | None = None
 
@@ -39,6 +40,7 @@ class Saving:
         self._names: list[tuple[str, str]] = []  # of what is in the snapshot: file, tensor
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._timeout = 0.0  # seconds, of ranks
 
     @property
     def done(self) -> bool:
@@ -49,7 +51,8 @@ class Saving:
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that this rank has written, and bytes of the whole checkpoint."""
         size = self._contents.size
-        return (self._snapshot.written if self._snapshot is not None and not self.done else size), size
+        snapshot = self._snapshot
+        return (snapshot.written if snapshot is not None and not self.done else size), size
 
     def wait(self) -> None:
         """Returns when the checkpoint is there. Over ranks, all of them call it.
@@ -58,16 +61,30 @@ class Saving:
         """
         global _under_way
         if self._thread is None:
-            return
-        assert self._snapshot is not None
-        self._snapshot.complete()
-        self._thread.join()
-        self._thread = None
-        if _under_way is self:
-            _under_way = None
-        with self._ranks.together():
             if self._error is not None:
                 raise self._error
+            return
+        try:
+            with self._ranks.together():
+                self._join()
+                if self._error is not None:
+                    raise self._error
+        except BaseException as error:
+            self._error = self._error or error  # of another rank
+            raise
+        finally:
+            if not self._thread.is_alive():
+                self._thread = None
+                if _under_way is self:
+                    _under_way = None
+
+    def _join(self) -> None:
+        assert self._thread is not None
+        try:
+            if (snapshot := self._snapshot) is not None:
+                snapshot.complete()
+        finally:
+            self._thread.join()
 
     def begin(self, model: torch.nn.Module | None) -> None:
         """Over ranks, together: the files are there, with their sizes."""
@@ -95,16 +112,18 @@ class Saving:
     def write_behind(self) -> None:
         """Over ranks, together: what everything is now will be written."""
         global _under_way
+        # Not a daemon: a program that ends waits for its checkpoint.
+        thread = threading.Thread(target=self._run, name=f"zeropage.save {self.folder.name}")
         try:
+            self._timeout = self._ranks.timeout if self._ranks.are_many else 0.0
             with torch.no_grad(), self._ranks.together():
                 self._take()
+            thread.start()
         except BaseException:
             self._discard()
             raise
+        self._thread = thread
         _under_way = self
-        # Not a daemon: a program that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=self._run, name=f"zeropage.save {self.folder.name}")
-        self._thread.start()
 
     def _take(self) -> None:
         items = []
@@ -118,10 +137,11 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            assert self._snapshot is not None
+            snapshot = self._snapshot
+            assert snapshot is not None
             pieces: dict[str, dict[str, Pieces]] = {file.name: {} for file in self._contents.files}
             paths = [os.fspath(self._path / file.name) for file in self._contents.files]
-            for (file, name), written in zip(self._names, self._snapshot.write(paths), strict=True):
+            for (file, name), written in zip(self._names, snapshot.write(paths), strict=True):
                 pieces[file][name] = written
             self._finish(self._gather(pieces))
         except BaseException as error:
@@ -142,7 +162,7 @@ class Saving:
             return []
         everyones = [mine]
         for rank in range(1, self._ranks.size):
-            said = _hear(self._path, rank, self._ranks.timeout)
+            said = _hear(self._path, rank, self._timeout)
             if "error" in said:
                 raise _core.RankError(f"rank {rank} failed: {said['error']}")
             everyones.append(said["pieces"])
@@ -157,6 +177,7 @@ class Saving:
         _remove_old(self.folder, self._keep)
 
     def _discard(self) -> None:
+        self._snapshot = None  # and what it holds, which training may be about to write
         if self._partial is not None:
             self._partial.discard()
             self._partial = None
@@ -170,8 +191,12 @@ def finish_saving() -> None:
 
 
 def _tell(path: pathlib.Path, rank: int, what: dict[str, Any]) -> None:
-    folders.write_file(path / f"rank-{rank}.tmp", json.dumps(what).encode())
-    (path / f"rank-{rank}.tmp").rename(path / f"rank-{rank}.json")
+    partial = path / f"rank-{rank}.tmp"
+    try:
+        folders.write_file(partial, json.dumps(what).encode())
+    except _core.DiskError:
+        partial.write_bytes(b"")  # no room: that it is empty says so
+    partial.rename(path / f"rank-{rank}.json")
 
 
 def _hear(path: pathlib.Path, rank: int, timeout: float) -> dict[str, Any]:
@@ -179,10 +204,13 @@ def _hear(path: pathlib.Path, rank: int, timeout: float) -> dict[str, Any]:
     until = time.monotonic() + timeout
     while not file.exists():
         time.sleep(_POLL)
+        if not threading.main_thread().is_alive():  # the program ends, and the others do too, or have
+            until = min(until, time.monotonic() + _AFTER_THE_PROGRAM)
         if time.monotonic() > until:
             raise _core.RankError(f"rank {rank} has not written its part of the checkpoint within {timeout:.0f} s")
-    said: dict[str, Any] = json.loads(file.read_bytes())
+    text = file.read_bytes()
     file.unlink()
+    said: dict[str, Any] = json.loads(text) if text else {"error": "its disk is full; its own error says more"}
     return said
 
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <thread>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/checkpoint/segment_parts.h"
@@ -46,7 +47,15 @@ struct Snapshot::Entry {
   at::Tensor copy;             // of its bytes, or of those of the segment; undefined: it is frozen
   FrozenSegment frozen;        // dies before the tensor
   bool waits = false;          // for what is deferred on it
+  Io* io = nullptr;            // of the tensor's space, if it has a disk
   std::vector<Piece> pieces;
+};
+
+struct Snapshot::Content {
+  std::vector<Part> parts;
+  std::size_t page_bytes = 0;
+  at::Tensor copy;
+  FrozenSegment frozen;
 };
 
 /// What a segment holds of the snapshot.
@@ -135,9 +144,11 @@ void Snapshot::add(const Item& item) {
     entry.tensor.copy_(other);
   }
   StorageSegment& segment = *(entry.segment = segment_of(entry.tensor));
+  segment.find_home();  // if there is no room for what is put together, that is known now
+  entry.io = segment.at_home().cache()->io();
   const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const bool over_ranks = segment.domain()->partition.ranks != nullptr;
-  const bool shares_page = !segment.is_unallocated() && !segment.at_home().cache()->can_freeze(segment.at_home());
+  const bool shares_page = !segment.at_home().cache()->can_freeze(segment.at_home());
   if (over_ranks || shares_page || entry.tensor.nbytes() <= kCopied) segment.complete();
   if (over_ranks && segment.is_partitioned()) segment.open_share(Access::read);
   if (!is_ours_to_write(segment)) {
@@ -153,7 +164,7 @@ void Snapshot::add(const Item& item) {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-/// Called once for each entry whose segment it is, when nothing is deferred on it.
+/// Nothing is deferred on the segment any more. Of an entry that has heard it, nothing.
 void Snapshot::has_run(const StorageSegment& segment) noexcept {
   std::exception_ptr failure;
   const auto is_it = [&](const auto& entry) { return entry && entry->segment == &segment && entry->waits; };
@@ -162,16 +173,22 @@ void Snapshot::has_run(const StorageSegment& segment) noexcept {
   if (found == entries_.end()) return;
   Entry& entry = **found;
   entry.waits = false;
+  const at::Tensor tensor = entry.tensor;  // give_up() may take it meanwhile
   lock.unlock();
+  Content content;
   try {
-    freeze(entry);
+    content = freeze(*entry.segment, tensor);
   } catch (...) {
     failure = std::current_exception();
   }
   lock.lock();
+  if (given_up_) return;
   if (failure && !failure_) failure_ = std::move(failure);
   --waiting_;
-  if (given_up_) entry.frozen = {};
+  entry.parts = std::move(content.parts);
+  entry.page_bytes = content.page_bytes;
+  entry.copy = std::move(content.copy);
+  entry.frozen = std::move(content.frozen);
   try {
     ready_.push_back(&entry);
   } catch (...) {
@@ -180,20 +197,18 @@ void Snapshot::has_run(const StorageSegment& segment) noexcept {
   changed_.notify_all();
 }
 
-void Snapshot::freeze(Entry& entry) {
+Snapshot::Content Snapshot::freeze(StorageSegment& segment, const at::Tensor& tensor) {
   const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-  StorageSegment& segment = *entry.segment;
   StorageSegment& home = segment.at_home();
-  entry.page_bytes = home.page_bytes();
-  entry.parts = parts_of(segment, home, item_bytes_of(entry.tensor));
+  Content content{parts_of(segment, home, item_bytes_of(tensor)), home.page_bytes(), {}, {}};
   if (!home.cache()->can_freeze(home) || home.bytes() <= kCopied) {
-    entry.copy = copy_of_bytes(home);
-    return;
+    content.copy = copy_of_bytes(home);
+    return content;
   }
   while (true) {
     try {
-      entry.frozen = home.cache()->freeze(home);
-      return;
+      content.frozen = home.cache()->freeze(home);
+      return content;
     } catch (const VersionOpen&) {
       segment.settle();
     }
@@ -239,10 +254,15 @@ Snapshot::Entry* Snapshot::take_ready() {
 bool Snapshot::wait_for_ready() {
   std::unique_lock lock(mutex_);
   if (ready_.empty() && waiting_ == 0) return false;
-  const bool any = changed_.wait_for(lock, kPatience, [&] { return !ready_.empty() || failure_; });
+  // The program may never use what is left, or wait for this thread itself. Once that seems so, it goes on.
+  is_patient_ = changed_.wait_for(lock, is_patient_ ? kPatience : kPatience / 1000,
+                                  [&] { return !ready_.empty() || failure_; });
   lock.unlock();
-  // The program may never use what is left, or wait for this thread itself.
-  if (!any) complete(/*wait=*/false);
+  try {
+    if (!is_patient_) complete(/*wait=*/false);
+  } catch (const BudgetError&) {
+    is_patient_ = true;  // the program holds the memory
+  }
   return true;
 }
 
@@ -262,12 +282,13 @@ void Snapshot::complete(bool wait) {
       return;
     }
     entry->segment->complete();
+    has_run(*entry->segment);  // if it has not been told
     if (!wait) return;
   }
 }
 
 void Snapshot::write_part_of(Entry& entry, std::size_t page, const std::byte* data, Files& files) {
-  FileWriter& writer = files.writer(entry.file, entry.segment ? entry.segment->at_home().cache()->io() : nullptr);
+  FileWriter& writer = files.writer(entry.file, entry.io);
   for (auto part = std::ranges::lower_bound(entry.parts, page, {}, &Part::page);
        part != entry.parts.end() && part->page == page; ++part) {
     const std::uint32_t crc = writer.write(entry.offset + part->begin, {data + part->in_page, part->bytes});
@@ -283,6 +304,7 @@ void Snapshot::write_frames(Entry& entry, Files& files) {
     const std::size_t pages = entry.parts.empty() ? 0 : entry.parts.back().page + 1;
     for (std::size_t i = 0; i < pages; ++i) write_part_of(entry, i, data + i * entry.page_bytes, files);
     entry.copy.reset();
+    entry.tensor.reset();
     return;
   }
   bool any_at_home = false;
@@ -299,12 +321,17 @@ void Snapshot::write_frames(Entry& entry, Files& files) {
     unwritten_.push_back(&entry);
   } else {
     entry.frozen = {};
+    entry.tensor.reset();
   }
 }
 
 /// False: it has gone home meanwhile.
 bool Snapshot::write_frame(Entry& entry, std::size_t page, Files& files) {
-  const PagePin pin = entry.frozen.pin(page);
+  PagePin pin;
+  while (!(pin = entry.frozen.try_pin(page))) {
+    if (entry.frozen.place(page) == Frozen::Place::home) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until who has it on loan gives it back
+  }
   if (!entry.frozen.begin_copy(page)) return false;
   if (entry.frozen.is_on_device()) {
     const at::Tensor on_host = bytes_at(pin.data(), entry.frozen.bytes_of(page), entry.tensor.device()).cpu();
@@ -344,18 +371,24 @@ void Snapshot::write_homes(Entry& entry, Files& files) {
   }
   while (!ahead.empty()) write_oldest();
   entry.frozen = {};
+  entry.tensor.reset();
 }
 
 void Snapshot::give_up() noexcept {
+  std::vector<std::unique_ptr<Entry>> entries;  // die without the lock: what dies with their tensors may come here
   const std::lock_guard lock(mutex_);
   given_up_ = true;
   ready_.clear();
   unwritten_.clear();
-  for (const auto& entry : entries_) {
+  waiting_ = 0;
+  for (auto& entry : entries_) {
     if (!entry) continue;
-    if (std::exchange(entry->waits, false)) --waiting_;
-    entry->frozen = {};
-    entry->copy.reset();
+    // Another thread may be in has_run() with it.
+    const auto& kept = entries.emplace_back(std::make_unique<Entry>());
+    std::swap(kept->tensor, entry->tensor);
+    std::swap(kept->copy, entry->copy);
+    std::swap(kept->frozen, entry->frozen);
+    entry->waits = false;
   }
 }
 

@@ -44,12 +44,13 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
 
  private:
   struct Entry;
+  struct Content;
   class Relay;
   class Files;
 
   Snapshot();
   void add(const Item& item);
-  void freeze(Entry& entry);
+  static Content freeze(StorageSegment& segment, const at::Tensor& tensor);
   void has_run(const StorageSegment& segment) noexcept;
   Entry* take_ready();
   bool wait_for_ready();
@@ -66,6 +67,7 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   std::deque<Entry*> ready_;  // frozen or copied, and not begun
   std::size_t waiting_ = 0;   // entries on which operators are deferred
   bool given_up_ = false;
+  bool is_patient_ = true;        // of the thread that writes
   std::exception_ptr failure_;    // of one that could not be frozen
   std::deque<Entry*> unwritten_;  // of the thread that writes: what is at home, of entries that were begun
   std::atomic<std::uint64_t> written_ = 0;

@@ -255,7 +255,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   LowerPins lower_pins_{monitor_, memory_, timeline_, frames_, transfers_, runs_, ranks_ ? nullptr : lower_.get()};
   Versions versions_{monitor_, frames_, transfers_, swap_.get()};
   HomeReads home_reads_{monitor_, swap_ ? home_.get() : nullptr};
-  Snapshots snapshots_{monitor_, transfers_, home_reads_, home_.get()};
+  Snapshots snapshots_{monitor_, transfers_, home_reads_};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
   HomeAllocator home_allocator_{
       monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},

@@ -138,7 +138,8 @@ void LowerPins::take_back(Run& run, std::size_t index) noexcept {
 PagePin LowerPins::pin_staged(Lock& lock, Run& run, std::size_t index, Access access) {
   Page& page = run.pages[index];
   Frame& frame = *page.frame;
-  if (page.lent || frame.pins > 0) return {};
+  // What a checkpoint has yet to copy is not lent either: its thread would wait for the loan, and the loan for it.
+  if (page.lent || frame.pins > 0 || run.is_owed(index)) return {};
   auto made = std::make_unique<StagedLoan>(*this, run, index, access);
   made->begin();
   const bool reads = access != Access::overwrite;

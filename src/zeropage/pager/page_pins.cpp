@@ -161,6 +161,12 @@ void PagePins::wait(PagePin& pin) {
   monitor_.changed().notify_all();
 }
 
+void PagePins::wait_for_uses(const PagePin& pin) {
+  if (!memory_.device()) return;
+  const Lock lock(monitor_.mutex());
+  if (pin.frame_->last_used) memory_.device()->stream_wait(pin.frame_->last_used);
+}
+
 PagePin::~PagePin() {
   if (frame_) pins_->let_go(*this);
 }
@@ -168,6 +174,10 @@ PagePin::~PagePin() {
 void PagePin::wait() {
   if (frame_) pins_->wait(*this);
   if (loan_) loan_->waited_for = true;
+}
+
+void PagePin::wait_for_uses() {
+  if (frame_) pins_->wait_for_uses(*this);
 }
 
 void PagePin::fill(const std::byte* from, std::size_t bytes, std::size_t offset) {

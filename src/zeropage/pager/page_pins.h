@@ -47,6 +47,8 @@ class PagePin {
   /// Returns when the bytes are there, or, of a page that is overwritten, when they may be written. Until then a page
   /// for overwriting keeps its content. Throws DiskError if they could not be read.
   void wait();
+  /// On a device: the calling thread's stream goes on after all operators that have used the page.
+  void wait_for_uses();
   /// The segment's bytes of this page: on the device, if it has memory of its own.
   std::byte* data() const { return data_; }
   /// The page is not used again soon. A hint, for where the plan does not know.
@@ -98,6 +100,7 @@ class PagePins {
   void bring_claimed(Lock& lock, Run& run, std::size_t index);
   void let_go(PagePin& pin) noexcept;
   void wait(PagePin& pin);
+  void wait_for_uses(const PagePin& pin);
 
   Monitor& monitor_;
   FrameMemory& memory_;

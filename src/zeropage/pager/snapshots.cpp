@@ -29,7 +29,7 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   frozen->page_bytes = run.page_bytes;
   frozen->pages.resize(run.pages.size());
   const bool any_newer = std::ranges::any_of(run.pages, is_newer_in_frame);
-  if (run.is_on_disk && any_newer && !run.own) run.own = home_->allocate(run.bytes);
+  if (any_newer) (void)transfers_.try_make_room_at_home(run);
   frozen->backings.reserve(run.others.size() + 1);
   alive_.reserve(alive_.size() + 1);
   run.others.reserve(run.others.size() + 1);
@@ -146,13 +146,13 @@ void FrozenSegment::end_copy(std::size_t page) const {
   snapshots_->monitor_.changed().notify_all();
 }
 
-PagePin FrozenSegment::pin(std::size_t page) const {
+PagePin FrozenSegment::try_pin(std::size_t page) const {
   {
     const Monitor::Lock lock(snapshots_->monitor_.mutex());
     if (!frozen_->run) throw AccessError("a tensor died while a checkpoint of it was being written");
   }
-  PagePin pin = cache_->pin_page(*segment_, page, Access::read);
-  pin.wait();
+  PagePin pin = cache_->try_pin_page(*segment_, page, Access::read);
+  if (pin) pin.wait(), pin.wait_for_uses();
   return pin;
 }
 

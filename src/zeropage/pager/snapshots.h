@@ -41,8 +41,8 @@ class FrozenSegment {
   /// end_copy. False if it has been written home.
   [[nodiscard]] bool begin_copy(std::size_t page) const;
   void end_copy(std::size_t page) const;
-  /// For reading; it is there.
-  [[nodiscard]] PagePin pin(std::size_t page) const;
+  /// For reading. Empty if it is not in memory, or lent.
+  [[nodiscard]] PagePin try_pin(std::size_t page) const;
   std::size_t bytes_of(std::size_t page) const { return sizes_[page]; }
   /// Whether that is in the memory of a device.
   bool is_on_device() const;
@@ -59,8 +59,8 @@ class FrozenSegment {
 
 class Snapshots {
  public:
-  Snapshots(Monitor& monitor, Transfers& transfers, HomeReads& home_reads, Home* home)
-      : monitor_(monitor), transfers_(transfers), home_reads_(home_reads), home_(home) {}
+  Snapshots(Monitor& monitor, Transfers& transfers, HomeReads& home_reads)
+      : monitor_(monitor), transfers_(transfers), home_reads_(home_reads) {}
 
   /// As FrameCache says of it.
   FrozenSegment freeze(std::shared_ptr<FrameCache> cache, Segment& segment);
@@ -78,7 +78,6 @@ class Snapshots {
   Monitor& monitor_;
   Transfers& transfers_;
   HomeReads& home_reads_;
-  Home* const home_;
   std::vector<std::weak_ptr<Frozen>> alive_;
 };
 

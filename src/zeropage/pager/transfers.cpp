@@ -6,6 +6,12 @@
 #include "zeropage/base/units.h"
 
 namespace zeropage {
+namespace {
+
+/// In how many places pages of a run may lie that is written in part between snapshots.
+constexpr std::size_t kMostOthers = 4;
+
+}  // namespace
 
 void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
   Run& run = *frame.run;
@@ -118,6 +124,7 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
   pace_.end_write(round_up(run.bytes_of(index), kBlockBytes));
   if (outcome.error) {
     page.state = Residency::dirty;
+    if (run.frozen) run.frozen->pages[index].older_on_its_way = false;
     ++failed_writes_;
     if (!run.dead) failed_write_ = outcome.error;
   } else {
@@ -141,6 +148,7 @@ bool Transfers::try_make_room_at_home(Run& run) {
     run.others.erase(free);
     return true;
   }
+  if (run.frozen && run.others.size() >= kMostOthers) return false;
   try {
     run.own = home_->allocate(run.bytes);
     return true;

@@ -36,6 +36,9 @@ class Transfers {
   void make_writable(Lock& lock, Run& run, std::size_t page);
   /// The same without waiting; false if that is needed.
   bool try_make_writable(Run& run, std::size_t page);
+  /// Sees to it that what is written of a run on disk has room there. False if a checkpoint must be done first.
+  /// Throws DiskError.
+  bool try_make_room_at_home(Run& run);
 
   /// Returns when `ready` says so. Throws AccessError if the cache is closed meanwhile.
   template <class Ready>
@@ -66,7 +69,6 @@ class Transfers {
 
  private:
   void make_room_at_home(Lock& lock, Run& run);
-  bool try_make_room_at_home(Run& run);
   void place_for_write(Run& run, std::size_t page);
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);

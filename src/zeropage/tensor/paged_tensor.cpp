@@ -240,11 +240,12 @@ Layout StorageSegment::layout() const {
 
 void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
   deferred_ = std::move(deferred);
+  // Before other threads may write it: they see that it is deferred, and wait for the mutex.
+  if (!deferred_ && awaiter_) std::exchange(awaiter_, nullptr)->has_run(*this);
   is_deferred_.store(deferred_ != nullptr, std::memory_order_release);
   const bool in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
-  if (!deferred_ && awaiter_) std::exchange(awaiter_, nullptr)->has_run(*this);
 }
 
 bool StorageSegment::await_deferred(std::shared_ptr<Awaiter> awaiter) {
