@@ -44,7 +44,7 @@ cpp-tests: build
 	ninja -C $$folder --quiet torch_tests sim
 	cd $$folder && ctest --output-on-failure -R torch
 
-ON_DEVICE := accelerator bad_input checkpoint equality hazards hugging_face mixed programs quantised rules saving step tensors
+ON_DEVICE := accelerator bad_input checkpoint equality hazards hugging_face mixed programs quantised rules saving snapshots step tensors
 test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tests
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k "not ranks" $(ARGS)
 	$(PYTHON) -m pytest -q tests/python -k ranks $(ARGS)  # each is processes enough
@@ -52,7 +52,8 @@ test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tes
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
 	$(PYTHON) -m pytest -q --device sim tests/python/test_ranks.py -k "two and (1 or 2 or 3) and disk"
 
-# ASan+UBSan and TSan over the modules without torch. With SANITIZE_TORCH=ON, ASan over the rest of the C++ tests too:
+# ASan+UBSan and TSan over the modules without torch, several files at once, so that names in their anonymous namespaces
+# must differ. With SANITIZE_TORCH=ON, ASan over the rest of the C++ tests too:
 # five minutes more.
 SANITIZE_TORCH ?= OFF
 sanitize: build

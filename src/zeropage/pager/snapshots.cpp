@@ -8,7 +8,7 @@
 namespace zeropage {
 namespace {
 
-using Place = Frozen::Place;
+using In = Frozen::Place;
 
 bool is_newer_in_frame(const Page& page) {
   return page.state == Residency::dirty || page.state == Residency::writing || page.state == Residency::rewritten;
@@ -37,10 +37,10 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
     if (is_newer_in_frame(page)) {
-      frozen->pages[i].place = Place::frame;
+      frozen->pages[i].place = In::frame;
       frozen->pages[i].older_on_its_way = page.state == Residency::rewritten;
     } else if (page.state != Residency::zero) {
-      frozen->pages[i] = {Place::home, page.home};
+      frozen->pages[i] = {In::home, page.home};
     }
   }
   frozen->backings = run.others;
@@ -135,14 +135,14 @@ HomeRead FrozenSegment::read(std::size_t page, std::byte* into) const {
 
 bool FrozenSegment::begin_copy(std::size_t page) const {
   const Monitor::Lock lock(snapshots_->monitor_.mutex());
-  Place& place = frozen_->pages[page].place;
-  if (place == Place::frame) place = Place::copying;
-  return place == Place::copying;
+  In& place = frozen_->pages[page].place;
+  if (place == In::frame) place = In::copying;
+  return place == In::copying;
 }
 
 void FrozenSegment::end_copy(std::size_t page) const {
   const Monitor::Lock lock(snapshots_->monitor_.mutex());
-  frozen_->pages[page].place = Place::nowhere;
+  frozen_->pages[page].place = In::nowhere;
   snapshots_->monitor_.changed().notify_all();
 }
 
