@@ -1,5 +1,6 @@
 """zeropage.save(wait=False): what was there at the call is what is saved, whatever training does meanwhile."""
 
+import gc
 import pathlib
 import shutil
 import subprocess
@@ -195,3 +196,19 @@ def test_quantised_moments_are_saved_as_they_were(config, folder):
     optimizer_again = make_optimizer(again, "AdamW-fused")
     zeropage.load(folder, again, optimizer_again)
     assert run_steps(again, optimizer_again, range(3, 6)) == expected
+
+
+def test_everything_may_die_while_it_is_written(config, folder):
+    """Model, optimizer and space: what was there is saved."""
+    model, optimizer = trained(config.replace(resident_below=4096))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = {name: zeropage._core.plain_copy(value) for name, value in expected.items()}
+    saving = zeropage.save(folder, model, optimizer, wait=False)
+    del model, optimizer
+    gc.collect()
+    saving.wait()
+    from safetensors.torch import load_file
+
+    loaded = load_file(folder / "model.safetensors")
+    assert all(torch.equal(loaded[name].cpu(), value.cpu()) for name, value in expected.items() if name in loaded)
+    assert len(loaded) == len(expected) - 1  # one is tied

@@ -42,12 +42,12 @@ struct Snapshot::Entry {
   StorageSegment* segment = nullptr;  // null: it is not paged
   std::size_t file = 0;
   std::uint64_t offset = 0;
-  std::vector<Part> parts;     // in order
-  std::size_t page_bytes = 0;  // of all pages but the last
-  at::Tensor copy;             // of its bytes, or of those of the segment; undefined: it is frozen
-  FrozenSegment frozen;        // dies before the tensor
-  bool waits = false;          // for what is deferred on it
-  Io* io = nullptr;            // of the tensor's space, if it has a disk
+  std::vector<Part> parts;            // in order
+  std::size_t page_bytes = 0;         // of all pages but the last
+  at::Tensor copy;                    // of its bytes, or of those of the segment; undefined: it is frozen
+  FrozenSegment frozen;               // dies before the tensor
+  bool waits = false;                 // for what is deferred on it
+  std::shared_ptr<FrameCache> cache;  // of the tensor: its Io writes, and lives as long
   std::vector<Piece> pieces;
 };
 
@@ -145,7 +145,7 @@ void Snapshot::add(const Item& item) {
   }
   StorageSegment& segment = *(entry.segment = segment_of(entry.tensor));
   segment.find_home();  // if there is no room for what is put together, that is known now
-  entry.io = segment.at_home().cache()->io();
+  entry.cache = segment.at_home().cache();
   const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const bool over_ranks = segment.domain()->partition.ranks != nullptr;
   const bool shares_page = !segment.at_home().cache()->can_freeze(segment.at_home());
@@ -288,7 +288,7 @@ void Snapshot::complete(bool wait) {
 }
 
 void Snapshot::write_part_of(Entry& entry, std::size_t page, const std::byte* data, Files& files) {
-  FileWriter& writer = files.writer(entry.file, entry.io);
+  FileWriter& writer = files.writer(entry.file, entry.cache ? entry.cache->io() : nullptr);
   for (auto part = std::ranges::lower_bound(entry.parts, page, {}, &Part::page);
        part != entry.parts.end() && part->page == page; ++part) {
     const std::uint32_t crc = writer.write(entry.offset + part->begin, {data + part->in_page, part->bytes});
