@@ -37,9 +37,15 @@ TIERS = {
 }
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("form", OPTIMIZERS)
+CASES = [  # each two of them together; all three with --full
+    pytest.param(form, precision, tier, marks=[] if (i + j + k) % 3 == 0 else [pytest.mark.full])
+    for i, form in enumerate(OPTIMIZERS)
+    for j, precision in enumerate(PRECISIONS)
+    for k, tier in enumerate(TIERS)
+]
+
+
+@pytest.mark.parametrize("form,precision,tier", CASES)
 def test_what_is_saved_while_training_goes_on_is_what_was(form, precision, tier, config, folder):
     config = config.replace(**PRECISIONS[precision], **TIERS[tier], resident_below=4096)
     model, optimizer = trained(config, form)
