@@ -170,7 +170,7 @@ TEST_CASE_FIXTURE(SnapshotsFixture, "a frame that is a home may be written when 
   CHECK(holds(*a, 2));
 }
 
-TEST_CASE_FIXTURE(SnapshotsFixture, "its room on disk comes back, whoever lets go first") {
+TEST_CASE_FIXTURE(SnapshotsFixture, "its room on disk comes back, whether the checkpoint or training lets go first") {
   make(256 * K, 256 * K);
   auto a = segment(100 * K);
   write(*a, 1);

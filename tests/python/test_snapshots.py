@@ -131,9 +131,10 @@ def test_room_on_disk_comes_back(config, folder):
     run_steps(model, optimizer, range(3))
     size = space.report().swap_bytes
     for _i in range(4):
-        zeropage.save(folder, model, optimizer, wait=False)
+        saving = zeropage.save(folder, model, optimizer, wait=False)
         run_steps(model, optimizer, range(3))
     assert space.report().swap_bytes <= size
+    saving.wait()
 
 
 def test_what_is_not_paged_is_saved_as_it_was(folder):

@@ -271,11 +271,14 @@ void Snapshot::complete() { complete(/*wait=*/true); }
 /// Without `wait`, one entry at most, and none while the program runs deferred operators itself.
 void Snapshot::complete(bool wait) {
   for (const auto& entry : entries_) {
+    at::Tensor tensor;  // give_up() of another thread may drop the entry's
     {
       const std::lock_guard lock(mutex_);
       if (!entry || !entry->waits) continue;
+      tensor = entry->tensor;
     }
-    std::unique_lock deferral(entry->segment->domain()->deferral_mutex, std::defer_lock);
+    const auto domain = entry->segment->domain();  // outlives the lock of its mutex
+    std::unique_lock deferral(domain->deferral_mutex, std::defer_lock);
     if (wait) {
       deferral.lock();
     } else if (!deferral.try_lock()) {
@@ -330,7 +333,7 @@ bool Snapshot::write_frame(Entry& entry, std::size_t page, Files& files) {
   PagePin pin;
   while (!(pin = entry.frozen.try_pin(page))) {
     if (entry.frozen.place(page) == Frozen::Place::home) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until who has it on loan gives it back
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until the loan of the page ends
   }
   if (!entry.frozen.begin_copy(page)) return false;
   if (entry.frozen.is_on_device()) {

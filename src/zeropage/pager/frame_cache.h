@@ -173,7 +173,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   SourceRange find_source(const void* data, std::size_t bytes) {
     return lower_ ? lower_->find_source(data, bytes) : swap_ ? mapped_files_.find(data, bytes) : SourceRange{};
   }
-  /// Whether it can be: it has pages of its own.
+  /// Whether freeze() takes the segment: it has pages of its own.
   bool can_freeze(const Segment& segment) const {
     return !segment.run()->shares_page() && !segment.run()->gathered();
   }
