@@ -11,7 +11,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -29,9 +29,28 @@ _BLOCK = 4096
 _BATCH_BYTES = 256 << 20
 
 
+class Source(Protocol):
+    """What becomes a tensor of a file."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def ranks(self) -> int:
+        """Over which it lies; each writes its parts."""
+        ...
+
+    def content(self) -> torch.Tensor:
+        """May be put together for it, and let go of when it is written."""
+        ...
+
+
 @dataclasses.dataclass
-class _Source:
-    """A tensor that is written. A master that is put together for it is so only then."""
+class Whole:
+    """A tensor as it is. `precise`: its master, where it has one."""
 
     tensor: torch.Tensor
     precise: bool = False
@@ -48,6 +67,10 @@ class _Source:
     def nbytes(self) -> int:
         return self.tensor.numel() * self.dtype.itemsize
 
+    @property
+    def ranks(self) -> int:
+        return _core.ranks_of(self.tensor)
+
     def content(self) -> torch.Tensor:
         return _core.most_precise(self.tensor) if self.precise else self.tensor
 
@@ -55,30 +78,39 @@ class _Source:
 @dataclasses.dataclass
 class _File:
     name: str
-    sources: dict[str, _Source]
+    sources: dict[str, Source]
     layout: Layout
 
 
-def _files_of(part: str, sources: Mapping[str, _Source]) -> list[_File]:
-    """Shards, as Hugging Face names them."""
-    shards: list[dict[str, _Source]] = [{}]
+def shards_of(part: str, suffix: str, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """The names of tensors of `sizes` bytes, by file, which are called as Hugging Face calls them."""
+    shards: list[list[str]] = [[]]
     used = 0
-    for name, source in sources.items():
-        if shards[-1] and used + source.nbytes > SHARD_BYTES:
-            shards.append({})
+    for name, size in sizes.items():
+        if shards[-1] and used + size > SHARD_BYTES:
+            shards.append([])
             used = 0
-        shards[-1][name] = source
-        used += source.nbytes
+        shards[-1].append(name)
+        used += size
     count = len(shards)
-    names = (
-        [f"{part}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-        if count > 1
-        else [f"{part}.safetensors"]
-    )
-    return [
-        _File(name, shard, Layout.of(shard, {"format": "pt"}, _BLOCK))
-        for name, shard in zip(names, shards, strict=True)
-    ]
+    if count == 1:
+        return {f"{part}.{suffix}": shards[0]}
+    return {f"{part}-{i + 1:05}-of-{count:05}.{suffix}": shard for i, shard in enumerate(shards)}
+
+
+def index_of(shards: Mapping[str, Iterable[str]], size: int) -> bytes:
+    """The file that says what lies in which. `size`: of all tensors, in bytes."""
+    where = {name: file for file, names in shards.items() for name in names}
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2).encode()
+
+
+def _files_of(part: str, sources: Mapping[str, Source]) -> list[_File]:
+    shards = shards_of(part, "safetensors", {name: source.nbytes for name, source in sources.items()})
+    files = []
+    for file, names in shards.items():
+        shard = {name: sources[name] for name in names}
+        files.append(_File(file, shard, Layout.of(shard, {"format": "pt"}, _BLOCK)))
+    return files
 
 
 @dataclasses.dataclass
@@ -90,6 +122,7 @@ class Contents:
     optimizer: Any  # as JSON
     rest: tuple[Any, bytes]  # of this rank: as JSON, and its tensors, packed
     rests: list[Any] = dataclasses.field(default_factory=list)  # of each rank: as JSON
+    beside: dict[str, bytes] = dataclasses.field(default_factory=dict)  # small files that the model's folder has
     others: list[str] = dataclasses.field(default_factory=list)  # names of files that hold no tensors
 
     @staticmethod
@@ -101,13 +134,13 @@ class Contents:
         visible: bool,
         rank: int,
     ) -> Contents:
-        parts: dict[str, dict[str, _Source]] = {"model": {}, "master": {}, "optimizer": {}}
+        parts: dict[str, dict[str, Source]] = {"model": {}, "master": {}, "optimizer": {}}
         aliases = _collect_model(model, visible, parts) if model is not None else {}
         states: Any = None
         if optimizer is not None:
             tensors: dict[str, torch.Tensor] = {}
             states = _collect_optimizer(model, optimizer, tensors)
-            parts["optimizer"] = {name: _Source(tensor) for name, tensor in tensors.items()}
+            parts["optimizer"] = {name: Whole(tensor) for name, tensor in tensors.items()}
         rest: dict[str, Any] = {"extra": {}, "random": random_state.get()}
         for name, value in (extra or {}).items():
             rest["extra"][name] = value.state_dict() if hasattr(value, "load_state_dict") else value
@@ -115,12 +148,23 @@ class Contents:
             rest["scheduler"] = scheduler.state_dict()
         own: dict[str, torch.Tensor] = {}
         encoded = {key: tree.encode(value, f"{rank}/{key}", own) for key, value in rest.items()}
+        return Contents.of_parts(parts, aliases, states, (encoded, own))
+
+    @staticmethod
+    def of_parts(
+        parts: Mapping[str, Mapping[str, Source]],
+        aliases: dict[str, str],
+        optimizer: Any,
+        rest: tuple[Any, dict[str, torch.Tensor]],
+    ) -> Contents:
+        """`parts`: "model", "master", "optimizer". `optimizer`, `rest`: as JSON, and the rest's tensors by name."""
         files = [file for part, sources in parts.items() if sources for file in _files_of(part, sources)]
-        return Contents(files, aliases, states, (encoded, _pack(own)))
+        encoded, own = rest
+        return Contents(files, aliases, optimizer, (encoded, _pack(own)))
 
     def take_rests(self, everyones: list[tuple[Any, bytes]]) -> None:
         self.rests = [encoded for encoded, _ in everyones]
-        small = {name: _Source(tensor) for _, packed in everyones for name, tensor in _unpack(packed)}
+        small = {name: Whole(tensor) for _, packed in everyones for name, tensor in _unpack(packed)}
         if small:
             self.files += _files_of("state", small)
 
@@ -135,7 +179,9 @@ class Contents:
 
     def create(self, path: pathlib.Path, model: Any) -> None:
         """On the first rank: the files, with their size, so that a full disk is an error now."""
-        self.others = _write_hugging_face(path, model)
+        self.others = _write_hugging_face(path, model) + list(self.beside)
+        for name, data in self.beside.items():
+            folders.write_file(path / name, data)
         for file in self.files:
             made = _core.TensorFileWriter(os.fspath(path / file.name), file.layout.size)
             made.write_bytes(0, file.layout.header)
@@ -149,7 +195,7 @@ class Contents:
             writer = _core.TensorFileWriter(os.fspath(path / file.name), 0)
             written = pieces.setdefault(file.name, {})
             for names in _batches(file.sources, file.layout.offsets):
-                ours = [name for name in names if first or _core.ranks_of(file.sources[name].tensor) > 1]
+                ours = [name for name in names if first or file.sources[name].ranks > 1]
                 placed = [(file.sources[name].content(), file.layout.offsets[name]) for name in ours]
                 written.update(zip(ours, writer.write(placed), strict=True))
                 passed += sum(file.sources[name].nbytes for name in names)
@@ -176,17 +222,14 @@ class Contents:
         others = list(self.others)
         shards = [file for file in self.files if file.name.startswith("model-")]
         if shards:
-            index = {
-                "metadata": {"total_size": sum(file.layout.size - len(file.layout.header) for file in shards)},
-                "weight_map": {name: file.name for file in shards for name in file.sources},
-            }
-            folders.write_file(path / INDEX, json.dumps(index, indent=2).encode())
+            size = sum(file.layout.size - len(file.layout.header) for file in shards)
+            folders.write_file(path / INDEX, index_of({file.name: file.sources for file in shards}, size))
             others.append(INDEX)
         manifest["others"] = {name: zlib.crc32((path / name).read_bytes()) for name in others}
         folders.write_file(path / MANIFEST, _with_checksum(manifest))
 
 
-def _batches(sources: Mapping[str, _Source], order: Iterable[str]) -> Iterator[list[str]]:
+def _batches(sources: Mapping[str, Source], order: Iterable[str]) -> Iterator[list[str]]:
     """What is handed over at once. What has yet to be put together is so only a batch at a time."""
     batch: list[str] = []
     size = 0
@@ -249,7 +292,7 @@ def _write_hugging_face(path: pathlib.Path, model: Any) -> list[str]:
     return made
 
 
-def _collect_model(model: torch.nn.Module, visible: bool, parts: dict[str, dict[str, _Source]]) -> dict[str, str]:
+def _collect_model(model: torch.nn.Module, visible: bool, parts: dict[str, dict[str, Source]]) -> dict[str, str]:
     """Returns the aliases."""
     state = model.state_dict(keep_vars=True)
     tied = re.compile("|".join(getattr(model, "_tied_weights_keys", None) or ["$^"]))
@@ -269,9 +312,9 @@ def _collect_model(model: torch.nn.Module, visible: bool, parts: dict[str, dict[
             continue
         kept[own] = name
         has_master = _core.dtype_of_states(tensor) != tensor.dtype
-        parts["model"][name] = _Source(tensor.detach(), precise=has_master and not visible)
+        parts["model"][name] = Whole(tensor.detach(), precise=has_master and not visible)
         if has_master and visible:
-            parts["master"][name] = _Source(tensor.detach(), precise=True)
+            parts["master"][name] = Whole(tensor.detach(), precise=True)
     return aliases
 
 

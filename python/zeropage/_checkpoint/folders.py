@@ -44,12 +44,12 @@ class PartialFolder:
         """It is at its place, and survives a crash of the machine. What was there is gone, once it is."""
         with _alone_in(self.place.parent):
             (self.path / _LOCK).unlink()
-            sync_folder(self.path)
+            sync(self.path)
             if self.place.exists():
                 _core.exchange_paths(os.fspath(self.path), os.fspath(self.place))
             else:
                 self.path.rename(self.place)
-            sync_folder(self.place.parent)
+            sync(self.place.parent)
             self.discard()
 
     def discard(self) -> None:
@@ -82,7 +82,8 @@ def _alone_in(folder: pathlib.Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def sync_folder(path: pathlib.Path) -> None:
+def sync(path: pathlib.Path) -> None:
+    """What was written to the file, or which files the folder has, has reached the disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

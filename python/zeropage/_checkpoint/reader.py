@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import mmap
 import os
 import pathlib
 import zlib
@@ -13,6 +16,7 @@ import torch
 
 from zeropage import _core
 from zeropage._checkpoint import tree
+from zeropage._checkpoint.contents import INDEX, Progress
 from zeropage._checkpoint.names import FORMAT, MANIFEST, identity, names_of_parameters
 
 
@@ -44,6 +48,14 @@ def find(folder: pathlib.Path) -> pathlib.Path:
     return path.resolve()
 
 
+@dataclasses.dataclass
+class OptimizerState:
+    """As it was saved, by names of parameters."""
+
+    groups: list[tuple[dict[str, Any], list[str]]]  # settings, and names
+    states: dict[str, dict[str, Any]]
+
+
 class Checkpoint:
     """A folder that is read."""
 
@@ -53,6 +65,7 @@ class Checkpoint:
         self._errors: list[_core.Error] = []
         self._manifest = manifest
         self._reader = _core.TensorFolderReader(os.fspath(path))
+        self._mappings: dict[str, mmap.mmap] = {}
         self._where = {
             (file.split(".")[0].split("-")[0], name): (file, entry)
             for file, listed in manifest["files"].items()
@@ -111,13 +124,64 @@ class Checkpoint:
         entry = self._where[part, name][1]
         return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="cpu")
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of tied tensors, and under which they were written."""
+        aliases: dict[str, str] = self._manifest["aliases"]
+        return aliases
+
+    def names(self, part: str) -> list[str]:
+        """Of the tensors of "model", "master", "optimizer" or "state"."""
+        return [name for own, name in self._where if own == part]
+
+    def others(self) -> dict[str, bytes]:
+        """Small files that the model's folder has, as config.json."""
+        return {name: (self.path / name).read_bytes() for name in self._manifest["others"] if name != INDEX}
+
+    def verify(self, progress: Progress | None) -> None:
+        """Reads all of it once. Raises DiskError for the first tensor whose bytes are not what was written."""
+        size = sum(listed["size"] for listed in self._manifest["files"].values())
+        passed = 0
+        for part, name in self._where:
+            tensor = self._empty(part, name)
+            self._read(part, name, tensor)
+            self.raise_first_error()
+            passed += tensor.nbytes
+            if progress is not None:
+                progress(passed, size)
+
+    def mapped(self, part: str, name: str) -> torch.Tensor:
+        """The tensor where it lies: it is read when it is used, not compared with its checksum, and a copy if it is
+        written."""
+        file, entry = self._where[part, name]
+        dtype, shape = getattr(torch, entry["dtype"]), entry["shape"]
+        if math.prod(shape) == 0:
+            return self._empty(part, name)
+        if file not in self._mappings:
+            with (self.path / file).open("rb") as opened:
+                self._mappings[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        flat = torch.frombuffer(self._mappings[file], dtype=dtype, count=math.prod(shape), offset=entry["offset"])
+        return flat.view(shape)
+
+    def optimizer(self) -> OptimizerState | None:
+        """With tensors where they lie; see mapped()."""
+        held = self._manifest["optimizer"]
+        if held is None:
+            return None
+
+        def decode(encoded: Any) -> Any:
+            return tree.decode(encoded, {name: self.mapped("optimizer", name) for name in _tensors_in(encoded)})
+
+        groups = [(decode(group["settings"]), group["params"]) for group in held["groups"]]
+        return OptimizerState(groups, {name: decode(state) for name, state in held["states"].items()})
+
     def of_rank(self, rank: int) -> dict[str, Any]:
         """What is not of the model or the optimizer. A rank that was not there has what the first had, but no random
         state."""
         everyones = self._manifest["ranks"]
         mine = dict(everyones[rank] if rank < len(everyones) else everyones[0])
         if rank >= len(everyones):
-            mine.pop("random")
+            mine.pop("random", None)
         tensors = {}
         for name in _tensors_in(mine):
             tensors[name] = self._empty("state", name)
@@ -211,7 +275,9 @@ class Checkpoint:
         states: dict[int, Any] = {}
         number = 0
         for group, members, saved in zip(optimizer.param_groups, names, held["groups"], strict=True):
-            settings = tree.decode(saved["settings"], self._tensors_of(saved["settings"], None))
+            # What was not saved, as by another library, stays as it is.
+            settings = {key: value for key, value in group.items() if key != "params"}
+            settings |= tree.decode(saved["settings"], self._tensors_of(saved["settings"], None))
             groups.append({**settings, "params": list(range(number, number + len(members)))})
             for name, parameter in zip(members, group["params"], strict=True):
                 if name in held["states"]:

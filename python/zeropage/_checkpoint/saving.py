@@ -130,7 +130,7 @@ class Saving:
         for index, file in enumerate(self._contents.files):
             for name, offset in file.layout.offsets.items():
                 source = file.sources[name]
-                if self._ranks.first or _core.ranks_of(source.tensor) > 1:
+                if self._ranks.first or source.ranks > 1:
                     items.append((source.content(), index, offset))
                     self._names.append((file.name, name))
         self._snapshot = _core.Snapshot(items)

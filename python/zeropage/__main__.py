@@ -1,0 +1,3 @@
+from zeropage._cli import main
+
+main(prog_name="zeropage")

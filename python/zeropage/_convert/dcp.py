@@ -1,0 +1,253 @@
+"""What torch.distributed.checkpoint saved to a folder.
+
+Its `.metadata` is a pickle of a few classes of its own, which alone are made here; the rest is read
+with weights_only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as meta
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from zeropage import _core
+from zeropage._checkpoint.contents import Source
+from zeropage._convert.training import Group, Made, Training, is_plain, plain_part, read_beside
+
+METADATA = ".metadata"
+
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}  # fmt: skip
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        value = getattr(torch, name, None) if module == "torch" else None
+        if name in _CLASSES.get(module, ()) or isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(path)
+        self.metadata = _read_metadata(path)
+
+    def read_metadata(self, *_args: Any, **_named: Any) -> meta.Metadata:
+        return self.metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def _read_metadata(path: pathlib.Path) -> meta.Metadata:
+    try:
+        with (path / METADATA).open("rb") as file:
+            found = _Metadata(file).load()
+        if not isinstance(found, meta.Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(found).__name__}")
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
+        raise _core.DiskError(f'"{path / METADATA}" is damaged, or is not what torch wrote: {error}') from None
+    found.storage_meta = found.storage_meta or meta.StorageMeta()
+    for info in (found.storage_data or {}).values():
+        if os.path.basename(info.relative_path) != info.relative_path:
+            raise _core.Error(f'"{path / METADATA}" names a file outside its folder: "{info.relative_path}"')
+    return found
+
+
+class _Folder:
+    """What lies in it, by name."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._reader = _Reader(path)
+        self.left_out: list[str] = []
+
+    def values(self) -> dict[str, Any]:
+        """As it was saved: dicts in dicts, with tensors that are yet to be read."""
+        flat: dict[str, Any] = {}
+        for name, entry in self._reader.metadata.state_dict_metadata.items():
+            if isinstance(entry, meta.TensorStorageMetadata):
+                flat[name] = Made(entry.size, entry.properties.dtype, self._reads(name, entry))
+            else:
+                try:
+                    flat[name] = self._load(name, None)
+                except pickle.UnpicklingError:
+                    self.left_out.append(name)
+        paths = self._reader.metadata.planner_data
+        if not isinstance(paths, dict):
+            return flat
+        return unflatten_state_dict(flat, {name: paths.get(name, (name,)) for name in flat})
+
+    def _reads(self, name: str, entry: meta.TensorStorageMetadata) -> Callable[[], torch.Tensor]:
+        return lambda: self._load(name, torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
+
+    def _load(self, name: str, into: Any) -> Any:
+        state = {name: into}
+        try:
+            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is for one process
+                load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if into is None and isinstance(cause, pickle.UnpicklingError):
+                raise cause from None
+            raise _core.DiskError(f'"{self._path}": "{name}" cannot be read: {cause}') from None
+        return state[name]
+
+
+def read(path: pathlib.Path, model_key: str | None) -> Training:
+    """`model_key`: under which the model was saved; names in it are joined by "."."""
+    folder = _Folder(path)
+    values = folder.values()
+    optimizer_at = next((at for at, inner in _dicts(values) if _is_optimizer(inner)), None)
+    model_at = tuple(model_key.split(".")) if model_key is not None else _find_model(path, values, optimizer_at)
+    training = Training({})
+    model = _at(values, model_at)
+    if model is None:
+        raise _core.Error(f'"{path}" holds nothing under "{model_key}"; it has {_list(values)}')
+    training.model = {name: value for name, value in _flat(model, optimizer_at if not model_at else None)}
+    if not training.model:
+        raise _core.Error(f'"{path}" holds no tensors under "{".".join(model_at)}"; it has {_list(values)}')
+    if optimizer_at is not None:
+        _take_optimizer(path, training, _at(values, optimizer_at))
+    for key, value in values.items():
+        if (key,) not in (model_at[:1], (optimizer_at or ())[:1]) and not isinstance(value, Made):
+            _take_other(training, key, value)
+    training.left_out += folder.left_out
+    training.beside = read_beside(path, path.parent)
+    return training
+
+
+def _take_other(training: Training, key: str, value: Any) -> None:
+    if isinstance(value, dict) and not is_plain(value):
+        value = plain_part(value)
+    if key == "extra" and isinstance(value, dict):  # as our own export has it
+        training.extra |= value
+    elif key == "scheduler" and isinstance(value, dict):
+        training.scheduler = value
+    else:
+        training.keep_if_plain(key, value)
+
+
+Place = tuple[str, ...]
+
+
+def _dicts(values: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    yield at, values
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _dicts(value, (*at, key))
+
+
+def _at(values: Any, place: Place) -> Any:
+    for key in place:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _list(values: Mapping[str, Any]) -> str:
+    return ", ".join(f'"{key}"' for key in list(values)[:10])
+
+
+def _is_optimizer(values: Mapping[str, Any]) -> bool:
+    return "param_groups" in values or any(str(key).startswith("param_groups.") for key in values)
+
+
+def _find_model(path: pathlib.Path, values: Mapping[str, Any], optimizer: Place | None) -> Place:
+    """Called "model", beside the optimizer; or the only other that has tensors; or all that there is."""
+    around = optimizer[:-1] if optimizer else ()
+    beside = _at(values, around)
+    others = [key for key in beside if (*around, key) != optimizer]
+    holding = [key for key in others if isinstance(beside[key], dict) and any(True for _ in _flat(beside[key], None))]
+    if "model" in holding:
+        return (*around, "model")
+    if any(isinstance(beside[key], Made) for key in others):
+        return around
+    if len(holding) == 1:
+        return (*around, holding[0])
+    raise _core.Error(f'"{path}" does not say which part is the model; name it (--model), of {_list(beside)}')
+
+
+def _flat(values: Mapping[str, Any], without: Place | None) -> Iterator[tuple[str, Source]]:
+    for key, value in values.items():
+        if without == (key,):
+            continue
+        if isinstance(value, Made):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{inner}", source) for inner, source in _flat(value, None))
+
+
+def _take_optimizer(path: pathlib.Path, training: Training, held: Mapping[str, Any]) -> None:
+    if "param_groups" not in held:
+        _take_flat_optimizer(training, held)
+        return
+    for group in held["param_groups"]:
+        names = group.get("param_names") or group["params"]
+        if not all(isinstance(name, str) for name in names):
+            raise _core.Error(
+                f'"{path}" has optimizer states by number, which say nothing of names: save them with '
+                "torch.distributed.checkpoint.state_dict.get_state_dict, or build the optimizer with "
+                "model.named_parameters()"
+            )
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        training.groups.append(Group(_with_tensors(settings), list(names)))
+        for name, key in zip(names, group["params"], strict=True):
+            state = held.get("state", {}).get(str(key))
+            if state:
+                training.states[name] = dict(state)
+
+
+def _with_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Learning rates may be tensors."""
+    return {key: value.content() if isinstance(value, Made) else value for key, value in settings.items()}
+
+
+def _take_flat_optimizer(training: Training, held: Mapping[str, Any]) -> None:
+    """Of StateDictOptions(flatten_optimizer_state_dict=True): "state.<name>.<key>", "param_groups.<name>.<key>".
+
+    Parameters with the same settings are one group.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in held.items():
+        kind, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        if kind == "state":
+            training.states.setdefault(name, {})[last] = value
+        elif kind == "param_groups":
+            settings.setdefault(name, {})[last] = value
+    groups: list[Group] = []
+    for name, own in settings.items():
+        plain = _with_tensors(own)
+        same = next((group for group in groups if group.settings == plain), None)
+        if same is None:
+            groups.append(Group(plain, [name]))
+        else:
+            same.names.append(name)
+    training.groups = groups

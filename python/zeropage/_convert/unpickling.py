@@ -1,0 +1,49 @@
+"""Reads what torch.save wrote without running anything that the pickle asks for."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+
+class Inert:
+    """In place of an object of a class that is not plain data: what it was made from, and its attributes."""
+
+    def __init__(self, *args: Any, **_named: Any) -> None:
+        self.args = args
+
+    def __new__(cls, *args: Any, **_named: Any) -> Inert:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def load(path: pathlib.Path) -> Any:
+    """Tensors stay in the file, mapped. Objects of classes that torch does not know to be safe are Inert."""
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path))
+        stubs: list[Any] = [(type(name, (Inert,), {}), name) for name in unknown]
+        with torch.serialization.safe_globals(stubs):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        said = str(error).partition("WeightsUnpickler error: ")[2].strip() or str(error)
+        raise _core.Error(f'"{path}" is not read, for it would run code: {said.splitlines()[0]}') from None
+    except (RuntimeError, ValueError, EOFError) as error:
+        said = str(error).splitlines()[0]
+        raise _core.DiskError(f'"{path}" is damaged, or is no file of torch.save: {said}') from None
+    except OSError as error:
+        raise _core.DiskError(f'"{path}" cannot be read: {error.strerror}') from None
+
+
+def number(value: Any) -> Any:
+    """Of an enumeration's member, which is pickled by its class and its value."""
+    return value.args[0] if isinstance(value, Inert) and len(value.args) == 1 else value

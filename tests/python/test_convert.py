@@ -1,0 +1,389 @@
+"""Checkpoints of other libraries: what is exported trains on there to the bit, and what is imported here."""
+
+import contextlib
+import os
+import pathlib
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from zeropage._checkpoint import contents as contents_module
+from zeropage._convert import export_checkpoint, import_checkpoint
+
+import zeropage
+
+DATA = pathlib.Path(__file__).resolve().parents[1] / "data" / "deepspeed"
+FORMS = {
+    "AdamW-fused": (torch.optim.AdamW, dict(fused=True)),
+    "AdamW": (torch.optim.AdamW, dict(foreach=True, amsgrad=True)),
+    "SGD": (torch.optim.SGD, dict(momentum=0.9)),
+    "Adafactor": (torch.optim.Adafactor, {}),
+}
+
+
+@pytest.fixture
+def folder(disk):
+    return pathlib.Path(disk)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 64)
+        self.body = nn.Linear(64, 64)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.head = nn.Linear(64, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.arange(3, device="cpu"))
+
+    def forward(self, tokens):
+        return self.head(self.frozen(torch.tanh(self.body(self.embedding(tokens)))))
+
+
+def build(scope=None, form="AdamW-fused"):
+    torch.manual_seed(0)
+    with scope or contextlib.nullcontext():
+        model = Net()
+    kind, settings = FORMS[form]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": trained[:1], "lr": 2e-2}, {"params": trained[1:], "lr": 1e-2}]
+    return model, kind(groups, **settings)
+
+
+def train(model, optimizer, seeds):
+    losses = []
+    for seed in seeds:
+        tokens = torch.randint(0, 50, (4, 8), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+        loss = model(tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def same(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def paged(config, form="AdamW-fused"):
+    return build(zeropage.init(config.replace(resident_below=4096)), form)
+
+
+def saved(config, folder, form="AdamW-fused", **options):
+    """A paged model that was trained and saved, and its optimizer."""
+    model, optimizer = paged(config, form)
+    train(model, optimizer, range(3))
+    zeropage.save(folder / "ours", model, optimizer, **options)
+    return model, optimizer
+
+
+# ---- export
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_pytorch_goes_on_from_an_exported_file(form, config, folder):
+    model, optimizer = saved(config, folder, form, extra={"epoch": 3, "seen": (1, [2.5])})
+    export_checkpoint(folder / "ours", folder / "all.pt", "torch")
+    state = torch.load(folder / "all.pt")
+    assert state["extra"] == {"epoch": 3, "seen": (1, [2.5])}
+    assert state["model"]["head.weight"].data_ptr() == state["model"]["embedding.weight"].data_ptr()
+    plain, plain_optimizer = build(form=form)
+    plain.load_state_dict(state["model"])
+    plain_optimizer.load_state_dict(state["optimizer"])
+    assert train(plain, plain_optimizer, range(3, 6)) == train(model, optimizer, range(3, 6))
+    assert same(plain, model)
+
+
+@pytest.mark.parametrize("form", ["AdamW-fused", "SGD"])
+def test_plain_pytorch_goes_on_from_an_exported_folder_of_dcp(form, config, folder):
+    model, optimizer = saved(config, folder, form, extra={"epoch": 3})
+    export_checkpoint(folder / "ours", folder / "dcp", "dcp")
+    plain, plain_optimizer = build(form=form)
+    model_state, optimizer_state = get_state_dict(plain, plain_optimizer)
+    state = {"model": model_state, "optim": optimizer_state, "extra": {"epoch": 0}}
+    dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True)
+    assert state["extra"]["epoch"] == 3
+    set_state_dict(plain, plain_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert train(plain, plain_optimizer, range(3, 6)) == train(model, optimizer, range(3, 6))
+    assert same(plain, model)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("visible", [False, True])
+def test_masters_are_exported_as_deepspeed_does(visible, shards, config, folder, monkeypatch):
+    model, _ = saved(config.replace(visible_dtype="bfloat16"), folder, visible=visible)
+    if shards:
+        monkeypatch.setattr(contents_module, "SHARD_BYTES", 20_000)
+    export_checkpoint(folder / "ours", folder / "fp32", "deepspeed-fp32")
+    assert (folder / "fp32" / "pytorch_model.bin.index.json").exists() == shards
+    state = {}
+    for file in sorted((folder / "fp32").glob("*.bin")):
+        state |= torch.load(file)
+    expected = model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert state[name].dtype == (torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        assert torch.equal(state[name], tensor.to(state[name].dtype)), name
+    assert sorted(path.name for path in folder.iterdir()) == ["fp32", "ours"]
+
+
+def test_a_flipped_byte_is_not_exported(config, folder):
+    saved(config, folder)
+    path = folder / "ours" / "optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    for to in ("torch", "dcp", "deepspeed-fp32"):
+        with pytest.raises(zeropage.DiskError, match=r"weight/exp_avg"):
+            export_checkpoint(folder / "ours", folder / "out", to)
+        assert not (folder / "out").exists()
+
+
+def test_what_is_there_and_is_something_else_stays(config, folder):
+    saved(config, folder)
+    (folder / "out").mkdir()
+    (folder / "out" / "precious").write_text("x")
+    for to in ("torch", "dcp", "deepspeed-fp32"):
+        with pytest.raises(zeropage.Error, match="out"):
+            export_checkpoint(folder / "ours", folder / "out", to)
+    with pytest.raises(zeropage.Error, match="out"):
+        import_checkpoint(DATA / "zero1", folder / "out")
+    assert [path.name for path in (folder / "out").iterdir()] == ["precious"]
+    with pytest.raises(zeropage.Error, match="no form"):
+        export_checkpoint(folder / "ours", folder / "other", "onnx")
+    with pytest.raises(zeropage.Error, match="no checkpoint of DeepSpeed"):
+        import_checkpoint(folder / "ours", folder / "other")
+
+
+# ---- import: DeepSpeed. The folders were made by it: tests/data/make_deepspeed.py
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.body = nn.Linear(5, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64, device="cpu"))
+
+
+def small(config, fused=True):
+    with zeropage.init(config.replace(resident_below=0)):
+        model = Small()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() == 1]},
+    ]
+    return model, torch.optim.AdamW(groups, fused=fused)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "bf16", *(f"zero{i}-universal" for i in (1, 2, 3))])
+def test_what_deepspeed_saved_is_loaded(kind, config, folder):
+    left_out = import_checkpoint(DATA / kind, folder / "ours")
+    expected = torch.load(DATA / kind / "expected.pt")
+    model, optimizer = small(config)
+    result = zeropage.load(folder / "ours", model, optimizer)
+    assert result["epoch"] == 7 and result["note"] == "of the program" and result["global_steps"] == 3
+    assert not {"epoch", "note"} & set(left_out)
+    state = model.state_dict()
+    assert state.keys() == expected["master"].keys() | {"head.weight"}
+    for name, tensor in expected["master"].items():
+        assert torch.equal(state[name], tensor.to(state[name].dtype)), name
+    assert torch.equal(state["head.weight"], state["embedding.weight"])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            held = optimizer.state[parameter]
+            assert torch.equal(held["exp_avg"], expected["exp_avg"][name]), name
+            assert torch.equal(held["exp_avg_sq"], expected["exp_avg_sq"][name]), name
+            assert held["step"].item() == 3
+    decay, no_decay = optimizer.param_groups
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
+    assert tuple(decay["betas"]) == (0.8, 0.99)
+
+
+def copy(kind, folder):
+    shutil.copytree(DATA / kind, folder / kind)
+    return folder / kind / "step3"
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "bf16"])
+def test_a_part_that_is_missing_is_an_error(kind, folder):
+    place = copy(kind, folder)
+    lost = next(place.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+    kept = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(zeropage.DiskError, match="rank 0"):
+        import_checkpoint(folder / kind, folder / "ours")
+    lost.write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(zeropage.DiskError, match="damaged"):
+        import_checkpoint(folder / kind, folder / "ours")
+    lost.write_bytes(kept)
+    next(place.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+    with pytest.raises(zeropage.DiskError, match="of 1 ranks, and was saved by 2"):
+        import_checkpoint(folder / kind, folder / "ours")
+    assert not (folder / "ours").exists()
+
+
+def test_what_was_split_otherwise_is_an_error(folder):
+    place = copy("zero1", folder)
+    shutil.copy(place / "mp_rank_00_model_states.pt", place / "mp_rank_01_model_states.pt")
+    with pytest.raises(zeropage.Error, match="split by tensors"):
+        import_checkpoint(folder / "zero1", folder / "ours")
+    (place / "mp_rank_01_model_states.pt").rename(place / "layer_00-model_states.pt")
+    with pytest.raises(zeropage.Error, match="pipeline"):
+        import_checkpoint(folder / "zero1", folder / "ours")
+    (place / "layer_00-model_states.pt").unlink()
+    for path in place.glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(zeropage.Error, match="without ZeRO"):
+        import_checkpoint(folder / "zero1", folder / "ours")
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return self.run, (self.path.parent / "source", self.path)
+
+    run = staticmethod(shutil.copyfile)
+
+
+class VeryEvil(Evil):
+    def __reduce__(self):
+        return os.mkdir, (os.fspath(self.path),)
+
+
+def test_no_pickle_of_deepspeeds_is_run(config, folder):
+    place = copy("zero2", folder) / "mp_rank_00_model_states.pt"
+    with torch.serialization.safe_globals([]):
+        state = torch.load(place, weights_only=False)
+    (folder / "source").write_text("x")
+    torch.save({**state, "odd": VeryEvil(folder / "ran")}, place)
+    with pytest.raises(zeropage.Error, match="would run code"):
+        import_checkpoint(folder / "zero2", folder / "ours")
+    torch.save({**state, "odd": Evil(folder / "ran")}, place)
+    left_out = import_checkpoint(folder / "zero2", folder / "ours")
+    assert "odd" in left_out and not (folder / "ran").exists()
+    model, optimizer = small(config)
+    zeropage.load(folder / "ours", model, optimizer)
+
+
+# ---- import: torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("form", ["AdamW-fused", "SGD"])
+@pytest.mark.parametrize("layout", ["nested", "flat", "app", "root", "named"])
+def test_what_dcp_saved_trains_on(layout, form, config, folder):
+    plain, optimizer = build(form=form)
+    train(plain, optimizer, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict=layout == "flat")
+    model_state, optimizer_state = get_state_dict(plain, optimizer, options=options)
+    if layout == "named":
+        optimizer_state = optimizer.state_dict()
+        names = {id(parameter): name for name, parameter in plain.named_parameters()}
+        for group, own in zip(optimizer_state["param_groups"], optimizer.param_groups, strict=True):
+            group["param_names"] = [names[id(parameter)] for parameter in own["params"]]
+    state = {"model": model_state, "optim": optimizer_state, "progress": {"epoch": 3, "odd": {4}}}
+    if layout == "app":
+        state = {"app": state}
+    if layout == "root":
+        state = {**model_state, "optim": optimizer_state, "progress": state["progress"]}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    import_checkpoint(folder / "dcp", folder / "ours")
+    model, again = paged(config, form)
+    extra = zeropage.load(folder / "ours", model, again)
+    if layout not in ("app", "root"):
+        assert extra == {"progress": {"epoch": 3}}
+    assert train(model, again, range(3, 6)) == train(plain, optimizer, range(3, 6))
+    assert same(model, plain)
+
+
+def test_what_is_exported_comes_back(config, folder):
+    model, _optimizer = saved(config, folder, extra={"epoch": 3})
+    export_checkpoint(folder / "ours", folder / "dcp", "dcp")
+    assert import_checkpoint(folder / "dcp", folder / "again") == []
+    other, other_optimizer = paged(config)
+    assert zeropage.load(folder / "again", other, other_optimizer) == {"epoch": 3}
+    assert same(model, other)
+    one, other = ((folder / name / "optimizer.safetensors").stat().st_size for name in ("ours", "again"))
+    assert one == other
+
+
+def test_states_by_number_say_so_and_a_model_can_be_named(folder):
+    plain, optimizer = build()
+    train(plain, optimizer, range(1))
+    dcp.save({"model": plain.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=folder / "a", no_dist=True)
+    with pytest.raises(zeropage.Error, match="by number"):
+        import_checkpoint(folder / "a", folder / "ours")
+    dcp.save({"ema": plain.state_dict(), "net": plain.state_dict()}, checkpoint_id=folder / "b", no_dist=True)
+    with pytest.raises(zeropage.Error, match=r'--model.*"ema", "net"'):
+        import_checkpoint(folder / "b", folder / "ours")
+    with pytest.raises(zeropage.Error, match='nothing under "x"'):
+        import_checkpoint(folder / "b", folder / "ours", model_key="x")
+    import_checkpoint(folder / "b", folder / "ours", model_key="net")
+    other, _ = build()
+    zeropage.load(folder / "ours", other)
+    assert same(other, plain)
+
+
+def test_no_pickle_of_dcps_is_run(folder):
+    plain, _ = build()
+    dcp.save({"model": plain.state_dict(), "odd": Evil(folder / "ran")}, checkpoint_id=folder / "a", no_dist=True)
+    (folder / "source").write_text("x")
+    assert import_checkpoint(folder / "a", folder / "ours") == ["odd"]
+    metadata = pickle.loads((folder / "a" / ".metadata").read_bytes())
+    metadata.planner_data = Evil(folder / "ran")
+    (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(zeropage.DiskError, match="asks for"):
+        import_checkpoint(folder / "a", folder / "ours")
+    assert not (folder / "ran").exists()
+    metadata.planner_data = None
+    for info in metadata.storage_data.values():
+        info.relative_path = "../outside"
+    (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(zeropage.Error, match="outside its folder"):
+        import_checkpoint(folder / "a", folder / "ours")
+
+
+def test_a_folder_of_dcps_that_is_not_whole_is_an_error(folder):
+    plain, _ = build()
+    dcp.save({"model": plain.state_dict()}, checkpoint_id=folder / "a", no_dist=True)
+    data = next((folder / "a").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:2000])
+    with pytest.raises(zeropage.DiskError, match='"model'):
+        import_checkpoint(folder / "a", folder / "ours")
+    assert not (folder / "ours").exists() and not list(folder.glob(".ours*"))
+
+
+# ---- the command
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "zeropage", *map(os.fspath, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_exports_and_imports(config, folder):
+    model, _ = saved(config, folder)
+    done = command("export", folder / "ours", folder / "dcp", "--to", "dcp")
+    assert done.returncode == 0 and done.stdout == f"written: {folder / 'dcp'}\n", done.stderr
+    done = command("import", folder / "dcp", folder / "again")
+    assert done.returncode == 0, done.stderr
+    other, optimizer = paged(config)
+    zeropage.load(folder / "again", other, optimizer)
+    assert same(model, other)
+    done = command("import", folder / "nowhere", folder / "again")
+    assert done.returncode == 1 and done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1
