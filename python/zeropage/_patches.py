@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropage import (
+    _activations,
     _core,
     _distributed_checkpoint,
     _hugging_face,
@@ -95,3 +96,4 @@ def install() -> None:
     _distributed_checkpoint.install()
     _hugging_face.install(on_paged)
     _wrappers.install()
+    _activations.install()

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.nn.modules import module as torch_module
 
-from zeropage import _core
+from zeropage import _activations, _core
 from zeropage._checkpoint.saving import finish_saving
 from zeropage._ranks import Groups, ProcessGroup, find_groups
 from zeropage._report import Report
@@ -89,6 +89,9 @@ class Space:
     def __init__(self, config: Config, groups: Groups | None = None) -> None:
         shard, replica = (groups or Groups()).names()
         self._core = _core.Space(config._core(), shard, replica)
+        self._activations = self._core.activations()
+        if self._activations is not None:
+            _activations.start(self._activations)
         self._scopes: list[_Entered] = []
 
     def __enter__(self) -> Space:
@@ -129,6 +132,9 @@ class Space:
         What save(wait=False) left under way is finished first.
         """
         finish_saving()
+        if self._activations is not None:
+            self._activations.close()
+            _activations.tidy()
         self._core.close()
 
 

@@ -203,6 +203,12 @@ PYBIND11_MODULE(_core, module) {
       .def("enter", &PythonScope::enter)
       .def("leave", &PythonScope::leave, py::arg("failed"), py::call_guard<py::gil_scoped_release>());
 
+  py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(module, "SavedTensor")
+      .def("open", &SavedTensor::open, py::call_guard<py::gil_scoped_release>());
+  py::class_<Activations, std::shared_ptr<Activations>>(module, "Activations")
+      .def("save", &Activations::save, py::arg("tensor"), py::call_guard<py::gil_scoped_release>())
+      .def("close", &Activations::close)
+      .def_property_readonly("is_open", &Activations::is_open);
   py::class_<Space, std::shared_ptr<Space>>(module, "Space")
       .def(py::init([](const Config& config, const std::string& shard, const std::string& replica) {
              const auto group = [](const std::string& name) {
@@ -223,6 +229,7 @@ PYBIND11_MODULE(_core, module) {
           "mix", [](Space& space, at::Tensor parameter) { return space.mix(parameter); }, py::arg("parameter"),
           py::call_guard<py::gil_scoped_release>())
       .def("start_equal", &Space::start_equal, py::call_guard<py::gil_scoped_release>())
+      .def("activations", &Space::activations)
       .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
       .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())
       .def("report", &Space::report)

@@ -13,10 +13,11 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 24> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 25> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
+                                             {"activations", &Config::activations},
                                              {"disk_path", &Config::disk_path},
                                              {"device_memory", &Config::device_memory},
                                              {"host_memory", &Config::host_memory},

@@ -16,6 +16,8 @@ struct Config {
   std::string parameters = "auto";
   std::string gradients = "auto";
   std::string optimizer = "auto";
+  // Where what autograd saves for backward goes: "host", "disk"; "device": it stays where it is, outside the budgets.
+  std::string activations = "device";
   std::string disk_path = "";           // directories, one a disk, with ':' between; empty: /var/tmp if one is needed
   std::string device_memory = "auto";   // for frames; auto: a quarter of what is free on the CPU, 80 % on a GPU
   std::string host_memory = "auto";     // for homes, staging and cache; auto: half of what is free

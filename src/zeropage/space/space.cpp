@@ -350,7 +350,13 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     to_disk |= placement == Placement::disk;
     may_go_to_disk |= placement == Placement::disk || placement == Placement::automatic;
   }
-  domain->placement[static_cast<int>(Role::activation)] = Placement::automatic;
+  const Placement activations = placement_of("activations", config.activations);
+  if (activations == Placement::automatic) {
+    throw SettingError("activations = \"auto\"; write \"device\", \"host\" or \"disk\"");
+  }
+  domain->placement[static_cast<int>(Role::activation)] = activations;
+  to_disk |= activations == Placement::disk;
+  may_go_to_disk |= activations == Placement::disk;
   if (!config.disk_path.empty() && !may_go_to_disk) {
     throw SettingError(
         fmt::format("disk_path = \"{}\" is set but no role is on disk; set a role to \"disk\" or \"auto\", or "
@@ -527,6 +533,11 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
 void Space::close() {
   if (domain_->gathered) domain_->gathered->close();
   domain_->cache->close();
+}
+
+std::shared_ptr<Activations> Space::activations() const {
+  const bool page = domain_->placement[static_cast<int>(Role::activation)] != Placement::device;
+  return page ? std::make_shared<Activations>(domain_) : nullptr;
 }
 
 Report Space::report() const {

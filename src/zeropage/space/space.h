@@ -19,6 +19,7 @@
 #include "zeropage/rules/speculation.h"
 #include "zeropage/space/config.h"
 #include "zeropage/tensor/paged_tensor.h"
+#include "zeropage/train/activations.h"
 
 namespace zeropage {
 
@@ -88,6 +89,9 @@ class Space : public std::enable_shared_from_this<Space> {
   void wait();
   /// Gives memory and disk back. Tensors of the space then throw AccessError when used.
   void close();
+
+  /// What autograd is to save through, if activations page; else null.
+  std::shared_ptr<Activations> activations() const;
 
   Report report() const;
   const Config& config() const { return config_; }  // as resolved: no "auto" left but for tiers

@@ -65,7 +65,7 @@ struct SegmentBuilder {
   std::unique_ptr<StorageSegment> operator()(const std::shared_ptr<Domain>& owner, c10::StorageImpl& storage) const {
     const std::size_t elements = bytes / dtype.itemsize();
     auto segment = std::make_unique<StorageSegment>(owner, &storage, role, elements);
-    if (domain->partition.ranks) {
+    if (is_over_ranks()) {
       segment->number_ = creation.number ? creation.number : ++domain->creations;
       segment->stripes_ = domain->stripes(elements);
       segment->shareable_ = !domain->keeps_whole(elements);
@@ -84,7 +84,7 @@ struct SegmentBuilder {
   }
 
   void bind(StorageSegment& segment) const {
-    if (!domain->partition.ranks) {
+    if (!is_over_ranks()) {
       const bool resident = bytes < domain->resident_below && !creation.alone;
       const Tier tier = resident ? memory_tier() : tier_for(*domain, role, bytes);
       const SourceRange source = tier == Tier::disk ? creation.source : SourceRange{};
@@ -97,6 +97,7 @@ struct SegmentBuilder {
   }
 
  private:
+  bool is_over_ranks() const { return domain->partition.ranks && !creation.is_local; }
   bool is_alone() const { return creation.alone || !domain->shares_pages; }
   std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 

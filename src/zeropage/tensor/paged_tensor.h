@@ -341,6 +341,8 @@ struct Creation {
   bool unallocated = false;
   /// Shares no page with other tensors, however small.
   bool alone = false;
+  /// Of this rank alone: other ranks know nothing of it.
+  bool is_local = false;
   /// Where its content lies, if its tier is the disk (Domain::find_source).
   SourceRange source = {};
 };

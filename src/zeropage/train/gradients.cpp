@@ -6,17 +6,10 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
-#ifdef __GLIBC__
-#include <malloc.h>
-#include <unistd.h>
-#endif
-
-#include <algorithm>
-#include <fstream>
 #include <mutex>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/base/units.h"
+#include "zeropage/base/heap.h"
 #include "zeropage/rules/norms.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/rules/widened.h"
@@ -27,36 +20,6 @@ namespace zeropage {
 namespace {
 
 using torch::autograd::variable_list;
-
-#ifdef __GLIBC__
-/// Of this process, all it has in memory. 0 if it is not told.
-std::size_t resident_bytes() {
-  std::ifstream file("/proc/self/statm");
-  std::size_t size = 0, resident = 0;
-  file >> size >> resident;
-  return resident * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-}
-#endif
-
-/// [Note: what malloc keeps] During backward, freed activations and gradients of other sizes take turns in malloc's
-/// heap. It keeps the holes, and the process grows by half of its activations although nothing is alive. Paging
-/// gradients out is meant to make the process smaller, so the holes are given back to the system; but only where the
-/// process would else be larger than it ever was without holes, for memory given back must be had again.
-void give_back_holes(std::size_t gradient_bytes) {
-#ifdef __GLIBC__
-  constexpr std::size_t kBetween = 32 * kMiB;
-  static std::mutex mutex;
-  static std::size_t since = 0, highest = 0;
-  std::lock_guard lock(mutex);
-  since += gradient_bytes;
-  if (since < kBetween || resident_bytes() <= highest + highest / 8) return;
-  since = 0;
-  ::malloc_trim(0);
-  highest = std::max(highest, resident_bytes());
-#else
-  (void)gradient_bytes;
-#endif
-}
 
 class PageGradient final : public torch::autograd::FunctionPreHook {
  public:

@@ -1,0 +1,75 @@
+"""Activations that page: autograd's default saved-tensor hooks hand what is saved to the core.
+
+Hooks are PyTorch's, and of one thread: the one that made the space. The latest count; those that the program sets
+itself, as save_on_cpu and checkpoints do, do what they always did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd import graph
+
+from zeropage import _core
+
+_hooks: Any = torch._C._autograd
+
+
+def start(activations: _core.Activations) -> None:
+    """What autograd saves on this thread goes there, until it is closed or its space is gone."""
+    tidy()
+    _hooks._push_saved_tensors_default_hooks(activations.save, _core.SavedTensor.open)
+
+
+def tidy() -> None:
+    """What is no longer open has no hooks, unless the program's lie above: then they do nothing."""
+    while (ours := _latest()) is not None and not ours.is_open:
+        _hooks._pop_saved_tensors_default_hooks()
+
+
+def _latest() -> _core.Activations | None:
+    top = _hooks._top_saved_tensors_default_hooks(True)
+    ours = getattr(top[0], "__self__", None) if top is not None else None
+    return ours if isinstance(ours, _core.Activations) else None
+
+
+@contextlib.contextmanager
+def _without_ours() -> Iterator[None]:
+    """torch.func allows no hooks; what it differentiates stays in memory."""
+    popped = []
+    while _latest() is not None:
+        popped.append(_hooks._top_saved_tensors_default_hooks(True))
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(popped):
+            _hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def install() -> None:
+    disable = graph.disable_saved_tensors_hooks
+
+    @functools.wraps(disable)
+    @contextlib.contextmanager
+    def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+        with _without_ours(), disable(error_message):
+            yield
+
+    on_cpu: Any = graph.save_on_cpu
+    initialise = on_cpu.__init__
+
+    @functools.wraps(initialise)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        initialise(self, *args, **named)
+        pack, unpack = self.pack_hook, self.unpack_hook
+        # What pages is not copied: it is where it should be.
+        self.pack_hook = lambda tensor: tensor.detach() if _core.is_paged(tensor) else pack(tensor)
+        self.unpack_hook = lambda packed: packed if isinstance(packed, torch.Tensor) else unpack(packed)
+
+    graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    on_cpu.__init__ = init

@@ -1,0 +1,311 @@
+"""Activations on host and disk: bits are plain PyTorch's, nothing is kept twice, and nothing is left over."""
+
+import concurrent.futures
+import contextlib
+import functools
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeropage
+
+TIERS = ["host", "disk"]
+
+
+class Block(nn.Module):
+    """As of a transformer: views of one storage, dropout's mask, saved inputs and outputs."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm_2, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        up = torch.relu(self.up(self.norm_2(x)))
+        return x + self.down(nn.functional.dropout(torch.softmax(up, -1), 0.1, self.training))
+
+
+class Model(nn.Module):
+    def __init__(self, layers=3, width=64, how="plain"):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.head = nn.Linear(width, 8)
+        self.how = how
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.how == "plain" else checkpoint(block, x, use_reentrant=self.how == "reentrant")
+        return self.head(x)
+
+
+def input_of(seed, batch=2, length=32, width=64):
+    return torch.randn(batch, length, width, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+
+
+def gradients(model, seeds=(0, 1), device=None):
+    """After losses that are accumulated, and an optimizer's step in between."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = []
+    for seed in seeds:
+        x = input_of(seed).to(device or next(model.parameters()).device).requires_grad_()
+        model(x).square().mean().backward()
+        model(2 * x).square().mean().backward()
+        result += [x.grad.cpu()] + [parameter.grad.cpu().clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+def home_of_activations(space):
+    found = [home for home in space.report().homes if home.role == "activation"]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_gradients_are_plain_pytorchs(tier, how, config):
+    torch.manual_seed(0)
+    plain = Model(how=how)
+    expected = gradients(plain)
+    torch.manual_seed(0)
+    host = "16MB" if tier == "host" else "2MB"
+    space = zeropage.init(config, activations=tier, host_memory=host, device_memory="2MB")
+    with space:
+        model = Model(how=how)
+    assert same(gradients(model), expected)
+    home = home_of_activations(space)
+    assert home.tier == tier and home.peak > 0 and home.now == 0
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_several_operators_save_is_kept_once(tier, config):
+    with zeropage.init(config, activations=tier, resident_below=1024) as space:
+        weight = nn.Parameter(torch.randn(64, 64))
+    x = torch.randn(64, 64, device=weight.device, requires_grad=True)
+    plain = torch.randn(64, 64, device=weight.device)
+    size = 64 * 64 * 4
+    y = x * 2  # saves no tensor
+    loss = (y * plain).sum() + (y.t() @ weight).sum() + (y.view(-1) * y.view(-1)).sum() + y[:32].exp().sum()
+    # y; what it is multiplied with; exp's result. The weight is not copied.
+    assert home_of_activations(space).now == size + size + size // 2
+    loss.backward()
+    assert home_of_activations(space).now == 0
+    assert weight.grad is not None and zeropage.is_paged(weight.grad)
+
+
+def test_small_ones_and_parameters_stay(config):
+    with zeropage.init(config, activations="disk", resident_below=4096) as space:
+        layer = nn.Linear(16, 16)
+        large = nn.Linear(64, 64, bias=False)
+    other = nn.Parameter(torch.randn(64, 64, device=large.weight.device))  # ordinary, and the program's
+    layer(torch.randn(4, 16, device=other.device)).sum().backward()
+    assert home_of_activations(space) is None
+    (large.weight * other).sum().backward()
+    assert home_of_activations(space) is None
+
+
+def test_a_graph_is_gone_through_twice(config):
+    def grads(scope):
+        torch.manual_seed(0)
+        with scope:
+            model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        x = input_of(0).to(model[0].weight.device).requires_grad_()
+        y = model(x).pow(3).sum()
+        (first,) = torch.autograd.grad(y, x, retain_graph=True)
+        (again,) = torch.autograd.grad(y, x, create_graph=True)
+        again.square().sum().backward()
+        return [first.cpu(), again.detach().cpu(), x.grad.cpu(), *(p.grad.cpu() for p in model.parameters())]
+
+    space = zeropage.init(config, activations="disk")
+    assert same(grads(space), grads(contextlib.nullcontext()))
+    assert home_of_activations(space).now == 0
+
+
+def test_a_graph_that_is_dropped_leaves_nothing(config):
+    with zeropage.init(config, activations="disk") as space:
+        model = Model()
+    out = model(input_of(0).to(model.head.weight.device))
+    assert home_of_activations(space).now > 0
+    del out
+    assert home_of_activations(space).now == 0
+    with torch.no_grad():
+        model(input_of(0).to(model.head.weight.device))
+    assert home_of_activations(space).now == 0
+
+
+def test_the_programs_own_hooks_keep_their_meaning(config):
+    torch.manual_seed(0)
+    expected = gradients(Model())
+    torch.manual_seed(0)
+    with zeropage.init(config, activations="disk") as space:
+        model = Model()
+    with torch.autograd.graph.save_on_cpu():
+        assert same(gradients(model), expected)
+    assert home_of_activations(space) is None
+    seen = []
+    x = torch.randn(64, 64, device=model.head.weight.device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        y = x.exp()
+    assert len(seen) == 1 and home_of_activations(space) is None
+    del y
+
+
+def test_save_on_cpu_copies_no_page(config, monkeypatch):
+    with zeropage.init(config):
+        layer = nn.Linear(64, 64, bias=False)
+    hooks = torch.autograd.graph.save_on_cpu(pin_memory=False)
+    packed = hooks.pack_hook(layer.weight)
+    assert zeropage.is_paged(packed) and hooks.unpack_hook(packed) is packed
+    plain = torch.randn(3, device="cpu")
+    assert torch.equal(hooks.unpack_hook(hooks.pack_hook(plain)), plain)
+
+
+def test_function_transforms_work_beside(config):
+    with zeropage.init(config, activations="disk") as space:
+        model = Model(layers=1)
+    x = input_of(0).to(model.head.weight.device)
+    model.eval()
+
+    plain = Model(layers=1).eval()
+    plain.load_state_dict({name: value.cpu().clone() for name, value in model.state_dict().items()})
+
+    def loss(module, parameters):
+        return torch.func.functional_call(module, parameters, x).square().mean()
+
+    got, expected = (
+        torch.func.grad(functools.partial(loss, module))({name: p.detach() for name, p in module.named_parameters()})
+        for module in (model, plain)
+    )
+    assert same(list(got.values()), list(expected.values()))
+    assert home_of_activations(space) is None
+    model(x).square().mean().backward()  # hooks are there again
+    assert home_of_activations(space).peak > 0
+
+
+@pytest.mark.parametrize("elements", [8, 4096])
+def test_what_is_written_in_place_since(elements, config):
+    """What was not copied says so, as autograd does. Of what was copied, backward has what was saved."""
+    with zeropage.init(config, activations="disk", resident_below=4096):
+        nn.Linear(64, 64)
+    x = torch.randn(elements, requires_grad=True)
+    y = 2 * x
+    z = y.exp()
+    before = z.detach().clone()
+    z.add_(1)
+    if elements == 8:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+    else:
+        z.sum().backward()
+        assert torch.equal(x.grad, 2 * before)
+
+
+def test_a_tier_that_is_full_is_an_error_and_nothing_is_lost(config):
+    with zeropage.init(config, activations="host", host_memory="512KB") as space:
+        model = Model(layers=6)
+    before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    x = input_of(0, batch=8).to(model.head.weight.device)
+    with pytest.raises(zeropage.BudgetError, match="host_memory"):
+        model(x)
+    assert home_of_activations(space).now == 0
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(zeropage.SettingError, match="activations"):
+        zeropage.init(config, activations="auto")
+
+
+def test_spaces_that_end_leave_no_hooks(config):
+    def top():
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def run():  # on a thread of its own, which has hooks of its own
+        assert top() is None
+        first, second = (zeropage.init(config, activations="disk") for _ in range(2))
+        first.close()
+        assert top() is not None
+        second.close()
+        assert top() is None
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
+
+
+def test_shapes_that_change_do_not_grow(config):
+    with zeropage.init(config, activations="disk", device_memory="3MB") as space:
+        model = Model(layers=2)
+    device = model.head.weight.device
+    for step in range(40):
+        model(input_of(step, length=8 + 7 * (step % 6)).to(device)).square().mean().backward()
+        model.zero_grad()
+    assert home_of_activations(space).now == 0
+    peak = home_of_activations(space).peak
+    for step in range(40):
+        model(input_of(step, length=8 + 7 * (step % 6)).to(device)).square().mean().backward()
+        model.zero_grad()
+    assert home_of_activations(space).peak == peak
+
+
+MEMORY = """
+    import pathlib, sys
+    import torch
+    sys.path.insert(0, {tests!r})
+    from test_activations import Model, input_of
+    import zeropage
+
+    def peak():
+        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+
+    torch.set_num_threads(2)
+    with zeropage.init(parameters="disk", gradients="disk", activations="disk", disk_path={disk!r},
+                       device_memory="24MB", host_memory="8MB"):
+        model = Model(layers=int(sys.argv[1]), width=128, how=sys.argv[2])
+    small = input_of(0, 1, 8, 128)
+    model(small).sum().backward()  # what libraries allocate once
+    model.zero_grad()
+    x = input_of(0, 4, 256, 128)
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    model(x).square().mean().backward()
+    zeropage.wait()
+    activations = next(home for home in zeropage.report().homes if home.role == "activation")
+    print(peak() - before, activations.peak)
+"""
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", ["plain", "not reentrant"])
+def test_memory_does_not_grow_with_depth(how, disk):
+    """Budgets of 32 MB, and what one block makes: 1024 tokens of width 128."""
+    tests = str(pathlib.Path(__file__).parent)
+    program = textwrap.dedent(MEMORY).format(tests=tests, disk=disk)
+    grown = {}
+    for layers in (8, 32):
+        run = [sys.executable, "-c", program, str(layers), how]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        grown[layers], saved = map(int, done.stdout.split())
+    assert saved > (150e6 if how == "plain" else 15e6)
+    assert grown[32] <= 32e6 + 64e6
+    assert grown[32] <= grown[8] + 16e6
