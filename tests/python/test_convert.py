@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from zeropage._checkpoint import contents as contents_module
-from zeropage._convert import export_checkpoint, import_checkpoint
+from zeropage._convert import export_checkpoint, import_checkpoint, unpickling
 
 import zeropage
 
@@ -163,6 +163,50 @@ def test_what_is_there_and_is_something_else_stays(config, folder):
         import_checkpoint(folder / "ours", folder / "other")
 
 
+def test_nothing_that_is_there_is_replaced(config, folder):
+    saved(config, folder)
+    for to, name in (("dcp", ".metadata"), ("deepspeed-fp32", "pytorch_model.bin")):
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        (folder / "out").mkdir()
+        (folder / "out" / name).write_text("precious")
+        (folder / "out" / "tokenizer.json").write_text("precious")
+        with pytest.raises(zeropage.Error, match="there already"):
+            export_checkpoint(folder / "ours", folder / "out", to)
+        assert sorted(os.listdir(folder / "out")) == sorted([name, "tokenizer.json"])
+    (folder / "all.pt").write_text("precious")
+    with pytest.raises(zeropage.Error, match="there already"):
+        export_checkpoint(folder / "ours", folder / "all.pt", "torch")
+    assert (folder / "all.pt").read_text() == "precious"
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_mixed(config, folder):
+    model, optimizer = saved(config, folder)
+
+    def progress(_passed, _size):
+        if not replaced:
+            replaced.append(True)
+            train(model, optimizer, [9])
+            zeropage.save(folder / "ours", model, optimizer)
+
+    replaced = []
+    with pytest.raises(zeropage.Error, match=r"replaced|not what was written"):
+        export_checkpoint(folder / "ours", folder / "all.pt", "torch", progress)
+    assert not (folder / "all.pt").exists() and not list(folder.glob(".all*"))
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "deepspeed-fp32"])
+def test_a_full_disk_is_an_error_and_leaves_nothing(to, config, folder, monkeypatch):
+    saved(config, folder)
+
+    def save(*_args, **_named):
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(zeropage.DiskError, match="cannot be written"):
+        export_checkpoint(folder / "ours", folder / "out", to)
+    assert sorted(os.listdir(folder)) == ["ours"]
+
+
 # ---- import: DeepSpeed. The folders were made by it: tests/data/make_deepspeed.py
 
 
@@ -235,6 +279,69 @@ def test_a_part_that_is_missing_is_an_error(kind, folder):
     assert not (folder / "ours").exists()
 
 
+def edit(place, change):
+    """The optimizer states of each rank; classes of DeepSpeed's are not kept."""
+    for path in sorted(place.glob("*optim_states.pt")):
+        state = unpickling.load(path)["optimizer_state_dict"]
+        state = {key: value for key, value in state.items() if key not in ("loss_scaler", "param_slice_mappings")}
+        state["zero_stage"] = unpickling.number(state["zero_stage"])
+        change(state)
+        torch.save({"optimizer_state_dict": state}, f"{path}.new")
+        os.replace(f"{path}.new", path)
+
+
+def test_a_group_that_trains_nothing_moves_no_states(config, folder):
+    def change(state):
+        groups = state["optimizer_state_dict"]["param_groups"]
+        groups.insert(1, {**groups[0], "params": []})
+
+    edit(copy("zero3", folder), change)
+    import_checkpoint(folder / "zero3", folder / "ours")
+    expected = torch.load(DATA / "zero3" / "expected.pt")
+    model, _ = small(config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [[p for p in trained if p.dim() > 1], [model.frozen.weight], [p for p in trained if p.dim() == 1]]
+    groups[0].append(model.frozen.bias)  # that an optimizer has, and DeepSpeed does not
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    zeropage.load(folder / "ours", model, optimizer)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], expected["exp_avg"][name]), name
+
+
+def test_states_that_are_only_there_in_part_are_an_error(folder):
+    def lose(state):
+        for key in ("exp_avg", "exp_avg_sq"):
+            state["optimizer_state_dict"]["state"][0].pop(key)
+
+    edit(copy("zero3", folder), lose)
+    with pytest.raises(zeropage.Error, match="of others are not"):
+        import_checkpoint(folder / "zero3", folder / "ours")
+
+    def cut(state):
+        states = state["base_optimizer_state"]["state"]
+        states[0]["exp_avg"] = states[0]["exp_avg"][:-4].clone()
+
+    edit(copy("zero1", folder), cut)
+    with pytest.raises(zeropage.DiskError, match="not whole"):
+        import_checkpoint(folder / "zero1", folder / "ours")
+
+    def elastic(state):
+        state["base_optimizer_state"] = list(state["base_optimizer_state"]["state"].values())
+
+    edit(copy("zero2", folder), elastic)
+    with pytest.raises(zeropage.Error, match="elastic"):
+        import_checkpoint(folder / "zero2", folder / "ours")
+
+    shutil.rmtree(folder / "zero1")
+    edit(copy("zero1", folder), lambda state: state.pop("partition_count"))
+    with pytest.raises(zeropage.DiskError, match="partition_count"):
+        import_checkpoint(folder / "zero1", folder / "ours")
+    (folder / "zero1" / "latest").write_text("../elsewhere")
+    with pytest.raises(zeropage.Error, match="elsewhere"):
+        import_checkpoint(folder / "zero1", folder / "ours")
+
+
 def test_what_was_split_otherwise_is_an_error(folder):
     place = copy("zero1", folder)
     shutil.copy(place / "mp_rank_00_model_states.pt", place / "mp_rank_01_model_states.pt")
@@ -271,7 +378,7 @@ def test_no_pickle_of_deepspeeds_is_run(config, folder):
         state = torch.load(place, weights_only=False)
     (folder / "source").write_text("x")
     torch.save({**state, "odd": VeryEvil(folder / "ran")}, place)
-    with pytest.raises(zeropage.Error, match="would run code"):
+    with pytest.raises(zeropage.Error, match="no plain data"):
         import_checkpoint(folder / "zero2", folder / "ours")
     torch.save({**state, "odd": Evil(folder / "ran")}, place)
     left_out = import_checkpoint(folder / "zero2", folder / "ours")
@@ -301,24 +408,52 @@ def test_what_dcp_saved_trains_on(layout, form, config, folder):
     if layout == "root":
         state = {**model_state, "optim": optimizer_state, "progress": state["progress"]}
     dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
-    import_checkpoint(folder / "dcp", folder / "ours")
+    left_out = import_checkpoint(folder / "dcp", folder / "ours")
+    assert left_out == ["app.progress.odd" if layout == "app" else "progress.odd"]
     model, again = paged(config, form)
     extra = zeropage.load(folder / "ours", model, again)
-    if layout not in ("app", "root"):
-        assert extra == {"progress": {"epoch": 3}}
+    assert extra == ({"app": {"progress": {"epoch": 3}}} if layout == "app" else {"progress": {"epoch": 3}})
     assert train(model, again, range(3, 6)) == train(plain, optimizer, range(3, 6))
     assert same(model, plain)
 
 
 def test_what_is_exported_comes_back(config, folder):
-    model, _optimizer = saved(config, folder, extra={"epoch": 3})
+    model, optimizer = paged(config)
+    train(model, optimizer, range(3))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3])
+    ema = torch.randn(5, 3, device="cpu")
+    extra = {"epoch": 3, "ema": {"deep": {"w": ema}}, 7: "seven", "none": {}, "numbers": {1: 2}}
+    zeropage.save(folder / "ours", model, optimizer, scheduler, extra={"all": extra, "w": ema, "epoch": 3})
     export_checkpoint(folder / "ours", folder / "dcp", "dcp")
     assert import_checkpoint(folder / "dcp", folder / "again") == []
     other, other_optimizer = paged(config)
-    assert zeropage.load(folder / "again", other, other_optimizer) == {"epoch": 3}
+    other_scheduler = torch.optim.lr_scheduler.MultiStepLR(other_optimizer, [9])
+    result = zeropage.load(folder / "again", other, other_optimizer, other_scheduler)
+    assert torch.equal(result["w"], ema) and torch.equal(result["all"]["ema"]["deep"].pop("w"), ema)
+    extra["ema"]["deep"].pop("w")
+    assert result["epoch"] == 3 and result["all"] == extra
+    assert other_scheduler.state_dict() == scheduler.state_dict()
     assert same(model, other)
     one, other = ((folder / name / "optimizer.safetensors").stat().st_size for name in ("ours", "again"))
     assert one == other
+
+
+def test_groups_with_the_same_settings_are_told_apart_by_the_optimizer(config, folder):
+    plain, _ = build()
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}])
+    train(plain, optimizer, range(2))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(plain, optimizer, options=options)
+    dcp.save({**model_state, "optim": optimizer_state}, checkpoint_id=folder / "dcp", no_dist=True)
+    import_checkpoint(folder / "dcp", folder / "ours")
+    model, _ = paged(config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    again = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}])
+    zeropage.load(folder / "ours", model, again)
+    assert train(model, again, range(2, 4)) == train(plain, optimizer, range(2, 4))
+    with pytest.raises(zeropage.Error, match="another optimizer"):
+        zeropage.load(folder / "ours", model, torch.optim.AdamW(trained[:1]))
 
 
 def test_states_by_number_say_so_and_a_model_can_be_named(folder):

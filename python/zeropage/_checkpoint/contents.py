@@ -113,6 +113,10 @@ def _files_of(part: str, sources: Mapping[str, Source]) -> list[_File]:
     return files
 
 
+def _all_files(parts: Mapping[str, Mapping[str, Source]]) -> list[_File]:
+    return [file for part, sources in parts.items() if sources for file in _files_of(part, sources)]
+
+
 @dataclasses.dataclass
 class Contents:
     """What is saved."""
@@ -148,19 +152,18 @@ class Contents:
             rest["scheduler"] = scheduler.state_dict()
         own: dict[str, torch.Tensor] = {}
         encoded = {key: tree.encode(value, f"{rank}/{key}", own) for key, value in rest.items()}
-        return Contents.of_parts(parts, aliases, states, (encoded, own))
+        return Contents(_all_files(parts), aliases, states, (encoded, _pack(own)))
 
     @staticmethod
     def of_parts(
         parts: Mapping[str, Mapping[str, Source]],
         aliases: dict[str, str],
         optimizer: Any,
-        rest: tuple[Any, dict[str, torch.Tensor]],
+        rest: Any,
+        beside: dict[str, bytes],
     ) -> Contents:
-        """`parts`: "model", "master", "optimizer". `optimizer`, `rest`: as JSON, and the rest's tensors by name."""
-        files = [file for part, sources in parts.items() if sources for file in _files_of(part, sources)]
-        encoded, own = rest
-        return Contents(files, aliases, optimizer, (encoded, _pack(own)))
+        """Of one rank. `parts`: "model", "master", "optimizer", "state". `optimizer`, `rest`: as JSON."""
+        return Contents(_all_files(parts), aliases, optimizer, (rest, b""), [rest], beside)
 
     def take_rests(self, everyones: list[tuple[Any, bytes]]) -> None:
         self.rests = [encoded for encoded, _ in everyones]

@@ -22,18 +22,20 @@ _LOCK = "lock"
 class PartialFolder:
     """A folder under way to `place`. While it lives, no other process takes it for a dead one's."""
 
-    def __init__(self, place: pathlib.Path, replaces: str) -> None:
-        """`replaces`: of a folder that is there, it must have a file of this name, or be empty."""
+    def __init__(self, place: pathlib.Path, replaces: str | None) -> None:
+        """`replaces`: a folder that is there must have a file of this name, or be empty; None: it must be empty."""
+        self._lock: IO[str] | None = None
         self.place = place
         self.path = place.parent / f".{place.name}{_SUFFIX}"
-        if place.exists() and not (place.is_dir() and ((place / replaces).exists() or not any(place.iterdir()))):
-            raise _core.Error(f'"{place}" is there already, and is no checkpoint; save to another folder')
+        if place.exists() and not (place.is_dir() and (_has(place, replaces) or not any(place.iterdir()))):
+            what = ", and is no checkpoint" if replaces else ""
+            raise _core.Error(f'"{place}" is there already{what}; save to another folder')
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with _alone_in(place.parent):
                 _remove_dead(place.parent)
                 self.path.mkdir()
-                self._lock: IO[str] | None = (self.path / _LOCK).open("w")
+                self._lock = (self.path / _LOCK).open("w")
                 _try_lock(self._lock)
         except OSError as error:
             if isinstance(error, FileExistsError) and self.path.exists():
@@ -53,10 +55,24 @@ class PartialFolder:
             self.discard()
 
     def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
+        if self._lock is not None:  # else another process may have one of that name by now
+            shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()
             self._lock = None
+
+    def appear_as_file(self, name: str) -> None:
+        """The file of that name in it is at its place. Nothing may be there."""
+        sync(self.path / name)
+        with _alone_in(self.place.parent):
+            if self.place.exists():
+                raise _core.Error(f'"{self.place}" is there already; name another file')
+            (self.path / name).rename(self.place)
+            sync(self.place.parent)
+            self.discard()
+
+
+def _has(place: pathlib.Path, name: str | None) -> bool:
+    return name is not None and (place / name).exists()
 
 
 def _try_lock(file: IO[str]) -> bool:

@@ -150,6 +150,15 @@ class Checkpoint:
             if progress is not None:
                 progress(passed, size)
 
+    def map_files(self) -> None:
+        """For mapped(): if the folder is replaced from now on, what is mapped is still this one's."""
+        for file in self._manifest["files"]:
+            try:
+                with (self.path / file).open("rb") as opened:
+                    self._mappings[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise _core.DiskError(f'"{self.path / file}" cannot be read: {error.strerror}') from None
+
     def mapped(self, part: str, name: str) -> torch.Tensor:
         """The tensor where it lies: it is read when it is used, not compared with its checksum, and a copy if it is
         written."""
@@ -157,9 +166,6 @@ class Checkpoint:
         dtype, shape = getattr(torch, entry["dtype"]), entry["shape"]
         if math.prod(shape) == 0:
             return self._empty(part, name)
-        if file not in self._mappings:
-            with (self.path / file).open("rb") as opened:
-                self._mappings[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         flat = torch.frombuffer(self._mappings[file], dtype=dtype, count=math.prod(shape), offset=entry["offset"])
         return flat.view(shape)
 
@@ -260,29 +266,31 @@ class Checkpoint:
         if held is None:
             raise _core.Error(f'"{self.path}" holds no optimizer; save one with it, or load without')
         names = names_of_parameters(model, optimizer)
-        saved = [group["params"] for group in held["groups"]]
-        if len(saved) != len(names) or any(set(a) != set(b) for a, b in zip(saved, names, strict=True)):
+        settings = _settings_for(optimizer, names, held["groups"])
+        if settings is None:
             raise _core.Error(
-                f'"{self.path}" is of another optimizer: its groups have {[len(group) for group in saved]} '
-                f"parameters, these have {[len(group) for group in names]}, or they are others; build it "
-                "with the same groups"
+                f'"{self.path}" is of another optimizer: its groups have '
+                f"{[len(group['params']) for group in held['groups']]} parameters, these have "
+                f"{[len(group) for group in names]}, or they are others; build it with the same groups"
             )
-        return [lambda: self._load_optimizer(optimizer, names, held)]
+        return [lambda: self._load_optimizer(optimizer, names, settings, held["states"])]
 
-    def _load_optimizer(self, optimizer: torch.optim.Optimizer, names: list[list[str]], held: Any) -> None:
+    def _load_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: list[list[str]], saved: list[Any], held: Any
+    ) -> None:
         optimizer.state.clear()  # its pages are for what comes
         groups: list[dict[str, Any]] = []
         states: dict[int, Any] = {}
         number = 0
-        for group, members, saved in zip(optimizer.param_groups, names, held["groups"], strict=True):
+        for group, members, encoded in zip(optimizer.param_groups, names, saved, strict=True):
             # What was not saved, as by another library, stays as it is.
             settings = {key: value for key, value in group.items() if key != "params"}
-            settings |= tree.decode(saved["settings"], self._tensors_of(saved["settings"], None))
+            settings |= tree.decode(encoded, self._tensors_of(encoded, None))
             groups.append({**settings, "params": list(range(number, number + len(members)))})
             for name, parameter in zip(members, group["params"], strict=True):
-                if name in held["states"]:
-                    tensors = self._tensors_of(held["states"][name], parameter)
-                    states[number] = tree.decode(held["states"][name], tensors)
+                if name in held:
+                    tensors = self._tensors_of(held[name], parameter)
+                    states[number] = tree.decode(held[name], tensors)
                     if settings.get("fused"):
                         for key, value in states[number].items():
                             if isinstance(value, torch.Tensor):
@@ -304,6 +312,26 @@ class Checkpoint:
                 tensors[name] = self._empty("optimizer", name)
             self._read("optimizer", name, tensors[name])
         return tensors
+
+
+def _settings_for(
+    optimizer: torch.optim.Optimizer, names: list[list[str]], saved: list[dict[str, Any]]
+) -> list[Any] | None:
+    """For each of the optimizer's groups, the settings that its parameters were saved with. None if they differ among
+    them, or if the parameters are others. Other libraries leave out what is not trained, and join groups."""
+    if [set(group["params"]) for group in saved] == [set(members) for members in names]:
+        return [group["settings"] for group in saved]
+    settings_of = {name: group["settings"] for group in saved for name in group["params"]}
+    if settings_of.keys() - {name for members in names for name in members}:
+        return None
+    settings: list[Any] = []
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        found = [settings_of[name] for name in members if name in settings_of]
+        missing = [p for name, p in zip(members, group["params"], strict=True) if name not in settings_of]
+        if any(parameter.requires_grad for parameter in missing) or any(one != found[0] for one in found):
+            return None
+        settings.append(found[0] if found else {})
+    return settings
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:

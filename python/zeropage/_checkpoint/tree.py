@@ -15,12 +15,15 @@ import torch
 from zeropage import _core
 
 
-def encode(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON knows it; tensors go to `tensors`, by where they were. Raises Error for anything else."""
+def encode(value: Any, at: str, tensors: dict[str, Any]) -> Any:
+    """`value` as JSON knows it; tensors go to `tensors`, by where they were. Raises Error for anything else.
+
+    What will be a tensor (Source in contents.py) is one.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, torch.Tensor):
-        tensors[at] = value.detach()
+    if isinstance(value, torch.Tensor) or hasattr(value, "content"):
+        tensors[at] = value.detach() if isinstance(value, torch.Tensor) else value
         return {"$tensor": at}
     if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
         tensors[at] = torch.as_tensor(value)

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeropage import _core
 from zeropage._checkpoint.contents import Source
-from zeropage._convert.training import Group, Made, Training, is_plain, plain_part, read_beside
+from zeropage._convert.training import Group, Made, Training, plain_settings, read_beside
+from zeropage._convert.unpickling import errors_name
 
 METADATA = ".metadata"
 
@@ -44,9 +45,11 @@ _CLASSES = {
 
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module.partition(".")[0] if module.startswith("pathlib") else module, name)
         value = getattr(torch, name, None) if module == "torch" else None
-        if name in _CLASSES.get(module, ()) or isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return super().find_class(module, name)
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return value
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
@@ -70,12 +73,15 @@ def _read_metadata(path: pathlib.Path) -> meta.Metadata:
             found = _Metadata(file).load()
         if not isinstance(found, meta.Metadata):
             raise pickle.UnpicklingError(f"it is a {type(found).__name__}")
+        names = [info.relative_path for info in (found.storage_data or {}).values()]
+        outside = next((name for name in names if os.path.basename(name) != name), None)
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
         raise _core.DiskError(f'"{path / METADATA}" is damaged, or is not what torch wrote: {error}') from None
+    except OSError as error:
+        raise _core.DiskError(f'"{path / METADATA}" cannot be read: {error.strerror}') from None
+    if outside is not None:
+        raise _core.Error(f'"{path / METADATA}" names a file outside its folder: "{outside}"')
     found.storage_meta = found.storage_meta or meta.StorageMeta()
-    for info in (found.storage_data or {}).values():
-        if os.path.basename(info.relative_path) != info.relative_path:
-            raise _core.Error(f'"{path / METADATA}" names a file outside its folder: "{info.relative_path}"')
     return found
 
 
@@ -121,41 +127,64 @@ class _Folder:
         return state[name]
 
 
+Place = tuple[str, ...]
+
+
 def read(path: pathlib.Path, model_key: str | None) -> Training:
-    """`model_key`: under which the model was saved; names in it are joined by "."."""
+    """`model_key`: under which the model was saved, "" if under none; names in it are joined by "."."""
     folder = _Folder(path)
+    with errors_name(f'"{path}"'):
+        return _read(path, folder, model_key)
+
+
+def _read(path: pathlib.Path, folder: _Folder, model_key: str | None) -> Training:
     values = folder.values()
     optimizer_at = next((at for at, inner in _dicts(values) if _is_optimizer(inner)), None)
-    model_at = tuple(model_key.split(".")) if model_key is not None else _find_model(path, values, optimizer_at)
+    if model_key is None:
+        model_at = _find_model(path, values, optimizer_at)
+    else:
+        model_at = tuple(model_key.split(".")) if model_key else ()
     training = Training({})
     model = _at(values, model_at)
-    if model is None:
+    if not isinstance(model, dict):
         raise _core.Error(f'"{path}" holds nothing under "{model_key}"; it has {_list(values)}')
-    training.model = {name: value for name, value in _flat(model, optimizer_at if not model_at else None)}
+    # Where an optimizer or anything else lies beside tensors, the tensors alone are the model.
+    around = (optimizer_at is not None and optimizer_at[: len(model_at)] == model_at) or not model_at
+    training.model = dict(_flat(model, deep=not around))
     if not training.model:
         raise _core.Error(f'"{path}" holds no tensors under "{".".join(model_at)}"; it has {_list(values)}')
     if optimizer_at is not None:
         _take_optimizer(path, training, _at(values, optimizer_at))
+        _remove(values, optimizer_at)
+    if around:
+        for name in training.model:
+            del model[name]
+    else:
+        _remove(values, model_at)
     for key, value in values.items():
-        if (key,) not in (model_at[:1], (optimizer_at or ())[:1]) and not isinstance(value, Made):
-            _take_other(training, key, value)
+        _take_other(training, key, value)
     training.left_out += folder.left_out
     training.beside = read_beside(path, path.parent)
     return training
 
 
 def _take_other(training: Training, key: str, value: Any) -> None:
-    if isinstance(value, dict) and not is_plain(value):
-        value = plain_part(value)
-    if key == "extra" and isinstance(value, dict):  # as our own export has it
-        training.extra |= value
+    if key in ("extra", "scheduler") and isinstance(value, tuple) and len(value) == 1:
+        (value,) = value  # as our own export has it
+    if key == "extra" and isinstance(value, dict):
+        for name, item in value.items():
+            training.take_extra(name, item)
     elif key == "scheduler" and isinstance(value, dict):
-        training.scheduler = value
-    else:
-        training.keep_if_plain(key, value)
+        training.take_scheduler(value)
+    elif value != {}:
+        training.take_extra(key, value)
 
 
-Place = tuple[str, ...]
+def _remove(values: dict[str, Any], place: Place) -> None:
+    if place:
+        del _at(values, place[:-1])[place[-1]]
+    else:  # all of it
+        values.clear()
 
 
 def _dicts(values: Mapping[str, Any], at: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
@@ -180,11 +209,11 @@ def _is_optimizer(values: Mapping[str, Any]) -> bool:
 
 
 def _find_model(path: pathlib.Path, values: Mapping[str, Any], optimizer: Place | None) -> Place:
-    """Called "model", beside the optimizer; or the only other that has tensors; or all that there is."""
+    """Called "model", beside the optimizer; or the tensors beside it; or the only other that has tensors."""
     around = optimizer[:-1] if optimizer else ()
     beside = _at(values, around)
     others = [key for key in beside if (*around, key) != optimizer]
-    holding = [key for key in others if isinstance(beside[key], dict) and any(True for _ in _flat(beside[key], None))]
+    holding = [key for key in others if isinstance(beside[key], dict) and any(_flat(beside[key], deep=True))]
     if "model" in holding:
         return (*around, "model")
     if any(isinstance(beside[key], Made) for key in others):
@@ -194,14 +223,12 @@ def _find_model(path: pathlib.Path, values: Mapping[str, Any], optimizer: Place 
     raise _core.Error(f'"{path}" does not say which part is the model; name it (--model), of {_list(beside)}')
 
 
-def _flat(values: Mapping[str, Any], without: Place | None) -> Iterator[tuple[str, Source]]:
+def _flat(values: Mapping[str, Any], deep: bool) -> Iterator[tuple[str, Source]]:
     for key, value in values.items():
-        if without == (key,):
-            continue
         if isinstance(value, Made):
             yield key, value
-        elif isinstance(value, dict):
-            yield from ((f"{key}.{inner}", source) for inner, source in _flat(value, None))
+        elif deep and isinstance(value, dict):
+            yield from ((f"{key}.{inner}", source) for inner, source in _flat(value, deep))
 
 
 def _take_optimizer(path: pathlib.Path, training: Training, held: Mapping[str, Any]) -> None:
@@ -209,24 +236,19 @@ def _take_optimizer(path: pathlib.Path, training: Training, held: Mapping[str, A
         _take_flat_optimizer(training, held)
         return
     for group in held["param_groups"]:
-        names = group.get("param_names") or group["params"]
+        by_name = all(isinstance(name, str) for name in group["params"])
+        names = group["params"] if by_name else group.get("param_names", group["params"])
         if not all(isinstance(name, str) for name in names):
             raise _core.Error(
                 f'"{path}" has optimizer states by number, which say nothing of names: save them with '
                 "torch.distributed.checkpoint.state_dict.get_state_dict, or build the optimizer with "
                 "model.named_parameters()"
             )
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        training.groups.append(Group(_with_tensors(settings), list(names)))
+        training.groups.append(Group(plain_settings(group, "params", "param_names"), list(names)))
         for name, key in zip(names, group["params"], strict=True):
             state = held.get("state", {}).get(str(key))
             if state:
                 training.states[name] = dict(state)
-
-
-def _with_tensors(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Learning rates may be tensors."""
-    return {key: value.content() if isinstance(value, Made) else value for key, value in settings.items()}
 
 
 def _take_flat_optimizer(training: Training, held: Mapping[str, Any]) -> None:
@@ -237,14 +259,19 @@ def _take_flat_optimizer(training: Training, held: Mapping[str, Any]) -> None:
     settings: dict[str, dict[str, Any]] = {}
     for key, value in held.items():
         kind, _, rest = key.partition(".")
-        name, _, last = rest.rpartition(".")
-        if kind == "state":
-            training.states.setdefault(name, {})[last] = value
-        elif kind == "param_groups":
+        if kind == "param_groups":
+            name, _, last = rest.rpartition(".")
             settings.setdefault(name, {})[last] = value
+    for key, value in held.items():
+        kind, _, rest = key.partition(".")
+        if kind == "state":
+            name, _, last = rest.rpartition(".")
+            if name not in settings:
+                raise _core.Error(f'"{key}" is of no parameter that a group has: nested states are not read')
+            training.states.setdefault(name, {})[last] = value
     groups: list[Group] = []
     for name, own in settings.items():
-        plain = _with_tensors(own)
+        plain = plain_settings(own, "param_names")
         same = next((group for group in groups if group.settings == plain), None)
         if same is None:
             groups.append(Group(plain, [name]))

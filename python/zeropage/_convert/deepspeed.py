@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ import torch
 from zeropage import _core
 from zeropage._checkpoint.contents import Source, Whole
 from zeropage._convert import unpickling
-from zeropage._convert.training import Group, Training, joined, plain_part, read_beside
+from zeropage._convert.training import Group, Training, joined, plain_settings, read_beside
 
 _LATEST = ["latest", "latest_universal"]  # files that name a folder
 _RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
@@ -48,9 +49,17 @@ def is_one(path: pathlib.Path) -> bool:
 def read(path: pathlib.Path) -> Training:
     """Raises Error for what was split by tensors, into pipelines or over experts, and for stage 0; DiskError if parts
     are missing."""
+    with unpickling.errors_name(f'"{path}"'):
+        return _read(path)
+
+
+def _read(path: pathlib.Path) -> Training:
     folder = path
     if latest := next((path / name for name in _LATEST if (path / name).is_file()), None):
-        folder = path / latest.read_text().strip()
+        tag = latest.read_text(errors="replace").strip()
+        if os.path.basename(tag) != tag:
+            raise _core.Error(f'"{latest}" names a folder elsewhere: "{tag}"')
+        folder = path / tag
     if not folder.is_dir():
         raise _core.DiskError(f'"{path}" names "{folder.name}" as its latest checkpoint, which is not there')
     if odd := sorted([*folder.glob("layer_*"), *folder.glob("*expert_*"), *folder.glob("expp_rank_*")]):
@@ -145,15 +154,15 @@ def _start(model: Mapping[str, Any], shapes: Shapes) -> Training:
     for name, tensor in model["module"].items():
         if name not in trained and isinstance(tensor, torch.Tensor):
             training.model[name] = Whole(tensor)
-    training.scheduler = model.get("lr_scheduler")
+    training.take_scheduler(model.get("lr_scheduler"))
     for key, value in model.items():
         if key not in _OWN:
-            training.keep_if_plain(key, value)
+            training.take_extra(key, value)
     return training
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return plain_part({key: value for key, value in group.items() if key not in ("params", "step")})
+    return plain_settings(group, "params", "step")
 
 
 def _add_state(
@@ -176,16 +185,25 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
     return flat, {key: value for key, value in state.items() if key not in flat and value is not None}
 
 
+def _check_alike(split: list[tuple[dict[str, torch.Tensor], dict[str, Any]]], what: str) -> None:
+    kinds = {tuple(sorted(flat)) for flat, _ in split}
+    if len(kinds) > 1:
+        raise _core.Error(
+            f"{what}: states of some parts are in the folder and of others are not (they were updated elsewhere, as with "
+            "offload_optimizer.ratio): not read"
+        )
+
+
 def _states_of(optimizer: Mapping[str, Any], key: str) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Of torch's optimizer inside: the state of each flat tensor, and the groups."""
     base = optimizer[key]
+    if isinstance(base, list):
+        raise _core.Error("elastic checkpoints (elastic_checkpoint) say nothing of groups: not read; save without it")
     groups: list[Mapping[str, Any]] = base["param_groups"]
     states: list[Mapping[str, Any]] = []
     for i, group in enumerate(groups):
-        members = group.get("params") or [i]
-        for member in members:
-            # Elastic checkpoints have a list, others a dict by number.
-            own = base["state"][member] if not isinstance(base["state"], dict) else base["state"].get(member, {})
+        for member in group.get("params", [i]):
+            own = base["state"].get(member, {})
             states.append(own if "step" in own or "step" not in group else {**own, "step": group["step"]})
     return states, groups
 
@@ -198,7 +216,10 @@ def _read_stage_1_2(optimizers: list[Any], model: Mapping[str, Any]) -> Training
     for i, group in enumerate(shapes):
         masters = _Flat([optimizer["single_partition_of_fp32_groups"][i] for optimizer in optimizers])
         split = [_split(states[i]) for states, _ in everyones]
-        flats = {key: _Flat([flat[key] for flat, _ in split if key in flat]) for key in split[0][0]}
+        _check_alike(split, f"group {i}")
+        flats = {key: _Flat([flat[key] for flat, _ in split]) for key in split[0][0]}
+        if any(flat.size < masters.size for flat in flats.values()):
+            raise _core.DiskError(f"group {i} has {masters.size} elements, and fewer of states: not whole")
         at = 0
         for j, (name, shape) in enumerate(group.items()):
             size = math.prod(shape)
@@ -220,8 +241,12 @@ def _read_stage_3(optimizers: list[Any], models: list[Any]) -> Training:
     masters = [_Flat(optimizer["fp32_flat_groups"]) for optimizer in optimizers]
     everyones = [_states_of(optimizer, "optimizer_state_dict") for optimizer in optimizers]
     split = [[_split(state) for state in states] for states, _ in everyones]
+    _check_alike([state for states in split for state in states], "the optimizer")
     keys = split[0][0][0].keys() if split[0] else []
-    flats = {key: [_Flat([flat[key] for flat, _ in states if key in flat]) for states in split] for key in keys}
+    flats = {key: [_Flat([flat[key] for flat, _ in states]) for states in split] for key in keys}
+    for key, ranks in flats.items():
+        if any(flat.size != master.size for flat, master in zip(ranks, masters, strict=True)):
+            raise _core.DiskError(f"{key} has other numbers of elements than the parameters: not whole")
     at = 0
     for i, group in enumerate(shapes):
         for name, shape in group.items():
@@ -264,6 +289,8 @@ def _read_universal(folder: pathlib.Path) -> Training:
         steps, _ = _states_of(optimizer, "optimizer_state_dict")
     for i, group in enumerate(shapes):
         for name, shape in group.items():
+            if os.path.basename(name) != name:
+                raise _core.Error(f'"{name}" is no name of a parameter: it leads out of the folder')
             found = {path.stem: path for path in sorted((folder / "zero" / name).glob("*.pt"))}
             if "fp32" not in found:
                 raise _core.DiskError(f'"{folder / "zero" / name}" lacks fp32.pt')

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import pathlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,13 @@ _INDEX = f"{_MODEL}.bin.index.json"
 
 
 def export(folder: pathlib.Path, out: pathlib.Path, to: str, progress: Progress | None) -> pathlib.Path:
+    if out.exists() and not (out.is_dir() and to != "torch" and not any(out.iterdir())):
+        raise _core.Error(f'"{out}" is there already; name another place, or remove it')
     checkpoint = Checkpoint.open(find(folder))
+    checkpoint.map_files()
     checkpoint.verify(progress)
+    if Checkpoint.open(checkpoint.path).crc != checkpoint.crc:
+        raise _core.Error(f'"{checkpoint.path}" was replaced by another checkpoint meanwhile; export it again')
     with torch.no_grad():
         _FORMS[to](checkpoint, out)
     return out
@@ -62,38 +67,30 @@ def _to_torch(checkpoint: Checkpoint, out: pathlib.Path) -> None:
                     states[number] = held.states[name]
                 number += 1
         state["optimizer"] = {"state": states, "param_groups": groups}
-    _write_torch(state | _rest(checkpoint), out)
+    state |= _rest(checkpoint)
+    with _partial(out) as partial:
+        torch.save(state, partial.path / out.name)
+        partial.appear_as_file(out.name)
 
 
-def _write_torch(state: Any, out: pathlib.Path) -> None:
-    if out.is_dir():
-        raise _core.Error(f'"{out}" is a folder; name the file that is to be written')
-    partial = out.with_name(f".{out.name}.zeropage-partial")
+@contextlib.contextmanager
+def _partial(out: pathlib.Path) -> Iterator[folders.PartialFolder]:
+    partial = folders.PartialFolder(out, replaces=None)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
-        folders.sync(out.parent)
+        yield partial
+    except (_core.Error, MemoryError):
+        raise
     except (OSError, RuntimeError) as error:
-        partial.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise _core.DiskError(f'"{out}" cannot be written: {reason}') from None
-
-
-def _in_folder(out: pathlib.Path, replaces: str, write: Callable[[pathlib.Path], None]) -> None:
-    partial = folders.PartialFolder(out, replaces)
-    try:
-        write(partial.path)
-        for path in partial.path.iterdir():
-            folders.sync(path)
-        partial.appear()
-    except OSError as error:
-        raise _core.DiskError(f'"{out}" cannot be written: {error.strerror}') from None
     finally:
         partial.discard()
+
+
+def _appear(partial: folders.PartialFolder) -> None:
+    for path in partial.path.iterdir():
+        folders.sync(path)
+    partial.appear()
 
 
 def _to_dcp(checkpoint: Checkpoint, out: pathlib.Path) -> None:
@@ -105,19 +102,24 @@ def _to_dcp(checkpoint: Checkpoint, out: pathlib.Path) -> None:
     if (held := checkpoint.optimizer()) is not None:
         groups = [{**settings, "params": names} for settings, names in held.groups]
         state["optim"] = {"state": held.states, "param_groups": groups}
-    state |= _rest(checkpoint)
-
-    def write(path: pathlib.Path) -> None:
-        # Its files are synchronised when all are there.
-        writer = FileSystemWriter(path, sync_files=False)
+    # It makes text of all keys; a tuple it leaves alone.
+    state |= {key: value if _has_text_keys(value) else (value,) for key, value in _rest(checkpoint).items()}
+    with _partial(out) as partial:
+        writer = FileSystemWriter(partial.path, sync_files=False)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it is for one process
                 save(state, storage_writer=writer, no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None
+        _appear(partial)
 
-    _in_folder(out, ".metadata", write)
+
+def _has_text_keys(value: Any) -> bool:
+    """Of all dicts in it; and none is empty, for such ones it drops."""
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(key, str) and _has_text_keys(item) for key, item in value.items())
+    return not isinstance(value, list | tuple) or all(_has_text_keys(item) for item in value)
 
 
 def _to_deepspeed_fp32(checkpoint: Checkpoint, out: pathlib.Path) -> None:
@@ -128,7 +130,7 @@ def _to_deepspeed_fp32(checkpoint: Checkpoint, out: pathlib.Path) -> None:
     }
     shards = shards_of(_MODEL, "bin", sizes)
 
-    def write(path: pathlib.Path) -> None:
+    with _partial(out) as partial:
         for file, names in shards.items():
             made: dict[int, torch.Tensor] = {}  # tied tensors are one here too
             shard = {}
@@ -137,13 +139,12 @@ def _to_deepspeed_fp32(checkpoint: Checkpoint, out: pathlib.Path) -> None:
                 if id(tensor) not in made:
                     made[id(tensor)] = tensor.float() if tensor.is_floating_point() else tensor
                 shard[name] = made[id(tensor)]
-            torch.save(shard, path / file)
+            torch.save(shard, partial.path / file)
         if len(shards) > 1:
-            (path / _INDEX).write_bytes(index_of(shards, sum(sizes.values())))
+            (partial.path / _INDEX).write_bytes(index_of(shards, sum(sizes.values())))
         for name, data in checkpoint.others().items():
-            (path / name).write_bytes(data)
-
-    _in_folder(out, _INDEX if len(shards) > 1 else next(iter(shards)), write)
+            (partial.path / name).write_bytes(data)
+        _appear(partial)
 
 
 _FORMS: dict[str, Callable[[Checkpoint, pathlib.Path], None]] = {

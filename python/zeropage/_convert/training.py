@@ -62,46 +62,54 @@ class Training:
     beside: dict[str, bytes] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
 
-    def keep_if_plain(self, name: str, value: Any) -> None:
-        """In extra, or left out."""
+    def plain_part(self, name: str, value: Any) -> Any:
+        """What of it a checkpoint can hold; None, and listed, if that is nothing."""
         if is_plain(value):
-            self.extra[name] = value
+            return value
+        if isinstance(value, dict):
+            parts = {key: self.plain_part(f"{name}.{key}", item) for key, item in value.items()}
+            return {key: part for key, part in parts.items() if part is not None or value[key] is None} or None
+        self.left_out.append(name)
+        return None
+
+    def take_extra(self, name: str, value: Any) -> None:
+        if (part := self.plain_part(name, value)) is not None:
+            self.extra[name] = part
+
+    def take_scheduler(self, value: Any) -> None:
+        """Not in part: it would go on wrongly."""
+        if is_plain(value):
+            self.scheduler = value
         else:
-            self.left_out.append(name)
+            self.left_out.append("scheduler")
 
     def save(self, place: pathlib.Path, progress: Progress | None) -> None:
         """Raises Error if another kind of file or folder is at `place`."""
-        own: dict[str, torch.Tensor] = {}
-        parts: dict[str, dict[str, Source]] = {"model": self.model, "optimizer": {}}
+        parts: dict[str, dict[str, Source]] = {"model": self.model, "optimizer": {}, "state": {}}
         optimizer = self._optimizer(parts["optimizer"]) if self.groups else None
-        rest = {"extra": tree.encode(self.extra, "0/extra", own)}
+        tensors: dict[str, Any] = {}
+        rest = {"extra": tree.encode(self.extra, "0/extra", tensors)}
         if self.scheduler is not None:
-            rest["scheduler"] = tree.encode(self.scheduler, "0/scheduler", own)
-        contents = Contents.of_parts(parts, self.aliases, optimizer, (rest, own))
-        contents.beside = self.beside
-        contents.take_rests([contents.rest])
+            rest["scheduler"] = tree.encode(self.scheduler, "0/scheduler", tensors)
+        parts["state"] = _sources(tensors)
+        contents = Contents.of_parts(parts, self.aliases, optimizer, rest, self.beside)
         saving = Saving(contents, place, Ranks(), keep=None)
         saving.begin(None)
         saving.write_now(progress)
 
     def _optimizer(self, sources: dict[str, Source]) -> Any:
-        small: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Any] = {}
         groups = [
-            {"params": group.names, "settings": tree.encode(group.settings, f"groups/{i}", small)}
+            {"params": group.names, "settings": tree.encode(group.settings, f"groups/{i}", tensors)}
             for i, group in enumerate(self.groups)
         ]
-        states: dict[str, dict[str, Any]] = {}
-        for name, state in self.states.items():
-            encoded = states.setdefault(name, {})
-            for key, value in state.items():
-                at = f"{name}/{key}"
-                if isinstance(value, Made | Whole):
-                    sources[at] = value
-                    encoded[key] = {"$tensor": at}
-                else:
-                    encoded[key] = tree.encode(value, at, small)
-        sources.update((at, Whole(tensor)) for at, tensor in small.items())
+        states = {name: tree.encode(state, name, tensors) for name, state in self.states.items()}
+        sources.update(_sources(tensors))
         return {"groups": groups, "states": states}
+
+
+def _sources(tensors: Mapping[str, Any]) -> dict[str, Source]:
+    return {name: Whole(value) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
 
 
 def is_plain(value: Any) -> bool:
@@ -112,8 +120,11 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def plain_part(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if is_plain(value)}
+def plain_settings(group: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """Of a group of parameters. Raises Error for what a checkpoint cannot hold."""
+    settings = {key: value for key, value in group.items() if key not in without}
+    tree.encode(settings, "a group of parameters", {})
+    return settings
 
 
 def read_beside(*folders: pathlib.Path) -> dict[str, bytes]:

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import pickle
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from zeropage import _core
+
+_DAMAGED = (
+    RuntimeError,
+    ValueError,
+    EOFError,
+    KeyError,
+    IndexError,
+    struct.error,
+    AssertionError,
+    TypeError,
+    AttributeError,
+)
+
+
+@contextlib.contextmanager
+def errors_name(what: str) -> Iterator[None]:
+    """What is not where it should be in something unpickled is one error."""
+    try:
+        yield
+    except _WRONG_SHAPE as error:
+        raise _core.DiskError(
+            f"{what} does not hold what it should, or is damaged: {type(error).__name__}: {error}"
+        ) from None
 
 
 class Inert:
@@ -36,8 +62,10 @@ def load(path: pathlib.Path) -> Any:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         said = str(error).partition("WeightsUnpickler error: ")[2].strip() or str(error)
-        raise _core.Error(f'"{path}" is not read, for it would run code: {said.splitlines()[0]}') from None
-    except (RuntimeError, ValueError, EOFError) as error:
+        raise _core.Error(
+            f'"{path}" is not read, for it holds what is no plain data: {said.splitlines()[0]}'
+        ) from None
+    except _DAMAGED as error:
         said = str(error).splitlines()[0]
         raise _core.DiskError(f'"{path}" is damaged, or is no file of torch.save: {said}') from None
     except OSError as error:
