@@ -189,8 +189,8 @@ def _check_alike(split: list[tuple[dict[str, torch.Tensor], dict[str, Any]]], wh
     kinds = {tuple(sorted(flat)) for flat, _ in split}
     if len(kinds) > 1:
         raise _core.Error(
-            f"{what}: states of some parts are in the folder and of others are not (they were updated elsewhere, as with "
-            "offload_optimizer.ratio): not read"
+            f"{what}: states of some parts are in the folder and of others are not (they were updated elsewhere, as "
+            "with offload_optimizer.ratio): not read"
         )
 
 

@@ -14,17 +14,8 @@ import torch
 
 from zeropage import _core
 
-_DAMAGED = (
-    RuntimeError,
-    ValueError,
-    EOFError,
-    KeyError,
-    IndexError,
-    struct.error,
-    AssertionError,
-    TypeError,
-    AttributeError,
-)
+_WRONG_SHAPE = (KeyError, IndexError, TypeError, AttributeError, AssertionError)
+_DAMAGED = (*_WRONG_SHAPE, RuntimeError, ValueError, EOFError, struct.error)
 
 
 @contextlib.contextmanager
