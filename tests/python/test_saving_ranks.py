@@ -182,6 +182,17 @@ def dcp_resume(path, saves, stage, precision, alone=False):
         return run_steps(model, optimizer, range(2, 4))
 
 
+def import_and_resume(path, stage, precision):
+    from zeropage._convert import import_checkpoint
+
+    import_checkpoint(path, path.parent / "ours")
+    with space(stage=stage, resident_below=4096, **PRECISIONS[precision]) as made:
+        model = build(made)
+        optimizer = make_optimizer(model, "AdamW-fused")
+        zeropage.load(path.parent / "ours", model, optimizer)
+        return run_steps(model, optimizer, range(2, 4))
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "saving,stage,loading,other", [("two", 3, "two", 3), ("two", 1, "two", 3), ("two", 3, "one", 3)]
@@ -192,14 +203,7 @@ def test_distributed_checkpoint_saves_and_loads_shares(saving, stage, loading, o
     resumed = request.getfixturevalue(loading).run(dcp_resume, path, False, other, precision)
     if saving == loading and stage == other:
         assert resumed == expected
-    from zeropage._convert import import_checkpoint
-
-    import_checkpoint(path, path.parent / "ours")
-    with space(stage=other, resident_below=4096, **PRECISIONS[precision]) as made:
-        model = build(made)
-        optimizer = make_optimizer(model, "AdamW-fused")
-        zeropage.load(path.parent / "ours", model, optimizer)
-        resumed = [*resumed, run_steps(model, optimizer, range(2, 4))]
+    resumed += request.getfixturevalue("one").run(import_and_resume, path, other, precision)
     for losses in resumed:
         assert losses[0] == expected[0][0]  # of the same weights
         assert abs(losses[1] - expected[0][1]) <= 1e-2 * expected[0][1]  # gradients of one rank, or the mean of two
