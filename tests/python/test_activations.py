@@ -120,6 +120,7 @@ def test_small_ones_and_parameters_stay(config):
     layer(torch.randn(4, 16, device=other.device)).sum().backward()
     assert home_of_activations(space) is None
     (large.weight * other).sum().backward()
+    nn.functional.linear(torch.zeros(1, 64, device=other.device), other).sum().backward()  # saves its transpose
     assert home_of_activations(space) is None
 
 
@@ -308,4 +309,4 @@ def test_memory_does_not_grow_with_depth(how, disk):
         grown[layers], saved = map(int, done.stdout.split())
     assert saved > (150e6 if how == "plain" else 15e6)
     assert grown[32] <= 32e6 + 64e6
-    assert grown[32] <= grown[8] + 16e6
+    assert grown[32] <= grown[8] + (32 << 20)  # what malloc may keep

@@ -14,6 +14,7 @@
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/quantised.h"
+#include "zeropage/rules/rules.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -118,6 +119,7 @@ void run(Call& call) {
     call.op.redispatchBoxed(call.below, &call.stack);
     return;
   }
+  if (call.info.tile && call.info.tile(call)) return;
   if (call.info.rule) {
     if (run_rule(call)) return;
     if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
@@ -130,6 +132,7 @@ void run(Call& call) {
     call.redispatch();
     return;
   }
+  if (run_on_copies(call)) return;
   const bool needs_autograd = scope_domain() && call.needs_autograd();
   if (call.paged[0].segment->domain()->mixes()) {
     const WrittenMasters written(call);

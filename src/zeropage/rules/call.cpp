@@ -103,6 +103,7 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
       schema.returns().size() == 1 && is_tensor_type(schema.returns()[0].type());  // not equal()
   info.pointwise = op.hasTag(at::Tag::pointwise) && returns_tensor && !random && !info.list && !cut_otherwise(name);
   info.rule = find_rule(std::string(name), schema.overload_name(), info);
+  info.tile = find_tile_rule(std::string(name), schema.overload_name());
   return info;
 }
 

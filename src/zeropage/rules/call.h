@@ -32,6 +32,7 @@ struct OperatorInfo {
   bool sets = false;             // gives its first argument another storage
   bool cuts_by_content = false;  // a view whose cuts are the content of its second argument
   Rule rule = nullptr;
+  Rule tile = nullptr;                // for operands that are too large to be whole (tiles.h)
   c10::SmallVector<bool, 16> writes;  // by argument
 };
 

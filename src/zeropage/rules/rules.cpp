@@ -40,4 +40,13 @@ Rule find_rule(const std::string& name, const std::string& overload, const Opera
   return nullptr;
 }
 
+Rule find_tile_rule(const std::string& name, const std::string& overload) {
+  static const auto* table = new std::unordered_map<std::string, Rule>{
+      {"linear.", tile_linear}, {"mm.", tile_mm},        {"addmm.", tile_addmm},         {"bmm.", tile_bmm},
+      {"matmul.", tile_parts},  {"einsum.", tile_parts}, {"embedding.", tile_embedding},
+  };
+  const auto found = table->find(name + "." + overload);
+  return found != table->end() ? found->second : nullptr;
+}
+
 }  // namespace zeropage

@@ -10,6 +10,18 @@ namespace zeropage {
 /// The rule for an operator of aten, without the "aten::"; null if the general path is right for it.
 Rule find_rule(const std::string& name, const std::string& overload, const OperatorInfo& info);
 
+/// How an operator takes what is too large to be whole in memory; null if it cannot.
+Rule find_tile_rule(const std::string& name, const std::string& overload);
+
+// tiled_operators.cpp:
+bool tile_linear(Call& call);
+bool tile_mm(Call& call);
+bool tile_addmm(Call& call);
+bool tile_bmm(Call& call);
+bool tile_embedding(Call& call);
+bool tile_parts(Call& call);     // what is made of operators
+bool run_on_copies(Call& call);  // any operator without autograd, on small views of what is too large
+
 bool run_pointwise(Call& call);   // pointwise.cpp: page by page, in place or into a new paged tensor
 bool run_list(Call& call);        // lists.cpp: _foreach_ and _fused_ operators, tensor by tensor, page by page
 bool run_norm(Call& call);        // norms.cpp: whole where it fits, page by page where it does not

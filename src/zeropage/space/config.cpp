@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 25> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 27> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -23,6 +23,8 @@ constexpr std::array<Setting, 25> kSettings{{{"device", &Config::device},
                                              {"host_memory", &Config::host_memory},
                                              {"resident_below", &Config::resident_below},
                                              {"page_size", &Config::page_size},
+                                             {"tiling", &Config::tiling},
+                                             {"tile_above", &Config::tile_above},
                                              {"io", &Config::io},
                                              {"memory", &Config::memory},
                                              {"async_step", &Config::async_step},

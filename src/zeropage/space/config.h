@@ -23,8 +23,11 @@ struct Config {
   std::string host_memory = "auto";     // for homes, staging and cache; auto: half of what is free
   std::string resident_below = "64KB";  // smaller tensors stay ordinary tensors in memory
   std::string page_size = "auto";       // the unit that moves; auto: 4 MiB, less under small budgets
-  std::string io = "auto";              // "uring", "threads"
-  std::string memory = "auto";          // "unified": operators on the CPU use host memory; "separate": as on a GPU
+  // Whether operators take weights larger than tile_above in tiles: "exact", with no sum in another order; "off";
+  // auto: as it is fastest. tile_above: auto: half of device_memory.
+  std::string tiling = "auto", tile_above = "auto";
+  std::string io = "auto";      // "uring", "threads"
+  std::string memory = "auto";  // "unified": operators on the CPU use host memory; "separate": as on a GPU
   // "true": optimizer.step() returns at once, and parameters are updated when they are next needed; "false": before
   // it returns (of optimizers in Python).
   std::string async_step = "true";

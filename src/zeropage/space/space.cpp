@@ -121,6 +121,13 @@ CheckRanks check_of(const std::string& check) {
   throw SettingError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
 }
 
+Tiling tiling_of(const std::string& tiling) {
+  if (tiling == "auto") return Tiling::automatic;
+  if (tiling == "exact") return Tiling::exact;
+  if (tiling == "off") return Tiling::off;
+  throw SettingError(fmt::format("tiling = \"{}\"; write \"auto\", \"exact\" or \"off\"", tiling));
+}
+
 UpdateAhead update_ahead_of(const std::string& when) {
   if (when == "auto") return UpdateAhead::automatic;
   if (when == "always") return UpdateAhead::always;
@@ -402,6 +409,8 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   options.io = engine_of(config.io);
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
+  domain->tiling = tiling_of(config.tiling);
+  domain->tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
   domain->async_step = flag_of("async_step", config.async_step);
   const UpdateAhead update_ahead = update_ahead_of(config.update_ahead);
   if (!groups.shard && !separate) domain->update_ahead = update_ahead;

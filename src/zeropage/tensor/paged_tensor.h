@@ -68,6 +68,9 @@ enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
 /// pay too, and where they were dropped before, which tests want.
 enum class UpdateAhead : std::uint8_t { never, automatic, always };
 
+/// Operators whose operand is too large to be whole (rules/tiled_operators.cpp). `exact`: no sum in another order.
+enum class Tiling : std::uint8_t { off, automatic, exact };
+
 class StorageSegment;
 struct SegmentBuilder;
 
@@ -151,6 +154,8 @@ struct Domain {
   bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
   GeneralPath general_path;
+  Tiling tiling = Tiling::automatic;
+  std::size_t tile_above = 0;    // bytes
   bool async_step = true;        // what an optimizer's step defers may run after it has returned
   bool updates_in_host = false;  // an optimizer's states that are not at home on the device are updated in the host
   bool updates_where_all_fits = false;  // but on the device as long as it holds everything

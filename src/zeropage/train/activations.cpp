@@ -82,7 +82,8 @@ bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
   if (tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_quantized() || tensor.is_conj() || tensor.is_neg())
     return false;
   if (!tensor.has_storage() || segment_of(tensor) || tensor.numel() == 0) return false;
-  if (tensor.is_leaf() && tensor.requires_grad()) return false;  // the program keeps it anyway
+  const at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+  if (base.is_leaf() && base.requires_grad()) return false;  // the program keeps it anyway
   if (!Call::plain_modes()) return false;
   const std::size_t bytes = span_bytes(tensor);
   return bytes >= std::max<std::size_t>(domain.resident_below, 1) && tensor.storage().data() != nullptr;

@@ -48,7 +48,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (segment && gradient.defined() && segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     if (!segment || !gradient.defined()) return gradients;
     const bool is_last = note_arrival(*segment);
-    if (segment_of(gradient)) return gradients;
+    if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
     // With create_graph the gradient has a history of its own; a sparse one has no pages.
     if (gradient.requires_grad() || gradient.layout() != c10::kStrided || gradient.device() != leaf.device()) {
       return gradients;
@@ -62,6 +62,14 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     at::Tensor paged = paged_copy(*segment, leaf, gradient);
     if (is_last) update_ahead(*segment, paged);
     return {paged};
+  }
+
+  /// Of a gradient that was made paged, as of what is taken in tiles.
+  static at::Tensor widened_if_mixed(const StorageSegment& segment, const at::Tensor& leaf,
+                                     const at::Tensor& gradient) {
+    const bool widens = segment.master().defined() && !leaf.grad().defined() && gradient_dtype(leaf) == at::kFloat &&
+                        c10::isReducedFloatingType(gradient.scalar_type()) && is_operand(gradient, leaf);
+    return widens ? widened(gradient) : gradient;
   }
 
   /// Whether AccumulateGrad would do no more than add, in place, and nothing else sees the gradient on its way.

@@ -1,0 +1,169 @@
+#include "zeropage/rules/tiles.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <deque>
+
+#include "zeropage/base/units.h"
+
+namespace zeropage {
+namespace {
+
+/// Pages of a range of a segment, from the first to the last, the next one being brought while one is used.
+class PagesInTurn {
+ public:
+  PagesInTurn(const Rows& rows, Access access)
+      : segment_(*rows.segment), access_(access), item_bytes_(rows.options.dtype().itemsize()) {
+    begin_ = rows.begin * item_bytes_;
+    end_ = begin_ + static_cast<std::size_t>(rows.rows * rows.columns) * item_bytes_;
+    segment_.complete();
+    segment_.refresh(access);
+    const PinRequest whole{&segment_, access};
+    // What is used of it only in part is no use of all its pages.
+    if (begin_ == 0 && end_ == segment_.bytes()) segment_.cache()->announce({&whole, 1});
+  }
+
+  std::size_t page_bytes() const { return segment_.page_bytes(); }
+
+  /// The bytes from `at` on, up to the end of their page. Pages before stay until the next call.
+  std::byte* find(std::size_t at) {
+    const std::size_t page = at / page_bytes();
+    while (!held_.empty() && held_.front().page < page) held_.pop_front();
+    if (held_.empty() || held_.front().page != page) {
+      held_.clear();
+      held_.push_back({page, pin(page)});
+    }
+    held_.front().pin.wait();
+    const bool more = (page + 1) * page_bytes() < end_;
+    if (more && held_.size() == 1 && access_ == Access::read) {
+      if (PagePin next = segment_.cache()->try_pin_page(segment_, page + 1, access_)) {
+        held_.push_back({page + 1, std::move(next)});
+      }
+    }
+    return held_.front().pin.data() + (at - page * page_bytes());
+  }
+
+ private:
+  struct Held {
+    std::size_t page;
+    PagePin pin;
+  };
+
+  PagePin pin(std::size_t page) {
+    const std::size_t first = page * page_bytes(), last = first + segment_.bytes_of(page);
+    const bool all = begin_ <= first && last <= end_;
+    const Access access = access_ == Access::overwrite && !all ? Access::write : access_;
+    while (true) {
+      try {
+        return segment_.cache()->pin_page(segment_, page, access);
+      } catch (const VersionOpen&) {
+        segment_.settle();
+      }
+    }
+  }
+
+  StorageSegment& segment_;
+  const Access access_;
+  const std::size_t item_bytes_;
+  std::size_t begin_, end_;
+  std::deque<Held> held_;
+};
+
+}  // namespace
+
+Rows::Rows(const at::Tensor& tensor)
+    : segment(segment_of(tensor)),
+      begin(tensor.storage_offset()),
+      rows(tensor.size(-1) ? tensor.numel() / tensor.size(-1) : 0),
+      columns(tensor.size(-1)),
+      options(tensor.options().requires_grad(false)) {}
+
+Rows Rows::part(std::int64_t index, std::int64_t parts) const {
+  Rows part = *this;
+  part.rows = rows / parts;
+  part.begin += static_cast<std::size_t>(index * part.rows * columns);
+  return part;
+}
+
+void for_each_tile(const Rows& rows, Access access,
+                   c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> run) {
+  const std::size_t item_bytes = rows.options.dtype().itemsize(), row_bytes = rows.columns * item_bytes;
+  const std::size_t page_bytes = rows.segment->page_bytes(), begin = rows.begin * item_bytes;
+  // Tiles that cross pages write these in parts.
+  const bool whole_pages = begin % page_bytes == 0 && page_bytes % (kFewestRows * row_bytes) == 0;
+  PagesInTurn pages(rows, access == Access::overwrite && !whole_pages ? Access::write : access);
+  const auto over = [&](std::byte* data, std::int64_t n, std::int64_t columns) {
+    return at::from_blob(data, {n, columns}, [](void*) {}, rows.options, rows.options.device());
+  };
+  for (std::int64_t row = 0; row < rows.rows;) {
+    const std::int64_t left = rows.rows - row;
+    const std::size_t at = begin + row * row_bytes;
+    const auto in_page = static_cast<std::int64_t>((page_bytes - at % page_bytes) / row_bytes);
+    if (in_page >= left || in_page >= kFewestRows) {
+      const std::int64_t n = in_page >= left ? left : round_down(in_page, kFewestRows);
+      // What is left for the last tile is not less.
+      const bool joins = n < left && left - n < kFewestRows && n > kFewestRows;
+      const std::int64_t taken = joins ? n - kFewestRows : n;
+      run(row, over(pages.find(at), taken, rows.columns));
+      row += taken;
+      continue;
+    }
+    const std::int64_t n = left < 2 * kFewestRows ? left : kFewestRows;
+    const at::Tensor tile = at::empty({n, rows.columns}, rows.options), flat = tile.view({-1, 1});
+    const auto for_each_piece = [&](auto copy) {
+      const std::size_t bytes = n * row_bytes;
+      for (std::size_t done = 0; done < bytes;) {
+        const std::size_t here = std::min(bytes - done, page_bytes - (at + done) % page_bytes);
+        const auto elements = static_cast<std::int64_t>(here / item_bytes);
+        copy(over(pages.find(at + done), elements, 1), flat.narrow(0, done / item_bytes, elements));
+        done += here;
+      }
+    };
+    if (access != Access::overwrite)
+      for_each_piece([](const at::Tensor& page, at::Tensor part) { part.copy_(page); });
+    run(row, tile);
+    if (access != Access::read) for_each_piece([](at::Tensor page, const at::Tensor& part) { page.copy_(part); });
+    row += n;
+  }
+}
+
+namespace {
+
+/// All elements from the first to the last of a view, as one row; and of a copy of it.
+Rows span_of(const at::Tensor& tensor) {
+  std::int64_t last = 0;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  Rows rows(tensor.as_strided({last + 1, 1}, {1, 1}));
+  return rows;
+}
+
+at::Tensor flat_of(const at::Tensor& copy, const Rows& span) { return copy.as_strided({span.rows, 1}, {1, 1}, 0); }
+
+}  // namespace
+
+at::Tensor copy_of_part(const at::Tensor& tensor) {
+  const Rows span = span_of(tensor);
+  const at::Tensor flat = at::empty({span.rows, 1}, span.options);
+  for_each_tile(span, Access::read,
+                [&](std::int64_t row, const at::Tensor& tile) { flat.narrow(0, row, tile.size(0)).copy_(tile); });
+  return flat.as_strided(tensor.sizes(), tensor.strides(), 0);
+}
+
+void copy_back(const at::Tensor& copy, const at::Tensor& tensor) {
+  const Rows span = span_of(tensor);
+  const at::Tensor flat = flat_of(copy, span);
+  for_each_tile(span, Access::write,
+                [&](std::int64_t row, at::Tensor tile) { tile.copy_(flat.narrow(0, row, tile.size(0))); });
+}
+
+bool is_tiled(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  if (!segment || segment->quantisation()) return false;
+  const Domain& domain = *segment->domain();
+  return domain.tiling != Tiling::off && !domain.partition.ranks && segment->bytes() > domain.tile_above;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,259 @@
+"""Operators whose weight is larger than memory: taken in tiles, equal to plain PyTorch, within the budget."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeropage
+
+BUDGET = dict(device_memory="512KB", host_memory="256KB")
+WIDTHS = [1024, 1000]  # rows of which pages hold whole ones; rows that cross pages
+
+
+def plain(tensor):
+    """An ordinary copy, made page by page."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+
+
+def grads(result, tensors):
+    result.backward(
+        torch.randn(result.shape, generator=torch.Generator("cpu").manual_seed(7), device="cpu").to(result)
+    )
+    found = [result.detach()] + [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return [None if one is None else plain(one) for one in found]
+
+
+def both(config, make, run, **settings):
+    """What `run` gives with a paged tensor of `make`, and with the same one whole."""
+    torch.manual_seed(0)
+    whole = make()
+    torch.manual_seed(0)
+    space = zeropage.init(config, **{**BUDGET, **settings})
+    with space:
+        paged = make()
+    results = [run(paged), run(whole)]
+    for memory in space.report().budgets:
+        assert memory.peak <= memory.limit, memory.name
+    return space, *results
+
+
+def same(a, b, close=()):
+    for i, (one, other) in enumerate(zip(a, b, strict=True)):
+        assert (one is None) == (other is None), i
+        if one is not None:
+            assert one.shape == other.shape and one.dtype == other.dtype, i
+            equal = torch.allclose(one, other, rtol=1e-4, atol=1e-4) if i in close else torch.equal(one, other)
+            assert equal, (i, (one.float() - other.float()).abs().max())
+
+
+def input_of(*shape):
+    made = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(3), device="cpu")
+    return made.to(torch.get_default_device()).requires_grad_()
+
+
+@pytest.mark.parametrize("tiling", ["auto", "exact"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("shape", [(32,), (2, 16), ()])
+def test_linear(shape, width, bias, tiling, config):
+    """Results: output, gradients of input, weight, bias. Only the second is a sum over tiles."""
+    outputs = 1024 * 1024 // width  # 4 MB: eight times the device's memory
+
+    def run(layer):
+        x = input_of(*shape, width)
+        return grads(layer(x), [x, *layer.parameters()])
+
+    space, got, expected = both(config, lambda: nn.Linear(width, outputs, bias=bias), run, tiling=tiling)
+    same(got, expected, close=[1] if tiling == "auto" else [])
+    assert not any("linear" in line for line in str(space.report()).splitlines())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("way", ["mm", "matmul", "addmm", "einsum", "left"])
+def test_products(way, transposed, config):
+    def make():
+        return nn.Parameter(torch.randn(1024, 1024))
+
+    def run(weight):
+        w = weight.t() if transposed else weight
+        if way == "left":
+            x = input_of(1024, 8)
+            return grads(w @ x, [x, weight])
+        if way in ("mm", "addmm"):
+            x = input_of(16, 1024)
+            bias = torch.zeros(1024, device=x.device).requires_grad_()
+            return grads(torch.addmm(bias, x, w) if way == "addmm" else x.mm(w), [x, weight])
+        x = input_of(2, 8, 1024)
+        return grads(torch.einsum("btk,kn->btn", x, w) if way == "einsum" else torch.matmul(x, w), [x, weight])
+
+    _, got, expected = both(config, make, run, tiling="exact")
+    same(got, expected, close=[0, 1, 2] if way in ("left", "einsum") else [])  # the order of operands is another
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_batches_of_matrices(transposed, config):
+    def make():
+        return nn.Parameter(torch.randn(16, 64, 256) if transposed else torch.randn(16, 256, 64))
+
+    def run(weight):
+        x = input_of(16, 8, 256)
+        return grads(torch.bmm(x, weight.transpose(1, 2) if transposed else weight), [x, weight])
+
+    _, got, expected = both(config, make, run)
+    same(got, expected, close=[0, 1, 2])
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 5}, {"scale_grad_by_freq": True}])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_embeddings(width, settings, config):
+    rows = 1024 * 1024 // width
+
+    def run(layer):
+        indices = torch.randint(0, rows, (3, 40), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+        indices[:, ::4] = 5
+        return grads(layer(indices.to(layer.weight.device)), [layer.weight])
+
+    _, got, expected = both(config, lambda: nn.Embedding(rows, width, **settings), run)
+    same(got, expected)
+
+
+def test_only_rows_that_are_used_are_read(config):
+    with zeropage.init(config, **BUDGET) as space:
+        layer = nn.Embedding(2048, 128)  # 64 pages of 32 rows
+    zeropage.evict(layer)
+    space.wait()
+    before = space.report().read_bytes
+    layer(torch.tensor([3, 4, 31, 700, 701, 2047, 3], device=layer.weight.device)).sum().backward()
+    assert space.report().read_bytes - before <= 3 * 16384
+    gradient = next(home for home in space.report().homes if home.role == "gradient")
+    assert gradient.peak == 1 << 20
+    space.wait()
+    with pytest.raises(IndexError):
+        layer(torch.tensor([2048], device=layer.weight.device))
+    assert layer(torch.empty(0, 2, dtype=torch.long, device=layer.weight.device)).shape == (0, 2, 128)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 1024)
+        self.head = nn.Linear(1024, 1000, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.head(torch.tanh(self.embedding(tokens))).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("how", ["plain", "clipped", "accumulated", "checkpointed"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_models_train(fused, how, config):
+    """Exact tiling: bits of weights after steps are plain PyTorch's."""
+    tokens = torch.randint(0, 1000, (2, 16), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+
+    def run(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        batch = tokens.to(model.head.weight.device)
+        for _ in range(3):
+            for _ in range(2 if how == "accumulated" else 1):
+                loss = checkpoint(model, batch, use_reentrant=False) if how == "checkpointed" else model(batch)
+                loss.backward()
+            if how == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [plain(value) for value in model.state_dict().values()]
+
+    _, got, expected = both(config, Tied, run, tiling="exact")
+    same(got, expected, close=[0, 1] if how == "clipped" else [])  # of pages, the norm is summed otherwise
+
+
+@pytest.mark.parametrize("master", ["float32", "hi_lo"])
+def test_mixed_precision(master, config):
+    def run(layer):
+        x = input_of(16, 128).detach().bfloat16().requires_grad_()
+        result = layer(x)
+        result.backward(torch.ones_like(result))
+        assert layer.weight.dtype == torch.bfloat16 and layer.weight.grad.dtype == torch.float32
+        return [result.detach().cpu(), plain(layer.weight.grad)]
+
+    torch.manual_seed(0)
+    whole = nn.Linear(128, 4096, bias=False)
+    x = input_of(16, 128).detach().bfloat16()
+    expected = [x @ whole.weight.bfloat16().t(), (torch.ones(16, 4096).bfloat16().to(x).t() @ x).float()]
+    torch.manual_seed(0)
+    with zeropage.init(config, **BUDGET, visible_dtype="bfloat16", master_dtype=master):
+        layer = nn.Linear(128, 4096, bias=False)
+    got = run(layer)
+    assert torch.equal(got[1], expected[1].detach().cpu())
+    assert torch.allclose(got[0].float(), expected[0].detach().cpu().float(), atol=2e-2)
+
+
+def test_autocast(config):
+    def run(layer):
+        x = input_of(16, 128)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            result = layer(x)
+        assert result.dtype == torch.bfloat16
+        return grads(result, [x, *layer.parameters()])
+
+    _, got, expected = both(config, lambda: nn.Linear(128, 2048), run)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype and torch.allclose(one.float(), other.float(), rtol=2e-2, atol=5e-2)
+
+
+def test_derivatives_of_derivatives(config):
+    with zeropage.init(config, **BUDGET):
+        layer = nn.Linear(128, 2048)
+    x = input_of(4, 128)
+    y = layer(x).square().sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    w = plain(layer.weight)
+    assert torch.allclose(second.cpu(), 2 * (w.t() @ w).sum(0).expand(4, 128), rtol=1e-3, atol=1e-2)
+    with pytest.raises(zeropage.Error, match="second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), layer.weight, create_graph=True)
+
+
+def test_what_cannot_be_tiled_or_is_not_to_be_says_so(config):
+    with zeropage.init(config, **BUDGET, tiling="off"):
+        layer = nn.Linear(128, 2048)
+    with pytest.raises(zeropage.BudgetError, match=r"aten::linear on paged Float \[2048, 128\].*device_memory"):
+        layer(input_of(4, 128))
+    with zeropage.init(config, **BUDGET):
+        layer = nn.Linear(128, 2048)
+    with pytest.raises(zeropage.BudgetError, match=r"\[2048, 128\].*device_memory"):
+        torch.linalg.qr(layer.weight)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        layer(input_of(4, 64))
+    with pytest.raises(zeropage.SettingError, match="tiling"):
+        zeropage.init(config, tiling="sometimes")
+
+
+def test_a_larger_limit_takes_it_whole(config):
+    x = input_of(4, 128)
+    for limit, tiled in (("500KB", True), ("1200KB", False)):
+        with zeropage.init(config, device_memory="4MB", tile_above=limit):
+            layer = nn.Linear(128, 2048)
+        loss = layer(x).square().sum()
+        with pytest.raises(zeropage.Error, match="second derivative") if tiled else contextlib.nullcontext():
+            torch.autograd.grad(loss, layer.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_tiles_and_activations_together(tier, config):
+    tokens = torch.randint(0, 1000, (2, 16), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+
+    def run(model):
+        with contextlib.suppress(AttributeError):
+            model.train()
+        return grads(model(tokens.to(model.head.weight.device)), list(model.parameters()))
+
+    home = dict(host_memory="8MB" if tier == "host" else "512KB", device_memory="1MB")
+    _, got, expected = both(config, Tied, run, tiling="exact", activations=tier, **home)
+    same(got, expected)
