@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from test_saving import OPTIMIZERS, PRECISIONS, build, make_optimizer, run_steps, same
+from test_saving import FORMS, PRECISIONS, build, make_optimizer, run_steps, same
 from torch import nn
 
 import zeropage
@@ -32,8 +32,7 @@ def trained(config, form="AdamW-fused", steps=2):
     return model, optimizer
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("form", OPTIMIZERS)
+@pytest.mark.parametrize("form, precision", FORMS)
 def test_a_resumed_run_is_the_uninterrupted_one(form, precision, config, folder):
     config = config.replace(**PRECISIONS[precision], resident_below=4096)
     model, optimizer = trained(config, form)
