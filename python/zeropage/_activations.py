@@ -22,6 +22,11 @@ _hooks: Any = torch._C._autograd
 def start(activations: _core.Activations) -> None:
     """What autograd saves on this thread goes there, until it is closed or its space is gone."""
     tidy()
+    if _latest() is None and _hooks._top_saved_tensors_default_hooks(True) is not None:
+        raise _core.SettingError(
+            "activations cannot page from inside saved_tensors_hooks or save_on_cpu, whose end would end this too; "
+            "make the space outside"
+        )
     _hooks._push_saved_tensors_default_hooks(activations.save, _core.SavedTensor.open)
 
 
@@ -51,6 +56,23 @@ def _without_ours() -> Iterator[None]:
             _hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
+class _Left:
+    """A paged tensor that was not copied."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def open(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a paged tensor of {list(self._tensor.shape)} is at version {self._tensor._version}; expected "
+                f"version {self._version} instead."
+            )
+        return self._tensor
+
+
 def install() -> None:
     disable = graph.disable_saved_tensors_hooks
 
@@ -68,8 +90,8 @@ def install() -> None:
         initialise(self, *args, **named)
         pack, unpack = self.pack_hook, self.unpack_hook
         # What pages is not copied: it is where it should be.
-        self.pack_hook = lambda tensor: tensor.detach() if _core.is_paged(tensor) else pack(tensor)
-        self.unpack_hook = lambda packed: packed if isinstance(packed, torch.Tensor) else unpack(packed)
+        self.pack_hook = lambda tensor: _Left(tensor) if _core.is_paged(tensor) else pack(tensor)
+        self.unpack_hook = lambda packed: packed.open() if isinstance(packed, _Left) else unpack(packed)
 
     graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
     on_cpu.__init__ = init

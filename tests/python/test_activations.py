@@ -71,6 +71,10 @@ def gradients(model, seeds=(0, 1), device=None):
     return result
 
 
+def plain_copy(tensor):
+    return torch.empty(tensor.shape, device="cpu").copy_(tensor.detach())
+
+
 def same(a, b):
     return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
@@ -110,6 +114,40 @@ def test_what_several_operators_save_is_kept_once(tier, config):
     loss.backward()
     assert home_of_activations(space).now == 0
     assert weight.grad is not None and zeropage.is_paged(weight.grad)
+    for _ in range(3):  # of what outlives its graph
+        loss = sum((x * plain).sum() for _ in range(4))
+        assert home_of_activations(space).now == size
+        loss.backward()
+
+
+def test_views_of_one_storage_are_apart(config):
+    """What is written between is seen as in PyTorch, also if no version tells."""
+
+    def run():
+        qkv = torch.arange(3 * 64 * 64, dtype=torch.float32).view(64, 3, 64) / 1000
+        x = torch.ones(64, 64, requires_grad=True)
+        y = x * qkv[:, 2]
+        qkv.data[:, 0] = 7
+        (y * qkv[:, 0]).sum().backward()
+        return x.grad
+
+    expected = run()
+    with zeropage.init(config, activations="disk", resident_below=1024) as space:
+        nn.Linear(64, 64)
+    assert torch.equal(run(), expected)
+    assert home_of_activations(space).peak == 2 * 64 * 64 * 4  # two parts
+
+
+def test_what_is_larger_than_half_of_memory(config):
+    """Goes page by page; and what is larger than all of it stays."""
+    with zeropage.init(config, activations="disk", device_memory="1MB") as space:
+        layer = nn.Linear(64, 64)
+    for rows, paged in ((3000, True), (6000, False)):
+        x = torch.randn(rows, 64, device=layer.weight.device, requires_grad=True)
+        (layer(2 * x).sum() * 3).backward()
+        expected = 6 * plain_copy(layer.weight).sum(0).expand(rows, 64)
+        assert torch.allclose(x.grad.cpu(), expected, atol=1e-4)
+        assert (home_of_activations(space) is not None and home_of_activations(space).peak == rows * 256) == paged
 
 
 def test_small_ones_and_parameters_stay(config):
@@ -172,14 +210,20 @@ def test_the_programs_own_hooks_keep_their_meaning(config):
     del y
 
 
-def test_save_on_cpu_copies_no_page(config, monkeypatch):
-    with zeropage.init(config):
+def test_save_on_cpu_copies_no_page(config):
+    with zeropage.init(config) as space:
         layer = nn.Linear(64, 64, bias=False)
     hooks = torch.autograd.graph.save_on_cpu(pin_memory=False)
     packed = hooks.pack_hook(layer.weight)
-    assert zeropage.is_paged(packed) and hooks.unpack_hook(packed) is packed
+    assert zeropage.is_paged(hooks.unpack_hook(packed)) and len(space.report().homes) == 1
     plain = torch.randn(3, device="cpu")
     assert torch.equal(hooks.unpack_hook(hooks.pack_hook(plain)), plain)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hooks.unpack_hook(packed)
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(zeropage.SettingError, match="outside"):
+        zeropage.init(config, activations="disk")
 
 
 def test_function_transforms_work_beside(config):

@@ -264,3 +264,43 @@ def test_tiles_and_activations_together(tier, config):
     home = dict(host_memory="8MB" if tier == "host" else "512KB", device_memory="1MB")
     _, got, expected = both(config, Tied, run, tiling="exact", activations=tier, **home)
     same(got, expected)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_small_parts_are_written_and_read(mixed, config):
+    settings = dict(visible_dtype="bfloat16") if mixed else {}
+    with zeropage.init(config, **BUDGET, **settings) as space:
+        weight = nn.Parameter(torch.ones(4096, 256))
+    with torch.no_grad():
+        weight[7].fill_(3)
+        weight[8:10].mul_(2)
+        weight[20] = torch.arange(256, dtype=weight.dtype)
+        part = weight[30:32]
+        part.unsqueeze_(0)
+        assert part.shape == (1, 2, 256)
+        assert weight[7, 5].item() == 3 and torch.equal(
+            weight[8].float().cpu(), torch.full((256,), 2.0, device="cpu")
+        )
+        if not mixed:
+            with pytest.raises((zeropage.AccessError, RuntimeError), match="size"):
+                torch.mm(weight[:4, :4].contiguous(), weight[:4, :4].contiguous(), out=weight[0:2])
+        master = plain(weight.float())
+    assert master[7].unique().item() == 3 and master[9].unique().item() == 2 and master[10].unique().item() == 1
+    assert master[20, 200] == 200 and master.shape == (4096, 256)
+    assert space.report().budgets[0].peak <= space.report().budgets[0].limit
+
+
+def test_complex_weights_and_tangents_are_taken_whole_or_refused(config):
+    with zeropage.init(config, device_memory="8MB", tile_above="500KB"):
+        weight = nn.Parameter(torch.randn(512, 128, dtype=torch.complex64))
+        layer = nn.Linear(128, 2048)
+    x = torch.randn(4, 128, dtype=torch.complex64, device=weight.device, requires_grad=True)
+    F.linear(x, weight).abs().sum().backward()
+    whole = torch.empty(512, 128, dtype=torch.complex64, device="cpu").copy_(weight.detach()).requires_grad_()
+    other = x.detach().cpu().requires_grad_()
+    F.linear(other, whole).abs().sum().backward()
+    assert torch.allclose(x.grad.cpu(), other.grad, atol=1e-4)
+    assert torch.allclose(weight.grad.cpu(), whole.grad, atol=1e-4)
+    ordinary = torch.randn(4, 128, device=weight.device)
+    _, tangent = torch.func.jvp(layer, (ordinary,), (ordinary,))
+    assert torch.allclose(tangent, layer(ordinary) - layer.bias, atol=1e-4)

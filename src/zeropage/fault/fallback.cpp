@@ -132,14 +132,13 @@ void run(Call& call) {
     call.redispatch();
     return;
   }
-  if (run_on_copies(call)) return;
   const bool needs_autograd = scope_domain() && call.needs_autograd();
   if (call.paged[0].segment->domain()->mixes()) {
     const WrittenMasters written(call);
-    call.run_whole();
+    if (!run_on_copies(call)) call.run_whole();
     written.follow();
     visible_follows(call);
-  } else {
+  } else if (!run_on_copies(call)) {
     call.run_whole();
   }
   if (!needs_autograd) adopt_results(call, true);

@@ -10,6 +10,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sort.h>
@@ -86,11 +87,12 @@ at::Tensor rows_summed_exactly(const at::Tensor& x, const Rows& weight) {
   const std::size_t column_bytes = weight.rows * x.itemsize();
   const std::int64_t fitting = round_down(domain->tile_above / 2 / column_bytes, kFewestColumns);
   const std::int64_t block = std::min(std::max(fitting, kFewestColumns), weight.columns);
-  const at::Tensor columns = make_paged(domain, {weight.rows, block}, {block, 1}, x.dtype(), Role::activation,
-                                        {.alone = true, .is_local = true});
-  const PinRequest request{segment_of(columns), Access::overwrite};
+  const at::Tensor paged = make_paged(domain, {weight.rows, block}, {block, 1}, x.dtype(), Role::activation,
+                                      {.alone = true, .is_local = true});
+  const PinRequest request{segment_of(paged), Access::overwrite};
   const TensorPin pin(request);
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const at::Tensor columns =
+      at::from_blob(paged.storage().mutable_data(), paged.sizes(), [](void*) {}, x.options(), x.device());
   at::Tensor y = at::empty({x.size(0), weight.columns}, x.options());
   for (std::int64_t begin = 0; begin < weight.columns;) {
     std::int64_t n = std::min(block, weight.columns - begin);
@@ -152,7 +154,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, bool rows_are_outputs) {
-    context->save_for_backward({x, weight});
+    context->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
     context->saved_data["rows_are_outputs"] = rows_are_outputs;
     context->saved_data["bias"] = bias.has_value() && bias->defined();
     const Computing computing;
@@ -265,7 +267,8 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
 /// In what autocast would compute, if it is on.
 at::Tensor as_autocast(const at::Tensor& tensor) {
   const auto device = tensor.device().type();
-  if (!at::autocast::is_autocast_enabled(device) || !tensor.is_floating_point()) return tensor;
+  const bool is_cast = tensor.is_floating_point() && tensor.scalar_type() != c10::kDouble;
+  if (!at::autocast::is_autocast_enabled(device) || !is_cast) return tensor;
   return tensor.to(at::autocast::get_autocast_dtype(device));
 }
 
@@ -273,12 +276,17 @@ at::Tensor as_autocast(const at::Tensor& tensor) {
 enum class Form : std::uint8_t { none, rows, columns };
 
 Form form_of(const at::Tensor& weight) {
-  if (!is_tiled(weight) || weight.dim() != 2 || weight.numel() == 0 || weight.is_conj()) return Form::none;
+  if (!is_tiled(weight) || weight.dim() != 2 || weight.numel() == 0 || weight.is_complex()) return Form::none;
   if (weight.is_contiguous()) return Form::rows;
   return weight.t().is_contiguous() ? Form::columns : Form::none;
 }
 
+bool has_tangent(const at::Tensor& tensor) {
+  return torch::autograd::impl::get_autograd_meta(tensor) && tensor._fw_grad(/*level=*/0).defined();
+}
+
 bool is_plain(const at::Tensor& x, const at::Tensor& weight) {
+  if (has_tangent(x) || has_tangent(weight) || x.is_complex()) return false;
   return x.layout() == c10::kStrided && x.device() == weight.device() && Call::plain_modes();
 }
 
@@ -307,6 +315,7 @@ bool tile_linear(Call& call) {
   const at::Tensor x = call.argument(0).toTensor(), weight = call.argument(1).toTensor();
   const auto bias = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   if (form_of(weight) == Form::none || !is_plain(x, weight)) return false;
+  if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
   call.return_value(tiled_product(x, weight, bias, /*transposed=*/true));
   return true;
 }
@@ -319,7 +328,7 @@ bool tile_mm(Call& call) {
     return true;
   }
   if (form_of(x) == Form::none) return false;
-  call.return_value(tiled_product(weight.t(), x, {}, /*transposed=*/true).t());
+  call.return_value(tiled_product(weight.t(), x, {}, /*transposed=*/true).t().contiguous());
   return true;
 }
 
@@ -335,7 +344,8 @@ bool tile_addmm(Call& call) {
 
 bool tile_bmm(Call& call) {
   const at::Tensor x = call.argument(0).toTensor(), weight = call.argument(1).toTensor();
-  if (!is_tiled(weight) || weight.numel() == 0 || !is_plain(x, weight) || x.dim() != 3 || weight.dim() != 3) {
+  if (!is_tiled(weight) || weight.numel() == 0 || weight.is_complex() || !is_plain(x, weight) || x.dim() != 3 ||
+      weight.dim() != 3) {
     return false;
   }
   const bool fits = x.size(0) == weight.size(0) && x.size(2) == weight.size(1);
@@ -358,15 +368,17 @@ bool tile_parts(Call& call) {
   const bool any = std::any_of(call.paged.begin(), call.paged.end(),
                                [](const PagedArgument& argument) { return is_tiled(argument.tensor); });
   if (!any || !Call::plain_modes()) return false;
-  call.op.redispatchBoxed(call.below, &call.stack);  // each of its parts comes to us
+  call.op.redispatchBoxed(call.below - c10::autocast_dispatch_keyset, &call.stack);  // each of its parts comes to us
   return true;
 }
 
 bool run_on_copies(Call& call) {
   if (!Call::plain_modes() || call.needs_autograd()) return false;
+  const bool is_view = call.op.hasTag(at::Tag::inplace_view);
   struct Part {
     std::size_t argument;
     at::Tensor tensor, copy;
+    std::int64_t version = 0;
   };
   c10::SmallVector<Part, 2> parts;
   std::size_t paged = 0;
@@ -378,25 +390,42 @@ bool run_on_copies(Call& call) {
     ++paged;
     const std::size_t limit = segment->domain()->cache->frame_limit();
     if (!is_tiled(tensor) || segment->bytes() <= limit || tensor.numel() == 0) continue;
-    if (at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize()) > limit / 2)
-      return false;
+    const std::size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+    if (is_view && call.name().find("resize") == std::string::npos) {  // needs no data
+      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+      call.redispatch();
+      return true;
+    }
+    // What lies between the elements of what is written may be another argument's.
+    if (is_view || span > limit / 2 || (call.info.writes[i] && span != tensor.nbytes())) return false;
     parts.push_back({i, tensor, {}});
   }
   if (parts.empty() || paged != call.paged.size()) return false;  // others are in lists
   for (Part& part : parts) {
     part.copy = copy_of_part(part.tensor);
+    part.version = part.copy._version();
     call.argument(part.argument) = part.copy;
   }
-  std::vector<bool> writes(call.info.writes.begin(), call.info.writes.end());
-  const std::size_t first = call.first;
+  const std::vector<bool> writes(call.info.writes.begin(), call.info.writes.end());
   call.op.callBoxed(&call.stack);
   for (const Part& part : parts) {
-    if (writes[part.argument]) {
+    if (part.copy.sizes() != part.tensor.sizes() || part.copy.strides() != part.tensor.strides()) {
+      throw AccessError(
+          "a paged tensor keeps the size it was made with, and this operator would have to change it; give out= a "
+          "tensor of the result's shape, or use an ordinary tensor");
+    }
+    for (std::size_t i = call.first; i < call.stack.size(); ++i) {
+      if (!call.stack[i].isTensor() || !call.stack[i].toTensor().defined()) continue;
+      const at::Tensor& result = call.stack[i].toTensor();
+      if (result.is_same(part.copy)) {
+        call.stack[i] = part.tensor;
+      } else if (result.has_storage() && result.is_alias_of(part.copy)) {
+        call.stack[i] = result.clone();
+      }
+    }
+    if (writes[part.argument] || part.copy._version() != part.version) {
       copy_back(part.copy, part.tensor);
       bump_version(part.tensor);
-    }
-    for (std::size_t i = first; i < call.stack.size(); ++i) {
-      if (call.stack[i].isTensor() && call.stack[i].toTensor().is_same(part.copy)) call.stack[i] = part.tensor;
     }
   }
   return true;

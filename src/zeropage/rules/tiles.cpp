@@ -3,10 +3,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <deque>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
@@ -98,11 +100,18 @@ void for_each_tile(const Rows& rows, Access access,
   const auto over = [&](std::byte* data, std::int64_t n, std::int64_t columns) {
     return at::from_blob(data, {n, columns}, [](void*) {}, rows.options, rows.options.device());
   };
+  // Products with few rows at a time pack the other operand for each: of small pages, some are put together.
+  const std::size_t limit = rows.segment->cache()->frame_limit();
+  const auto rows_of_page = std::max<std::int64_t>(page_bytes / row_bytes, 1);
+  const auto unit = whole_pages ? rows_of_page : kFewestRows;
+  const auto good = std::clamp<std::int64_t>(limit / 8 / row_bytes, kFewestRows, kGoodRows);
+  const std::int64_t wanted = std::max<std::int64_t>(round_down(good, unit), whole_pages ? unit : kFewestRows);
+  at::Tensor scratch;
   for (std::int64_t row = 0; row < rows.rows;) {
     const std::int64_t left = rows.rows - row;
     const std::size_t at = begin + row * row_bytes;
     const auto in_page = static_cast<std::int64_t>((page_bytes - at % page_bytes) / row_bytes);
-    if (in_page >= left || in_page >= kFewestRows) {
+    if (in_page >= std::min(left, wanted)) {
       const std::int64_t n = in_page >= left ? left : round_down(in_page, kFewestRows);
       // What is left for the last tile is not less.
       const bool joins = n < left && left - n < kFewestRows && n > kFewestRows;
@@ -111,8 +120,13 @@ void for_each_tile(const Rows& rows, Access access,
       row += taken;
       continue;
     }
-    const std::int64_t n = left < 2 * kFewestRows ? left : kFewestRows;
-    const at::Tensor tile = at::empty({n, rows.columns}, rows.options), flat = tile.view({-1, 1});
+    const std::int64_t n = left < wanted + kFewestRows ? left : wanted;
+    if (n * row_bytes > limit) {
+      throw BudgetError(
+          fmt::format("{} rows of {} each are needed at once; raise device_memory", n, format_bytes(row_bytes)));
+    }
+    if (!scratch.defined() || scratch.size(0) < n) scratch = at::empty({n, rows.columns}, rows.options);
+    const at::Tensor tile = scratch.narrow(0, 0, n), flat = tile.view({-1, 1});
     const auto for_each_piece = [&](auto copy) {
       const std::size_t bytes = n * row_bytes;
       for (std::size_t done = 0; done < bytes;) {

@@ -24,6 +24,8 @@ struct Rows {
 
 /// Libraries compute products of fewer rows or columns by other code, whose bits may differ.
 inline constexpr std::int64_t kFewestRows = 16, kFewestColumns = 64;
+/// More than these are no faster.
+inline constexpr std::int64_t kGoodRows = 256;
 
 /// Calls `run` with the first row and the tile, [n, columns], of consecutive rows: at least kFewestRows, if there are
 /// as many. What is read comes ahead of its turn; of what is overwritten, each element must be. Where so many rows do

@@ -1,13 +1,17 @@
 #include "zeropage/train/activations.h"
 
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/base/heap.h"
 #include "zeropage/rules/call.h"
+#include "zeropage/rules/windows.h"
 
 namespace zeropage {
 namespace {
@@ -21,24 +25,42 @@ std::size_t span_bytes(const at::Tensor& tensor) {
   return static_cast<std::size_t>(last + 1) * tensor.itemsize();
 }
 
-/// Bytes of its storage.
-at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, std::size_t begin,
+/// A copy in pages: of the bytes of its storage as they lie, or, with other strides, of the elements alone.
+at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, c10::IntArrayRef strides,
                       std::size_t bytes) {
-  auto* data = static_cast<std::byte*>(const_cast<void*>(tensor.storage().data())) + begin;
   const auto length = static_cast<std::int64_t>(bytes);
-  const at::Tensor from = at::from_blob(
-      data, {length}, [](void*) {}, tensor.options().dtype(at::kByte).requires_grad(false), tensor.device());
-  const at::Tensor content =
-      make_paged(domain, length, 1, from.dtype(), Role::activation, {.alone = true, .is_local = true});
+  const auto options = tensor.options().requires_grad(false);
+  const bool as_they_lie = tensor.strides() == strides;
+  const auto bytes_at = [&](const void* data) {
+    return at::from_blob(const_cast<void*>(data), {length}, [](void*) {}, options.dtype(at::kByte), tensor.device());
+  };
+  const at::Tensor content = make_paged(domain, length, 1, caffe2::TypeMeta::Make<std::uint8_t>(), Role::activation,
+                                        {.alone = true, .is_local = true});
   auto& segment = *segment_of(content);
-  // In one frame, as backward will want it. A very large one goes page by page.
-  if (bytes <= segment.cache()->frame_limit() / 2) {
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const auto copy_whole = [&] {  // in one frame, as backward will want it
     const PinRequest request{&segment, Access::overwrite};
     const TensorPin pin(request);
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    content.copy_(from);
+    void* const data = content.storage().mutable_data();
+    if (as_they_lie) {
+      bytes_at(data).copy_(bytes_at(tensor.const_data_ptr()));
+    } else {
+      at::from_blob(data, tensor.sizes(), strides, [](void*) {}, options, tensor.device()).copy_(tensor);
+    }
+  };
+  const auto copy_by_pages = [&] {
+    const at::Tensor packed =
+        as_they_lie ? tensor : at::empty_strided(tensor.sizes(), strides, options).copy_(tensor);
+    copy_windows(content, bytes_at(packed.const_data_ptr()));
+  };
+  if (bytes > segment.cache()->frame_limit() / 2) {
+    copy_by_pages();
   } else {
-    content.copy_(from);
+    try {
+      copy_whole();
+    } catch (const BudgetError&) {  // what the operator that saves it holds
+      copy_by_pages();
+    }
   }
   if (tensor.is_cpu()) give_back_holes(bytes);
   return content;
@@ -49,31 +71,34 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
 std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
   c10::NoGradGuard no_grad;
   auto saved = std::make_shared<SavedTensor>();
-  const auto domain = closed_ ? nullptr : domain_.lock();
+  const bool forked = process_generation() != process_;  // the child has no pages
+  const auto domain = closed_ || forked ? nullptr : domain_.lock();
   if (!domain || !can_page(*domain, tensor)) {
     saved->plain_ = tensor.detach();  // itself, it could own its own graph
     saved->version_ = version_of(tensor);
     return saved;
   }
-  const std::size_t storage_bytes = tensor.storage().nbytes();
-  const std::size_t first = tensor.storage_offset() * tensor.itemsize();
-  std::size_t begin = first, bytes = span_bytes(tensor);
-  if (2 * bytes >= storage_bytes) begin = 0, bytes = storage_bytes;  // its other views will be saved too
+  Copied copied{tensor.storage().getWeakStorageImpl(),
+                {},
+                static_cast<std::size_t>(tensor.storage_offset()) * tensor.itemsize(),
+                span_bytes(tensor),
+                {},
+                version_of(tensor)};
   saved->sizes_ = tensor.sizes().vec();
   saved->strides_ = tensor.strides().vec();
   saved->options_ = tensor.options().requires_grad(false);
   saved->activations_ = shared_from_this();
-  std::unique_lock lock(mutex_);
-  if (const Copied* known = find(tensor, first, span_bytes(tensor))) {
-    saved->content_ = known->content.lock();
-    saved->at_ = known->at + first - known->begin;
-    if (saved->content_) return saved;
+  std::size_t bytes = copied.bytes;
+  if (bytes > tensor.nbytes()) {  // others lie between its elements
+    copied.view = {saved->sizes_, saved->strides_};
+    saved->strides_ = at::infer_dense_strides(tensor.sizes(), tensor.strides());
+    bytes = tensor.nbytes();
   }
-  lock.unlock();
-  saved->content_ = std::make_shared<const at::Tensor>(paged_copy(domain, tensor, begin, bytes));
-  saved->at_ = first - begin;
-  const auto& storage = tensor.storage().getWeakStorageImpl();
-  note({storage, saved->content_, begin, bytes, 0, version_of(tensor)});
+  saved->content_ = find(copied);
+  if (saved->content_) return saved;
+  saved->content_ = std::make_shared<const at::Tensor>(paged_copy(domain, tensor, saved->strides_, bytes));
+  copied.content = saved->content_;
+  note(std::move(copied));
   return saved;
 }
 
@@ -85,17 +110,20 @@ bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
   const at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
   if (base.is_leaf() && base.requires_grad()) return false;  // the program keeps it anyway
   if (!Call::plain_modes()) return false;
-  const std::size_t bytes = span_bytes(tensor);
+  const std::size_t bytes = std::min(span_bytes(tensor), tensor.nbytes());
+  if (bytes > domain.cache->frame_limit()) return false;  // backward could not have it
   return bytes >= std::max<std::size_t>(domain.resident_below, 1) && tensor.storage().data() != nullptr;
 }
 
-const Activations::Copied* Activations::find(const at::Tensor& tensor, std::size_t begin, std::size_t bytes) {
-  const auto [from, to] = copied_.equal_range(tensor.storage().unsafeGetStorageImpl());
+std::shared_ptr<const at::Tensor> Activations::find(const Copied& wanted) {
+  std::lock_guard lock(mutex_);
+  const auto [from, to] = copied_.equal_range(wanted.storage._unsafe_get_target());
   for (auto entry = from; entry != to; ++entry) {
     const Copied& copied = entry->second;
-    if (begin < copied.begin || begin + bytes > copied.begin + copied.bytes) continue;
+    const bool same = copied.begin == wanted.begin && copied.bytes == wanted.bytes && copied.view == wanted.view;
     // The address may have become another storage's.
-    if (copied.version == version_of(tensor) && copied.storage.use_count() > 0) return &copied;
+    if (!same || copied.version != wanted.version || copied.storage.use_count() == 0) continue;
+    if (auto content = copied.content.lock()) return content;
   }
   return nullptr;
 }
@@ -128,9 +156,9 @@ at::Tensor SavedTensor::open() const {
   };
   const PinRequest request{segment_of(*content_), Access::read};
   auto held = std::make_shared<Held>(Held{TensorPin(request), content_});
-  auto* data = static_cast<std::byte*>(content_->storage().mutable_data()) + at_;
+  void* const data = content_->storage().mutable_data();
   const at::Tensor opened = at::from_blob(data, sizes_, strides_, [held](void*) {}, options_, options_.device());
-  activations_->note({opened.storage().getWeakStorageImpl(), content_, 0, opened.storage().nbytes(), at_, 0});
+  activations_->note({opened.storage().getWeakStorageImpl(), content_, 0, span_bytes(opened), {}, 0});
   return opened;
 }
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 
+#include "zeropage/base/process.h"
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -31,20 +32,22 @@ class Activations : public std::enable_shared_from_this<Activations> {
  private:
   friend class SavedTensor;
 
-  /// A copy of the bytes from `begin` on of a storage. Or the storage is one that backward was given, over a copy.
+  /// Which elements of a storage were copied. Or the storage is one that backward was given, over a copy.
   struct Copied {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     std::weak_ptr<const at::Tensor> content;
-    std::size_t begin, bytes;
-    std::size_t at;        // of `begin`, in the content
+    std::size_t begin, bytes;  // from the first to the last element
+    // Sizes and strides, where others lie between the elements; else none.
+    std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> view;
     std::int64_t version;  // of the storage's tensors then
   };
 
   static bool can_page(const Domain& domain, const at::Tensor& tensor);
-  const Copied* find(const at::Tensor& tensor, std::size_t begin, std::size_t bytes);
+  std::shared_ptr<const at::Tensor> find(const Copied& wanted);
   void note(Copied copied);
 
   const std::weak_ptr<Domain> domain_;
+  const std::uint64_t process_ = process_generation();
   std::atomic<bool> closed_ = false;
   std::mutex mutex_;
   std::multimap<const c10::StorageImpl*, Copied> copied_;
@@ -64,7 +67,6 @@ class SavedTensor {
   std::int64_t version_ = 0;
   std::shared_ptr<Activations> activations_;
   std::shared_ptr<const at::Tensor> content_;  // bytes
-  std::size_t at_ = 0;                         // in the content
   std::vector<std::int64_t> sizes_, strides_;
   at::TensorOptions options_;
 };
