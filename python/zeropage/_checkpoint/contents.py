@@ -18,7 +18,7 @@ import torch
 from zeropage import _core
 from zeropage._checkpoint import folders, random_state, tree
 from zeropage._checkpoint.names import FORMAT, MANIFEST, identity, names_of_parameters
-from zeropage._safetensors import Layout
+from zeropage._safetensors import Content, Layout
 
 Pieces: TypeAlias = "list[tuple[int, int, int]]"  # begin, bytes, checksum
 Progress: TypeAlias = Callable[[int, int], object]
@@ -29,15 +29,9 @@ _BLOCK = 4096
 _BATCH_BYTES = 256 << 20
 
 
-class Source(Protocol):
+class Source(Content, Protocol):
     """What becomes a tensor of a file."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def nbytes(self) -> int: ...
     @property
     def ranks(self) -> int:
         """Over which it lies; each writes its parts."""

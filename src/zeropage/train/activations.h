@@ -3,8 +3,8 @@
 //
 // What is saved is copied into a paged tensor of role activation, so that its own memory is free when the program
 // lets go of it. Backward gets an ordinary tensor over the frame, of the same strides, which is pinned while it
-// lives. What several operators save of one storage is kept once. Parameters and other paged tensors are not copied,
-// and small tensors stay where they are.
+// lives. What several operators save of the same elements is kept once. Parameters and other paged tensors are not
+// copied, and small tensors stay where they are.
 #pragma once
 
 #include <map>
