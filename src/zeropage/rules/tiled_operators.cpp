@@ -112,21 +112,18 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const at::Tens
   const Rows all(weight);
   const std::int64_t parts = x.size(0);
   const bool exact = all.segment->domain()->tiling == Tiling::exact;
-  const Rows first = all.part(0, parts);
-  const std::int64_t outputs = rows_are_outputs ? first.rows : first.columns;
-  if (parts == 1) {
-    at::Tensor y = rows_are_outputs ? rows_as_outputs(x[0], first, bias)
-                   : exact          ? rows_summed_exactly(x[0], first)
-                                    : rows_summed(x[0], first);
-    if (!rows_are_outputs && bias.defined()) y.add_(bias);
-    return y.unsqueeze(0);
-  }
-  at::Tensor y = at::empty({parts, x.size(1), outputs}, x.options());
-  for (std::int64_t i = 0; i < parts; ++i) {
+  const auto product_of = [&](std::int64_t i) {
     const Rows part = all.part(i, parts);
-    y[i].copy_(rows_are_outputs ? rows_as_outputs(x[i], part, {})
-               : exact          ? rows_summed_exactly(x[i], part)
-                                : rows_summed(x[i], part));
+    if (rows_are_outputs) return rows_as_outputs(x[i], part, bias);
+    at::Tensor y = exact ? rows_summed_exactly(x[i], part) : rows_summed(x[i], part);
+    return bias.defined() ? y.add_(bias) : y;
+  };
+  if (parts == 1) return product_of(0).unsqueeze(0);
+  at::Tensor y;
+  for (std::int64_t i = 0; i < parts; ++i) {
+    const at::Tensor one = product_of(i);
+    if (!y.defined()) y = at::empty({parts, one.size(0), one.size(1)}, x.options());
+    y[i].copy_(one);
   }
   return y;
 }
@@ -253,8 +250,8 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
       Rows some = all;
       some.begin += static_cast<std::size_t>(begin * all.columns);
       some.rows = end - begin;
+      const at::Tensor wanted = flat.index_select(0, places);
       for_each_tile(some, access, [&](std::int64_t row, const at::Tensor& tile) {
-        const at::Tensor wanted = flat.index_select(0, places);
         const at::Tensor here = wanted.ge(begin + row).logical_and_(wanted.lt(begin + row + tile.size(0)));
         const at::Tensor own = places.index_select(0, here.nonzero().squeeze(1));
         if (own.numel() > 0) run(begin + row, tile, own);

@@ -1,5 +1,6 @@
 #include "zeropage/train/activations.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -20,9 +21,7 @@ std::int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference()
 
 /// Bytes of its storage from the first to the last element.
 std::size_t span_bytes(const at::Tensor& tensor) {
-  std::int64_t last = 0;
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
-  return static_cast<std::size_t>(last + 1) * tensor.itemsize();
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
 /// A copy in pages: of the bytes of its storage as they lie, or, with other strides, of the elements alone.
