@@ -8,6 +8,8 @@ VENV   := .venv
 PYTHON := $(VENV)/bin/python
 TORCH  ?= 2.13.0
 BUILD  := build
+# ON: several files at once, which takes half of the time from scratch, and longer after a change.
+UNITY  ?= OFF
 
 .PHONY: build test lint bench peers demo demo-ranks sanitize format clean system cpp-tests
 
@@ -34,7 +36,7 @@ build: system $(PYTHON) ## torch, the package (editable) and its tools into .ven
 	  $(PYTHON) -m pip install -q $$($(PYTHON) tools/requirements.py)
 	  touch $$stamp
 	fi
-	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -C cmake.define.CMAKE_UNITY_BUILD=$(UNITY) -e .
 
 # In the folder where the package was built: what is compiled there need not be compiled again. Tests of the modules
 # without torch run under the sanitizers alone (`make sanitize`).
@@ -44,7 +46,7 @@ cpp-tests: build
 	ninja -C $$folder --quiet torch_tests sim
 	cd $$folder && ctest --output-on-failure -R torch
 
-ON_DEVICE := accelerator activations bad_input checkpoint equality hazards hugging_face mixed programs quantised rules saving snapshots step tensors tiling
+ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules saving snapshots step tensors tiling vocabulary
 test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tests
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k "not ranks" $(ARGS)
 	$(PYTHON) -m pytest -q tests/python -k ranks $(ARGS)  # each is processes enough
