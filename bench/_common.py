@@ -4,6 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from tabulate import tabulate
@@ -32,6 +33,14 @@ def alternate(rounds: int, **programs: Callable[[], object]) -> dict[str, list[f
 def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
     """Median of the ratios of neighbours, which share what else the machine was doing."""
     return statistics.median(a / b for a, b in zip(times, reference, strict=True))
+
+
+def peak_of_process() -> int:
+    """Bytes: the most memory the process has had since it last wrote 5 to /proc/self/clear_refs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def finish(rows: Sequence[Sequence[object]], headers: Sequence[str], **figures: object) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import finish, turns
+from _common import finish, peak_of_process, turns
 from _disk import fio, mixed
 from _gpt import GPT, Shape
 from torch.utils.checkpoint import checkpoint
@@ -25,13 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import zeropage
 
 WAYS = ["plain", "device", "host", "disk", "checkpoints", "checkpoints on disk"]
-
-
-def peak() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def child(args: argparse.Namespace) -> None:
@@ -61,12 +54,12 @@ def child(args: argparse.Namespace) -> None:
     model.zero_grad()
     for _ in sys.stdin:
         Path("/proc/self/clear_refs").write_text("5")
-        before = peak()
+        before = peak_of_process()
         begin = time.perf_counter()
         model(text[:, :-1], text[:, 1:]).backward()
         seconds = time.perf_counter() - begin
         norm = float(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None))
-        grown = peak() - before
+        grown = peak_of_process() - before
         model.zero_grad()
         said: dict[str, Any] = {"seconds": seconds, "growth": grown, "norm": norm}
         if home != "plain":

@@ -1,6 +1,7 @@
 """Trains a byte-level GPT on the source of the Python standard library, with its states on disk.
 
     python examples/train_gpt.py              # parameters, gradients and optimizer states on disk, 512 MB of memory
+    python examples/train_gpt.py --activations disk   # and with what backward needs there too
     python examples/train_gpt.py --plain      # the same program without zeropage
     python examples/train_gpt.py --check 5    # both, five steps: are losses and parameters equal to the bit?
     torchrun --nproc-per-node 2 examples/train_gpt.py   # states partitioned over ranks, each with a part of the batch
@@ -99,10 +100,11 @@ def scope(args: argparse.Namespace, plain: bool):
         parameters=args.tier,
         gradients=args.tier,
         optimizer=args.tier,
+        activations=args.activations,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         stage=args.stage,
-        **({"disk_path": args.disk_path} if args.tier == "disk" else {}),
+        **({"disk_path": args.disk_path} if "disk" in (args.tier, args.activations) else {}),
     )
 
 
@@ -253,7 +255,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
         rows += [
             ["  of the plain program", megabytes(plain["peak"])],
             ["  activations, measured in the plain program", megabytes(plain["activations"])],
-            ["  peak less activations", megabytes(peak - plain["activations"])],
+        ]
+        if args.activations == "device":
+            rows.append(["  peak less activations", megabytes(peak - plain["activations"])])
+        else:
+            paged = sum(home.peak for home in report.homes if home.role == "activation")
+            where = {"disk": "on disk", "host": "in host memory"}[args.activations]
+            rows.append([f"  of these, at home {where}", megabytes(paged)])
+        rows += [
             ["  budgets", megabytes(sum(b.limit for b in report.budgets))],
             ["read from disk", megabytes(report.read_bytes)],
             ["written to disk", megabytes(report.written_bytes)],
@@ -290,6 +299,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--tier", choices=["disk", "host", "device"], default="disk", help="home of all states")
+    parser.add_argument(
+        "--activations", choices=["disk", "host", "device"], default="device", help="home of what backward needs"
+    )
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="of ZeRO, over ranks")
     parser.add_argument("--device-memory", default="256MB")
     parser.add_argument("--host-memory", default="256MB")

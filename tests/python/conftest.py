@@ -24,6 +24,8 @@ def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where models live: cpu, cuda, or sim (tests/accelerator)")
     parser.addoption("--delays", type=int, default=0, help="of sim: seed of random delays of its streams; 0: none")
     parser.addoption("--full", action="store_true", help="all that is left out for time")
+    parser.addoption("--activations", choices=["device", "disk"], help="of every test, instead of either")
+    parser.addoption("--tiles", action="store_true", help="in every test, also of what would fit")
     parser.addoption("--memory", default="auto", help="\"separate\": treat the CPU's memory as a GPU's is")
 
 
@@ -40,6 +42,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: left out unless --full")
+    config.addinivalue_line(
+        "markers", "states_only: counts transfers of states: no tiles, activations where they are"
+    )
     config.addinivalue_line("markers", "cpu: needs memory that the host can touch, or settings of the CPU alone")
     devices.choose(config.getoption("--device"), config.getoption("--delays"))
     devices.use(devices.NAME, devices.SEED)
@@ -56,10 +61,16 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def config(disk, request):
-    """Everything on disk, every tensor paged, little memory."""
+    """Everything on disk, every tensor paged, little memory. What does not change bits differs from test to test."""
+    option, chance = request.config.getoption, zlib.crc32(request.node.nodeid.encode())
+    varies = option("--device") == "cpu"  # elsewhere, for time, as options say
+    activations = option("--activations") or ["device", "disk"][varies and chance // 2 % 2]
+    tiles = dict(tiling="exact", tile_above="64KB") if option("--tiles") or (varies and chance // 4 % 2) else {}
+    if request.node.get_closest_marker("states_only"):
+        activations, tiles = "device", {}
     return zeropage.Config(
-        device=request.config.getoption("--device"),
-        memory=request.config.getoption("--memory"),
+        device=option("--device"),
+        memory=option("--memory"),
         parameters="disk",
         gradients="disk",
         optimizer="disk",
@@ -68,8 +79,9 @@ def config(disk, request):
         host_memory="2MB",
         resident_below=1,
         page_size="16KiB",
-        # Bits are the same.
-        update_ahead=["auto", "always"][zlib.crc32(request.node.nodeid.encode()) % 2],
+        update_ahead=["auto", "always"][chance % 2],
+        activations=activations,
+        **tiles,
     )
 
 

@@ -354,3 +354,28 @@ def test_memory_does_not_grow_with_depth(how, disk):
     assert saved > (150e6 if how == "plain" else 15e6)
     assert grown[32] <= 32e6 + 64e6
     assert grown[32] <= grown[8] + (32 << 20)  # what malloc may keep
+
+
+def test_backward_gets_the_strides_that_were_saved(config):
+    """Of a part of a tensor too: other strides may be other sums."""
+    seen = []
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            context.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(context, gradient):
+            (x,) = context.saved_tensors
+            seen.append((x.clone(memory_format=torch.contiguous_format), x.stride()))
+            return gradient * 2
+
+    zeropage.init(config, activations="disk")
+    x = torch.randn(8, 64, 96, requires_grad=True)
+    y = x * 1
+    parts = [y[..., 32:64], y[:, ::2], y.transpose(1, 2)[:, 3:40], y[:, :1].expand(8, 64, 96), y[2]]
+    torch.stack([Keep.apply(part).sum() for part in parts]).sum().backward()
+    for part, (content, strides) in zip(reversed(parts), seen, strict=True):
+        assert strides == part.stride() and torch.equal(content, part)

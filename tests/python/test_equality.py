@@ -22,6 +22,7 @@ def test_every_kind_of_model_trains_equal(name, evict, config):
 TIERS = ["device", "host", "disk"]
 
 
+@pytest.mark.states_only
 @pytest.mark.parametrize("tiers", itertools.product(TIERS, TIERS, TIERS), ids="-".join)
 def test_each_tier_serves_each_role(tiers, config):
     roles = dict(zip(["parameters", "gradients", "optimizer"], tiers, strict=True))

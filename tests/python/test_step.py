@@ -339,6 +339,7 @@ def test_temporaries_of_a_step_have_no_home(config):
     assert home.peak == 3 * 4 * 1024 * 512
 
 
+@pytest.mark.states_only
 @pytest.mark.parametrize("visible", ["auto", "bfloat16"])
 @pytest.mark.parametrize("foreach", [None, True])
 def test_norms_that_are_always_asked_for_read_nothing(visible, foreach, config):
@@ -384,6 +385,7 @@ def test_a_norm_that_is_no_longer_asked_for_is_no_longer_taken(config):
         layer.zero_grad()
 
 
+@pytest.mark.states_only
 @pytest.mark.cpu  # counts what the disk reads
 def test_micro_batches_share_what_is_in_memory(config):
     """Between one micro-batch's backward and the next one's forward, and where they turn round."""

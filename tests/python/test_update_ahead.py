@@ -18,7 +18,7 @@ from test_equality import OPTIMIZERS
 
 import zeropage
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.states_only]
 
 WIDTH = 200  # pages of 16 KiB end inside rows
 

@@ -12,6 +12,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
+#include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/rules/rules.h"
@@ -98,6 +99,7 @@ void set_storage(Call& call) {
 }
 
 void run(Call& call) {
+  if (call.has_lazy && LazyProduct::run(call)) return;
   if (call.paged.empty()) {
     choose_device(call);
     if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;

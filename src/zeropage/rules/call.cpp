@@ -15,6 +15,7 @@
 #include <unordered_set>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/rules.h"
 
 namespace zeropage {
@@ -175,7 +176,12 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op) {
 
 void Call::find_paged() {
   const auto see = [&](const at::Tensor& tensor, bool write) {
-    if (auto* segment = segment_of(tensor)) paged.push_back({tensor, segment, write ? Access::write : Access::read});
+    if (auto* segment = segment_of(tensor)) {
+      paged.push_back({tensor, segment, write ? Access::write : Access::read});
+      if (write) segment->note_write();
+    } else if (LazyProduct::of(tensor)) {
+      has_lazy = true;
+    }
   };
   for (std::size_t i = 0; i < arguments; ++i) {
     const c10::IValue& value = argument(i);
@@ -195,7 +201,7 @@ bool Call::needs_autograd() {
     if (!value.isTensor() || !value.toTensor().defined()) return false;
     const at::Tensor& tensor = value.toTensor();
     if (records && tensor.requires_grad()) return true;
-    return torch::autograd::impl::get_autograd_meta(tensor) && tensor._fw_grad(/*level=*/0).defined();
+    return has_tangent(tensor);
   };
   for (std::size_t i = 0; i < arguments; ++i) {
     const c10::IValue& value = argument(i);
@@ -323,6 +329,14 @@ void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard below_us(c10::DispatchKeySet(kPagedKey) | c10::autocast_dispatch_keyset);
   op.callBoxed(stack);
+}
+
+std::int64_t version_of(const at::Tensor& tensor) {
+  return !tensor.defined() || tensor.is_inference() ? 0 : tensor._version();
+}
+
+bool has_tangent(const at::Tensor& tensor) {
+  return torch::autograd::impl::get_autograd_meta(tensor) && tensor._fw_grad(/*level=*/0).defined();
 }
 
 void bump_version(const at::Tensor& tensor) {

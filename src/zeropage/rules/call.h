@@ -53,12 +53,13 @@ struct Call {
   std::size_t first;  // of the arguments on the stack
   std::size_t arguments;
   c10::SmallVector<PagedArgument, 4> paged = {};  // every paged tensor among them, in order
+  bool has_lazy = false;                          // a lazy product may be among them
 
   c10::IValue& argument(std::size_t i) { return stack[first + i]; }
   const std::string& name() const { return op.schema().name(); }
   std::string argument_name(std::size_t i) const { return op.schema().arguments()[i].name(); }
 
-  /// Fills `paged`.
+  /// Fills `paged` and `has_lazy`.
   void find_paged();
   /// True if autograd would have to see this call: a rule that computes must leave it alone.
   bool needs_autograd();
@@ -78,6 +79,11 @@ struct Call {
 
 /// Runs `op` on tensors that are not ours to fault on and need no autograd: slices of pages. On any thread.
 void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
+/// What autograd's saved tensors check; 0 where there is none.
+std::int64_t version_of(const at::Tensor& tensor);
+/// Whether forward-mode derivatives go through it.
+bool has_tangent(const at::Tensor& tensor);
 
 /// An in-place write that autograd did not see must still bump the version that saved tensors check.
 void bump_version(const at::Tensor& tensor);

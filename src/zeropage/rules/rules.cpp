@@ -12,6 +12,8 @@ Rule find_rule(const std::string& name, const std::string& overload, const Opera
       {"copy_.", run_copy},
       {"linalg_vector_norm.", run_norm},
       {"_amp_foreach_non_finite_check_and_unscale_.", run_unscale},
+      {"select_backward.", widen_select},
+      {"slice_backward.", widen_slice},
       {"clone.", make_clone},
       {"_to_copy.", make_converted},
       {"empty_like.", make_like},
@@ -42,8 +44,18 @@ Rule find_rule(const std::string& name, const std::string& overload, const Opera
 
 Rule find_tile_rule(const std::string& name, const std::string& overload) {
   static const auto* table = new std::unordered_map<std::string, Rule>{
-      {"linear.", tile_linear}, {"mm.", tile_mm},        {"addmm.", tile_addmm},         {"bmm.", tile_bmm},
-      {"matmul.", tile_parts},  {"einsum.", tile_parts}, {"embedding.", tile_embedding},
+      {"linear.", tile_linear},
+      {"mm.", tile_mm},
+      {"addmm.", tile_addmm},
+      {"bmm.", tile_bmm},
+      {"matmul.", tile_parts},
+      {"einsum.", tile_parts},
+      {"embedding.", tile_embedding},
+      {"_grouped_mm.", tile_grouped_mm},
+      {"embedding_bag.", tile_embedding_bag},
+      {"embedding_bag.padding_idx", tile_embedding_bag},
+      {"index_select.", tile_index_select},
+      {"index.Tensor", tile_index},
   };
   const auto found = table->find(name + "." + overload);
   return found != table->end() ? found->second : nullptr;

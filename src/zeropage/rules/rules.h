@@ -18,9 +18,17 @@ bool tile_linear(Call& call);
 bool tile_mm(Call& call);
 bool tile_addmm(Call& call);
 bool tile_bmm(Call& call);
-bool tile_embedding(Call& call);
-bool tile_parts(Call& call);     // what is made of operators
-bool run_on_copies(Call& call);  // any operator without autograd, on small views of what is too large
+bool tile_embedding(Call& call);        // tiled_embedding.cpp
+bool tile_embedding_bag(Call& call);    // tiled_embedding.cpp
+bool tile_index_select(Call& call);     // tiled_embedding.cpp
+bool tile_index(Call& call);            // tiled_embedding.cpp: weight[indices]
+bool tile_grouped_mm(Call& call);       // experts.cpp
+bool widen_select(Call& call);          // experts.cpp: backward of weight[i]
+bool widen_slice(Call& call);           // experts.cpp: backward of weight[i:j]
+bool add_nonzero(Call& call);           // experts.cpp: sum += a gradient of which most is known to be zero
+bool take_vocabulary_loss(Call& call);  // vocabulary_loss.cpp: cross entropy of a lazy product
+bool tile_parts(Call& call);            // what is made of operators
+bool run_on_copies(Call& call);         // any operator without autograd, on small views of what is too large
 
 bool run_pointwise(Call& call);   // pointwise.cpp: page by page, in place or into a new paged tensor
 bool run_list(Call& call);        // lists.cpp: _foreach_ and _fused_ operators, tensor by tensor, page by page

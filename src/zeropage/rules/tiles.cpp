@@ -9,6 +9,7 @@
 #include <deque>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/heap.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
@@ -77,21 +78,49 @@ class PagesInTurn {
 }  // namespace
 
 Rows::Rows(const at::Tensor& tensor)
-    : segment(segment_of(tensor)),
+    : segment(&paged_segment(tensor)),
       begin(tensor.storage_offset()),
       rows(tensor.size(-1) ? tensor.numel() / tensor.size(-1) : 0),
       columns(tensor.size(-1)),
       options(tensor.options().requires_grad(false)) {}
 
-Rows Rows::part(std::int64_t index, std::int64_t parts) const {
-  Rows part = *this;
-  part.rows = rows / parts;
-  part.begin += static_cast<std::size_t>(index * part.rows * columns);
-  return part;
+StorageSegment& paged_segment(const at::Tensor& tensor) {
+  if (auto* segment = segment_of(tensor)) return *segment;
+  throw AccessError(
+      "a paged tensor that autograd saved came back as an ordinary one: hooks for saved tensors are to hand on what "
+      "zeropage.is_paged() as it is");
 }
 
+Rows Rows::part(std::int64_t index, std::int64_t parts) const { return range(index * (rows / parts), rows / parts); }
+
+Rows Rows::range(std::int64_t first, std::int64_t n) const {
+  Rows range = *this;
+  range.begin += static_cast<std::size_t>(first * columns);
+  range.rows = n;
+  return range;
+}
+
+Rows Rows::elements(const at::Tensor& tensor, std::size_t begin, std::int64_t n) {
+  Rows elements(tensor);
+  elements.begin = begin;
+  elements.rows = n;
+  elements.columns = 1;
+  return elements;
+}
+
+Scratch::Scratch(const std::shared_ptr<Domain>& domain, std::int64_t elements, at::ScalarType dtype)
+    : paged_(make_paged(domain, elements, 1, c10::scalarTypeToTypeMeta(dtype), Role::activation,
+                        {.alone = true, .is_local = true})),
+      pin_(PinRequest{segment_of(paged_), Access::overwrite}),
+      tensor_(
+          at::from_blob(paged_.storage().mutable_data(), elements, [](void*) {}, paged_.options(), domain->device)) {}
+
 void for_each_tile(const Rows& rows, Access access,
-                   c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> run) {
+                   c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> use) {
+  const auto run = [&](std::int64_t row, const at::Tensor& tile) {
+    use(row, tile);
+    if (tile.is_cpu()) give_back_holes(tile.nbytes());  // of what operators make of a tile in between
+  };
   const std::size_t item_bytes = rows.options.dtype().itemsize(), row_bytes = rows.columns * item_bytes;
   const std::size_t page_bytes = rows.segment->page_bytes(), begin = rows.begin * item_bytes;
   // Tiles that cross pages write these in parts.
@@ -105,8 +134,10 @@ void for_each_tile(const Rows& rows, Access access,
   const auto rows_of_page = std::max<std::int64_t>(page_bytes / row_bytes, 1);
   const auto unit = whole_pages ? rows_of_page : kFewestRows;
   const auto good = std::clamp<std::int64_t>(limit / 8 / row_bytes, kFewestRows, kGoodRows);
-  const std::int64_t wanted = std::max<std::int64_t>(round_down(good, unit), whole_pages ? unit : kFewestRows);
-  at::Tensor scratch;
+  const std::int64_t some = std::max<std::int64_t>(round_down(good, unit), whole_pages ? unit : kFewestRows);
+  const std::int64_t wanted = rows.at_once ? rows.rows : some;
+  std::optional<Scratch> scratch;  // of a whole part; of few rows, memory beside the budget
+  at::Tensor some_rows;
   for (std::int64_t row = 0; row < rows.rows;) {
     const std::int64_t left = rows.rows - row;
     const std::size_t at = begin + row * row_bytes;
@@ -125,8 +156,14 @@ void for_each_tile(const Rows& rows, Access access,
       throw BudgetError(
           fmt::format("{} rows of {} each are needed at once; raise device_memory", n, format_bytes(row_bytes)));
     }
-    if (!scratch.defined() || scratch.size(0) < n) scratch = at::empty({n, rows.columns}, rows.options);
-    const at::Tensor tile = scratch.narrow(0, 0, n), flat = tile.view({-1, 1});
+    const std::int64_t elements = n * rows.columns;
+    if (rows.at_once) {
+      scratch.emplace(rows.segment->domain(), elements, c10::typeMetaToScalarType(rows.options.dtype()));
+      some_rows = scratch->tensor();
+    } else if (!some_rows.defined() || some_rows.numel() < elements) {
+      some_rows = at::empty(elements, rows.options);
+    }
+    const at::Tensor flat = some_rows.narrow(0, 0, elements).unsqueeze(1), tile = flat.view({n, rows.columns});
     const auto for_each_piece = [&](auto copy) {
       const std::size_t bytes = n * row_bytes;
       for (std::size_t done = 0; done < bytes;) {
@@ -171,6 +208,14 @@ void copy_back(const at::Tensor& copy, const at::Tensor& tensor) {
   const at::Tensor flat = flat_of(copy, span);
   for_each_tile(span, Access::write,
                 [&](std::int64_t row, at::Tensor tile) { tile.copy_(flat.narrow(0, row, tile.size(0))); });
+}
+
+bool is_part(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  if (!segment || segment->quantisation() || segment->bytes() <= segment->page_bytes()) return false;
+  const Domain& domain = *segment->domain();
+  if (domain.tiling == Tiling::off || domain.partition.ranks || 2 * tensor.nbytes() > segment->bytes()) return false;
+  return !domain.cache->holds_everything();
 }
 
 bool is_tiled(const at::Tensor& tensor) {

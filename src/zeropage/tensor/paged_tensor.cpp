@@ -450,6 +450,18 @@ thread_local std::shared_ptr<Domain> current_scope;
 
 const std::shared_ptr<Domain>& scope_domain() { return current_scope; }
 
+OutsideScopes::OutsideScopes()
+    : outer_(std::exchange(current_scope, nullptr)),
+      outer_included_(c10::impl::tls_is_dispatch_key_included(kPagedKey)) {
+  if (outer_) c10::impl::tls_set_dispatch_key_included(kPagedKey, false);
+}
+
+OutsideScopes::~OutsideScopes() {
+  if (!outer_) return;
+  c10::impl::tls_set_dispatch_key_included(kPagedKey, outer_included_);
+  current_scope = std::move(outer_);
+}
+
 InitScope::InitScope(std::shared_ptr<Domain> domain)
     : domain_(domain),
       outer_(std::exchange(current_scope, std::move(domain))),

@@ -195,6 +195,15 @@ struct Domain {
   }
 };
 
+/// Elements beside which a segment was zero when its content was `content`.
+struct NonZero {
+  struct Range {
+    std::size_t begin, end;
+  };
+  std::vector<Range> ranges;
+  ContentMark content;
+};
+
 class StorageSegment final : public Segment {
  public:
   StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, Role role, std::size_t elements);
@@ -202,6 +211,10 @@ class StorageSegment final : public Segment {
 
   const std::shared_ptr<Domain>& domain() const { return domain_; }
   Role role() const { return role_; }
+
+  /// Calls of operators that wrote it, or may have.
+  std::uint64_t writes() const { return writes_.load(std::memory_order_relaxed); }
+  void note_write() { writes_.fetch_add(1, std::memory_order_relaxed); }
 
   // --- deferred operators ---
 
@@ -239,6 +252,11 @@ class StorageSegment final : public Segment {
   ForeseenNorm* foreseen_norm() const { return foreseen_norm_.get(); }
   void set_foreseen_norm(std::unique_ptr<ForeseenNorm> norm) { foreseen_norm_ = std::move(norm); }
   ContentMark content_mark() const;
+  /// Of a gradient, where it is not zero; null: nothing is known.
+  const NonZero* nonzero() const {
+    return nonzero_ && nonzero_->content == content_mark() ? nonzero_.get() : nullptr;
+  }
+  void set_nonzero(std::unique_ptr<const NonZero> nonzero) { nonzero_ = std::move(nonzero); }
 
   // --- mixed precision ---
 
@@ -322,6 +340,8 @@ class StorageSegment final : public Segment {
   std::unique_ptr<Quantisation> quantisation_;
   std::shared_ptr<NormHabit> norm_habit_;
   std::unique_ptr<ForeseenNorm> foreseen_norm_;
+  std::unique_ptr<const NonZero> nonzero_;
+  std::atomic<std::uint64_t> writes_ = 0;
 };
 
 /// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.
@@ -393,6 +413,19 @@ class TensorPin {
 };
 
 // --- the init scope: factories on this thread make paged tensors ---
+
+/// While it lives, factories on this thread make ordinary tensors.
+class OutsideScopes {
+ public:
+  OutsideScopes();
+  ~OutsideScopes();
+  OutsideScopes(const OutsideScopes&) = delete;
+  OutsideScopes& operator=(const OutsideScopes&) = delete;
+
+ private:
+  std::shared_ptr<Domain> outer_;
+  bool outer_included_;
+};
 
 /// The domain whose scope is entered on this thread, or null.
 const std::shared_ptr<Domain>& scope_domain();

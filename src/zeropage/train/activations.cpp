@@ -12,12 +12,11 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/heap.h"
 #include "zeropage/rules/call.h"
+#include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
 namespace {
-
-std::int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
 /// Bytes of its storage from the first to the last element.
 std::size_t span_bytes(const at::Tensor& tensor) {
@@ -90,7 +89,7 @@ std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
   std::size_t bytes = copied.bytes;
   if (bytes > tensor.nbytes()) {  // others lie between its elements
     copied.view = {saved->sizes_, saved->strides_};
-    saved->strides_ = at::infer_dense_strides(tensor.sizes(), tensor.strides());
+    saved->wide_strides_ = std::exchange(saved->strides_, at::infer_dense_strides(tensor.sizes(), tensor.strides()));
     bytes = tensor.nbytes();
   }
   saved->content_ = find(copied);
@@ -105,7 +104,7 @@ bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.device() != domain.device) return false;
   if (tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_quantized() || tensor.is_conj() || tensor.is_neg())
     return false;
-  if (!tensor.has_storage() || segment_of(tensor) || tensor.numel() == 0) return false;
+  if (!tensor.has_storage() || segment_of(tensor) || LazyProduct::of(tensor) || tensor.numel() == 0) return false;
   const at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
   if (base.is_leaf() && base.requires_grad()) return false;  // the program keeps it anyway
   if (!Call::plain_modes()) return false;
@@ -139,6 +138,18 @@ void Activations::note(Copied copied) {
   copied_.emplace(key, std::move(copied));
 }
 
+/// With the strides that it had; undefined if it has them, or if they cannot be had.
+at::Tensor SavedTensor::widened(const at::Tensor& opened) const {
+  if (wide_strides_.empty()) return {};
+  for (std::size_t i = 0; i < sizes_.size(); ++i) {
+    if (wide_strides_[i] == 0 && sizes_[i] > 1) return {};
+  }
+  // On the CPU, what is not touched of it is no memory.
+  const std::size_t span = at::detail::computeStorageNbytes(sizes_, wide_strides_, opened.itemsize());
+  if (!opened.is_cpu() && span > 4 * opened.nbytes()) return {};
+  return at::empty_strided(sizes_, wide_strides_, options_).copy_(opened);
+}
+
 at::Tensor SavedTensor::open() const {
   if (!content_) {
     TORCH_CHECK(version_of(plain_) == version_,
@@ -157,6 +168,7 @@ at::Tensor SavedTensor::open() const {
   auto held = std::make_shared<Held>(Held{TensorPin(request), content_});
   void* const data = content_->storage().mutable_data();
   const at::Tensor opened = at::from_blob(data, sizes_, strides_, [held](void*) {}, options_, options_.device());
+  if (at::Tensor wide = widened(opened); wide.defined()) return wide;
   activations_->note({opened.storage().getWeakStorageImpl(), content_, 0, span_bytes(opened), {}, 0});
   return opened;
 }

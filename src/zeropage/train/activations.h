@@ -3,8 +3,9 @@
 //
 // What is saved is copied into a paged tensor of role activation, so that its own memory is free when the program
 // lets go of it. Backward gets an ordinary tensor over the frame, of the same strides, which is pinned while it
-// lives. What several operators save of the same elements is kept once. Parameters and other paged tensors are not
-// copied, and small tensors stay where they are.
+// lives; or a copy, where others lay between the elements: to some kernels other strides are other sums. What several
+// operators save of the same elements is kept once. Parameters and other paged tensors are not copied, and small
+// tensors stay where they are.
 #pragma once
 
 #include <map>
@@ -63,11 +64,14 @@ class SavedTensor {
 
  private:
   friend class Activations;
+  at::Tensor widened(const at::Tensor& opened) const;
+
   at::Tensor plain_;  // that was not copied; else undefined
   std::int64_t version_ = 0;
   std::shared_ptr<Activations> activations_;
   std::shared_ptr<const at::Tensor> content_;  // bytes
   std::vector<std::int64_t> sizes_, strides_;
+  std::vector<std::int64_t> wide_strides_;  // that it had, if others lay between its elements; else none
   at::TensorOptions options_;
 };
 

@@ -1,0 +1,252 @@
+#include "zeropage/rules/lazy_product.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/arange.h>
+#include <c10/core/Event.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <fmt/format.h>
+
+#include <unordered_set>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/rules/rules.h"
+#include "zeropage/rules/tiled_product.h"
+
+namespace zeropage {
+namespace {
+
+constexpr const char* kRawAccess =
+    "this tensor is the result of a linear layer that is larger than tile_above: zeropage makes it when an operator "
+    "other than a view or a loss asks for it, and it has no address before. Call tensor.detach() once, whose result "
+    "need not be used, or set tiling=\"off\"";
+
+/// Nodes whose tensors are views, by which rows can be told from sizes and strides alone.
+bool is_view_node(const torch::autograd::Node& node) {
+  static const std::unordered_set<std::string> names{
+      "ViewBackward0",   "ReshapeAliasBackward0",  "UnsafeViewBackward0", "AliasBackward0",     "SliceBackward0",
+      "SelectBackward0", "UnsqueezeBackward0",     "SqueezeBackward0",    "SqueezeBackward1",   "SqueezeBackward2",
+      "SplitBackward0",  "TransposeBackward0",     "PermuteBackward0",    "AsStridedBackward0", "UnbindBackward0",
+      "ExpandBackward0", "SplitWithSizesBackward0"};
+  return names.count(node.name()) > 0;
+}
+
+}  // namespace
+
+LazyProduct::Mark::Mark(const at::Tensor& tensor) {
+  if (!tensor.defined()) return;
+  version = version_of(tensor);
+  if (const auto* segment = segment_of(tensor)) writes = segment->writes();
+  storage = tensor.storage().unsafeGetStorageImpl();
+  requires_grad = tensor.requires_grad();
+}
+
+bool LazyProduct::is_worth_it(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype) {
+  if (!c10::GradMode::is_enabled() || !Call::plain_modes()) return false;
+  if (!(x.requires_grad() || weight.requires_grad()) || x.is_inference() || x.key_set().has(kPagedKey)) return false;
+  const std::size_t bytes = x.size(1) * weight.size(0) * c10::elementSize(dtype);
+  return bytes > segment_of(weight)->domain()->tile_above;
+}
+
+LazyProduct::LazyProduct(Operands operands)
+    : operands_(std::move(operands)),
+      x_(operands_.x),
+      weight_(operands_.weight),
+      bias_(operands_.bias),
+      dtype_(operands_.x.scalar_type()),
+      rows_(operands_.x.size(1)),
+      outputs_(operands_.weight.size(0)),
+      stream_(c10::impl::VirtualGuardImpl(operands_.x.device().type()).getStream(operands_.x.device())) {}
+
+void LazyProduct::record(const at::Tensor& product) {
+  if (auto* lazy = of(product)) lazy->node_.emplace(product.grad_fn());
+}
+
+at::Tensor LazyProduct::make(Operands operands) {
+  const std::int64_t rows = operands.x.size(1), columns = operands.weight.size(0);
+  const auto dtype = c10::scalarTypeToTypeMeta(operands.dtype);
+  const c10::Device device = operands.x.device();
+  auto storage =
+      c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), rows * columns * dtype.itemsize(),
+                                            c10::DataPtr(nullptr, device), nullptr, /*resizable=*/false);
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, new LazyProduct(std::move(operands)), &destroy, device));
+  compat::install_guard(*storage, kRawAccess);
+  const auto backend = c10::computeDispatchKey(std::nullopt, std::nullopt, device);
+  auto tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(backend), dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({1, rows, columns});
+  compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
+  return tensor;
+}
+
+LazyProduct* LazyProduct::of(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kPagedKey) || !tensor.has_storage()) return nullptr;
+  const auto& data =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  if (data.get_deleter() != &destroy) return nullptr;
+  auto* lazy = static_cast<LazyProduct*>(data.get_context());
+  return lazy->is_made_.load(std::memory_order_acquire) ? nullptr : lazy;
+}
+
+void LazyProduct::check_unchanged() const {
+  const auto check = [&](const at::Tensor& tensor, const Mark& then, const char* name) {
+    Mark now(tensor);
+    now.requires_grad = then.requires_grad;  // changes no values
+    if (now == then) return;
+    throw Error(
+        fmt::format("the result of linear, [{}, {}], is made when it is asked for, and its {} was changed since: ask "
+                    "for it (for example with .detach()) before the optimizer's step, or set tiling=\"off\"",
+                    rows_, outputs_, name));
+  };
+  check(operands_.x, x_, "input");
+  check(operands_.weight, weight_, "weight");
+  check(operands_.bias, bias_, "bias");
+}
+
+/// To autograd: the gradient of `view` is that of the product's rows, and nothing asks to see it on its way.
+bool LazyProduct::is_view_of_this(const at::Tensor& view) const {
+  if (has_tangent(view) || view.is_neg() || view.is_conj() || view.scalar_type() != operands_.dtype) return false;
+  const NodePointer product = node_ ? node_->lock() : nullptr;
+  if (!product) return false;
+  for (auto node = view.grad_fn(); node;) {
+    if (is_hooked(*node)) return false;
+    if (node == product) return true;
+    if (!is_view_node(*node) || node->next_edges().size() != 1) return false;
+    node = node->next_edge(0).function;
+  }
+  return false;
+}
+
+std::optional<LazyProduct::Operands> LazyProduct::rows_of(const at::Tensor& view) {
+  const std::lock_guard lock(mutex_);
+  if (is_made_ || !is_view_of_this(view)) return {};
+  const std::int64_t dims = view.dim();
+  if (dims == 0 || view.size(-1) != outputs_ || view.numel() == 0 || view.storage_offset() % outputs_ != 0) return {};
+  if (outputs_ > 1 && view.stride(-1) != 1) return {};
+  check_unchanged();
+  const auto grad = [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); };
+  if (grad(operands_.x) != x_.requires_grad || grad(operands_.weight) != weight_.requires_grad ||
+      grad(operands_.bias) != bias_.requires_grad) {
+    return {};  // the product has recorded what it was
+  }
+  const std::int64_t first = view.storage_offset() / outputs_, n = view.numel() / outputs_;
+  Operands rows = operands_;
+  if (view.is_contiguous() && n == rows_) return rows;
+  // Products of some rows, and sums over them, are other sums to the library than those of all rows.
+  if (segment_of(rows.weight)->domain()->tiling == Tiling::exact) return {};
+  if (view.is_contiguous()) {
+    rows.x = rows.x.narrow(1, first, n);
+    return rows;
+  }
+  at::Tensor index = at::arange(first, first + 1, at::TensorOptions().dtype(at::kLong));
+  for (std::int64_t i = 0; i < dims - 1; ++i) {
+    if (view.stride(i) % outputs_ != 0) return {};
+    index = index.unsqueeze(-1) + at::arange(view.size(i), index.options()) * (view.stride(i) / outputs_);
+  }
+  rows.x = rows.x.index_select(1, index.reshape(-1).to(rows.x.device()));
+  return rows;
+}
+
+bool LazyProduct::is_hooked(torch::autograd::Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !node.pre_hooks().empty() ||
+         !node.post_hooks().empty();
+}
+
+void LazyProduct::look(const at::Tensor& tensor) {
+  auto* lazy = of(tensor);
+  if (!lazy) return;
+  Operands done;  // whose end may need locks of others: after this one's
+  const std::lock_guard lock(lazy->mutex_);
+  if (lazy->is_made_) return;
+  lazy->check_unchanged();
+  const Operands& operands = lazy->operands_;
+  const c10::impl::VirtualGuardImpl device(tensor.device().type());
+  const c10::Stream now = device.getStream(tensor.device());
+  const auto order = [&](const c10::Stream& after, const c10::Stream& before) {
+    if (now == lazy->stream_) return;
+    c10::Event event(tensor.device().type());
+    event.record(before);
+    event.block(after);
+  };
+  order(lazy->stream_, now);
+  {
+    const c10::StreamGuard guard(lazy->stream_);
+    const Computing computing;
+    lazy->result_ = product(operands.x, operands.weight, operands.bias, /*rows_are_outputs=*/true).to(operands.dtype);
+  }
+  order(now, lazy->stream_);
+  auto& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  compat::set_data(storage, lazy->result_.mutable_data_ptr());
+  compat::set_guard(storage, /*closed=*/false);
+  lazy->is_made_.store(true, std::memory_order_release);
+  std::swap(done, lazy->operands_);
+}
+
+namespace {
+
+/// Views need no values. But detach() is how programs ask for them.
+bool keeps_lazy(const Call& call) {
+  static const std::unordered_set<std::string> looks{"aten::detach", "aten::detach_", "aten::set_",
+                                                     "aten::alias_copy"};
+  return (call.info.kind == OperatorKind::view && looks.count(call.name()) == 0) ||
+         call.name() == "aten::_unsafe_view";
+}
+
+/// The same rows in memory of their own, in another dtype or in the same.
+bool convert(Call& call) {
+  const at::Tensor self = call.argument(0).toTensor();
+  auto* lazy = LazyProduct::of(self);
+  if (!lazy) return false;
+  const bool is_clone = call.name() == "aten::clone";
+  at::ScalarType dtype = self.scalar_type();
+  if (!is_clone) {
+    dtype = call.argument(1).toOptional<at::ScalarType>().value_or(dtype);
+    const bool moves = !call.argument(2).isNone() || call.argument(4).toOptional<bool>().value_or(false) ||
+                       call.argument(3).toOptional<c10::Device>().value_or(self.device()) != self.device();
+    // The gradient goes back in one step: through nothing less precise.
+    const bool is_wider = dtype == at::promote_types(dtype, lazy->dtype());
+    if (moves || !c10::isFloatingType(dtype) || !is_wider) return false;
+  }
+  const auto format = call.argument(is_clone ? 1 : 6).toOptional<at::MemoryFormat>();
+  const bool becomes_contiguous = format == at::MemoryFormat::Contiguous ||
+                                  (format.value_or(at::MemoryFormat::Preserve) == at::MemoryFormat::Preserve &&
+                                   at::IntArrayRef(at::infer_dense_strides(self.sizes(), self.strides())) ==
+                                       c10::contiguous_strides(self.sizes()));
+  if (!becomes_contiguous) return false;
+  const auto rows = lazy->rows_of(self);
+  if (!rows) return false;
+  const at::Tensor made = differentiable_product(rows->x, rows->weight, rows->bias, /*rows_are_outputs=*/true, dtype);
+  call.return_value(made.view(self.sizes()));
+  return true;
+}
+
+}  // namespace
+
+bool LazyProduct::run(Call& call) {
+  c10::SmallVector<at::Tensor, 2> lazy;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (value.isTensor() && of(value.toTensor())) lazy.push_back(value.toTensor());
+    if (!value.isList()) continue;
+    for (const c10::IValue& element : value.toListRef()) {
+      if (element.isTensor() && of(element.toTensor())) lazy.push_back(element.toTensor());
+    }
+  }
+  if (lazy.empty()) return false;
+  if (Call::plain_modes() && c10::GradMode::is_enabled()) {
+    if (call.name() == "aten::cross_entropy_loss" && take_vocabulary_loss(call)) return true;
+    if ((call.name() == "aten::clone" || call.name() == "aten::_to_copy") && convert(call)) return true;
+    if (keeps_lazy(call)) {
+      call.op.redispatchBoxed(call.below, &call.stack);  // may copy inside, which comes to us
+      return true;
+    }
+  }
+  if (call.info.kind == OperatorKind::metadata) return false;
+  for (const at::Tensor& tensor : lazy) look(tensor);
+  return false;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,193 @@
+// Rows of what is larger than memory, for embeddings and indexing: only pages whose rows are used are read, and only
+// theirs have a gradient to write.
+#include <ATen/ops/_unique.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+
+#include "zeropage/rules/rules.h"
+#include "zeropage/rules/tiled_product.h"
+
+namespace zeropage {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+enum class Sums : std::int64_t { embedding, index_put, index_add };
+
+class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
+ public:
+  /// `sums`: by which operator's kernel PyTorch sums the gradient of a row.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
+                            std::int64_t padding, bool by_frequency, Sums sums) {
+    context->save_for_backward({weight, indices});
+    context->saved_data["sums"] = static_cast<std::int64_t>(sums);
+    context->saved_data["padding"] = padding;
+    context->saved_data["by_frequency"] = by_frequency;
+    const Computing computing;
+    const at::Tensor flat = in_memory(indices.reshape(-1));
+    check(flat, weight);
+    auto sizes = indices.sizes().vec();
+    sizes.push_back(weight.size(1));
+    // No view of another tensor: autograd forbids to write these in place.
+    const at::Tensor result = at::empty(sizes, weight.options().requires_grad(false));
+    at::Tensor rows = result.view({-1, weight.size(1)});
+    for_each_used(weight, flat, Access::read,
+                  [&](std::int64_t row, const at::Tensor& tile, const at::Tensor& places) {
+                    rows.index_copy_(0, places, tile.index_select(0, flat.index_select(0, places) - row));
+                  });
+    return result;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return translated([&] { return backward_of(context, gradients); });
+  }
+
+ private:
+  static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &weight = saved[0], &indices = saved[1];
+    const at::Tensor flat = in_memory(indices.reshape(-1));
+    const at::Tensor rows = gradients[0].reshape({flat.numel(), weight.size(1)});
+    const std::int64_t padding = context->saved_data["padding"].toInt();
+    const auto sums = static_cast<Sums>(context->saved_data["sums"].toInt());
+    const bool by_frequency = context->saved_data["by_frequency"].toBool();
+    if (c10::GradMode::is_enabled() && !is_tiled(weight)) {  // few rows of what fits
+      return {at::embedding_dense_backward(rows, flat, weight.size(0), padding, by_frequency), {}, {}, {}, {}};
+    }
+    refuse_graph_of_gradient();
+    const Computing computing;
+    at::Tensor gradient = gradient_like(weight);  // zeros, of which those that are not used stay so
+    for_each_used(gradient, flat, Access::write, [&](std::int64_t row, at::Tensor tile, const at::Tensor& places) {
+      const at::Tensor own = flat.index_select(0, places) - row;
+      const std::int64_t own_padding = padding >= row && padding < row + tile.size(0) ? padding - row : -1;
+      const at::Tensor given = rows.index_select(0, places);
+      if (sums == Sums::index_put) {
+        tile.index_put_({own}, given, /*accumulate=*/true);
+      } else if (sums == Sums::index_add) {
+        tile.index_add_(0, own, given);
+      } else {
+        tile.copy_(at::embedding_dense_backward(given, own, tile.size(0), own_padding, by_frequency));
+      }
+    });
+    return {gradient, {}, {}, {}, {}};
+  }
+
+  static void check(const at::Tensor& flat, const at::Tensor& weight) {
+    if (flat.numel() == 0) return;
+    const std::int64_t low = flat.min().item<std::int64_t>(), high = flat.max().item<std::int64_t>();
+    TORCH_CHECK_INDEX(low >= 0 && high < weight.size(0), "index out of range in self: ", low < 0 ? low : high,
+                      " of an embedding of ", weight.size(0), " rows");
+  }
+
+  /// Calls `run` for tiles of which rows are used, with the places in `flat` that ask for them, in order.
+  template <class Run>
+  static void for_each_used(const at::Tensor& weight, const at::Tensor& flat, Access access, Run run) {
+    if (flat.numel() == 0) return;
+    const Rows all(weight);
+    const std::size_t row_bytes = all.columns * weight.itemsize();
+    // As many rows as a page has, wherever pages are cut.
+    const auto step = static_cast<std::int64_t>(std::max<std::size_t>(all.segment->page_bytes() / row_bytes, 1));
+    // Stable, so that of equal indices the order, and so the sum, stays.
+    const auto [sorted, order] = flat.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+    const at::Tensor on_host = sorted.to(c10::kCPU, c10::kLong).contiguous();
+    const auto* values = on_host.const_data_ptr<std::int64_t>();
+    const std::int64_t count = flat.numel();
+    for (std::int64_t first = 0; first < count;) {
+      const std::int64_t begin = values[first] / step * step;
+      const std::int64_t end = std::min(begin + step, all.rows);
+      const std::int64_t last = std::lower_bound(values + first, values + count, end) - values;
+      const at::Tensor places = std::get<0>(order.narrow(0, first, last - first).sort());
+      Rows some = all;
+      some.begin += static_cast<std::size_t>(begin * all.columns);
+      some.rows = end - begin;
+      const at::Tensor wanted = flat.index_select(0, places);
+      for_each_tile(some, access, [&](std::int64_t row, const at::Tensor& tile) {
+        const at::Tensor here = wanted.ge(begin + row).logical_and_(wanted.lt(begin + row + tile.size(0)));
+        const at::Tensor own = places.index_select(0, here.nonzero().squeeze(1));
+        if (own.numel() > 0) run(begin + row, tile, own);
+      });
+      first = last;
+    }
+  }
+};
+
+}  // namespace
+
+namespace {
+
+/// Whether rows of `weight` are to be brought one by one: all of it is too large, or few of them are asked for.
+bool takes_rows(const at::Tensor& weight, const at::Tensor& indices) {
+  if (weight.dim() < 2 || weight.numel() == 0 || !weight.is_contiguous() || weight.is_complex()) return false;
+  const bool are_indices = indices.scalar_type() == c10::kLong || indices.scalar_type() == c10::kInt;
+  if (!are_indices || !is_plain(indices, weight)) return false;
+  if (is_tiled(weight)) return true;
+  return indices.numel() < weight.size(0) / 2 && is_part(weight.select(0, 0));
+}
+
+/// Rows of a tensor of any dimensions, [indices..., rest...], and their gradient.
+at::Tensor rows_of(const at::Tensor& weight, const at::Tensor& indices, Sums sums) {
+  auto sizes = indices.sizes().vec();
+  sizes.insert(sizes.end(), weight.sizes().begin() + 1, weight.sizes().end());
+  return TiledEmbedding::apply(weight.flatten(1), indices, std::int64_t{-1}, false, sums).view(sizes);
+}
+
+}  // namespace
+
+bool tile_embedding(Call& call) {
+  const at::Tensor weight = call.argument(0).toTensor(), indices = call.argument(1).toTensor();
+  if (weight.dim() != 2 || !is_tiled(weight) || !takes_rows(weight, indices) || call.argument(4).toBool())
+    return false;
+  const std::int64_t padding = call.argument(2).toInt();
+  call.return_value(TiledEmbedding::apply(weight, indices, padding, call.argument(3).toBool(), Sums::embedding));
+  return true;
+}
+
+bool tile_embedding_bag(Call& call) {
+  const at::Tensor weight = call.argument(0).toTensor(), indices = call.argument(1).toTensor();
+  if (weight.dim() != 2 || !is_tiled(weight) || !takes_rows(weight, indices) || call.argument(5).toBool())
+    return false;
+  if (indices.dim() != 1) return false;
+  // A bag over the rows that are used alone, as an ordinary tensor, in the same order.
+  const auto [used, places] = at::_unique(indices, /*sorted=*/true, /*return_inverse=*/true);
+  if (call.arguments == 9 && !call.argument(8).isNone()) {
+    const std::int64_t given = call.argument(8).toInt(), padding = given < 0 ? given + weight.size(0) : given;
+    const at::Tensor place = used.eq(padding).nonzero();
+    call.argument(8) = place.numel() ? c10::IValue(place.item<std::int64_t>()) : c10::IValue();
+  }
+  call.argument(0) = rows_of(weight, used, Sums::embedding);
+  call.argument(1) = places.to(indices.scalar_type());
+  const bool takes_highest = call.argument(4).toInt() == 2;
+  call.op.callBoxed(&call.stack);
+  if (takes_highest && used.numel() > 0) {  // which rows they are: of empty bags, what the kernel says
+    const at::Tensor highest = call.stack.back().toTensor(), sizes = call.stack[call.stack.size() - 2].toTensor();
+    const at::Tensor rows = used.index_select(0, highest.clamp_min(0).flatten()).view_as(highest);
+    call.stack.back() = at::where(sizes.unsqueeze(1).gt(0), rows.to(highest.scalar_type()), highest);
+  }
+  return true;
+}
+
+bool tile_index_select(Call& call) {
+  const at::Tensor weight = call.argument(0).toTensor(), indices = call.argument(2).toTensor();
+  if (call.argument(1).toInt() != 0 || indices.dim() != 1 || !takes_rows(weight, indices)) return false;
+  call.return_value(rows_of(weight, indices, Sums::index_add));
+  return true;
+}
+
+bool tile_index(Call& call) {
+  const at::Tensor weight = call.argument(0).toTensor();
+  const auto given = call.argument(1).toListRef();
+  if (given.size() != 1 || !given[0].isTensor()) return false;
+  const at::Tensor indices = given[0].toTensor();
+  if (!indices.defined() || (indices.scalar_type() != c10::kLong && indices.scalar_type() != c10::kInt)) return false;
+  if (indices.device() != weight.device() || !takes_rows(weight, indices)) return false;
+  call.return_value(rows_of(weight, at::where(indices.lt(0), indices + weight.size(0), indices), Sums::index_put));
+  return true;
+}
+
+}  // namespace zeropage

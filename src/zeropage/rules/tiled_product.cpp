@@ -1,0 +1,209 @@
+#include "zeropage/rules/tiled_product.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "zeropage/base/units.h"
+#include "zeropage/rules/lazy_product.h"
+
+namespace zeropage {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+bool is_plain(const at::Tensor& x, const at::Tensor& weight) {
+  if (has_tangent(x) || has_tangent(weight) || x.is_complex()) return false;
+  return x.layout() == c10::kStrided && x.device() == weight.device() && Call::plain_modes();
+}
+
+void refuse_graph_of_gradient() {
+  if (!c10::GradMode::is_enabled()) return;
+  throw Error(
+      "a second derivative by a weight that is taken in tiles is not computed; raise device_memory or tile_above so "
+      "that it is taken whole, or use create_graph=False");
+}
+
+bool fits_in_memory(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return !segment || tensor.nbytes() <= segment->cache()->frame_limit();
+}
+
+at::Tensor in_memory(const at::Tensor& tensor) {
+  if (!segment_of(tensor)) return tensor;
+  if (!fits_in_memory(tensor)) {
+    throw BudgetError(fmt::format(
+        "an operator that takes one operand in tiles needs the other whole, [{}] of {}, and device_memory holds {}: "
+        "raise device_memory",
+        fmt::join(tensor.sizes(), ", "), format_bytes(tensor.nbytes()),
+        format_bytes(segment_of(tensor)->cache()->frame_limit())));
+  }
+  const c10::NoGradGuard no_grad;
+  return at::empty(tensor.sizes(), tensor.options().requires_grad(false)).copy_(tensor);
+}
+
+at::Tensor gradient_like(const at::Tensor& weight) {
+  return make_paged(paged_segment(weight).domain(), weight.sizes(), weight.strides(), weight.dtype(), Role::gradient);
+}
+
+void rows_as_outputs(const at::Tensor& y, const at::Tensor& x, const Rows& weight, const at::Tensor& bias) {
+  for_each_tile(weight, Access::read, [&](std::int64_t row, const at::Tensor& tile) {
+    const std::int64_t n = tile.size(0);
+    const at::Tensor part = tile.to(x.scalar_type());
+    at::Tensor into = y.narrow(1, row, n);
+    bias.defined() ? at::addmm_out(into, bias.narrow(0, row, n), x, part.t()) : at::mm_out(into, x, part.t());
+  });
+}
+
+void add_rows_summed(at::Tensor& y, const at::Tensor& x, const Rows& weight) {
+  for_each_tile(weight, Access::read, [&](std::int64_t row, const at::Tensor& tile) {
+    const at::Tensor of_rows = x.narrow(1, row, tile.size(0)), part = tile.to(x.scalar_type());
+    y.scalar_type() == x.scalar_type() ? y.addmm_(of_rows, part) : y.add_(at::mm(of_rows, part));
+  });
+}
+
+at::Tensor rows_summed_exactly(const at::Tensor& x, const Rows& weight) {
+  const auto& domain = weight.segment->domain();
+  const std::size_t column_bytes = weight.rows * x.itemsize();
+  const std::int64_t fitting = round_down(domain->tile_above / 2 / column_bytes, kFewestColumns);
+  const std::int64_t block = std::min(std::max(fitting, kFewestColumns), weight.columns);
+  const Scratch scratch(domain, weight.rows * block, x.scalar_type());
+  const at::Tensor columns = scratch.tensor().view({weight.rows, block});
+  at::Tensor y = at::empty({x.size(0), weight.columns}, x.options());
+  for (std::int64_t begin = 0; begin < weight.columns;) {
+    std::int64_t n = std::min(block, weight.columns - begin);
+    const std::int64_t left = weight.columns - begin - n;
+    if (left > 0 && left < kFewestColumns && n > kFewestColumns) n -= kFewestColumns;
+    for_each_tile(weight, Access::read, [&](std::int64_t row, const at::Tensor& tile) {
+      columns.narrow(0, row, tile.size(0)).narrow(1, 0, n).copy_(tile.narrow(1, begin, n));
+    });
+    at::Tensor into = y.narrow(1, begin, n);
+    at::mm_out(into, x, columns.narrow(1, 0, n));
+    begin += n;
+  }
+  return y;
+}
+
+void outer(const at::Tensor& left, const at::Tensor& right, const Rows& gradient) {
+  for_each_tile(gradient, Access::overwrite, [&](std::int64_t row, const at::Tensor& tile) {
+    at::Tensor out = tile;
+    const at::Tensor of_rows = left.narrow(1, row, tile.size(0)).t();
+    if (out.scalar_type() == left.scalar_type()) {
+      at::mm_out(out, of_rows, right);
+    } else {
+      out.copy_(at::mm(of_rows, right));
+    }
+  });
+}
+
+namespace {
+
+/// The same as (rightᵀ · left)ᵀ.
+void outer_transposed(const at::Tensor& left, const at::Tensor& right, const Rows& gradient) {
+  for_each_tile(gradient, Access::overwrite, [&](std::int64_t row, at::Tensor tile) {
+    tile.copy_(at::mm(right.t(), left.narrow(1, row, tile.size(0))).t());
+  });
+}
+
+}  // namespace
+
+at::Tensor product(const at::Tensor& given, const at::Tensor& weight, const at::Tensor& given_bias,
+                   bool rows_are_outputs) {
+  const Rows all(weight);
+  const at::Tensor x = in_memory(given), bias = in_memory(given_bias);
+  const std::int64_t parts = x.size(0), rows = all.rows / parts;
+  at::Tensor y = at::empty({parts, x.size(1), rows_are_outputs ? rows : all.columns}, x.options());
+  for (std::int64_t i = 0; i < parts; ++i) {
+    Rows part = all.part(i, parts);
+    part.at_once = part.fits_at_once();
+    if (rows_are_outputs) {
+      rows_as_outputs(y[i], x[i], part, bias);
+      continue;
+    }
+    if (all.segment->domain()->tiling == Tiling::exact && !part.at_once) {
+      y[i].copy_(rows_summed_exactly(x[i], part));
+    } else {
+      const bool narrow = c10::isReducedFloatingType(x.scalar_type());
+      at::Tensor sum = narrow ? at::zeros(y[i].sizes(), x.options().dtype(c10::kFloat)) : y[i].zero_();
+      add_rows_summed(sum, x[i], part);
+      if (narrow) y[i].copy_(sum);
+    }
+    if (bias.defined()) y[i].add_(bias);
+  }
+  return y;
+}
+
+namespace {
+
+class TiledProduct : public torch::autograd::Function<TiledProduct> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, bool rows_are_outputs, at::ScalarType dtype,
+                            bool is_lazy) {
+    context->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
+    context->saved_data["rows_are_outputs"] = rows_are_outputs;
+    context->saved_data["bias"] = bias.has_value() && bias->defined();
+    context->saved_data["dtype"] = static_cast<std::int64_t>(x.scalar_type());
+    if (is_lazy) return LazyProduct::make({x, weight, bias.value_or(at::Tensor()), dtype});
+    const Computing computing;
+    return product(x, weight, bias.value_or(at::Tensor()), rows_are_outputs).to(dtype);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return translated([&] { return backward_of(context, gradients); });
+  }
+
+ private:
+  static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1];
+    const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
+    const at::Tensor arrived = gradients[0].to(dtype).contiguous();
+    const at::Tensor gradient = c10::GradMode::is_enabled() ? arrived : in_memory(arrived);
+    const bool rows_are_outputs = context->saved_data["rows_are_outputs"].toBool();
+    variable_list result(6);
+    if (context->needs_input_grad(0)) {
+      result[0] = apply(gradient, weight, std::nullopt, !rows_are_outputs, dtype, /*is_lazy=*/false);
+    }
+    if (context->needs_input_grad(1) && c10::GradMode::is_enabled() && x.size(0) == 1 && !is_tiled(weight)) {
+      const at::Tensor &left = rows_are_outputs ? gradient : x, &right = rows_are_outputs ? x : gradient;
+      result[1] = left[0].t().mm(right[0]).view(weight.sizes());  // a part, which fits
+    } else if (context->needs_input_grad(1)) {
+      refuse_graph_of_gradient();
+      const Computing computing;
+      result[1] = gradient_like(weight);
+      const at::Tensor input = in_memory(x);
+      const at::Tensor &left = rows_are_outputs ? gradient : input, &right = rows_are_outputs ? input : gradient;
+      const Rows all(result[1]);
+      for (std::int64_t i = 0; i < x.size(0); ++i) {
+        Rows part = all.part(i, x.size(0));
+        part.at_once = part.fits_at_once();
+        // bmm's is inputᵀ · gradient, whatever lies transposed: to the library another sum than linear's.
+        weight.dim() == 3 && rows_are_outputs ? outer_transposed(left[i], right[i], part)
+                                              : outer(left[i], right[i], part);
+      }
+    }
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) result[2] = gradient[0].sum(0);
+    return result;
+  }
+};
+
+}  // namespace
+
+at::Tensor differentiable_product(const at::Tensor& x, const at::Tensor& weight,
+                                  const std::optional<at::Tensor>& bias, bool rows_are_outputs,
+                                  at::ScalarType dtype) {
+  const bool is_lazy = rows_are_outputs && x.size(0) == 1 && LazyProduct::is_worth_it(x, weight, dtype);
+  const at::Tensor y = TiledProduct::apply(x, weight, bias, rows_are_outputs, dtype, is_lazy);
+  if (is_lazy) LazyProduct::record(y);
+  return y;
+}
+
+bool is_product(const torch::autograd::Node& node) {
+  return dynamic_cast<const torch::autograd::CppNode<TiledProduct>*>(&node) != nullptr;
+}
+
+}  // namespace zeropage

@@ -1,0 +1,296 @@
+// Cross entropy of logits that are a lazy product: the loss over a huge vocabulary, and its gradients, without the
+// logits or their gradient ever whole in memory.
+//
+// The logits are computed once, in blocks of columns, each with all rows, and go into pages of their own. The loss
+// takes some rows of them at a time, whole; backward takes them block by block, in the order in which the weight and
+// its gradient lie. So the weight is read once forward and once backward, the logits are written once and read twice,
+// and nothing is computed twice. What is computed are PyTorch's kernels on parts of their rows, so loss and weight's
+// gradient are as without tiles; for the input's gradient see [Note: order of summation].
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_log_softmax_backward_data.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/nll_loss_backward.h>
+#include <ATen/ops/nll_loss_forward.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+
+#include "zeropage/base/units.h"
+#include "zeropage/rules/lazy_product.h"
+#include "zeropage/rules/rules.h"
+#include "zeropage/rules/tiled_product.h"
+
+namespace zeropage {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr std::int64_t kIgnored = -100;
+
+/// Logits [rows, columns] in blocks of columns.
+class BlockedLogits {
+ public:
+  struct Block {
+    std::int64_t begin, columns;
+  };
+
+  /// `computed`: what the loss is computed in.
+  BlockedLogits(at::Tensor pages, std::int64_t rows, std::int64_t columns, at::ScalarType computed)
+      : pages_(std::move(pages)), rows_(rows), columns_(columns) {
+    // Four things of a block's size may be in memory at once, beside the weight's tiles and its gradient's.
+    const std::size_t column_bytes = rows * std::max<std::size_t>(pages_.itemsize(), c10::elementSize(computed));
+    const std::size_t limit = paged_segment(pages_).domain()->cache->frame_limit();
+    const std::int64_t fitting = round_down(limit / 12 / column_bytes, kFewestColumns);
+    width_ = std::min(std::max(fitting, kFewestColumns), columns);
+    for (std::int64_t begin = 0; begin < columns;) {
+      std::int64_t n = std::min(width_, columns - begin);
+      const std::int64_t left = columns - begin - n;
+      if (left > 0 && left < kFewestColumns && n > kFewestColumns) n -= kFewestColumns;
+      blocks_.push_back({begin, n});
+      begin += n;
+    }
+  }
+
+  const std::vector<Block>& blocks() const { return blocks_; }
+  std::int64_t rows() const { return rows_; }
+  std::int64_t columns() const { return columns_; }
+  /// Of the widest block.
+  std::int64_t width() const { return width_; }
+
+  void write(const Block& block, const at::Tensor& logits) const {
+    for_each_tile(
+        Rows::elements(pages_, rows_ * block.begin, logits.numel()), Access::overwrite,
+        [&](std::int64_t at, at::Tensor page) { page.copy_(logits.view({-1, 1}).narrow(0, at, page.size(0))); });
+  }
+
+  /// Rows [first, first + n) of a block into `into`, [n, block.columns], through `staging` of so many elements.
+  void read(const Block& block, std::int64_t first, std::int64_t n, const at::Tensor& staging,
+            at::Tensor into) const {
+    const at::Tensor flat = staging.narrow(0, 0, n * block.columns);
+    for_each_tile(
+        Rows::elements(pages_, rows_ * block.begin + first * block.columns, flat.numel()), Access::read,
+        [&](std::int64_t at, const at::Tensor& page) { flat.narrow(0, at, page.size(0)).copy_(page.squeeze(1)); });
+    into.copy_(flat.view({n, block.columns}));
+  }
+
+  /// Rows of all blocks into `into`, [n, columns].
+  void read_rows(std::int64_t first, const at::Tensor& staging, const at::Tensor& into) const {
+    for (const Block& block : blocks_) {
+      read(block, first, into.size(0), staging, into.narrow(1, block.begin, block.columns));
+    }
+  }
+
+ private:
+  at::Tensor pages_;
+  std::int64_t rows_, columns_, width_ = 0;
+  std::vector<Block> blocks_;
+};
+
+/// A chunk of whole rows, and memory for as many.
+struct RowsInTurn {
+  std::int64_t first, n;
+  at::Tensor logits, other, third;  // [n, columns]
+};
+
+/// Calls `run` with the logits in what is computed, as many rows at a time as fit, and at least `fewest`.
+void for_each_rows(const std::shared_ptr<Domain>& domain, const BlockedLogits& logits, at::ScalarType stored,
+                   at::ScalarType computed, std::int64_t fewest, c10::function_ref<void(const RowsInTurn&)> run) {
+  const std::int64_t rows = logits.rows(), columns = logits.columns();
+  const auto row_bytes = static_cast<std::int64_t>(columns * c10::elementSize(computed));
+  const auto fitting = static_cast<std::int64_t>(domain->cache->frame_limit()) / 8 / row_bytes;
+  const std::int64_t even = fitting < kFewestRows ? fitting : round_down(fitting, kFewestRows);
+  const std::int64_t n = std::min(std::max(even, fewest), rows), most = std::min(n + fewest - 1, rows);
+  const Scratch staging(domain, most * logits.width(), stored);
+  const Scratch rows_in_turn(domain, 3 * most * columns, computed);  // one piece: devices do not move what they hold
+  for (std::int64_t first = 0, here = 0; first < rows; first += here) {
+    here = std::min(n, rows - first);
+    if (rows - first - here < fewest) here = rows - first;  // where rows lie among others counts too
+    const auto part = [&](std::int64_t i) {
+      return rows_in_turn.tensor().narrow(0, i * most * columns, here * columns).view({here, columns});
+    };
+    const RowsInTurn in_turn{first, here, part(0), part(1), part(2)};
+    logits.read_rows(first, staging.tensor(), in_turn.logits);
+    run(in_turn);
+  }
+}
+
+/// The graph between a product and its loss, which backward does not go through.
+struct PassedNodes : torch::CustomClassHolder {
+  explicit PassedNodes(const at::Tensor& logits) {
+    for (auto node = logits.grad_fn(); node; node = node->next_edge(0).function) {
+      nodes.emplace_back(node);
+      if (is_product(*node)) break;
+    }
+  }
+  std::vector<WeakNode> nodes;
+};
+
+/// Hooks that were there before the loss have made it take logits whole.
+void refuse_late_hooks(AutogradContext* context) {
+  const auto passed = c10::static_intrusive_pointer_cast<PassedNodes>(context->saved_data["passed"].toCapsule());
+  for (const auto& weak : passed->nodes) {
+    const auto node = weak.lock();
+    if (node && LazyProduct::is_hooked(*node)) {
+      throw AccessError(
+          "a hook or retain_grad() was put on logits after their loss was computed in parts, without a gradient of "
+          "logits: put it there before the loss, or set tiling=\"off\"");
+    }
+  }
+}
+
+class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
+ public:
+  /// x [1, t, k], weight [v, k], bias [v] or none, target [t] of classes or kIgnored.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, const at::Tensor& target, std::int64_t reduction,
+                            at::ScalarType computed, const c10::intrusive_ptr<PassedNodes>& passed) {
+    context->saved_data["passed"] = c10::IValue::make_capsule(passed);
+    const Computing computing;
+    const auto& domain = segment_of(weight)->domain();
+    const std::int64_t t = x.size(1), columns = weight.size(0);
+    // Activations that stay on the device are smaller than it.
+    const bool stays = domain->placement[static_cast<int>(Role::activation)] == Placement::device;
+    const at::Tensor pages = make_paged(domain, t * columns, 1, x.dtype(), stays ? Role::gradient : Role::activation,
+                                        {.alone = true, .is_local = true});
+    const BlockedLogits logits(pages, t, columns, computed);
+    {
+      const Scratch scratch(domain, t * logits.width(), x.scalar_type());
+      for (const auto& block : logits.blocks()) {
+        const at::Tensor y = scratch.tensor().narrow(0, 0, t * block.columns).view({t, block.columns});
+        rows_as_outputs(y, x[0], Rows(weight).range(block.begin, block.columns),
+                        bias.has_value() ? in_memory(*bias).narrow(0, block.begin, block.columns) : at::Tensor());
+        logits.write(block, y);
+      }
+    }
+    const at::Tensor highest = at::empty(t, x.options().requires_grad(false).dtype(computed));
+    const at::Tensor log_sum = at::empty_like(highest), picked = at::empty_like(highest);
+    for_each_rows(domain, logits, x.scalar_type(), computed, /*fewest=*/1, [&](const RowsInTurn& rows) {
+      const auto part = [&](const at::Tensor& all) { return all.narrow(0, rows.first, rows.n); };
+      part(highest).copy_(rows.logits.amax(1));
+      at::Tensor log_p = rows.other;
+      at::_log_softmax_out(log_p, rows.logits, 1, /*half_to_float=*/false);
+      part(log_sum).copy_(log_p.amax(1).neg_());  // of the highest, it is 0 - log_sum
+      part(picked).copy_(log_p.gather(1, part(target).clamp_min(0).unsqueeze(1)).squeeze(1));
+    });
+    // The same sums as over all classes: in each row one counts.
+    const at::Tensor only = picked.unsqueeze(1), its_class = target.clamp_max(0);
+    const auto [loss, total_weight] = at::nll_loss_forward(only, its_class, {}, reduction, kIgnored);
+    context->save_for_backward({x, weight, target, pages, highest, log_sum, only, its_class, total_weight});
+    context->saved_data["bias"] = bias.has_value();
+    context->saved_data["reduction"] = reduction;
+    return loss;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return translated([&] { return backward_of(context, gradients[0]); });
+  }
+
+ private:
+  static variable_list backward_of(AutogradContext* context, const at::Tensor& of_loss) {
+    refuse_graph_of_gradient();
+    refuse_late_hooks(context);
+    const Computing computing;
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], &target = saved[2], &highest = saved[4], &log_sum = saved[5];
+    const auto& domain = paged_segment(weight).domain();
+    const auto stored = x.scalar_type(), computed = highest.scalar_type();
+    const BlockedLogits logits(saved[3], x.size(1), weight.size(0), computed);
+    const at::Tensor of_picked =
+        at::nll_loss_backward(of_loss.to(computed), saved[6], saved[7], {}, context->saved_data["reduction"].toInt(),
+                              kIgnored, saved[8]);  // [t, 1]
+    const bool is_exact = domain->tiling == Tiling::exact;
+    const bool for_x = context->needs_input_grad(0), for_weight = context->needs_input_grad(1);
+    const bool for_bias = context->saved_data["bias"].toBool() && context->needs_input_grad(2);
+    variable_list result(7);
+    if (for_weight) result[1] = gradient_like(weight);
+    if (for_bias) result[2] = at::empty(weight.size(0), x.options().requires_grad(false));
+    if (for_x && is_exact) {
+      result[0] = at::empty(x.sizes(), x.options().requires_grad(false));
+      for_each_rows(domain, logits, stored, computed, kFewestRows, [&](const RowsInTurn& rows) {
+        const auto part = [&](const at::Tensor& all) { return all.narrow(0, rows.first, rows.n).unsqueeze(1); };
+        rows.logits.sub_(part(highest)).sub_(part(log_sum));
+        rows.other.zero_().scatter_(1, part(target).clamp_min(0), part(of_picked).squeeze(1));
+        at::Tensor g = rows.third;
+        at::_log_softmax_backward_data_out(g, rows.other, rows.logits, 1, computed);
+        result[0][0].narrow(0, rows.first, rows.n).copy_(rows_summed_exactly(g.to(stored), Rows(weight)));
+      });
+    }
+    const bool by_blocks = for_x && !is_exact;
+    if (!by_blocks && !for_weight && !for_bias) return result;
+    const auto summed = c10::isReducedFloatingType(stored) ? c10::kFloat : stored;
+    at::Tensor sum = at::zeros(x[0].sizes(), x.options().requires_grad(false).dtype(summed));
+    const std::int64_t t = x.size(1), width = logits.width();
+    const Scratch staging(domain, t * width, stored);
+    const std::int64_t most = t * (width + 1);
+    const Scratch of_block(domain, 3 * most, computed);
+    for (const auto& block : logits.blocks()) {
+      const std::int64_t n = block.columns;
+      const auto part = [&](std::int64_t i) {
+        return of_block.tensor().narrow(0, i * most, t * (n + 1)).view({t, n + 1});
+      };
+      at::Tensor log_p = part(0), g = part(1), of_logits = part(2);
+      logits.read(block, 0, t, staging.tensor(), log_p.narrow(1, 0, n));
+      log_p.narrow(1, 0, n).sub_(highest.unsqueeze(1)).sub_(log_sum.unsqueeze(1));
+      // One column more stands for the classes of other blocks, so that each row's sum is what it is over all.
+      log_p.select(1, n).zero_();
+      const at::Tensor here = target.ge(block.begin).logical_and_(target.lt(block.begin + n));
+      g.zero_().scatter_(1, at::where(here, target - block.begin, n).unsqueeze(1), of_picked);
+      at::_log_softmax_backward_data_out(of_logits, g, log_p, 1, computed);
+      const at::Tensor gradient = staging.tensor().narrow(0, 0, t * n).view({t, n});
+      gradient.copy_(of_logits.narrow(1, 0, n));
+      if (for_weight) outer(gradient, x[0], Rows(result[1]).range(block.begin, n));
+      if (for_bias) result[2].narrow(0, block.begin, n).copy_(gradient.sum(0));
+      if (by_blocks) add_rows_summed(sum, gradient, Rows(weight).range(block.begin, n));
+    }
+    if (by_blocks) result[0] = sum.to(stored).unsqueeze(0);
+    return result;
+  }
+};
+
+/// Classes as the kernels of one class per row take them.
+at::Tensor checked_classes(const at::Tensor& target, std::int64_t ignored, std::int64_t classes) {
+  const at::Tensor valid = target.ne(ignored);
+  const at::Tensor wrong = target.lt(0).logical_or_(target.ge(classes)).logical_and_(valid);
+  if (wrong.any().item<bool>()) {
+    TORCH_CHECK_INDEX(false, "Target ", target.masked_select(wrong)[0].item<std::int64_t>(), " is out of bounds.");
+  }
+  return at::where(valid, target, kIgnored);
+}
+
+}  // namespace
+
+bool take_vocabulary_loss(Call& call) {
+  const at::Tensor self = call.argument(0).toTensor(), target = call.argument(1).toTensor();
+  auto* lazy = LazyProduct::of(self);
+  const auto of_classes = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
+  const bool smooths = call.argument(5).toDouble() != 0;
+  if (!lazy || self.dim() != 2 || of_classes.defined() || smooths || target.scalar_type() != c10::kLong) return false;
+  if (target.dim() != 1 || target.size(0) != self.size(0) || target.device() != self.device()) return false;
+  const bool is_cast = at::autocast::is_autocast_enabled(self.device().type()) && self.scalar_type() != c10::kDouble;
+  // Which of the operators inside it autocast casts, its lists for other devices say otherwise.
+  if (is_cast && !self.is_cpu() && c10::isReducedFloatingType(self.scalar_type())) return false;
+  const auto dtype = is_cast ? c10::kFloat : self.scalar_type();
+  const bool is_narrow = c10::isReducedFloatingType(dtype);
+  const auto rows = lazy->rows_of(self);
+  if (!rows) return false;
+  Domain& domain = *segment_of(rows->weight)->domain();
+  // What PyTorch's kernels compute in between is not what they return.
+  if (is_narrow && domain.tiling == Tiling::exact) return false;
+  const at::Tensor classes = checked_classes(target, call.argument(4).toInt(), self.size(1));
+  try {
+    const at::Tensor loss = VocabularyLoss::apply(
+        rows->x, rows->weight, rows->bias.defined() ? std::optional(rows->bias) : std::nullopt, classes,
+        call.argument(3).toInt(), is_narrow ? c10::kFloat : dtype, c10::make_intrusive<PassedNodes>(self));
+    call.return_value(loss.to(dtype));
+    return true;
+  } catch (const BudgetError&) {  // logits whole are the program's, and no budget's
+    domain.general_path.count("aten::cross_entropy_loss");
+    return false;
+  }
+}
+
+}  // namespace zeropage
