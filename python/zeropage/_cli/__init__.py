@@ -59,6 +59,33 @@ def import_command(source: pathlib.Path, folder: pathlib.Path, model_key: str | 
         click.echo(f"left out, for it is no plain data: {', '.join(left_out)}")
 
 
+def _with_settings(command: click.Command) -> click.Command:
+    """Each setting as a flag."""
+    for name, _ in _core.Config().items():
+        flag = f"--{name.replace('_', '-')}"
+        command.params.append(click.Option([flag, f"setting_{name}"], metavar="VALUE", help="docs/settings.md"))
+    return command
+
+
+@_with_settings
+@main.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@click.argument("script", type=_FOLDER)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--config", help="A JSON file of settings; flags go before it.")
+def run_command(script: pathlib.Path, arguments: tuple[str, ...], config: str | None, **settings: str | None) -> None:
+    """Run SCRIPT with ARGUMENTS as python would, with the modules that it makes paged.
+
+    The script needs no change: parameters and buffers become paged when a module registers them. Settings come before
+    SCRIPT; each is a flag, as --device-memory 512MB.
+    """
+    from zeropage._cli.running import make_space, run_script
+
+    given = {name.removeprefix("setting_"): value for name, value in settings.items() if value is not None}
+    with _errors_in_one_line():
+        space = make_space(script, config, given)
+    run_script(space, script, arguments)
+
+
 @contextlib.contextmanager
 def _errors_in_one_line() -> Iterator[None]:
     try:

@@ -1,0 +1,113 @@
+"""`zeropage run`: a script that knows nothing of zeropage, with its modules paged as they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import runpy
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zeropage import _core
+from zeropage._space import Space, _mix, init
+
+
+def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str]) -> Space:
+    """For run_script(). Raises SettingError, also if there is no such script."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise _core.SettingError(
+            "zeropage run is for one process: over ranks, make the model inside `with zeropage.init(...)`"
+        )
+    if not script.is_file():
+        raise _core.SettingError(f"{script}: no such file")
+    return init(config, **settings)
+
+
+def run_script(space: Space, script: pathlib.Path, arguments: Sequence[str]) -> None:
+    """Runs `script` as `python script arguments…` would, and raises what it raises."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    with _modules_paged(space), _line(space):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@contextlib.contextmanager
+def _modules_paged(space: Space) -> Iterator[None]:
+    """Inside, parameters and buffers become paged when a module registers them, by whatever library."""
+    core = space._core
+    device = torch.device(space.config["device"])
+    unmixed: dict[int, torch.Tensor] = {}
+
+    def page(tensor: torch.Tensor | None) -> bool:
+        if tensor is None or torch.nn.parameter.is_lazy(tensor) or tensor.device.type != device.type:
+            return False
+        return core.page(tensor)
+
+    def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+        if page(tensor) and tensor is not None:
+            unmixed[id(tensor)] = tensor
+
+    def register_buffer(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+        if page(tensor) and tensor is not None:
+            core.keep_whole(tensor)
+
+    def mix(*_arguments: Any) -> None:  # only now: they were initialised as they are at home
+        while unmixed:
+            _mix(core, unmixed.popitem()[1])
+
+    hooks = [
+        torch_module.register_module_parameter_registration_hook(register),
+        torch_module.register_module_buffer_registration_hook(register_buffer),
+        torch_module.register_module_forward_pre_hook(mix),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _line(space: Space) -> Iterator[None]:
+    """One live line while optimizers step, where somebody looks; the report when the script has ended."""
+    console = Console(stderr=True)
+    watch = _Watch(space)
+    if not console.is_terminal:
+        yield
+        return
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        handle = register_optimizer_step_post_hook(lambda *_: live.update(watch.step()))
+        try:
+            yield
+        finally:
+            handle.remove()
+    console.print(Text(str(space.report())))
+
+
+class _Watch:
+    def __init__(self, space: Space) -> None:
+        self._space, self._steps = space, 0
+        self._then, self._before = time.perf_counter(), space.report()
+
+    def step(self) -> Text:
+        """Of the step that has ended."""
+        now, report = time.perf_counter(), self._space.report()
+        seconds, before = max(now - self._then, 1e-9), self._before
+        self._then, self._before, self._steps = now, report, self._steps + 1
+        moved = report.read_bytes + report.written_bytes - before.read_bytes - before.written_bytes
+        waited = (report.waited_seconds - before.waited_seconds) / seconds
+        budgets = ", ".join(f"{b.name} {b.now / 1e6:,.0f} of {b.limit / 1e6:,.0f} MB" for b in report.budgets)
+        return Text(
+            f"step {self._steps}: {seconds:.2f} s, {waited:.0%} of it waiting for the disk, "
+            f"{moved / seconds / 1e9:.2f} GB/s; {budgets}"
+        )
