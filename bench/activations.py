@@ -110,13 +110,13 @@ def main() -> None:
             process.stdin.close()
             process.wait()
         disk = said.get("disk")
-        bound = None
+        seconds = 0.0
         if disk and len(disk) > 1:
             read, written = (disk[-1][key] - disk[0][key] for key in ("read", "written"))
             rates = fio(["--ioengine=io_uring", "--iodepth=32"], directory, 1 << 30, 5, mixed(read, written), False)
             seconds = (read + written) / (len(disk) - 1) / sum(rates.values())
     plain = statistics.median(one["seconds"] for one in said["plain"])
-    bound = max(1.0, seconds / plain) if disk else None
+    bound = max(1.0, seconds / plain) if seconds else None
     rows = []
     figures: dict[str, Any] = {"bound": bound}
     for way, answers in said.items():

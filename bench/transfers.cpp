@@ -57,7 +57,7 @@ int main(int count, char** arguments) try {
   const auto direction = std::string(arguments[2]) == "read" ? Direction::read : Direction::write;
   const std::size_t bytes = round_down(parse_bytes(arguments[4], "BYTES"), kRequestBytes);
 
-  const auto io = make_io(engine);
+  const auto io = make_io({.engine = engine});
   SwapFile swap(arguments[3], *io);
   const Extent extent = swap.allocate(bytes);
   Arena arena(kBuffers * kRequestBytes);

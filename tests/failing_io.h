@@ -111,7 +111,7 @@ class FailingIo final : public Io {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  TransferQueue queue_{4};
+  TransferQueue queue_{4, kMiB};
   std::shared_ptr<std::function<long(const Transfer&)>> outcome_ =
       std::make_shared<std::function<long(const Transfer&)>>([](const Transfer&) { return 1L; });
   bool stalls_ = false, closing_ = false;

@@ -26,13 +26,16 @@ if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
         "it for that torch: `pip install --no-build-isolation .` in zeropage's source"
     )
 
+from zeropage import io
 from zeropage._checkpoint import Saving, latest, load, save
 from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError, SettingError, is_paged
+from zeropage._explain import Explanation, explain
 from zeropage._lion import Lion
 from zeropage._patches import install as _install_patches
 from zeropage._report import Report
 from zeropage._space import Config, Space, evict, init, page, pinned, report, wait
 from zeropage._together import together
+from zeropage._tracing import trace
 
 _install_patches()
 
@@ -45,6 +48,7 @@ __all__ = [
     "Config",
     "DiskError",
     "Error",
+    "Explanation",
     "Lion",
     "RankError",
     "Report",
@@ -53,7 +57,9 @@ __all__ = [
     "Space",
     "cmake_prefix_path",
     "evict",
+    "explain",
     "init",
+    "io",
     "is_paged",
     "latest",
     "load",
@@ -62,5 +68,6 @@ __all__ = [
     "report",
     "save",
     "together",
+    "trace",
     "wait",
 ]

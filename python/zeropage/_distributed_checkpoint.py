@@ -96,17 +96,15 @@ def _shard(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     raise ValueError(f'this rank has no shard of "{index.fqn}" at {index.offset}')
 
 
-class _OverRanks:
+def _over_ranks(name: str, method: Callable[..., Any]) -> property:
     """A method that only tensors which lie over ranks have: code that asks for it finds none on others."""
 
-    def __init__(self, name: str, method: Callable[..., Any]) -> None:
-        self._name = name
-        self._method = method
+    def get(tensor: torch.Tensor) -> Callable[..., Any]:
+        if _core.ranks_of(tensor) == 1:
+            raise AttributeError(name)
+        return functools.partial(method, tensor)
 
-    def __get__(self, tensor: torch.Tensor | None, _owner: type) -> Any:
-        if tensor is None or _core.ranks_of(tensor) == 1:
-            raise AttributeError(self._name)
-        return functools.partial(self._method, tensor)
+    return property(get)  # which torch.compile knows, as it does not know other descriptors
 
 
 def install() -> None:
@@ -116,4 +114,4 @@ def install() -> None:
         ("__create_chunk_list__", _chunk_list),
         ("__get_tensor_shard__", _shard),
     ):
-        setattr(tensor, name, _OverRanks(name, method))
+        setattr(tensor, name, _over_ranks(name, method))

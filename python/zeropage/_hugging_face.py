@@ -77,6 +77,10 @@ def install(on_paged: Callable[[Callable[..., Any], Callable[..., Any]], Callabl
 
         replace(module, "id_tensor_storage", lambda original: on_paged(original, identity))
 
+    def tuners(module: ModuleType) -> None:
+        replace(module.BaseTuner, "_unload_and_optionally_merge", _asks_identity)
+
+    when_imported("peft.tuners.tuners_utils")(tuners)
     when_imported("safetensors.torch")(safetensors)
     when_imported("accelerate.utils.modeling")(identities)
     when_imported("accelerate.utils.other")(identities)

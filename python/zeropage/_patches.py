@@ -13,13 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeropage import (
     _activations,
+    _compiled,
     _core,
     _distributed_checkpoint,
     _hugging_face,
+    _plain_parameters,
     _state_dicts,
     _step_numbers,
     _torch_save,
@@ -87,6 +89,7 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def install() -> None:
+    register_optimizer_step_pre_hook(_plain_parameters.check)
     register_optimizer_step_post_hook(_step_ended)
     _step_numbers.install()
     _patch_tensor()
@@ -96,4 +99,5 @@ def install() -> None:
     _distributed_checkpoint.install()
     _hugging_face.install(on_paged)
     _wrappers.install()
+    _compiled.install()
     _activations.install()

@@ -13,21 +13,122 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
+_COUNTERS = (
+    "faults",
+    "evictions",
+    "read_bytes",
+    "written_bytes",
+    "uploaded_bytes",
+    "downloaded_bytes",
+    "waited_seconds",
+    "waited_for_disk",
+    "waited_for_upload",
+    "waited_for_gather",
+    "waited_for_memory",
+    "gathered_bytes",
+    "reduced_bytes",
+    "broadcast_bytes",
+    "control_bytes",
+    "non_finite",
+    "updated_in_host",
+    "updated_on_device",
+    "updates_ahead",
+    "updates_committed",
+    "discarded_bytes",
+    "collectives",
+)
+_STATES = ("swap_bytes", "file_bytes", "ranks", "io")
+
+
+_ADVICE = {
+    "disk": 'raise host_memory; keep fewer bytes (visible_dtype, master_dtype="hi_lo", optimizer_dtype); more tokens '
+    "a step; more disks in disk_path",
+    "upload": 'raise device_memory; visible_dtype halves what moves; update_on="host"; more tokens a step',
+    "gather": "more tokens a step; raise device_memory, so that gathered tensors stay; stage=2, or a shard group of "
+    "fewer ranks",
+    "memory": "raise device_memory and host_memory: what comes waits until something has left",
+}
+
+
 class Report:
     """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
     downloaded_bytes, swap_bytes, file_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device,
-    updates_ahead, updates_committed, discarded_bytes, io, general_path;
-    over ranks: ranks, gathered_bytes, reduced_bytes, broadcast_bytes, control_bytes (sent by this rank),
-    collectives."""
+    updates_ahead, updates_committed, discarded_bytes, io, general_path, seconds (since the space was made, or over
+    which since() counts); over ranks: ranks, gathered_bytes, reduced_bytes, broadcast_bytes, control_bytes (sent by
+    this rank), collectives."""
 
-    def __init__(self, core: _core.Report) -> None:
-        self._core = core
+    homes: list[_core.Home]
+    budgets: list[_core.Memory]
+    general_path: list[tuple[str, int]]
+
+    def __init__(self, core: _core.Report, seconds: float) -> None:
+        values = {name: getattr(core, name) for name in (*_COUNTERS, *_STATES)}
+        self._set(values, core.homes, core.budgets, core.general_path, seconds)
+
+    def _set(
+        self,
+        values: dict[str, Any],
+        homes: list[_core.Home],
+        budgets: list[_core.Memory],
+        general_path: list[tuple[str, int]],
+        seconds: float,
+    ) -> None:
+        self._values, self.seconds = values, seconds
+        self.homes, self.budgets, self.general_path = homes, budgets, general_path
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(f"a report has no {name!r}") from None
+
+    def since(self, earlier: Report) -> Report:
+        """What was moved and waited for between an earlier report of the same space and this one. What is held, and
+        its peaks, are as they are here."""
+        values = {name: self._values[name] - earlier._values[name] for name in _COUNTERS}
+        values |= {name: self._values[name] for name in _STATES}
+        before = dict(earlier.general_path)
+        calls = [(name, count - before.get(name, 0)) for name, count in self.general_path]
+        between = Report.__new__(Report)
+        between._set(
+            values,
+            self.homes,
+            self.budgets,
+            [(name, count) for name, count in calls if count > 0],
+            self.seconds - earlier.seconds,
+        )
+        return between
+
+    def bound_by(self) -> tuple[str, float, str]:
+        """What held threads up most: "disk", "upload", "gather", "memory", or "compute" where waits are less than 5 %
+        of the time; its share of the time (of several threads that wait at once, the sum); and what would help.
+
+        Of steps: `space.report().since(earlier).bound_by()`.
+        """
+        waits = {name: self._values[f"waited_for_{name}"] for name in _ADVICE}
+        name = max(waits, key=lambda cause: waits[cause])
+        share = waits[name] / self.seconds if self.seconds > 0 else 0.0
+        if share < 0.05:
+            return "compute", 1 - share, "what moves is hidden behind it"
+        return name, share, _ADVICE[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for loggers: each counter, {role: {tier: {"now", "peak"}}} under "homes", {name:
+        {"now", "peak", "limit"}} under "budgets", {operator: calls} under "general_path"."""
+        homes: dict[str, dict[str, dict[str, int]]] = {}
+        for home in self.homes:
+            homes.setdefault(home.role, {})[home.tier] = {"now": home.now, "peak": home.peak}
+        budgets = {b.name: {"now": b.now, "peak": b.peak, "limit": b.limit} for b in self.budgets}
+        return {
+            **self._values,
+            "seconds": self.seconds,
+            "homes": homes,
+            "budgets": budgets,
+            "general_path": dict(self.general_path),
+        }
 
     def __str__(self) -> str:
-        core = self._core
+        core = self
         homes = [[h.role, h.tier, _megabytes(h.now), _megabytes(h.peak)] for h in core.homes]
         budgets = [[b.name, _megabytes(b.now), _megabytes(b.peak), _megabytes(b.limit)] for b in core.budgets]
         moved = [
@@ -65,6 +166,8 @@ class Report:
             tabulate(budgets, headers=["budget", "now", "peak", "limit"], colalign=("left", *["right"] * 3)),
             tabulate(moved, headers=["moved", ""], colalign=("left", "right")),
         ]
+        name, share, advice = self.bound_by()
+        parts.append(f"bound by {name}: {share:.0%} of {self.seconds:.1f} s; {advice}")
         if core.general_path:
             rows = sorted(core.general_path, key=lambda row: -row[1])
             parts.append(tabulate(rows, headers=["brought in whole though a rule is there for its kind", "calls"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,6 +16,7 @@ from zeropage import _activations, _core
 from zeropage._checkpoint.saving import finish_saving
 from zeropage._ranks import Groups, ProcessGroup, find_groups
 from zeropage._report import Report
+from zeropage._tuned import add_tuned
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | None"
@@ -88,11 +90,14 @@ class Space:
 
     def __init__(self, config: Config, groups: Groups | None = None) -> None:
         shard, replica = (groups or Groups()).names()
-        self._core = _core.Space(config._core(), shard, replica)
+        core = config._core()
+        add_tuned(core)
+        self._core = _core.Space(core, shard, replica)
         self._activations = self._core.activations()
         if self._activations is not None:
             _activations.start(self._activations)
         self._scopes: list[_Entered] = []
+        self._made = time.perf_counter()
 
     def __enter__(self) -> Space:
         self._scopes.append(_Entered(self._core))
@@ -117,7 +122,7 @@ class Space:
         return paged
 
     def report(self) -> Report:
-        return Report(self._core.report())
+        return Report(self._core.report(), time.perf_counter() - self._made)
 
     def wait(self) -> None:
         """Does what optimizers have left to do (see `async_step`), and returns when nothing is under way to the disk.
@@ -247,6 +252,11 @@ def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
     finally:
         pin.release()
+
+
+def latest_space() -> Space | None:
+    """The space made last."""
+    return _latest
 
 
 def wait() -> None:

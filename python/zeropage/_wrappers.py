@@ -16,6 +16,7 @@ import torch
 from wrapt import when_imported
 
 from zeropage import _core, _one_saves
+from zeropage._space import latest_space
 
 
 def is_paged(model: torch.nn.Module) -> bool:
@@ -93,25 +94,66 @@ def _trainer(module: ModuleType) -> None:
     trainer._load_optimizer_and_scheduler = loading
 
 
-def _distributed(module: ModuleType) -> None:
-    wrapper: Any = module.DistributedDataParallel
-    init = wrapper.__init__
+def _refused(name: str) -> Callable[[ModuleType], None]:
+    """What wraps or shards a model, a class or a function of that name, refuses one that is paged."""
 
-    @functools.wraps(init)
-    def refuse(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if is_paged(module):
-            raise _core.SettingError(
-                "this model is paged: where there are ranks it lies over them already, and its gradients are summed. "
-                "Use it as it is, without DistributedDataParallel"
-            )
-        init(self, module, *args, **kwargs)
+    def patch(module: ModuleType) -> None:
+        wrapper: Any = getattr(module, name)
+        is_class = inspect.isclass(wrapper)
+        original = wrapper.__init__ if is_class else wrapper
 
-    wrapper.__init__ = refuse
+        @functools.wraps(original)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            models = args[1 if is_class else 0 : 2 if is_class else 1] or [kwargs.get("module")]
+            for model in models[0] if isinstance(models[0], list | tuple) else models:
+                if isinstance(model, torch.nn.Module) and is_paged(model):
+                    raise _core.SettingError(
+                        "this model is paged: where there are ranks it lies over them already, and its gradients are "
+                        f"summed. Use it as it is, without {name}"
+                    )
+            return original(*args, **kwargs)
+
+        if is_class:
+            wrapper.__init__ = refuse
+        else:
+            setattr(module, name, refuse)
+
+    return patch
+
+
+def _made_paged(method: Callable[..., Any], model_of: Callable[..., torch.nn.Module]) -> Callable[..., Any]:
+    """What `method` adds to a paged model is paged too, in the space made last."""
+
+    @functools.wraps(method)
+    def adding(*args: Any, **kwargs: Any) -> Any:
+        space = latest_space()
+        if space is None or not is_paged(model_of(*args, **kwargs)):
+            return method(*args, **kwargs)
+        with space:
+            return method(*args, **kwargs)
+
+    return adding
+
+
+def _adapters(module: ModuleType) -> None:
+    tuner: Any = module.BaseTuner
+    tuner.inject_adapter = _made_paged(tuner.inject_adapter, lambda _self, model, *_a, **_k: model)
+
+
+def _resizing(module: ModuleType) -> None:
+    model: Any = module.PreTrainedModel
+    model.resize_token_embeddings = _made_paged(model.resize_token_embeddings, lambda self, *_a, **_k: self)
 
 
 def install() -> None:
+    when_imported("peft.tuners.tuners_utils")(_adapters)
+    when_imported("transformers.modeling_utils")(_resizing)
     when_imported("accelerate.accelerator")(_accelerate)
     when_imported("accelerate.accelerator")(_accelerate_saving)
     when_imported("accelerate.checkpointing")(_accelerate_saving)
     when_imported("transformers.trainer")(_trainer)
-    when_imported("torch.nn.parallel.distributed")(_distributed)
+    when_imported("torch.nn.parallel.distributed")(_refused("DistributedDataParallel"))
+    when_imported("torch.nn.parallel.data_parallel")(_refused("DataParallel"))
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel")(_refused("FullyShardedDataParallel"))
+    for name in ("", "._fully_shard"):  # both have it, whichever was imported first
+        when_imported(f"torch.distributed.fsdp{name}")(_refused("fully_shard"))

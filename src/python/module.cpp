@@ -6,6 +6,9 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "io_module.h"
+#include "zeropage/base/memory_limits.h"
+#include "zeropage/base/trace.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/zeropage.h"
@@ -105,6 +108,10 @@ void bind_report(py::module_& module) {
       .def_readonly("swap_bytes", &Report::swap_bytes)
       .def_readonly("file_bytes", &Report::file_bytes)
       .def_readonly("waited_seconds", &Report::waited_seconds)
+      .def_readonly("waited_for_disk", &Report::waited_for_disk)
+      .def_readonly("waited_for_upload", &Report::waited_for_upload)
+      .def_readonly("waited_for_gather", &Report::waited_for_gather)
+      .def_readonly("waited_for_memory", &Report::waited_for_memory)
       .def_readonly("ranks", &Report::ranks)
       .def_readonly("gathered_bytes", &Report::gathered_bytes)
       .def_readonly("reduced_bytes", &Report::reduced_bytes)
@@ -195,6 +202,7 @@ PYBIND11_MODULE(_core, module) {
   bind_exceptions(module);
   bind_report(module);
   bind_tensor_files(module);
+  bind_io(module);
   module.attr("built_for_torch") = TORCH_VERSION;
 
   py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
@@ -237,6 +245,14 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<TensorPin>(module, "TensorPin")
       .def("release", &TensorPin::release, py::call_guard<py::gil_scoped_release>());
+  py::class_<RegionPin>(module, "RegionPin")
+      .def("release", &RegionPin::release, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "hold_for_region",
+      [](const std::vector<at::Tensor>& tensors, const std::vector<bool>& writes) {
+        return std::make_unique<RegionPin>(tensors, writes);
+      },
+      py::arg("tensors"), py::arg("writes"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "pin",
       [](const at::Tensor& tensor, bool write) {
@@ -264,6 +280,20 @@ PYBIND11_MODULE(_core, module) {
     });
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
+  module.def("available_memory", [] { return available_memory(); });
+  module.def("start_trace", &Trace::start);
+  module.def("stop_trace", &Trace::stop, py::call_guard<py::gil_scoped_release>());
+  module.def("trace_span", [](const std::string& category, const std::string& name, const std::string& args) {
+    Trace::span(category, name, Trace::Clock::now(), args);
+  });
+  py::class_<Kept>(module, "Kept")
+      .def_readonly("role", &Kept::role)
+      .def_readonly("tier", &Kept::tier)
+      .def_readonly("is_partitioned", &Kept::is_partitioned)
+      .def_readonly("visible", &Kept::visible)
+      .def_readonly("master", &Kept::master)
+      .def_readonly("run", &Kept::run);
+  module.def("kept", &kept, py::call_guard<py::gil_scoped_release>());
   module.def("is_paged", &is_paged);
   module.def("exchange_paths", &exchange_paths);
   module.def(

@@ -48,7 +48,7 @@ TEST_CASE("what is written in any ranges is read in any others") {
   for (const IoEngine engine : {IoEngine::threads, IoEngine::automatic}) {
     TemporaryDirectory directory;
     const std::string path = directory.path() + "/file";
-    const auto io = make_io(engine);
+    const auto io = make_io({.engine = engine});
     const auto data = random_bytes(3 * FileWriter::kBufferBytes + 12345);
     const File file = File::create(path, data.size());
     CHECK(file.size() == data.size());

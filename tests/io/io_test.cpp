@@ -23,8 +23,8 @@ namespace {
 
 std::vector<std::unique_ptr<Io>> engines() {
   std::vector<std::unique_ptr<Io>> engines;
-  engines.push_back(make_io(IoEngine::threads));
-  engines.push_back(make_io(IoEngine::automatic));
+  engines.push_back(make_io({.engine = IoEngine::threads}));
+  engines.push_back(make_io());
   return engines;
 }
 
@@ -191,7 +191,7 @@ TEST_CASE("a transfer of no bytes ends") {
 TEST_CASE(
     "when the kernel takes no requests any more, all that were started end: with errors, and in flight as it says") {
   std::string why;
-  auto io = make_ring(why);
+  auto io = make_ring({}, why);
   if (!io) return;  // not built, or not allowed here
   TemporaryDirectory directory;
   File file = File::make_unnamed(directory.path());

@@ -42,7 +42,7 @@ struct CacheFixture {
                               .host_bytes = host_bytes,
                               .disk_path = directory.path(),
                               .page_bytes = page_bytes,
-                              .io = IoEngine::automatic,
+                              .io = {},
                               .device = std::move(device)},
                              std::move(engine));
   }

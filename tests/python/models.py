@@ -107,13 +107,13 @@ def _hugging_face(make):
     return build
 
 
-def llama():
+def llama(tied=False):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=512, max_position_embeddings=64,
+            num_key_value_heads=2, vocab_size=512, max_position_embeddings=64, tie_word_embeddings=tied,
         )
     )  # fmt: skip
 

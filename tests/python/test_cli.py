@@ -1,10 +1,14 @@
-"""`zeropage run`: scripts that know nothing of zeropage print what they print without it."""
+"""The command `zeropage`. Scripts that know nothing of it print under `zeropage run` what they print without."""
 
+import json
+import pathlib
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+import zeropage
 
 pytestmark = pytest.mark.cpu
 
@@ -101,3 +105,131 @@ def test_wrong_flags_say_so_in_one_line(flags, text, tmp_path):
     script.write_text("")
     ended = run("-m", "zeropage", "run", *flags, str(script if flags else "missing.py"))
     assert ended.returncode != 0 and text in ended.stderr and "Traceback" not in ended.stderr
+
+
+def zeropage_command(*arguments):
+    return run("-m", "zeropage", *arguments)
+
+
+def test_a_run_is_traced_and_its_trace_is_summed_up(tmp_path, disk):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(PLAIN))
+    trace = tmp_path / "run.json"
+    flags = [part for role in ("parameters", "gradients", "optimizer") for part in (f"--{role}", "disk")]
+    flags += ["--disk-path", disk, "--device", "cpu", "--resident-below", "1"]
+    flags += ["--device-memory", "300kB", "--host-memory", "100kB"]
+    ended = zeropage_command("run", "--trace", str(trace), *flags, str(script), "100")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    shown = zeropage_command("trace", str(trace), "--summary")
+    assert shown.returncode == 0, shown.stderr
+    for part in ("operators on paged tensors", "disk read", "first.weight"):
+        assert part in shown.stdout
+    wrong = zeropage_command("trace", str(script))
+    assert wrong.returncode == 1 and "is not a trace" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_doctor_looks_at_everything(disk):
+    ended = zeropage_command("doctor", disk)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for part in ("torch", "io_uring", "O_DIRECT", "huge pages", "disk space", "GB/s"):
+        assert part in ended.stdout
+    assert not any(pathlib.Path(disk).iterdir())
+    ended = zeropage_command("doctor", "/dev/shm/missing")
+    assert ended.returncode == 1 and "no such directory" in ended.stdout
+
+
+def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk):
+    picture = tmp_path / "disk.png"
+    short = ["--size", str(32 << 20), "--seconds", "0.01"]
+    ended = zeropage_command("io", "tune", disk, *short, "--picture", str(picture))
+    assert ended.returncode == 0, ended.stderr
+    assert "1,024 KiB" in ended.stdout and "written:" in ended.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (tuned,) = pathlib.Path(disk).iterdir()
+    settings = json.loads(tuned.read_text())
+    assert settings.pop("io") in ("uring", "threads")
+    space = zeropage.init(device="cpu", parameters="disk", disk_path=disk, device_memory="4MB", host_memory="4MB")
+    assert {name: space.config[name] for name in settings} == {name: str(value) for name, value in settings.items()}
+    space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB", io="threads")
+    assert (space.config["io"], space.config["io_depth"]) == ("threads", "auto")
+    tuned.write_text("{}")
+    with pytest.raises(zeropage.SettingError, match=r"zeropage-io\.json is not what `zeropage io tune` writes"):
+        zeropage.init(device="cpu", disk_path=disk)
+    bench = zeropage_command("io", "bench", disk, *short)
+    assert bench.returncode == 0 and "in flight" in bench.stdout
+
+
+@pytest.mark.parametrize("name, value", [("io_block", "1000"), ("io_depth", "many"), ("io_depth", "0")])
+def test_requests_that_cannot_be(name, value, disk):
+    with pytest.raises(zeropage.SettingError):
+        zeropage.init(device="cpu", parameters="disk", disk_path=disk, **{name: value})
+
+
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "stage3_param_persistence_threshold": 100_000,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": True, "buffer_count": 4},
+        "offload_param": {"device": "cpu"},
+        "zero_quantized_weights": True,
+    },
+    "aio": {"block_size": 1_048_576, "queue_depth": 8, "thread_count": 1},
+    "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": True},
+    "communication_data_type": "fp32",
+    "unheard_of": 1,
+}
+
+
+def test_deepspeed_configurations_become_settings(tmp_path):
+    config, out = tmp_path / "ds.json", tmp_path / "zeropage.json"
+    config.write_text(json.dumps(DEEPSPEED))
+    ended = zeropage_command("convert", str(config), str(out))
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(out.read_text()) == {
+        "stage": 3,
+        "resident_below": 400_000,
+        "optimizer": "disk",
+        "gradients": "disk",
+        "disk_path": "/nvme",
+        "parameters": "host",
+        "visible_dtype": "bfloat16",
+        "master_dtype": "float32",
+        "reduce_dtype": "float32",
+        "io_block": 1_048_576,
+        "io_depth": 8,
+        "activations": "host",
+    }
+    zeropage.Config.of(out)
+    said = ended.stderr.splitlines()
+    assert any(line.startswith("optimizer: the program says it") for line in said)
+    assert any(line.startswith("gradient_clipping: the program says it") for line in said)
+    assert not any("train_micro_batch" in line for line in said)
+    (learnt,) = [line for line in said if line.startswith("decided")]
+    assert "zero_optimization.overlap_comm" in learnt and "buffer_count" in learnt
+    (missing,) = [line for line in said if line.startswith("no counterpart")]
+    for name in ("zero_quantized_weights", "partition_activations", "unheard_of"):
+        assert name in missing
+    again = zeropage_command("convert", str(config), str(out))
+    assert again.returncode == 1 and "exists" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("[1]", "one JSON object"),
+        ("{", "is not JSON"),
+        ('{"zero_optimization": {"stage": "three"}}', "stage = 'three'"),
+        ('{"zero_optimization": {"stage": 4}}', "0, 1, 2 or 3"),
+        ('{"zero_optimization": {"offload_param": {"device": "tape"}}}', "'tape'"),
+    ],
+)
+def test_configurations_of_deepspeed_that_cannot_be(text, error, tmp_path):
+    (tmp_path / "ds.json").write_text(text)
+    ended = zeropage_command("convert", str(tmp_path / "ds.json"))
+    assert ended.returncode == 1 and error in ended.stderr and "Traceback" not in ended.stderr

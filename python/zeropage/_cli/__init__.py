@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pathlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 import rich.progress
@@ -14,13 +16,16 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedCo
 from zeropage import _core
 from zeropage._checkpoint.contents import Progress
 
+if TYPE_CHECKING:
+    from zeropage._cli.disk_speed import Measured
+
 _FOLDER = click.Path(path_type=pathlib.Path)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="zeropage")
 def main() -> None:
-    """Virtual memory for training state."""
+    """Virtual memory for training state: what a run needs, and what a machine has."""
 
 
 @main.command("export")
@@ -72,18 +77,132 @@ def _with_settings(command: click.Command) -> click.Command:
 @click.argument("script", type=_FOLDER)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--config", help="A JSON file of settings; flags go before it.")
-def run_command(script: pathlib.Path, arguments: tuple[str, ...], config: str | None, **settings: str | None) -> None:
+@click.option("--trace", "trace_file", help="A file for a timeline of the run: see zeropage trace.")
+def run_command(
+    script: pathlib.Path,
+    arguments: tuple[str, ...],
+    config: str | None,
+    trace_file: str | None,
+    **settings: str | None,
+) -> None:
     """Run SCRIPT with ARGUMENTS as python would, with the modules that it makes paged.
 
     The script needs no change: parameters and buffers become paged when a module registers them. Settings come before
     SCRIPT; each is a flag, as --device-memory 512MB.
     """
-    from zeropage._cli.running import make_space, run_script
+    from zeropage._cli.running import make_space, run_script, start_trace
 
     given = {name.removeprefix("setting_"): value for name, value in settings.items() if value is not None}
     with _errors_in_one_line():
         space = make_space(script, config, given)
-    run_script(space, script, arguments)
+        trace = start_trace(trace_file)
+    run_script(space, script, arguments, trace)
+
+
+@main.command("convert")
+@click.argument("config", type=_FOLDER)
+@click.argument("out", type=_FOLDER, required=False)
+def convert_command(config: pathlib.Path, out: pathlib.Path | None) -> None:
+    """Turn DeepSpeed's configuration CONFIG into settings of ours, in the file OUT or printed; and say what becomes
+    of the rest of it.
+    """
+    from zeropage._convert.deepspeed_config import convert_config
+
+    with _errors_in_one_line():
+        converted = convert_config(config)
+        text = json.dumps(converted.settings, indent=2) + "\n"
+        if out is not None:
+            _write_new(out, text)
+    click.echo(text if out is None else f"written: {out}", nl=out is not None)
+    for name, advice in converted.program.items():
+        click.echo(f"{name}: the program says it: {advice}", err=True)
+    if converted.learnt:
+        click.echo(f"decided from budgets and the order of use: {', '.join(converted.learnt)}", err=True)
+    if converted.missing:
+        click.echo(f"no counterpart: {', '.join(converted.missing)}", err=True)
+
+
+@main.command("trace")
+@click.argument("file", type=_FOLDER)
+@click.option("--most", default=10, help="Rows of each table.")
+@click.option("--summary", is_flag=True, hidden=True, help="What it does in any case.")
+def trace_command(file: pathlib.Path, most: int, summary: bool) -> None:
+    """Say what held up the program whose trace is in FILE: the longest waits by operator and cause, and what was
+    moved most. The file itself opens in https://ui.perfetto.dev.
+    """
+    from zeropage._cli.summary import show
+
+    with _errors_in_one_line():
+        show(file, most)
+
+
+@main.command("doctor")
+@click.argument("path", type=_FOLDER, default="/var/tmp")
+def doctor_command(path: pathlib.Path) -> None:
+    """Look at what this machine has of what paging is made of, with PATH as disk_path, and say what to do.
+
+    The exit status is 1 if something is missing without which nothing can be paged there.
+    """
+    from zeropage._cli.doctor import show
+
+    if not show(path):
+        raise click.exceptions.Exit(1)
+
+
+@main.group("io")
+def io_group() -> None:
+    """Measure a disk, and find how to use it."""
+
+
+def _disk_options(command: click.Command) -> click.Command:
+    command.params += [
+        click.Argument(["path"], type=click.Path(path_type=pathlib.Path, exists=True, file_okay=False)),
+        click.Option(["--size"], default=1 << 30, help="Bytes of the file that is written there."),
+        click.Option(["--seconds"], default=0.5, help="Of each measurement."),
+        click.Option(["--picture"], type=_FOLDER, help="A PNG file for the same as curves; needs matplotlib."),
+    ]
+    return command
+
+
+@_disk_options
+@io_group.command("bench")
+def bench_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
+    """Print what the disk of PATH, a directory, reads and writes, by size of request and number in flight."""
+    with _errors_in_one_line():
+        _measure(path, size, seconds, picture)
+
+
+@_disk_options
+@io_group.command("tune")
+def tune_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
+    """The same, and write the best settings to a file in PATH, which spaces with disk_path=PATH read."""
+    from zeropage._cli.disk_speed import best, write_tuned
+
+    with _errors_in_one_line():
+        chosen = best(_measure(path, size, seconds, picture))
+        written = write_tuned(path, chosen)
+    click.echo(f"best: {chosen.engine}, {chosen.block >> 10:,} KiB, {chosen.depth} in flight; written: {written}")
+
+
+def _measure(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> list[Measured]:
+    from zeropage._cli.disk_speed import BLOCKS, DEPTHS, draw, fio_best, grid, show
+
+    size = max(size >> 24, 1) << 24
+    measured = grid(path, seconds, size, BLOCKS, DEPTHS)
+    fio = fio_best(path, max(2 * seconds, 1), size)
+    show(measured, fio)
+    if picture is not None:
+        draw(measured, fio, picture)
+        click.echo(f"written: {picture}")
+    return measured
+
+
+def _write_new(path: pathlib.Path, text: str) -> None:
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise _core.SettingError(f"{path} cannot be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeropage import _core
 from zeropage._space import Space, _mix, init
+from zeropage._tracing import trace
 
 
 def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str]) -> Space:
@@ -33,12 +34,19 @@ def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str
     return init(config, **settings)
 
 
-def run_script(space: Space, script: pathlib.Path, arguments: Sequence[str]) -> None:
+def start_trace(path: str | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if path is None else trace(path)
+
+
+def run_script(
+    space: Space, script: pathlib.Path, arguments: Sequence[str], recording: contextlib.AbstractContextManager[object]
+) -> None:
     """Runs `script` as `python script arguments…` would, and raises what it raises."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    with _modules_paged(space), _line(space):
-        runpy.run_path(str(script), run_name="__main__")
+    with recording, _modules_paged(space), _line(space):
+        # Kept: what the script made has its names until the timeline ends.
+        _globals = runpy.run_path(str(script), run_name="__main__")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@
 
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
+#include "zeropage/base/trace.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/lazy_product.h"
@@ -156,6 +157,8 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
             arguments};
   call.find_paged();
   const CurrentActivity activity([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
+  const bool is_traced = Trace::is_on() && call.info.kind == OperatorKind::data && !call.paged.empty();
+  const auto begin = is_traced ? Trace::Clock::now() : Trace::Time();
   try {
     if (call.info.kind == OperatorKind::data && !call.paged.empty()) refuse_capture(call);
     if (call.info.fused && !call.paged.empty()) quantise_moments(call);
@@ -163,6 +166,7 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   } catch (const Error& error) {
     throw_translated(error, describe(call));
   }
+  if (is_traced) Trace::span("operator", call.name(), begin);
 }
 
 }  // namespace

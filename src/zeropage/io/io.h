@@ -6,6 +6,7 @@
 // All functions may be called from any thread.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -15,6 +16,7 @@
 #include <string_view>
 #include <utility>
 
+#include "zeropage/base/units.h"
 #include "zeropage/io/file.h"
 
 namespace zeropage {
@@ -56,11 +58,15 @@ class Ticket {
   /// Returns when the transfer has ended. Throws DiskError if it failed or was short. Waiting again, or for an empty
   /// ticket, returns at once.
   void wait();
+  /// The same, but false if it has not ended by then; it can be waited for again.
+  bool wait_until(std::chrono::steady_clock::time_point deadline);
   bool done() const;
   explicit operator bool() const { return state_ != nullptr; }
 
+  /// A ticket that ends when the completion, which must run, has run.
+  static std::pair<Ticket, Completion> pending();
+
  private:
-  friend class Io;
   struct State;
   std::shared_ptr<State> state_;
 };
@@ -84,8 +90,15 @@ class Io {
 
 enum class IoEngine : std::uint8_t { automatic, uring, threads };
 
-/// automatic: io_uring where it is built and allowed, else threads; which of them is said once, on standard error, if
-/// it is not io_uring. Throws SettingError for IoEngine::uring where that cannot be had.
-std::unique_ptr<Io> make_io(IoEngine engine = IoEngine::automatic);
+struct IoOptions {
+  /// automatic: io_uring where it is built and allowed, else threads; which of them is said once, on standard error,
+  /// if it is not io_uring.
+  IoEngine engine = IoEngine::automatic;
+  std::size_t block_bytes = kMiB;  // transfers are cut into requests of at most so much; a multiple of 4 KiB
+  std::size_t depth = 0;           // the most requests in flight, 1 to 1,024; 0: 64 of io_uring, 16 threads
+};
+
+/// Throws SettingError for IoEngine::uring where that cannot be had, and for numbers out of range.
+std::unique_ptr<Io> make_io(const IoOptions& options = {});
 
 }  // namespace zeropage

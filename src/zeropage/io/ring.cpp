@@ -22,14 +22,14 @@
 namespace zeropage {
 namespace {
 
-constexpr unsigned kDepth = 64;
+constexpr std::size_t kDepth = 64;
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
 
 class Ring final : public Io {
  public:
-  static std::unique_ptr<Io> make(std::string& why) {
-    auto ring = std::unique_ptr<Ring>(new Ring);
-    const int result = ::io_uring_queue_init(kDepth + 1, &ring->ring_, 0);
+  static std::unique_ptr<Io> make(const IoOptions& options, std::string& why) {
+    auto ring = std::unique_ptr<Ring>(new Ring(options));
+    const int result = ::io_uring_queue_init(static_cast<unsigned>(ring->depth_ + 1), &ring->ring_, 0);
     if (result < 0) {
       why = fmt::format("not allowed here ({})", std::strerror(-result));
       return nullptr;
@@ -40,7 +40,7 @@ class Ring final : public Io {
       why = fmt::format("no eventfd ({})", std::strerror(errno));
       return nullptr;
     }
-    for (unsigned i = 0; i < kDepth; ++i) ring->free_slots_.push_back(i);
+    for (unsigned i = 0; i < ring->depth_; ++i) ring->free_slots_.push_back(i);
     ring->thread_ = std::thread([self = ring.get()] { self->run(); });
     return ring;
   }
@@ -83,7 +83,8 @@ class Ring final : public Io {
   std::string_view name() const override { return "io_uring"; }
 
  private:
-  Ring() = default;
+  explicit Ring(const IoOptions& options)
+      : depth_(options.depth == 0 ? kDepth : options.depth), queue_(depth_, options.block_bytes), slots_(depth_) {}
 
   /// Under the lock. The thread looks at the queue again.
   void wake() {
@@ -205,14 +206,15 @@ class Ring final : public Io {
         }
       }
       finish(over);
-      if (free_slots_.size() == kDepth) return;
+      if (free_slots_.size() == depth_) return;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
 
   std::mutex mutex_;
   std::condition_variable finished_;
-  TransferQueue queue_{kDepth};
+  const std::size_t depth_;
+  TransferQueue queue_;
   bool woken_ = false;
   bool closing_ = false;
   int refused_ = 0;  // the errno with which the kernel stopped taking requests
@@ -225,13 +227,13 @@ class Ring final : public Io {
   std::uint64_t woken_count_ = 0;
   std::chrono::milliseconds look_again_{};
   std::vector<unsigned> free_slots_;
-  Request slots_[kDepth];
+  std::vector<Request> slots_;
   std::thread thread_;
 };
 
 }  // namespace
 
-std::unique_ptr<Io> make_ring(std::string& why) { return Ring::make(why); }
+std::unique_ptr<Io> make_ring(const IoOptions& options, std::string& why) { return Ring::make(options, why); }
 
 }  // namespace zeropage
 
@@ -239,7 +241,7 @@ std::unique_ptr<Io> make_ring(std::string& why) { return Ring::make(why); }
 
 namespace zeropage {
 
-std::unique_ptr<Io> make_ring(std::string& why) {
+std::unique_ptr<Io> make_ring(const IoOptions&, std::string& why) {
   why = "not built in (liburing was missing)";
   return nullptr;
 }

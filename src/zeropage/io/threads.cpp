@@ -13,14 +13,15 @@
 namespace zeropage {
 namespace {
 
-constexpr int kThreads = 16;  // requests in flight: 8 leave some of the reads of one disk unused
+constexpr std::size_t kThreads = 16;  // requests in flight: 8 leave some of the reads of one disk unused
 
 class ThreadPoolIo final : public Io {
  public:
-  ThreadPoolIo() {
-    threads_.reserve(kThreads);
+  explicit ThreadPoolIo(const IoOptions& options)
+      : depth_(options.depth == 0 ? kThreads : options.depth), queue_(depth_, options.block_bytes) {
+    threads_.reserve(depth_);
     try {
-      while (threads_.size() < kThreads) threads_.emplace_back([this] { work(); });
+      while (threads_.size() < depth_) threads_.emplace_back([this] { work(); });
     } catch (const std::system_error&) {  // the system's most threads: fewer do, none does not
       if (threads_.empty()) throw;
     }
@@ -86,13 +87,14 @@ class ThreadPoolIo final : public Io {
 
   std::mutex mutex_;
   std::condition_variable wake_, finished_;
-  TransferQueue queue_{kThreads};
+  const std::size_t depth_;
+  TransferQueue queue_;
   bool closing_ = false;
   std::vector<std::thread> threads_;
 };
 
 }  // namespace
 
-std::unique_ptr<Io> make_threads() { return std::make_unique<ThreadPoolIo>(); }
+std::unique_ptr<Io> make_threads(const IoOptions& options) { return std::make_unique<ThreadPoolIo>(options); }
 
 }  // namespace zeropage

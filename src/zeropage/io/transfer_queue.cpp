@@ -18,7 +18,7 @@ namespace {
 // queue.
 constexpr std::size_t kMostBackground = 2;                 // requests in flight
 constexpr std::size_t kBackgroundShare = 12;               // one byte for so many of others
-constexpr std::size_t kMostCredit = 4 * kRequestBytes;     // bytes
+constexpr std::size_t kMostCredit = 4 * kMiB;              // bytes, and no less than a request
 constexpr auto kUntilIdle = std::chrono::milliseconds(2);  // a disk that others use pauses for less
 
 }  // namespace
@@ -59,11 +59,12 @@ void TransferQueue::push(std::shared_ptr<TransferState> state, Priority priority
   const Transfer& t = state->transfer;
   auto& requests = lane(priority);
   const std::size_t before = requests.size();
+  state->requests_left = std::max<std::size_t>(ceil_div(t.bytes, block_), 1);
   std::size_t at = 0;
   try {
     do {  // one request, of no bytes, where there are none: it ends as any other
-      requests.push_back({state, priority, t.offset + at, t.buffer + at, std::min(kRequestBytes, t.bytes - at)});
-      at += kRequestBytes;
+      requests.push_back({state, priority, t.offset + at, t.buffer + at, std::min(block_, t.bytes - at)});
+      at += block_;
     } while (at < t.bytes);
   } catch (...) {  // all of it, or nothing
     requests.resize(before);
@@ -76,7 +77,7 @@ std::optional<Request> TransferQueue::pop() {
   std::deque<Request>* from = &lane(Priority::demanded);
   if (in_flight_ >= most_) return std::nullopt;
   if (from->empty()) {
-    if (in_flight_ >= most_ / 2) return std::nullopt;
+    if (in_flight_ >= std::max<std::size_t>(most_ / 2, 1)) return std::nullopt;
     std::deque<Request>&reads = lane(Priority::ahead), &writes = lane(Priority::behind);
     from = writes.empty() || (!write_next_ && !reads.empty()) ? &reads : &writes;
     if (may_start_background()) {
@@ -124,7 +125,7 @@ void TransferQueue::count(const Request& request, int more) {
   if (request.priority == Priority::background) {
     background_in_flight_ += more;
   } else if (more > 0) {
-    credit_ = std::min(credit_ + request.bytes / kBackgroundShare, kMostCredit);
+    credit_ = std::min(credit_ + request.bytes / kBackgroundShare, std::max(kMostCredit, block_));
   } else {
     others_ended_ = std::chrono::steady_clock::now();
   }

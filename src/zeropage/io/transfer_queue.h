@@ -1,6 +1,6 @@
-// What waits for a disk: transfers cut into requests of at most 1 MiB, in one lane a priority. What is demanded goes
-// first; reads ahead and writes behind take turns, and are bounded in flight, so that what is demanded meets a short
-// queue. Private to io/; the caller holds a lock of its own.
+// What waits for a disk: transfers cut into requests of at most IoOptions::block_bytes, in one lane a priority. What
+// is demanded goes first; reads ahead and writes behind take turns, and are bounded in flight, so that what is
+// demanded meets a short queue. Private to io/; the caller holds a lock of its own.
 #pragma once
 
 #include <algorithm>
@@ -16,21 +16,18 @@
 
 namespace zeropage {
 
-inline constexpr std::size_t kRequestBytes = kMiB;
+inline constexpr std::size_t kMostDepth = 1024;
 
 /// A transfer that was started.
 struct TransferState {
-  TransferState(const Transfer& t, Completion c)
-      : transfer(t),
-        completion(std::move(c)),
-        requests_left(std::max<std::size_t>(ceil_div(t.bytes, kRequestBytes), 1)) {}
+  TransferState(const Transfer& t, Completion c) : transfer(t), completion(std::move(c)) {}
 
   /// Runs the completion. Called once, when no request is left.
   void finish();
 
   Transfer transfer;
   Completion completion;
-  std::atomic<std::size_t> requests_left;
+  std::atomic<std::size_t> requests_left{1};
   std::atomic<std::size_t> bytes_done{0};
   std::atomic<int> error{0};  // errno of the first request that failed; 0 with bytes_done short: end of file
 };
@@ -50,8 +47,8 @@ Advance advance(Request& request, long result);
 
 class TransferQueue {
  public:
-  /// `most_in_flight`: requests; of those that no thread waits for, at most half.
-  explicit TransferQueue(std::size_t most_in_flight) : most_(most_in_flight) {}
+  /// `most_in_flight`: requests, of `block_bytes`; of those that no thread waits for, at most half.
+  TransferQueue(std::size_t most_in_flight, std::size_t block_bytes) : most_(most_in_flight), block_(block_bytes) {}
 
   void push(std::shared_ptr<TransferState> state, Priority priority);
   /// The request to start next; none if there is none, or enough is in flight.
@@ -77,7 +74,7 @@ class TransferQueue {
   bool may_start_background();
   void count(const Request& request, int more);
 
-  std::size_t most_;
+  std::size_t most_, block_;
   std::size_t in_flight_ = 0, background_in_flight_ = 0;  // requests
   std::size_t credit_ = 0;                                // bytes that may go in the background
   std::chrono::steady_clock::time_point others_ended_;    // the latest that did not go there
@@ -87,7 +84,7 @@ class TransferQueue {
 };
 
 /// Null where io_uring is not built or not allowed; `why` then says which.
-std::unique_ptr<Io> make_ring(std::string& why);
-std::unique_ptr<Io> make_threads();
+std::unique_ptr<Io> make_ring(const IoOptions& options, std::string& why);
+std::unique_ptr<Io> make_threads(const IoOptions& options);
 
 }  // namespace zeropage

@@ -55,6 +55,7 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
             : io_  ? make_disk_home(*io_, *swap_)
                    : nullptr) {
   if (!lower_) return;
+  monitor_.set_source("upload");
   lower_->upper_.serve();
   lower_->upper_.connect([this] { read_ahead(); },
                          [this] { return home_->tidy(/*wait=*/true) || lower_pins_.tidy(/*wait=*/true); });
@@ -68,6 +69,7 @@ FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks>
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
       home_(std::make_unique<ShardedHome>(monitor_, *lower_, ranks_, device.get())) {
+  monitor_.set_source("all-gather");
   lower_->upper_.serve();
 }
 
@@ -271,6 +273,9 @@ CacheStats FrameCache::stats() const {
   sum.surprises = timeline_.plan().surprises();
   sum.source_bytes += runs_.source_bytes();
   sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
+  double& arrivals = ranks_ ? sum.waited_for_gather : separate ? sum.waited_for_upload : sum.waited_for_disk;
+  arrivals += monitor_.waited_seconds(Cause::content);
+  sum.waited_for_memory += monitor_.waited_seconds(Cause::memory);
   return sum;
 }
 

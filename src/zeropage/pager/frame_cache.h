@@ -76,7 +76,7 @@ struct CacheOptions {
   std::size_t host_bytes = 0;
   std::string disk_path;  // one or several, as split_disk_path takes it; empty: no disk tier
   std::size_t page_bytes = 4 * kMiB;
-  IoEngine io = IoEngine::automatic;
+  IoOptions io = {};
   std::shared_ptr<DeviceMemory> device = nullptr;  // null: operators run on the CPU
   /// Called for each slab of host memory when it is first used; the handle is kept as long as the slab.
   std::function<std::shared_ptr<void>(std::span<std::byte>)> register_memory = nullptr;
@@ -89,8 +89,9 @@ struct CacheStats {
   std::size_t written_bytes = 0;                         // to disk
   std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own
   double waited_seconds = 0;                             // by threads, for transfers
-  std::size_t surprises = 0;                             // uses that were not planned
-  std::size_t source_bytes = 0;                          // at home in files that are only read
+  double waited_for_disk = 0, waited_for_upload = 0, waited_for_gather = 0, waited_for_memory = 0;  // of all caches
+  std::size_t surprises = 0;     // uses that were not planned
+  std::size_t source_bytes = 0;  // at home in files that are only read
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
 };

@@ -11,10 +11,18 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <string_view>
 
+#include "zeropage/base/current_activity.h"
 #include "zeropage/base/process.h"
+#include "zeropage/base/trace.h"
 
 namespace zeropage {
+
+/// What a thread waits for: that content arrives; that memory becomes free; all else, such as what other threads
+/// hold.
+enum class Cause : std::uint8_t { content, memory, other };
+inline constexpr int kCauses = 3;
 
 class Monitor {
  public:
@@ -43,7 +51,10 @@ class Monitor {
   /// Threads that are at work here and have given up the lock.
   int inside() const { return inside_; }
   /// By threads, for transfers.
-  double waited_seconds() const { return waited_seconds_; }
+  double waited_seconds() const { return waited_seconds_[0] + waited_seconds_[1] + waited_seconds_[2]; }
+  double waited_seconds(Cause cause) const { return waited_seconds_[static_cast<int>(cause)]; }
+  /// Where content comes from, for people: before threads wait.
+  void set_source(std::string_view source) { source_ = source; }
   /// Since some moment, without those in which any thread waited: how far a program would be that never waits.
   double worked_seconds() const {
     const auto now = waiting_ > 0 ? waiting_since_ : std::chrono::steady_clock::now();
@@ -58,7 +69,8 @@ class Monitor {
   const std::uint64_t generation_ = process_generation();
   std::atomic<bool> closed_ = false;
   int inside_ = 0;
-  double waited_seconds_ = 0;    // of all threads
+  double waited_seconds_[kCauses] = {};  // of all threads
+  std::string_view source_ = "disk";
   double while_any_waited_ = 0;  // until all threads last worked
   int waiting_ = 0;              // threads
   std::chrono::steady_clock::time_point waiting_since_;
@@ -68,12 +80,14 @@ class Monitor {
 /// A thread waits while it lives. Under the cache's lock at both ends.
 class Waiting {
  public:
-  explicit Waiting(Monitor& monitor) : monitor_(monitor), start_(std::chrono::steady_clock::now()) {
+  Waiting(Monitor& monitor, Cause cause)
+      : monitor_(monitor), cause_(cause), start_(std::chrono::steady_clock::now()) {
     if (monitor_.waiting_++ == 0) monitor_.waiting_since_ = start_;
   }
   ~Waiting() {
     const auto now = std::chrono::steady_clock::now();
-    monitor_.waited_seconds_ += std::chrono::duration<double>(now - start_).count();
+    monitor_.waited_seconds_[static_cast<int>(cause_)] += std::chrono::duration<double>(now - start_).count();
+    if (Trace::is_on()) record();
     if (--monitor_.waiting_ > 0) return;
     monitor_.while_any_waited_ += std::chrono::duration<double>(now - monitor_.waiting_since_).count();
   }
@@ -81,7 +95,14 @@ class Waiting {
   Waiting& operator=(const Waiting&) = delete;
 
  private:
+  void record() const {
+    const std::string_view names[kCauses] = {monitor_.source_, "memory", "other threads"};
+    Trace::span("wait", names[static_cast<int>(cause_)], start_,
+                Trace::arg("operator", CurrentActivity::now("none")));
+  }
+
   Monitor& monitor_;
+  const Cause cause_;
   std::chrono::steady_clock::time_point start_;
 };
 

@@ -78,11 +78,12 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
       // Until one of them has ended, or, where neighbours must leave together, all.
       const std::size_t writing = transfers_.writing_bytes(), reading = transfers_.reading_bytes(),
                         queued = frames_.victims().size();
-      transfers_.wait_until(lock, [&] {
+      const auto is_another = [&] {
         if (needs_window && writing > 0) return transfers_.writing_bytes() == 0;
         return transfers_.writing_bytes() != writing || transfers_.reading_bytes() != reading ||
                frames_.victims().size() != queued;
-      });
+      };
+      transfers_.wait_until(lock, is_another, Cause::memory);
       continue;
     }
     if (upper_.connected()) {  // transfers of the cache above hold pages here, and may have ended without a word
@@ -100,7 +101,7 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
       const auto until = upper_.connected() ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
       const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
-      const Waiting waiting(monitor_);
+      const Waiting waiting(monitor_, Cause::memory);
       const bool more = monitor_.changed().wait_until(lock, until, [&] {
         return frames_.pins() < pins || frames_.victims().size() > queued || monitor_.closed();
       });
@@ -136,7 +137,7 @@ void Room::empty(Lock& lock) {
                                 : frames_.evict(*victim);
     } else if (transfers_.writing_bytes() > 0) {
       const std::size_t writing = transfers_.writing_bytes();
-      transfers_.wait_until(lock, [&] { return transfers_.writing_bytes() != writing; });
+      transfers_.wait_until(lock, [&] { return transfers_.writing_bytes() != writing; }, Cause::memory);
     } else {
       return;
     }
@@ -150,11 +151,11 @@ void Room::give_up_frames(Lock& lock, Run& run) {
       Frame& frame = *page.frame;
       if (frame.transfers > 0) {
         transfers_.wait_for_reads(lock, frame);
-        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; }, Cause::memory);
       } else if (Frames::is_dirty(frame)) {
         const std::size_t failed_before = transfers_.failed_writes();
         transfers_.write_back(lock, frame, Priority::demanded);
-        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+        transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; }, Cause::memory);
         transfers_.throw_failed_write(failed_before);
       } else {
         frames_.evict(frame);

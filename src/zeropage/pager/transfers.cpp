@@ -1,5 +1,7 @@
 #include "zeropage/pager/transfers.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
@@ -32,6 +34,7 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
     read_bytes_ += bytes;
     reading_bytes_ += bytes;
     pace_.begin_read(bytes);
+    if (Trace::is_on()) trace(/*begins=*/true, /*reads=*/true, run, i);
     std::byte* const into = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     auto done = [this, &run, &frame, i](Home::Outcome outcome) {
       on_end([&] { read_ended(run, frame, i, std::move(outcome)); });
@@ -56,6 +59,7 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
 void Transfers::read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome) {
   reading_bytes_ -= round_up(run.bytes_of(page), kBlockBytes);
   pace_.end_read(round_up(run.bytes_of(page), kBlockBytes));
+  if (Trace::is_on()) trace(/*begins=*/false, /*reads=*/true, run, page);
   if (outcome.error && !frame.failure) frame.failure = outcome.error;
   if (outcome.ready) frame.ready = outcome.ready;
   if (--frame.transfers == 0) {
@@ -95,6 +99,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     written_bytes_ += bytes;
     writing_bytes_ += bytes;
     pace_.begin_write(bytes);
+    if (Trace::is_on()) trace(/*begins=*/true, /*reads=*/false, run, i);
   }
   const bool blocks = home_->blocks() && (priority == Priority::demanded || frames_.is_gathered());
   for (const std::size_t i : pages) {
@@ -122,6 +127,7 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
   Page& page = run.pages[index];
   writing_bytes_ -= round_up(run.bytes_of(index), kBlockBytes);
   pace_.end_write(round_up(run.bytes_of(index), kBlockBytes));
+  if (Trace::is_on()) trace(/*begins=*/false, /*reads=*/false, run, index);
   if (outcome.error) {
     page.state = Residency::dirty;
     if (run.frozen) run.frozen->pages[index].older_on_its_way = false;
@@ -218,6 +224,23 @@ void Transfers::on_end(std::function<void()> book) {
   go_on_(lock);
 }
 
+/// What is in memory, too: it changes with what comes and goes.
+void Transfers::trace(bool begins, bool reads, const Run& run, std::size_t page) const {
+  const std::string_view lane = frames_.is_gathered() ? "all-gather"
+                                : memory_.device()    ? (reads ? "upload" : "download")
+                                                      : (reads ? "disk read" : "disk write");
+  const auto id = reinterpret_cast<std::uintptr_t>(&run.pages[page]);
+  if (!begins) return Trace::end(lane, id);
+  const std::size_t bytes = round_up(run.bytes_of(page), kBlockBytes);
+  Trace::begin(lane, id,
+               fmt::format("\"bytes\": {}, \"run\": \"{:#x}\", \"page\": {}", bytes,
+                           reinterpret_cast<std::uintptr_t>(&run), page));
+  Trace::counter(frames_.is_gathered() ? "gathered"
+                 : memory_.device()    ? "device_memory"
+                                       : "memory",
+                 memory_.budget().used());
+}
+
 void Transfers::wait_for_reads(Lock& lock, Frame& frame) {
   Run* const run = frame.run;
   const auto is_read = [&](std::size_t page) {  // the run may die meanwhile, the frame does not
@@ -235,17 +258,18 @@ void Transfers::wait_for_reads(Lock& lock, Frame& frame) {
     Pin(Frames& fs, Frame& f) : frames(fs), frame(f) { frames.add_pin(frame); }
     ~Pin() { frames.drop_pin(frame); }
   } pin{frames_, frame};
-  wait_until(lock, [&] { return frame.starting == 0; });  // the home must know of a transfer that is to be hurried
+  // The home must know of a transfer that is to be hurried.
+  wait_until(lock, [&] { return frame.starting == 0; }, Cause::content);
   for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
     if (!is_read(page)) continue;
-    const Waiting waiting(monitor_);
+    const Waiting waiting(monitor_, Cause::content);
     std::byte* const at = frame.memory.data() + (page - frame.first_page) * run->page_bytes;
     const std::span<std::byte> into(at, round_up(run->bytes_of(page), kBlockBytes));
     const Unlocked unlocked(lock);
     home_->hurry(*run, page, into);
   }
   monitor_.check_usable();
-  wait_until(lock, [&] { return first_read() == frame.first_page + frame.pages; });
+  wait_until(lock, [&] { return first_read() == frame.first_page + frame.pages; }, Cause::content);
 }
 
 }  // namespace zeropage

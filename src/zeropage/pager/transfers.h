@@ -42,7 +42,7 @@ class Transfers {
 
   /// Returns when `ready` says so. Throws AccessError if the cache is closed meanwhile.
   template <class Ready>
-  void wait_until(Lock& lock, Ready ready);
+  void wait_until(Lock& lock, Ready ready, Cause cause = Cause::other);
   /// Returns when nothing is being read into the frame, which may be gone then unless the caller has a pin on it.
   void wait_for_reads(Lock& lock, Frame& frame);
 
@@ -74,6 +74,7 @@ class Transfers {
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
   void transfer_ended(Run& run);
   void on_end(std::function<void()> book);
+  void trace(bool begins, bool reads, const Run& run, std::size_t page) const;
 
   Monitor& monitor_;
   FrameMemory& memory_;
@@ -89,9 +90,9 @@ class Transfers {
 };
 
 template <class Ready>
-void Transfers::wait_until(Lock& lock, Ready ready) {
+void Transfers::wait_until(Lock& lock, Ready ready, Cause cause) {
   if (ready()) return;
-  const Waiting waiting(monitor_);
+  const Waiting waiting(monitor_, cause);
   const Inside inside(monitor_);
   while (!ready()) {
     monitor_.check_usable();

@@ -59,6 +59,8 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   const auto is_closed = [](const PinRequest& r) { return r.segment->run_->is_closed_to_this_thread(); };
   if (std::any_of(requests.begin(), requests.end(), is_closed)) throw VersionOpen();
   if (timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
+  const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
+  const std::size_t faults_before = faults_;
   std::vector<Hold> holds;
   std::size_t more = 0;
   const bool ready = std::all_of(requests.begin(), requests.end(), [](const PinRequest& request) {
@@ -97,6 +99,8 @@ void WholePins::pin(std::span<const PinRequest> requests) {
       throw;
     }
     for (Hold& hold : holds) commit(hold);
+    // A page that was missed had no frame; one that is late was on its way.
+    if (begin != Trace::Time()) Trace::span("fault", faults_ > faults_before ? "missed" : "late", begin);
   }
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;

@@ -3,6 +3,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/trace.h"
 #include "zeropage/rules/deferred_program.h"
 #include "zeropage/rules/speculation.h"
 
@@ -185,7 +186,10 @@ bool Program::run() {
   settle();
   discard_ahead(*this);
   if (empty()) return true;
-  execute();
+  {
+    const TraceSpan span("update", "update");
+    execute();
+  }
   end();
   return true;
 }

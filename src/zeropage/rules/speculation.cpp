@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/trace.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/update_habit.h"
 
@@ -63,7 +64,10 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     began_ = true;
     ++domain_->updates_ahead;
     const std::size_t not_finite = domain_->not_finite;
-    update_.program->execute();
+    {
+      const TraceSpan span("update", "update ahead");
+      update_.program->execute();
+    }
     not_finite_ = domain_->not_finite - not_finite;
     for (const Program::Slot& slot : update_.program->slots()) {
       const bool is_read = slot.segment && slot.access == Access::read;

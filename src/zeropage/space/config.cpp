@@ -13,7 +13,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-constexpr std::array<Setting, 27> kSettings{{{"device", &Config::device},
+constexpr std::array<Setting, 29> kSettings{{{"device", &Config::device},
                                              {"parameters", &Config::parameters},
                                              {"gradients", &Config::gradients},
                                              {"optimizer", &Config::optimizer},
@@ -26,6 +26,8 @@ constexpr std::array<Setting, 27> kSettings{{{"device", &Config::device},
                                              {"tiling", &Config::tiling},
                                              {"tile_above", &Config::tile_above},
                                              {"io", &Config::io},
+                                             {"io_block", &Config::io_block},
+                                             {"io_depth", &Config::io_depth},
                                              {"memory", &Config::memory},
                                              {"async_step", &Config::async_step},
                                              {"update_ahead", &Config::update_ahead},

@@ -26,7 +26,10 @@ struct Config {
   // Whether operators take weights larger than tile_above in tiles: "exact", with no sum in another order; "off";
   // auto: as it is fastest. tile_above: auto: half of device_memory.
   std::string tiling = "auto", tile_above = "auto";
-  std::string io = "auto";      // "uring", "threads"
+  std::string io = "auto";  // "uring", "threads"
+  // Requests to the disk: bytes of each, a multiple of 4 KiB, and how many are in flight; auto: 1 MiB; 64 with
+  // io_uring, 16 with threads.
+  std::string io_block = "auto", io_depth = "auto";
   std::string memory = "auto";  // "unified": operators on the CPU use host memory; "separate": as on a GPU
   // "true": optimizer.step() returns at once, and parameters are updated when they are next needed; "false": before
   // it returns (of optimizers in Python).

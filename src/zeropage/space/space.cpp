@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <charconv>
 #include <cstdlib>
 #include <map>
 #include <optional>
@@ -95,6 +96,18 @@ IoEngine engine_of(const std::string& io) {
   if (io == "uring") return IoEngine::uring;
   if (io == "threads") return IoEngine::threads;
   throw SettingError(fmt::format("io = \"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", io));
+}
+
+IoOptions io_of(const Config& config) {
+  IoOptions options{.engine = engine_of(config.io)};
+  if (config.io_block != "auto") options.block_bytes = parse_bytes(config.io_block, "io_block");
+  if (config.io_depth == "auto") return options;
+  const std::string& text = config.io_depth;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), options.depth);
+  if (error != std::errc() || end != text.data() + text.size() || options.depth == 0) {
+    throw SettingError(fmt::format("io_depth = \"{}\" is not a number of requests; write one, or \"auto\"", text));
+  }
+  return options;
 }
 
 std::size_t size_of(std::string_view setting, const std::string& text, std::size_t automatic) {
@@ -407,7 +420,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
                     format_bytes(options.host_bytes), format_bytes(options.page_bytes)));
   }
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
-  options.io = engine_of(config.io);
+  options.io = io_of(config);
   domain->resident_below = parse_bytes(config.resident_below, "resident_below");
   domain->tiling = tiling_of(config.tiling);
   domain->tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
@@ -556,6 +569,8 @@ Report Space::report() const {
   if (gathered) {
     const CacheStats wholes = gathered->stats();
     stats.faults += wholes.faults, stats.evictions += wholes.evictions;
+    stats.waited_for_gather += wholes.waited_for_gather;
+    stats.waited_for_memory += wholes.waited_for_memory;
   }
   const auto& [ranks, replicas] = std::tie(domain_->partition.ranks, domain_->partition.replicas);
   Traffic traffic = ranks ? ranks->traffic() : Traffic{};
@@ -571,6 +586,10 @@ Report Space::report() const {
                 .swap_bytes = cache.swap_bytes(),
                 .file_bytes = stats.source_bytes,
                 .waited_seconds = stats.waited_seconds,
+                .waited_for_disk = stats.waited_for_disk,
+                .waited_for_upload = stats.waited_for_upload,
+                .waited_for_gather = stats.waited_for_gather,
+                .waited_for_memory = stats.waited_for_memory,
                 .ranks = domain_->partition.world(),
                 .gathered_bytes = traffic.gathered,
                 .reduced_bytes = traffic.reduced,
@@ -606,6 +625,19 @@ Report Space::report() const {
 }
 
 bool is_paged(const at::Tensor& tensor) { return segment_of(tensor) != nullptr; }
+
+std::optional<Kept> kept(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  if (!segment || segment->at_home().is_unallocated()) return {};
+  const Segment& home = segment->at_home();
+  const at::Tensor& master = segment->master();
+  return Kept{std::string(name_of(home.role())),
+              std::string(name_of(home.tier())),
+              segment->is_partitioned(),
+              c10::toString(tensor.scalar_type()),
+              master.defined() ? c10::toString(master.scalar_type()) : "",
+              reinterpret_cast<std::uintptr_t>(home.run())};
+}
 
 int ranks_of(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
@@ -647,6 +679,27 @@ at::Tensor plain_copy(const at::Tensor& tensor) {
   }
   return copy.copy_(tensor);
 }
+
+RegionPin::RegionPin(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>& writes) {
+  c10::SmallVector<PinRequest, 8> requests;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    auto* segment = segment_of(tensor);
+    if (!segment) continue;
+    if (is_quantised(tensor) || (writes[i] && segment->master().defined())) {
+      throw AccessError(
+          fmt::format("compiled code cannot {} a tensor of [{}] that is kept in another precision: leave that code "
+                      "uncompiled, as "
+                      "optimizers are",
+                      writes[i] ? "write" : "read", fmt::join(tensor.sizes(), ", ")));
+    }
+    if (tensor.is_leaf() && tensor.requires_grad()) leaves_.push_back(hook_gradient(tensor));
+    requests.push_back({segment, writes[i] ? Access::write : Access::read});
+  }
+  pin_ = TensorPin(requests);
+}
+
+void RegionPin::release() { pin_.release(); }
 
 TensorPin hold(c10::ArrayRef<at::Tensor> tensors) {
   std::vector<PinRequest> requests;

@@ -13,6 +13,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "zeropage/space/config.h"
 #include "zeropage/tensor/paged_tensor.h"
 #include "zeropage/train/activations.h"
+#include "zeropage/train/gradients.h"
 
 namespace zeropage {
 
@@ -38,6 +40,8 @@ struct Report {
   std::size_t faults, evictions, read_bytes, written_bytes, uploaded_bytes, downloaded_bytes, swap_bytes;
   std::size_t file_bytes;  // at home in files that are only read
   double waited_seconds;
+  // By threads: for content from disk, to the device, and from other ranks; and for memory, until something had left.
+  double waited_for_disk, waited_for_upload, waited_for_gather, waited_for_memory;
   int ranks;                                   // over which tensors lie; 1: one process
   std::size_t gathered_bytes, reduced_bytes;   // sent by this rank: all-gathers; sums of gradients
   std::size_t broadcast_bytes, control_bytes;  // at the start; checks and norms
@@ -105,6 +109,16 @@ class Space : public std::enable_shared_from_this<Space> {
 };
 
 bool is_paged(const at::Tensor& tensor);
+
+/// How a paged tensor is kept, for people.
+struct Kept {
+  std::string role, tier;       // the home's; of a partitioned tensor, its share's
+  bool is_partitioned;          // over ranks
+  std::string visible, master;  // dtypes; master is empty without mixed precision
+  std::uint64_t run;            // by which traces name what moves; small tensors may share one
+};
+/// Nothing for one that is not paged, or has no home yet.
+std::optional<Kept> kept(const at::Tensor& tensor);
 /// Over how many ranks the tensor lies; 1 for one that is not paged.
 int ranks_of(const at::Tensor& tensor);
 /// What the tensor is called on all of them; 0 for one that is not paged, or not over ranks.
@@ -131,6 +145,19 @@ void settle_gradients(const at::Tensor& parameter);
 /// Holds a tensor's data in memory, where data_ptr() may be read and, unless `access` is read, written, while it
 /// lives. Throws AccessError or BudgetError. An ordinary tensor is always there.
 TensorPin pin(const at::Tensor& tensor, Access access = Access::write);
+
+/// Holds the paged ones among `tensors` whole, together, while it lives, for code that reads addresses of several, as
+/// a compiled region does; those that it writes are said by `writes`. Gradients of leaves among them become paged.
+/// Throws BudgetError if they do not fit together, AccessError for what such code may not write.
+class RegionPin {
+ public:
+  RegionPin(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>& writes);
+  void release();
+
+ private:
+  std::vector<LeafHold> leaves_;
+  TensorPin pin_;
+};
 
 /// Pages `tensor` as `other` is paged: in its space, with a master if that has one. False if `other` is not paged, or
 /// `tensor` is not one that can be.

@@ -1,0 +1,211 @@
+"""`zeropage io bench` and `io tune`: what a disk moves by size of request and number in flight."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import zeropage.io as zio
+from zeropage import _core
+from zeropage._tuned import TUNED_NAME
+
+BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+DEPTHS = (4, 16, 32, 64)
+_PIECE = 16 << 20  # bytes of a transfer, of which a request is a part
+_AHEAD = 8  # transfers under way
+
+
+@dataclass
+class Speeds:
+    """Bytes a second, in order, past the page cache."""
+
+    read: float
+    write: float
+
+
+@dataclass
+class Measured:
+    engine: str
+    block: int
+    depth: int
+    speeds: Speeds
+
+
+def measure(
+    directory: pathlib.Path, seconds: float, size: int, engine: zio.Engine | None = None, bytes_written: bool = False
+) -> Speeds:
+    """`size`: of the file, a multiple of 16 MiB; it is gone afterwards. `bytes_written`: it is there already, written
+    through. Raises DiskError."""
+    with _file(directory, size, engine or zio.Engine()) as (file, buffer):
+        if not bytes_written:
+            _pass(file.start_write, buffer, size, 0)  # the first write of a block costs more
+        return Speeds(
+            write=_pass(file.start_write, buffer, size, seconds), read=_pass(file.start_read, buffer, size, seconds)
+        )
+
+
+def grid(
+    directory: pathlib.Path, seconds: float, size: int, blocks: Sequence[int], depths: Sequence[int]
+) -> list[Measured]:
+    """Every block and depth of each engine that can be had, twice, alternating; of the two the faster counts."""
+    engines = ["uring", "threads"]
+    try:
+        _core.Io("uring")
+    except _core.SettingError:
+        engines.remove("uring")
+    found: dict[tuple[str, int, int], Speeds] = {}
+    cases = [(engine, block, depth) for _ in range(2) for engine in engines for block in blocks for depth in depths]
+    console = Console(stderr=True)
+    with _file(directory, size, zio.Engine()) as (file, buffer):
+        _pass(file.start_write, buffer, size, 0)
+        for case in track(cases, "measuring", console=console, transient=True, disable=not console.is_terminal):
+            engine = zio.Engine(case[0], block_size=case[1], depth=case[2])
+            with zio.open(file.name, "r+", engine=engine) as own:
+                write = _pass(own.start_write, buffer, size, seconds)
+                read = _pass(own.start_read, buffer, size, seconds)
+            before = found.get(case, Speeds(0, 0))
+            found[case] = Speeds(max(before.read, read), max(before.write, write))
+    return [Measured(*case, speeds) for case, speeds in found.items()]
+
+
+def best(measured: Iterable[Measured]) -> Measured:
+    """Training reads about as much as it writes: the least time for a byte of both. Of those within 2 % the one with
+    the least in flight, behind which a demanded read waits the shortest."""
+
+    def seconds(m: Measured) -> float:
+        return 1 / m.speeds.read + 1 / m.speeds.write
+
+    least = min(seconds(m) for m in measured)
+    return min((m for m in measured if seconds(m) <= 1.02 * least), key=lambda m: m.block * m.depth)
+
+
+def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | None:
+    """The best of fio's engines, 1 MiB at a time, 32 in flight; None where there is no fio."""
+    if shutil.which("fio") is None:
+        return None
+    path = directory / f".zeropage-fio-{os.getpid()}"
+    common = [f"--filename={path}", f"--size={size}", "--bs=1M", "--direct=1", "--iodepth=32", "--output-format=json"]
+    speeds = Speeds(0, 0)
+    try:
+        for engine in ("io_uring", "libaio"):
+            for direction in ("write", "write", "read"):  # the first lays the file out
+                timed = ["--time_based", f"--runtime={seconds}"]
+                ended = subprocess.run(
+                    ["fio", "--name=fio", f"--rw={direction}", f"--ioengine={engine}", *common, *timed],
+                    capture_output=True,
+                    text=True,
+                )
+                if ended.returncode != 0:
+                    continue
+                job = json.loads(ended.stdout[ended.stdout.index("{") :])["jobs"][0][direction]
+                setattr(speeds, direction, max(getattr(speeds, direction), float(job["bw_bytes"])))
+    finally:
+        path.unlink(missing_ok=True)
+    return speeds
+
+
+def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
+    """A table: reads and writes in GB/s, greener the faster."""
+    limit = Speeds(
+        max(m.speeds.read for m in measured),
+        max(m.speeds.write for m in measured),
+    )
+    if fio:
+        limit = Speeds(max(limit.read, fio.read), max(limit.write, fio.write))
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("engine", "block"):
+        table.add_column(column)
+    depths = sorted({m.depth for m in measured})
+    for depth in depths:
+        table.add_column(f"{depth} in flight", justify="right")
+    cells = {(m.engine, m.block, m.depth): m.speeds for m in measured}
+    for engine, block in dict.fromkeys((m.engine, m.block) for m in measured):
+        row = [_cell(cells[engine, block, depth], limit) for depth in depths]
+        table.add_row(engine, f"{block >> 10:,} KiB", *row)
+    console = Console()
+    console.print(table)
+    console.print("GB/s read, written; the most of each row's kind is green")
+    if fio:
+        console.print(f"fio's best: {fio.read / 1e9:.2f} read, {fio.write / 1e9:.2f} written")
+    else:
+        console.print("fio is not installed: no comparison with it")
+
+
+def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path) -> None:
+    """The same as a picture. Raises SettingError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise _core.SettingError("a picture needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, direction in zip(axes, ("read", "write"), strict=True):
+        for engine, block in dict.fromkeys((m.engine, m.block) for m in measured):
+            line = [m for m in measured if (m.engine, m.block) == (engine, block)]
+            speeds = [getattr(m.speeds, direction) / 1e9 for m in line]
+            style = "-" if engine == "uring" else "--"
+            axis.plot([m.depth for m in line], speeds, style, marker="o", label=f"{engine}, {block >> 10:,} KiB")
+        if fio:
+            axis.axhline(getattr(fio, direction) / 1e9, color="black", linewidth=1, label="fio's best")
+        axis.set(title=direction, xlabel="requests in flight", xscale="log", ylim=(0, None))
+        axis.set_xticks(sorted({m.depth for m in measured}), [str(d) for d in sorted({m.depth for m in measured})])
+    axes[0].set_ylabel("GB/s")
+    axes[1].legend(fontsize="small")
+    figure.savefig(picture, dpi=150)
+
+
+def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
+    """The file that spaces with this disk_path read."""
+    path = directory / TUNED_NAME
+    settings = {"io": chosen.engine, "io_block": chosen.block, "io_depth": chosen.depth}
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    return path
+
+
+@contextmanager
+def _file(directory: pathlib.Path, size: int, engine: zio.Engine) -> Iterator[tuple[zio.File, torch.Tensor]]:
+    path = directory / f".zeropage-speed-{os.getpid()}"
+    try:
+        with zio.open(path, "w", size=size, engine=engine) as file:
+            if not file.is_direct:
+                raise _core.DiskError(f"{directory} has no O_DIRECT: what is measured there would be memory")
+            buffer = zio.empty(_AHEAD * _PIECE, dtype=torch.uint8)
+            buffer.view(torch.int64).random_()  # what a disk cannot compress
+            yield file, buffer
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _pass(start: Callable[[torch.Tensor, int], zio.Ticket], buffer: torch.Tensor, size: int, seconds: float) -> float:
+    """Bytes a second over at least `seconds`, and at least one pass through the file."""
+    tickets: list[zio.Ticket | None] = [None] * _AHEAD
+    begin, moved = time.perf_counter(), 0
+    while moved < size or time.perf_counter() - begin < seconds:
+        slot = moved // _PIECE % _AHEAD
+        ticket = tickets[slot]
+        if ticket is not None:
+            ticket.wait()
+        tickets[slot] = start(buffer[slot * _PIECE : (slot + 1) * _PIECE], moved % size)
+        moved += _PIECE
+    zio.wait(ticket for ticket in tickets if ticket is not None)
+    return moved / (time.perf_counter() - begin)
+
+
+def _cell(speeds: Speeds, limit: Speeds) -> str:
+    parts = []
+    for speed, most in ((speeds.read, limit.read), (speeds.write, limit.write)):
+        color = "green" if speed > 0.95 * most else "yellow" if speed > 0.8 * most else "red"
+        parts.append(f"[{color}]{speed / 1e9:.2f}[/]")
+    return ", ".join(parts)

@@ -1,0 +1,50 @@
+"""torch.compile: what it has compiled runs with its paged inputs in memory, forward and backward.
+
+A compiled region reads addresses, so it needs all its paged inputs at once, whole. PyTorch offers no place to hold
+them there: `CompiledFxGraph.__call__`, through which Inductor runs each forward and backward, is replaced. Where a
+release of torch has it otherwise, compiled regions of paged models raise the AccessError of raw access.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from wrapt import when_imported
+
+from zeropage import _core
+
+
+def _patch(module: ModuleType) -> None:
+    graph: Any = getattr(module, "CompiledFxGraph", object)
+    call = vars(graph).get("__call__")
+    if call is None or list(inspect.signature(call).parameters) != ["self", "inputs"]:
+        return
+
+    @functools.wraps(call)
+    def run(self: Any, inputs: Sequence[Any]) -> Any:
+        paged = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and _core.is_paged(value)]
+        if not paged:
+            return call(self, inputs)
+        mutated = self.mutated_input_idxs
+        try:
+            held = _core.hold_for_region([inputs[i] for i in paged], [i in mutated for i in paged])
+        except _core.BudgetError as error:
+            raise _core.BudgetError(
+                f"a compiled region takes {len(paged)} paged tensors at once: {error}, or compile the model's blocks "
+                "one by one, `for block in model.blocks: block.compile()`, instead of the whole model"
+            ) from None
+        try:
+            return call(self, inputs)
+        finally:
+            held.release()
+
+    graph.__call__ = run
+
+
+def install() -> None:
+    when_imported("torch._inductor.output_code")(_patch)

@@ -1,0 +1,42 @@
+"""Trainable parameters that an optimizer steps beside paged ones, and that are not paged themselves.
+
+They were made outside the scope, as adapters and resized embeddings may be. In one process they take memory outside
+the budgets, which a warning says; over ranks nothing would sum their gradients, which is an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from zeropage import _core
+from zeropage._space import latest_space
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step. Raises RankError."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if _checked.get(optimizer) == len(parameters):
+        return
+    _checked[optimizer] = len(parameters)
+    paged = [p for p in parameters if _core.is_paged(p)]
+    space = latest_space()
+    if not paged or space is None:
+        return
+    ranks = max(_core.ranks_of(p) for p in paged)
+    least = 1 if ranks > 1 else max(int(space.config["resident_below"]), 1)
+    plain = [p for p in parameters if not _core.is_paged(p) and p.numel() * p.element_size() >= least]
+    if not plain:
+        return
+    shapes = ", ".join(str(list(p.shape)) for p in plain[:4]) + (", …" if len(plain) > 4 else "")
+    found = f"the optimizer has {len(plain)} parameters that are not paged ({shapes}) beside {len(paged)} that are"
+    remedy = "make them inside `with space:`, or call zeropage.page(model, space) before the optimizer is made"
+    if ranks > 1:
+        del _checked[optimizer]
+        raise _core.RankError(f"{found}, and over ranks nothing sums their gradients: {remedy}")
+    warnings.warn(f"{found}: they take memory outside the budgets; {remedy}", stacklevel=3)

@@ -1,0 +1,149 @@
+"""Timelines: what happened when, for Perfetto; and what of it held a program up."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+
+class trace:
+    """Records what zeropage does to a file that https://ui.perfetto.dev opens:
+
+        with zeropage.trace("run.json"):
+            step()
+
+    or start at once, and `stop()`. In it are operators on paged tensors, faults (missed, late), what threads wait
+    for, each transfer, updates, and memory in use. Names of parameters are those in `model`, or in all modules that
+    are alive when it ends. `zeropage trace run.json` says what held the program up.
+
+    Raises SettingError while another is recorded, DiskError if the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
+        self.path = os.fspath(path)
+        self._model = model
+        _core.start_trace(self.path)
+        self._on = True
+
+    def stop(self) -> None:
+        """Ends the recording; again, it does nothing. Raises DiskError if the file is not whole."""
+        if not self._on:
+            return
+        self._on = False
+        names = _names([self._model] if self._model is not None else _roots())
+        if names:
+            _core.trace_span("zeropage", "parameters", json.dumps(names)[1:-1])
+        _core.stop_trace()
+
+    def __enter__(self) -> trace:
+        return self
+
+    def __exit__(self, *_details: object) -> None:
+        self.stop()
+
+
+def _roots() -> list[torch.nn.Module]:
+    modules = [thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _names(models: Iterable[torch.nn.Module]) -> dict[str, str]:
+    """Of what is paged, by run; a parameter's gradient has the name with .grad."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for model in models:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            gradient = tensor.grad if tensor.is_leaf else None
+            for what, named in ((tensor, name), (gradient, f"{name}.grad")):
+                kept = _core.kept(what) if what is not None else None
+                if kept is not None:
+                    found[f"{kept.run:#x}"].append(named)
+    return {run: ", ".join(dict.fromkeys(names)) for run, names in found.items()}
+
+
+@dataclass
+class Stall:
+    cause: str
+    operator: str
+    seconds: float = 0.0
+    times: int = 0
+
+
+@dataclass
+class Moved:
+    lane: str
+    parameter: str
+    bytes: int = 0
+    times: int = 0
+
+
+@dataclass
+class Summary:
+    """Of one trace. Seconds are sums over threads."""
+
+    seconds: float = 0.0
+    operators: int = 0
+    faults: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    update_seconds: float = 0.0
+    stalls: list[Stall] = field(default_factory=list)
+    transfers: list[Moved] = field(default_factory=list)
+
+
+def summarize(path: str | os.PathLike[str]) -> Summary:
+    """Raises SettingError if the file is no trace of ours."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            recorded = json.load(file)
+        events: list[dict[str, Any]] = recorded["traceEvents"]
+        version = recorded["otherData"]["zeropage"]
+    except OSError as error:
+        raise _core.SettingError(f"{os.fspath(path)} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise _core.SettingError(f"{os.fspath(path)} is not a trace that zeropage has finished") from None
+    if version != "1":
+        raise _core.SettingError(f"{os.fspath(path)} is a trace of another version of zeropage ({version})")
+    summary = Summary()
+    stalls: dict[tuple[str, str], Stall] = {}
+    transfers: dict[tuple[str, str], Moved] = {}
+    names: dict[str, str] = {}
+    for event in events:
+        if event.get("name") == "parameters" and event.get("cat") == "zeropage":
+            names = event["args"]
+    first, last = float("inf"), 0.0
+    for event in events:
+        kind, category = event["ph"], event.get("cat", "")
+        if "ts" in event:
+            first, last = min(first, event["ts"]), max(last, event["ts"] + event.get("dur", 0.0))
+        if kind == "X":
+            seconds = event["dur"] / 1e6
+            if category == "operator":
+                summary.operators += 1
+            elif category == "fault":
+                summary.faults[event["name"]] += 1
+            elif category == "update":
+                summary.update_seconds += seconds
+            elif category == "wait":
+                summary.waited[event["name"]] += seconds
+                key = (event["name"], event["args"]["operator"])
+                stall = stalls.setdefault(key, Stall(*key))
+                stall.seconds, stall.times = stall.seconds + seconds, stall.times + 1
+        elif kind == "b":
+            summary.moved[category] += event["args"]["bytes"]
+            run = event["args"]["run"]
+            moved = transfers.setdefault((category, run), Moved(category, names.get(run, f"unnamed {run}")))
+            moved.bytes, moved.times = moved.bytes + event["args"]["bytes"], moved.times + 1
+    summary.seconds = max(last - first, 0.0) / 1e6
+    summary.stalls = sorted(stalls.values(), key=lambda stall: -stall.seconds)
+    summary.transfers = sorted(transfers.values(), key=lambda moved: -moved.bytes)
+    return summary

@@ -1,0 +1,32 @@
+"""What `zeropage io tune` found best for a disk, in a file on it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from zeropage import _core
+
+TUNED_NAME = "zeropage-io.json"
+_SETTINGS = ("io", "io_block", "io_depth")
+
+
+def add_tuned(config: _core.Config) -> None:
+    """Sets what is left to us of how requests go to the disk as the first directory of disk_path has it written.
+
+    Raises SettingError for a file there that is none of ours.
+    """
+    given = dict(config.items())
+    disk = (given["disk_path"] or "/var/tmp").split(":")[0]
+    path = pathlib.Path(disk, TUNED_NAME)
+    try:
+        tuned = json.loads(path.read_text())
+        settings = {name: str(tuned[name]) for name in _SETTINGS}
+    except OSError:
+        return
+    except (ValueError, KeyError, TypeError) as error:
+        raise _core.SettingError(f"{path} is not what `zeropage io tune` writes ({error!r}): remove it") from None
+    if any(given[name] != "auto" for name in _SETTINGS):
+        return  # what is best together is not best apart
+    for name, value in settings.items():
+        config.set(name, value)

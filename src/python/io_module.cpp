@@ -1,0 +1,151 @@
+#include "io_module.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <fmt/format.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cmath>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/io/arena.h"
+#include "zeropage/io/direct_file.h"
+
+namespace py = pybind11;
+
+namespace zeropage {
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+IoEngine engine_of(const std::string& name) {
+  if (name == "auto") return IoEngine::automatic;
+  if (name == "uring") return IoEngine::uring;
+  if (name == "threads") return IoEngine::threads;
+  throw SettingError(fmt::format("\"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", name));
+}
+
+/// A ticket with all that its transfer uses.
+class TensorTicket {
+ public:
+  TensorTicket(std::shared_ptr<Io> io, std::shared_ptr<const DirectFile> file, at::Tensor tensor, Ticket ticket)
+      : io_(std::move(io)), file_(std::move(file)), tensor_(std::move(tensor)), ticket_(std::move(ticket)) {}
+  TensorTicket(TensorTicket&&) = default;
+  TensorTicket& operator=(TensorTicket&&) = default;
+  ~TensorTicket() {
+    if (ticket_.done()) return;
+    const py::gil_scoped_release released;
+    (void)Ticket(std::move(ticket_));
+  }
+
+  /// False if `seconds` are over before.
+  bool wait(std::optional<double> seconds) {
+    if (!seconds) {
+      ticket_.wait();
+      return true;
+    }
+    if (!(*seconds >= 0)) throw SettingError(fmt::format("timeout = {} is no number of seconds", *seconds));
+    constexpr double kLongest = 1e9;
+    const std::chrono::duration<double> longest(std::min(*seconds, kLongest));
+    return ticket_.wait_until(std::chrono::steady_clock::now() +
+                              std::chrono::duration_cast<std::chrono::steady_clock::duration>(longest));
+  }
+  bool done() const { return ticket_.done(); }
+
+ private:
+  std::shared_ptr<Io> io_;
+  std::shared_ptr<const DirectFile> file_;
+  at::Tensor tensor_;
+  Ticket ticket_;
+};
+
+TensorTicket start(const std::shared_ptr<DirectFile>& file, const std::shared_ptr<Io>& io, bool reads,
+                   const at::Tensor& tensor, std::uint64_t offset) {
+  if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.layout() != c10::kStrided) {
+    throw SettingError(
+        fmt::format("\"{}\": a transfer needs a contiguous tensor in the host's memory, and this one is on {}{}",
+                    file->name(), tensor.device().str(), tensor.is_contiguous() ? "" : ", with gaps"));
+  }
+  const auto* data = static_cast<const std::byte*>(reads ? tensor.mutable_data_ptr() : tensor.const_data_ptr());
+  if (reads && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  Ticket ticket = file->start(*io, reads ? Direction::read : Direction::write, offset, const_cast<std::byte*>(data),
+                              tensor.nbytes());
+  return {io, file, tensor, std::move(ticket)};
+}
+
+/// Aligned memory for tensors.
+class TensorArena {
+ public:
+  explicit TensorArena(std::size_t bytes) : arena_(std::make_shared<Arena>(bytes)) {}
+  /// From memory that a tensor holds: pinned by torch.
+  explicit TensorArena(const at::Tensor& region) {
+    auto* const data = static_cast<std::byte*>(region.mutable_data_ptr());
+    const std::size_t skipped =
+        round_up(reinterpret_cast<std::uintptr_t>(data), kBlockBytes) - reinterpret_cast<std::uintptr_t>(data);
+    const std::span<std::byte> memory(data + skipped, round_down(region.nbytes() - skipped, kBlockBytes));
+    arena_ = {new Arena(memory), [region](Arena* arena) { delete arena; }};
+  }
+
+  at::Tensor empty(const std::vector<std::int64_t>& sizes, at::ScalarType dtype) const {
+    const auto options = at::TensorOptions().dtype(dtype);
+    std::size_t bytes = c10::elementSize(dtype);
+    for (const std::int64_t size : sizes) bytes *= static_cast<std::size_t>(std::max<std::int64_t>(size, 0));
+    if (bytes == 0) return at::empty(sizes, options);
+    std::optional<Block> block = arena_->try_allocate(bytes);
+    if (!block) {
+      throw BudgetError(fmt::format("an arena of {} has no {} free: make it larger, or let go of buffers",
+                                    format_bytes(arena_->capacity()), format_bytes(bytes)));
+    }
+    auto held = std::make_shared<std::pair<std::shared_ptr<Arena>, Block>>(arena_, std::move(*block));
+    void* const data = held->second.data();
+    return at::from_blob(data, sizes, [held = std::move(held)](void*) mutable { held.reset(); }, options);
+  }
+  std::size_t capacity() const { return arena_->capacity(); }
+
+ private:
+  std::shared_ptr<Arena> arena_;
+};
+
+}  // namespace
+
+void bind_io(py::module_& module) {
+  py::class_<Io, std::shared_ptr<Io>>(module, "Io")
+      .def(py::init([](const std::string& engine, std::size_t block_bytes, std::size_t depth) {
+             return std::shared_ptr<Io>(make_io({engine_of(engine), block_bytes, depth}));
+           }),
+           py::arg("engine") = "auto", py::arg("block_bytes") = kMiB, py::arg("depth") = 0, ReleaseGil())
+      .def("wait_all", &Io::wait_all, ReleaseGil())
+      .def_property_readonly("name", &Io::name);
+
+  py::class_<TensorTicket>(module, "TensorTicket")
+      .def("wait", &TensorTicket::wait, py::arg("seconds"), ReleaseGil())
+      .def("done", &TensorTicket::done);
+
+  py::class_<DirectFile, std::shared_ptr<DirectFile>>(module, "DirectFile")
+      .def_static(
+          "open",
+          [](const std::string& path, bool writable) {
+            return std::make_shared<DirectFile>(
+                DirectFile::open(path, writable ? DirectFile::Mode::update : DirectFile::Mode::read));
+          },
+          py::arg("path"), py::arg("writable"), ReleaseGil())
+      .def_static(
+          "create",
+          [](const std::string& path, std::uint64_t bytes) {
+            return std::make_shared<DirectFile>(DirectFile::create(path, bytes));
+          },
+          py::arg("path"), py::arg("bytes"), ReleaseGil())
+      .def("start", &start, py::arg("io"), py::arg("reads"), py::arg("tensor"), py::arg("offset"), ReleaseGil())
+      .def("sync", &DirectFile::sync, ReleaseGil())
+      .def_property_readonly("size", &DirectFile::size)
+      .def_property_readonly("is_direct", &DirectFile::is_direct);
+
+  py::class_<TensorArena>(module, "TensorArena")
+      .def(py::init<std::size_t>(), py::arg("bytes"))
+      .def(py::init<const at::Tensor&>(), py::arg("region"))
+      .def("empty", &TensorArena::empty, py::arg("sizes"), py::arg("dtype"))
+      .def_property_readonly("capacity", &TensorArena::capacity);
+}
+
+}  // namespace zeropage

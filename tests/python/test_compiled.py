@@ -1,0 +1,125 @@
+"""torch.compile: compiled blocks of a paged model are those of the plain one, to the bit."""
+
+import pytest
+import torch
+
+import zeropage
+from zeropage import BudgetError
+
+pytestmark = pytest.mark.cpu
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(width), *(torch.nn.Linear(width, width) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, x):
+        self.seen.add_(x.detach().mean((0, 1)))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width=96, depth=4):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, width)
+        self.blocks = torch.nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = torch.nn.Linear(width, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(make, compiled, evicts=False, steps=3):
+    torch.manual_seed(0)
+    net = make()
+    compiled(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        tokens = torch.arange(32).reshape(2, 16) + step
+        loss = torch.nn.functional.cross_entropy(net(tokens % 50).flatten(0, 1), tokens.flatten() % 50)
+        if evicts:
+            zeropage.evict(net)
+        loss.backward()
+        assert not evicts or all(zeropage.is_paged(p.grad) for p in net.parameters())
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if evicts:
+            zeropage.evict(net)
+    return losses, net.state_dict()
+
+
+def blocks_of(net):
+    for block in net.blocks:
+        block.compile()
+
+
+def settings(disk, **others):
+    small = dict(device_memory="250kB", host_memory="150kB", resident_below="1", page_size="16KiB", device="cpu")
+    return dict(parameters="disk", gradients="disk", optimizer="disk", disk_path=disk, **{**small, **others})
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+def test_compiled_is_as_compiled_plain(whole, disk):
+    def compiled(net):
+        net.compile() if whole else blocks_of(net)
+
+    space = zeropage.init(settings(disk, **(dict(device_memory="2MB") if whole else {})))
+
+    def paged():
+        with space:
+            return Net()
+
+    losses, states = train(paged, compiled, evicts=True)
+    torch._dynamo.reset()
+    expected_losses, expected = train(Net, compiled)
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected_losses, strict=True))
+    for name, tensor in states.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert all(budget.peak <= budget.limit for budget in space.report().budgets)
+
+
+def test_a_region_larger_than_the_budget_says_so(disk):
+    with zeropage.init(settings(disk)):
+        net = Net()
+    net.compile()
+    with pytest.raises(BudgetError, match=r"compiled region takes \d+ paged tensors.*block\.compile\(\)"):
+        net(torch.arange(32).reshape(2, 16))
+
+
+def test_mixed_precision_and_checkpoints(disk):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Net):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x).float()
+
+    space = zeropage.init(settings(disk, visible_dtype="bfloat16"))
+
+    def paged():
+        with space:
+            return Checkpointed()
+
+    eager, _ = train(paged, lambda net: None, evicts=True)
+    compiled, _ = train(paged, blocks_of, evicts=True)
+    for a, b in zip(eager, compiled, strict=True):
+        # Fused kernels round less often than operators in bfloat16 do.
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,227 @@
+"""Accelerate, PEFT and Lightning, unmodified: what they give on paged models is what they give on plain ones."""
+
+import contextlib
+import os
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+from models import llama
+from test_hugging_face import build
+
+import zeropage
+from zeropage import SettingError
+
+accelerate = pytest.importorskip("accelerate")
+pytestmark = pytest.mark.cpu
+
+
+def equal_states(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def tokens(step, batch=4):
+    return torch.randint(0, 512, (batch, 24), generator=torch.Generator().manual_seed(step))
+
+
+def with_accelerate(scope, folder, interrupted):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = build(llama, scope)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    losses = []
+    for step in range(8):
+        if step == 4:
+            accelerator.save_state(str(folder))
+            if interrupted:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(1)
+                accelerator.load_state(str(folder))
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.save_model(model, str(folder / "model"))
+    return accelerator.unwrap_model(model), losses
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["", "resumed"])
+def test_accelerate_prepares_accumulates_clips_saves_and_resumes(interrupted, config, tmp_path):
+    from safetensors.torch import load_file
+
+    space = zeropage.init(config)
+    paged, losses = with_accelerate(space, tmp_path / "paged", interrupted)
+    plain, expected = with_accelerate(None, tmp_path / "plain", False)
+    assert losses == expected
+    assert all(zeropage.is_paged(p) for p in paged.parameters())
+    equal_states(paged, plain)
+    saved, expected_saved = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("paged", "plain")
+    )
+    assert saved.keys() == expected_saved.keys()
+    assert all(torch.equal(saved[name], expected_saved[name]) for name in saved)
+
+
+def with_peft(scope, tied):
+    peft = pytest.importorskip("peft")
+
+    model = build(lambda: llama(tied), scope)
+    settings = dict(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if tied:
+        settings |= dict(modules_to_save=[])
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor of parameters that are not paged
+        for step in range(3):
+            model(input_ids=tokens(step), labels=tokens(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_adapters_on_a_paged_base_are_paged_and_merge(tied, config):
+    space = zeropage.init(config)
+    paged, plain = with_peft(space, tied), with_peft(None, tied)
+    adapters = [p for name, p in paged.named_parameters() if "lora" in name]
+    assert adapters and all(zeropage.is_paged(p) for p in adapters)
+    equal_states(paged, plain)
+    merged, expected = paged.merge_and_unload(), plain.merge_and_unload()
+    assert all(zeropage.is_paged(p) for p in merged.parameters())
+    equal_states(merged, expected)
+    if tied:
+        assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
+
+
+def test_resized_embeddings_are_paged(config):
+    space = zeropage.init(config)
+    models = build(llama, space), build(llama)
+    for model in models:
+        torch.manual_seed(1)
+        model.resize_token_embeddings(600, mean_resizing=False)
+    assert all(zeropage.is_paged(p) for p in models[0].parameters())
+    equal_states(*models)
+
+
+def test_a_plain_parameter_beside_paged_ones_is_said_once(config):
+    with zeropage.init(config):
+        model = nn.Sequential(nn.Linear(64, 64))
+    model.append(nn.Linear(64, 48))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for expected in (1, 0):
+        model(torch.ones(2, 64)).sum().backward()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer.step()
+        found = [str(warning.message) for warning in said if "not paged" in str(warning.message)]
+        assert len(found) == expected
+        assert not found or "[48, 64], [48]" in found[0]
+
+
+def lightning_fit(make, tmp_path, **trainer):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            if make is not None:
+                self.net = make()
+
+        def configure_model(self):
+            if make is None:
+                torch.manual_seed(0)
+                self.net = network()
+
+        def training_step(self, batch, index):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    losses = []
+    torch.manual_seed(0)
+    module = Module()
+    generator = torch.Generator().manual_seed(0)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(32, 64, generator=generator), torch.randint(0, 8, (32,), generator=generator)
+    )
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1)
+    fitted = lightning.Trainer(
+        max_epochs=2, default_root_dir=tmp_path, gradient_clip_val=0.5, accumulate_grad_batches=2, **quiet, **trainer
+    )
+    fitted.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    checkpoint = torch.load(fitted.checkpoint_callback.best_model_path, weights_only=False)
+    return module, losses, checkpoint["state_dict"]
+
+
+def network():
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 8))
+
+
+@pytest.mark.parametrize("way", ["loop", "strategy", "configure_model"])
+def test_lightning(way, config, tmp_path):
+    pytest.importorskip("lightning")
+    plain, expected, saved = lightning_fit(network, tmp_path / "plain")
+    if way == "loop":
+        space = zeropage.init(config)
+
+        def make():
+            with space:
+                return network()
+
+        paged, losses, paged_saved = lightning_fit(make, tmp_path / "paged")
+    else:
+        from zeropage.lightning import ZeropageStrategy
+
+        settings = config if isinstance(config, dict) else config._settings
+        strategy = ZeropageStrategy(**settings)
+        make = network if way == "strategy" else None
+        with group_of_one():
+            paged, losses, paged_saved = lightning_fit(make, tmp_path / "paged", strategy=strategy)
+    assert losses == expected
+    assert all(zeropage.is_paged(p) for p in paged.net.parameters())
+    equal_states(paged, plain)
+    assert all(torch.equal(tensor, paged_saved[name]) for name, tensor in saved.items())
+
+
+@contextlib.contextmanager
+def group_of_one():
+    """What the strategy leaves of its process group and its environment is not for other tests."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_wrappers_are_refused(config):
+    with zeropage.init(config):
+        model = nn.Linear(64, 64)
+    for wrap in (nn.DataParallel, nn.parallel.DistributedDataParallel):
+        with pytest.raises(SettingError, match=f"without {wrap.__name__}"):
+            wrap(model)
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    with pytest.raises(SettingError, match="without FullyShardedDataParallel"):
+        FullyShardedDataParallel(model)
+    with pytest.raises(SettingError, match="without fully_shard"):
+        fully_shard(model)

@@ -1,0 +1,173 @@
+"""zeropage.io: what is written is what a file holds and what is read, at any range, from any thread."""
+
+import itertools
+import os
+import random
+import threading
+
+import numpy
+import pytest
+import torch
+
+import zeropage.io
+from zeropage import BudgetError, DiskError, SettingError
+
+pytestmark = pytest.mark.cpu
+SIZE = 3_000_000
+
+
+@pytest.fixture
+def path(disk):
+    return os.path.join(disk, "data.bin")
+
+
+@pytest.fixture(params=["auto", "threads"])
+def engine(request):
+    return zeropage.io.Engine(request.param, block_size=64 << 10)
+
+
+def random_bytes(size):
+    return torch.randint(0, 256, (size,), dtype=torch.uint8)
+
+
+def test_ranges_of_tensors(path, engine):
+    expected = random_bytes(SIZE)
+    aligned = zeropage.io.empty(SIZE, dtype=torch.uint8)
+    with zeropage.io.open(path, "w", size=SIZE, engine=engine) as file:
+        file.write(expected)
+        chance = random.Random(1)
+        for _ in range(100):
+            begin = chance.randrange(SIZE)
+            end = chance.randrange(begin, SIZE)
+            if chance.random() < 0.5:
+                part = random_bytes(end - begin)
+                aligned[begin:end] = part
+                expected[begin:end] = part
+                file.write(aligned[begin:end], begin)
+            else:
+                aligned[begin:end].zero_()
+                file.read(aligned[begin:end], begin)
+                assert torch.equal(aligned[begin:end], expected[begin:end])
+        file.sync()
+        assert file.size == SIZE
+    with open(path, "rb") as plain:
+        assert plain.read() == expected.numpy().tobytes()
+
+
+def test_other_buffers(path):
+    with zeropage.io.open(path, "w") as file:
+        file.write(b"0123456789", 4090)
+        array, memory = numpy.empty(10, dtype=numpy.uint8), bytearray(4)
+        file.read(array, 4090)
+        file.read(memoryview(memory), 4096)
+        assert array.tobytes() == b"0123456789" and memory == b"6789" and file.size == 4100
+        file.read(bytearray(), 0)
+        with pytest.raises(SettingError, match="read-only"):
+            file.read(b"cannot")
+        with pytest.raises(SettingError, match="gaps"):
+            file.read(torch.empty(4, 4)[:, ::2])
+
+
+def test_many_transfers_of_threads_and_files_are_under_way_together(disk, engine):
+    contents = [random_bytes(SIZE) for _ in range(4)]
+    failures = []
+
+    def move(i):
+        try:
+            with zeropage.io.open(os.path.join(disk, f"{i}.bin"), "w", engine=engine) as file:
+                cuts = sorted({0, SIZE, *(random.Random(i).sample(range(SIZE), 30))})
+                ranges = list(itertools.pairwise(cuts))
+                zeropage.io.wait([file.start_write(contents[i][a:b], a) for a, b in ranges])
+                back = torch.empty_like(contents[i])
+                tickets = [file.start_read(back[a:b], a) for a, b in ranges]
+            engine.wait_all()  # the file closes behind its transfers
+            assert all(ticket.done() for ticket in tickets)
+            zeropage.io.wait(tickets)
+            assert torch.equal(back, contents[i])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=move, args=[i]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_failed_and_short_transfers_say_where(path):
+    with zeropage.io.open(path, "w", size=10_000) as file:
+        buffer = zeropage.io.empty(8192, dtype=torch.uint8)
+        tickets = [file.start_read(buffer, 0), file.start_read(buffer, 8192), file.start_read(buffer[:100], 100)]
+        with pytest.raises(DiskError, match=r"offset 8192 of .*data\.bin.*only 1\.8 kB"):
+            zeropage.io.wait(tickets)
+        assert all(ticket.done() for ticket in tickets)
+        with pytest.raises(DiskError, match="before the file's begin"):
+            file.read(buffer, -1)
+    with pytest.raises(DiskError, match="closed"):
+        file.read(buffer)
+    with pytest.raises(DiskError, match="No such file"):
+        zeropage.io.open(path + ".missing")
+    with zeropage.io.open(path) as file, pytest.raises(DiskError, match="for reading"):
+        file.write(buffer)
+    with pytest.raises(SettingError, match="mode"):
+        zeropage.io.open(path, "rw")
+
+
+def test_a_deadline_leaves_the_transfer_under_way(path):
+    size = 128 << 20
+    with zeropage.io.open(path, "w", size=size) as file:
+        file.write(b"the end", size - 7)
+        buffer = zeropage.io.empty(size, dtype=torch.uint8)
+        ticket = file.start_read(buffer)
+        with pytest.raises(TimeoutError):
+            ticket.wait(timeout=0)
+        with pytest.raises(SettingError, match="timeout"):
+            ticket.wait(timeout=float("nan"))
+        ticket.wait(timeout=60)
+        assert ticket.done() and bytes(buffer[-7:].tolist()) == b"the end"
+
+
+def test_arenas_give_aligned_memory_until_they_are_full():
+    arena = zeropage.io.Arena(4 << 20)
+    first = arena.empty(1000, 3, dtype=torch.bfloat16)
+    second = arena.empty(1 << 20, dtype=torch.uint8)
+    assert first.data_ptr() % 4096 == second.data_ptr() % 4096 == 0 and first.shape == (1000, 3)
+    with pytest.raises(BudgetError, match=r"arena of 4\.2 MB"):
+        arena.empty(1 << 20)
+    del second
+    assert arena.empty(900_000).numel() == 900_000 and arena.empty(0).numel() == 0
+    del arena
+    first.fill_(1)
+
+
+def test_a_ticket_keeps_what_it_uses(path):
+    content = random_bytes(SIZE)
+    with zeropage.io.open(path, "w") as file:
+        file.write(content)
+    ticket = zeropage.io.open(path).start_read(zeropage.io.empty(SIZE, dtype=torch.uint8))
+    del ticket  # waits
+    kept = zeropage.io.empty(SIZE, dtype=torch.uint8)
+    ticket = zeropage.io.open(path, engine=zeropage.io.Engine()).start_read(kept)
+    ticket.wait(timeout=30)
+    ticket.wait()
+    assert torch.equal(kept, content)
+
+
+def test_what_a_graph_has_saved_notices_a_read(path):
+    with zeropage.io.open(path, "w") as file:
+        file.write(torch.ones(4))
+        weight = torch.ones(4, requires_grad=True)
+        saved = torch.zeros(4)
+        y = (weight * saved).sum()
+        file.read(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+@pytest.mark.parametrize("settings", [dict(block_size=1000), dict(block_size=0), dict(depth=0), dict(depth=10**6)])
+def test_settings_that_cannot_be(settings):
+    with pytest.raises(SettingError):
+        zeropage.io.Engine(**settings)
+    with pytest.raises(SettingError, match="engine"):
+        zeropage.io.Engine("fast")

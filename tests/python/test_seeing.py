@@ -1,0 +1,170 @@
+"""What people see: timelines, reports, explanations. Sums of a trace are those of the report."""
+
+import json
+
+import pytest
+import torch
+from zeropage._tracing import summarize
+
+import zeropage
+from zeropage import DiskError, SettingError
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def training(disk):
+    """A space, and a function that trains one step in it; memory holds a part of the model."""
+    space = zeropage.init(
+        device="cpu",
+        parameters="disk",
+        gradients="disk",
+        optimizer="disk",
+        disk_path=disk,
+        device_memory="600kB",
+        host_memory="400kB",
+        resident_below="1kB",
+        page_size="16KiB",
+        update_ahead="never",
+    )
+    with space:
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(4, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        space.wait()
+
+    step()
+    return space, model, step
+
+
+def test_the_sums_of_a_trace_are_those_of_the_report(training, tmp_path):
+    space, model, step = training
+    before = space.report()
+    with zeropage.trace(tmp_path / "run.json", model):
+        step()
+        step()
+    moved = space.report().since(before)
+    summary = summarize(tmp_path / "run.json")
+    assert summary.moved["disk read"] == moved.read_bytes > 0
+    assert summary.moved["disk write"] == moved.written_bytes > 0
+    assert sum(summary.waited.values()) == pytest.approx(moved.waited_seconds, rel=1e-3, abs=1e-3)
+    assert summary.waited["disk"] == pytest.approx(moved.waited_for_disk, rel=1e-3, abs=1e-3)
+    assert 0 < summary.faults["missed"] <= moved.faults
+    assert summary.operators > 0 and summary.update_seconds > 0
+    named = {name for transfer in summary.transfers for name in transfer.parameter.split(", ")}
+    assert {name for name, p in model.named_parameters() if zeropage.is_paged(p)} <= named
+    assert all(stall.operator.startswith(("aten::", "none")) for stall in summary.stalls)
+
+
+def test_a_trace_is_in_the_trace_event_format(training, tmp_path):
+    _, _, step = training
+    with zeropage.trace(tmp_path / "run.json"):
+        step()
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    under_way = set()
+    for event in events:
+        assert event["ph"] in "XbeCM" and isinstance(event["pid"], int)
+        if event["ph"] == "M":
+            continue
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and isinstance(event["tid"], int)
+        if event["ph"] == "b":
+            assert (event["cat"], event["id"]) not in under_way
+            under_way.add((event["cat"], event["id"]))
+        if event["ph"] == "e":
+            under_way.remove((event["cat"], event["id"]))
+    assert not under_way
+    assert {"operator", "update", "disk read", "disk write"} <= {event.get("cat") for event in events}
+
+
+def test_traces_that_cannot_be(training, tmp_path):
+    with pytest.raises(DiskError, match="No such file"):
+        zeropage.trace(tmp_path / "missing" / "run.json")
+    recording = zeropage.trace(tmp_path / "one.json")
+    with pytest.raises(SettingError, match=r"one\.json.*stop it first"):
+        zeropage.trace(tmp_path / "other.json")
+    recording.stop()
+    recording.stop()
+    (tmp_path / "no.json").write_text('{"traceEvents": []}')
+    with pytest.raises(SettingError, match="not a trace"):
+        summarize(tmp_path / "no.json")
+    with pytest.raises(SettingError, match="cannot be read"):
+        summarize(tmp_path / "missing.json")
+
+
+def test_a_trace_that_its_disk_has_no_room_for_says_so(training):
+    recording = zeropage.trace("/dev/full")
+    training[2]()
+    with pytest.raises(DiskError, match="No space left"):
+        recording.stop()
+
+
+def test_the_profiler_sees_faults(training):
+    with torch.profiler.profile() as profile:
+        training[2]()
+    assert "zeropage::pin" in {event.name for event in profile.events()}
+
+
+def test_reports_have_differences_and_are_plain_data(training):
+    space, _, step = training
+    before = space.report()
+    step()
+    after = space.report()
+    between = after.since(before)
+    assert between.read_bytes == after.read_bytes - before.read_bytes > 0
+    assert 0 < between.seconds < after.seconds
+    data = json.loads(json.dumps(between.to_dict()))
+    assert data["read_bytes"] == between.read_bytes
+    assert data["budgets"]["device_memory"]["limit"] == 600_000
+    assert data["homes"]["optimizer"]["disk"]["now"] > 2 * data["homes"]["parameter"]["disk"]["now"] * 0.9
+    name, share, advice = between.bound_by()
+    assert name in ("disk", "memory", "compute") and share >= 0 and advice
+    assert f"bound by {name}" in str(between)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = between.no_such
+
+
+def test_a_report_names_what_holds_threads_up(training):
+    report = training[0].report()
+    report.seconds = 10.0
+    for name in ("disk", "upload", "gather", "memory"):
+        for other in ("disk", "upload", "gather", "memory"):
+            report._values[f"waited_for_{other}"] = 4.0 if other == name else 1.0
+        assert report.bound_by()[:2] == (name, 0.4)
+    for other in ("disk", "upload", "gather", "memory"):
+        report._values[f"waited_for_{other}"] = 0.01
+    assert report.bound_by()[0] == "compute"
+
+
+def test_explanations_say_where_parameters_are_and_why_one_is_not_paged(disk):
+    with zeropage.init(
+        device="cpu",
+        parameters="disk",
+        gradients="host",
+        optimizer="disk",
+        disk_path=disk,
+        device_memory="4MB",
+        host_memory="4MB",
+        resident_below="2kB",
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    model.append(torch.nn.Linear(64, 64))
+    model.append(torch.nn.Linear(64, 64, device="meta"))
+    model[0](torch.ones(2, 64)).sum().backward()
+    rows = {row.name: row for row in zeropage.explain(model).rows}
+    assert (rows["0.weight"].home, rows["0.weight"].gradient, rows["0.weight"].why) == ("disk", "host", "")
+    assert rows["1.weight"].home == "" and "resident_below = 2,000 B" in rows["1.weight"].why
+    assert "outside the scope" in rows["2.weight"].why and "no data" in rows["3.weight"].why
+    assert "0.weight" in str(zeropage.explain(model)) and "outside the scope" in str(zeropage.explain(model))
+
+
+def test_explanations_of_mixed_precision(disk):
+    with zeropage.init(device="cpu", parameters="disk", optimizer="disk", disk_path=disk, visible_dtype="bfloat16"):
+        model = torch.nn.Linear(256, 256)
+    row = zeropage.explain(model).rows[0]
+    assert row.dtype == "bfloat16, master float" and row.home == "disk"
