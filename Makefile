@@ -11,7 +11,7 @@ BUILD  := build
 # ON: several files at once, which takes half of the time from scratch, and longer after a change.
 UNITY  ?= OFF
 
-.PHONY: build test lint bench peers demo demo-ranks sanitize format clean system cpp-tests
+.PHONY: build test lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests
 
 demo: build ## train a GPT whose states are on disk
 	$(PYTHON) examples/train_gpt.py $(ARGS)
@@ -66,7 +66,7 @@ sanitize: build
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
 
-lint: build ## formatting, types, and which module uses which
+lint: build docs ## formatting, types, which module uses which, and the docs
 	$(PYTHON) -m ruff check python tests examples bench tools
 	$(PYTHON) -m ruff format --check python tests examples bench tools
 	$(PYTHON) -m mypy
@@ -77,6 +77,13 @@ format: build ## what lint asks for
 	$(PYTHON) -m ruff check --fix -q python tests examples bench tools || true
 	$(PYTHON) -m ruff format -q python tests examples bench tools
 	$(VENV)/bin/clang-format -i $$(git ls-files '*.cpp' '*.h')
+
+docs: build ## the site, into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q
+
+# For machines that have the same torch and no compiler; torch itself is not in it.
+wheel: build ## build/wheel/*.whl
+	$(PYTHON) -m pip wheel -q --no-build-isolation --no-deps -w $(BUILD)/wheel .
 
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/_%,$(wildcard bench/*.py)))
 bench: $(addprefix bench-,$(BENCHES)) ## every benchmark

@@ -33,15 +33,17 @@ def huge_pages(count: int) -> Iterator[bool]:
             HUGE_PAGES.write_text(before)
 
 
-def fio(options: list[str], directory: str, size: int, seconds: float, mix: str, huge: bool) -> dict[str, float]:
-    """Bytes a second that fio reads and writes, 1 MiB at a time, O_DIRECT. `mix`: --rw and its kin."""
+def fio(
+    options: list[str], directory: str, size: int, seconds: float, mix: str, huge: bool, block: str = "1M"
+) -> dict[str, float]:
+    """Bytes a second that fio reads and writes, a block at a time, O_DIRECT. `mix`: --rw and its kin."""
     command = [
         *[
             "fio",
             "--name=fio",
             f"--filename={directory}/fio",
             f"--size={size}",
-            "--bs=1M",
+            f"--bs={block}",
             "--direct=1",
             *mix.split(),
         ],

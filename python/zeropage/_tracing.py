@@ -39,10 +39,12 @@ class trace:
         if not self._on:
             return
         self._on = False
-        names = _names([self._model] if self._model is not None else _roots())
-        if names:
-            _core.trace_span("zeropage", "parameters", json.dumps(names)[1:-1])
-        _core.stop_trace()
+        try:
+            names = _names([self._model] if self._model is not None else _roots())
+            if names:
+                _core.trace_span("zeropage", "parameters", json.dumps(names)[1:-1])
+        finally:
+            _core.stop_trace()
 
     def __enter__(self) -> trace:
         return self
@@ -52,7 +54,8 @@ class trace:
 
 
 def _roots() -> list[torch.nn.Module]:
-    modules = [thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Module)]
+    # type(), not isinstance(): a weak proxy would be asked for what it stands for, which may be gone.
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 

@@ -22,8 +22,8 @@ __all__ = ["ZeropageStrategy"]
 class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     """Paged states, in one process or partitioned over ranks.
 
-    `config` and `settings`: as zeropage.init() takes them. `space` is what was made of them, from the time the Trainer
-    sets the model up.
+    `config` and `settings`: as zeropage.init() takes them. `space` is what was made of them, from the time the
+    Trainer sets the model up.
     """
 
     strategy_name = "zeropage"

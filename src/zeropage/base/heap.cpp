@@ -31,7 +31,7 @@ std::size_t resident_bytes() {
 /// Paging is meant to make the process smaller, so the holes are given back to the system; but only where the process
 /// would else be larger than it ever was without holes, for memory given back must be had again.
 void give_back_holes(std::size_t bytes) {
-  constexpr std::size_t kBetween = 4 * kMiB, kSlack = 32 * kMiB;
+  constexpr std::size_t kBetween = 4 * kMiB, kSlack = 24 * kMiB;
   static std::mutex mutex;
   static std::size_t since = 0, highest = 0;
   std::lock_guard lock(mutex);
