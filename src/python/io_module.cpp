@@ -41,6 +41,9 @@ class TensorTicket {
 
   /// False if `seconds` are over before.
   bool wait(std::optional<double> seconds) {
+    // With the interpreter's lock while nothing blocks: among threads, handing it over costs more than a transfer.
+    std::optional<py::gil_scoped_release> released;
+    if (!ticket_.done()) released.emplace();
     if (!seconds) {
       ticket_.wait();
       return true;
@@ -119,7 +122,7 @@ void bind_io(py::module_& module) {
       .def_property_readonly("name", &Io::name);
 
   py::class_<TensorTicket>(module, "TensorTicket")
-      .def("wait", &TensorTicket::wait, py::arg("seconds"), ReleaseGil())
+      .def("wait", &TensorTicket::wait, py::arg("seconds"))
       .def("done", &TensorTicket::done);
 
   py::class_<DirectFile, std::shared_ptr<DirectFile>>(module, "DirectFile")
@@ -136,7 +139,7 @@ void bind_io(py::module_& module) {
             return std::make_shared<DirectFile>(DirectFile::create(path, bytes));
           },
           py::arg("path"), py::arg("bytes"), ReleaseGil())
-      .def("start", &start, py::arg("io"), py::arg("reads"), py::arg("tensor"), py::arg("offset"), ReleaseGil())
+      .def("start", &start, py::arg("io"), py::arg("reads"), py::arg("tensor"), py::arg("offset"))
       .def("sync", &DirectFile::sync, ReleaseGil())
       .def_property_readonly("size", &DirectFile::size)
       .def_property_readonly("is_direct", &DirectFile::is_direct);
