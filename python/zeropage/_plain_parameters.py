@@ -30,7 +30,9 @@ def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     ranks = max(_core.ranks_of(p) for p in paged)
     least = 1 if ranks > 1 else max(int(space.config["resident_below"]), 1)
-    plain = [p for p in parameters if not _core.is_paged(p) and p.numel() * p.element_size() >= least]
+    plain = [
+        p for p in parameters if p.requires_grad and not _core.is_paged(p) and p.numel() * p.element_size() >= least
+    ]
     if not plain:
         return
     shapes = ", ".join(str(list(p.shape)) for p in plain[:4]) + (", …" if len(plain) > 4 else "")

@@ -8,11 +8,13 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zeropage import _core
+
+KindT = TypeVar("KindT")
 
 
 class trace:
@@ -53,21 +55,29 @@ class trace:
         self.stop()
 
 
-def _roots() -> list[torch.nn.Module]:
+def _alive(kind: type[KindT]) -> list[KindT]:
     # type(), not isinstance(): a weak proxy would be asked for what it stands for, which may be gone.
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+def _roots() -> list[torch.nn.Module]:
+    modules = _alive(torch.nn.Module)
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
 
 def _names(models: Iterable[torch.nn.Module]) -> dict[str, str]:
-    """Of what is paged, by run; a parameter's gradient has the name with .grad."""
+    """Of what is paged, by run; a parameter's gradient has its name with .grad, an optimizer's state with the state's."""
     found: dict[str, list[str]] = defaultdict(list)
+    states: dict[torch.Tensor, dict[str, Any]] = {}
+    for optimizer in _alive(torch.optim.Optimizer):
+        states |= optimizer.state
     for model in models:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             gradient = tensor.grad if tensor.is_leaf else None
-            for what, named in ((tensor, name), (gradient, f"{name}.grad")):
-                kept = _core.kept(what) if what is not None else None
+            of_optimizer = [(value, f"{name}.{key}") for key, value in states.get(tensor, {}).items()]
+            for what, named in ((tensor, name), (gradient, f"{name}.grad"), *of_optimizer):
+                kept = _core.kept(what) if isinstance(what, torch.Tensor) else None
                 if kept is not None:
                     found[f"{kept.run:#x}"].append(named)
     return {run: ", ".join(dict.fromkeys(names)) for run, names in found.items()}

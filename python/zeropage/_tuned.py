@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 
 from zeropage import _core
@@ -14,12 +15,14 @@ _SETTINGS = ("io", "io_block", "io_depth")
 def add_tuned(config: _core.Config) -> None:
     """Sets what is left to us of how requests go to the disk as the first directory of disk_path has it written.
 
-    Raises SettingError for a file there that is none of ours.
+    A file of another user does not count. Raises SettingError for one that `zeropage io tune` has not written.
     """
     given = dict(config.items())
     disk = (given["disk_path"] or "/var/tmp").split(":")[0]
     path = pathlib.Path(disk, TUNED_NAME)
     try:
+        if path.stat().st_uid not in (0, os.getuid()):
+            return
         tuned = json.loads(path.read_text())
         settings = {name: str(tuned[name]) for name in _SETTINGS}
     except OSError:

@@ -184,7 +184,8 @@ class Arena:
     """
 
     def __init__(self, size: int, *, pin_memory: bool = False) -> None:
-        region = torch.empty(size + 4096, dtype=torch.uint8, pin_memory=True) if pin_memory else None
+        blocks = -(-size // 4096) + 1
+        region = torch.empty(blocks * 4096, dtype=torch.uint8, pin_memory=True) if pin_memory else None
         self._core = _core.TensorArena(size) if region is None else _core.TensorArena(region)
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -51,7 +51,8 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         with self.space:
             yield
 
-    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # where DDPStrategy wraps
+    # DDPStrategy wraps here.
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override,unused-ignore]
         return zeropage.page(model, self.space)
 
     def _register_ddp_hooks(self) -> None:

@@ -170,7 +170,10 @@ def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
     """The file that spaces with this disk_path read."""
     path = directory / TUNED_NAME
     settings = {"io": chosen.engine, "io_block": chosen.block, "io_depth": chosen.depth}
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+    try:
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+    except OSError as error:
+        raise _core.DiskError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 

@@ -29,7 +29,7 @@ struct Writer {
   std::string path;
   fmt::memory_buffer text;
   Trace::Time start;
-  std::uint64_t process = 0;
+  std::atomic<std::uint64_t> process = 0;
   int error = 0;
 
   void flush() {

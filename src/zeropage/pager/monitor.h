@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <string_view>
 
 #include "zeropage/base/current_activity.h"
@@ -95,10 +96,13 @@ class Waiting {
   Waiting& operator=(const Waiting&) = delete;
 
  private:
-  void record() const {
+  void record() const noexcept {
     const std::string_view names[kCauses] = {monitor_.source_, "memory", "other threads"};
-    Trace::span("wait", names[static_cast<int>(cause_)], start_,
-                Trace::arg("operator", CurrentActivity::now("none")));
+    try {
+      Trace::span("wait", names[static_cast<int>(cause_)], start_,
+                  Trace::arg("operator", CurrentActivity::now("none")));
+    } catch (const std::bad_alloc&) {  // an event is lost
+    }
   }
 
   Monitor& monitor_;

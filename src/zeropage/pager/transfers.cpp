@@ -225,7 +225,7 @@ void Transfers::on_end(std::function<void()> book) {
 }
 
 /// What is in memory, too: it changes with what comes and goes.
-void Transfers::trace(bool begins, bool reads, const Run& run, std::size_t page) const {
+void Transfers::trace(bool begins, bool reads, const Run& run, std::size_t page) const noexcept try {
   const std::string_view lane = frames_.is_gathered() ? "all-gather"
                                 : memory_.device()    ? (reads ? "upload" : "download")
                                                       : (reads ? "disk read" : "disk write");
@@ -239,6 +239,7 @@ void Transfers::trace(bool begins, bool reads, const Run& run, std::size_t page)
                  : memory_.device()    ? "device_memory"
                                        : "memory",
                  memory_.budget().used());
+} catch (const std::bad_alloc&) {  // an event is lost
 }
 
 void Transfers::wait_for_reads(Lock& lock, Frame& frame) {

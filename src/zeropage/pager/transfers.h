@@ -74,7 +74,7 @@ class Transfers {
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
   void transfer_ended(Run& run);
   void on_end(std::function<void()> book);
-  void trace(bool begins, bool reads, const Run& run, std::size_t page) const;
+  void trace(bool begins, bool reads, const Run& run, std::size_t page) const noexcept;
 
   Monitor& monitor_;
   FrameMemory& memory_;
