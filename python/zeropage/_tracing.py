@@ -67,7 +67,7 @@ def _roots() -> list[torch.nn.Module]:
 
 
 def _names(models: Iterable[torch.nn.Module]) -> dict[str, str]:
-    """Of what is paged, by run; a parameter's gradient has its name with .grad, an optimizer's state with the state's."""
+    """Of what is paged, by run. A gradient has its parameter's name with .grad, an optimizer's state with its own."""
     found: dict[str, list[str]] = defaultdict(list)
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for optimizer in _alive(torch.optim.Optimizer):

@@ -283,3 +283,18 @@ def test_automatic_tiers_fill_the_device_then_the_host_then_the_disk(disk):
     homes = {home.tier: home.now for home in space.report().homes}
     assert homes == {"device": 2 << 20, "host": 2 << 20, "disk": 4 << 20}
     assert all(torch.equal(t, torch.ones(256, 1024)) for t in tensors)
+
+
+def test_modules_from_the_meta_device_take_no_memory_in_a_scope(config):
+    """skip_init() and to_empty(): what they make is made paged, not made and then paged."""
+    with zeropage.init(config):
+        layer = torch.nn.utils.skip_init(torch.nn.Linear, 96, 64)
+        strided = torch.empty_strided((64, 96), (96, 1))
+        with torch.device("meta"):
+            module = torch.nn.Linear(96, 64)
+        module.to_empty(device=layer.weight.device)
+    for tensor in (layer.weight, strided, module.weight):
+        assert zeropage.is_paged(tensor) and tensor.is_contiguous()
+    with torch.no_grad():
+        layer.weight.fill_(2)
+    assert torch.equal(layer.weight.sum(), torch.tensor(2.0 * 64 * 96, device=layer.weight.device))

@@ -104,6 +104,7 @@ void run(Call& call) {
   if (call.paged.empty()) {
     choose_device(call);
     if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;
+    if (scope_domain() && make_from_meta(call)) return;
     {
       // A view of an ordinary tensor may still copy inside, and what a composite makes is adopted as a whole.
       c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);

@@ -5,6 +5,8 @@
 #include <c10/util/strides.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/windows.h"
@@ -144,6 +146,21 @@ bool make_converted(Call& call) {
   return copy_into_new(call, request.dtype);
 }
 
+bool make_from_meta(Call& call) {
+  const auto& domain = scope_domain();
+  if (!domain || !Call::plain_modes() || call.name() != "aten::empty_like") return false;
+  const at::Tensor self = call.argument(0).toTensor();
+  if (!self.is_meta() || self.dim() == 0 || !self.is_non_overlapping_and_dense()) return false;
+  const Request request(call, self.scalar_type(), self.device());
+  const bool is_home = request.device.type() == domain->device.type() &&
+                       (!request.device.has_index() || request.device == domain->device || domain->device.is_cpu());
+  const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
+  if (!is_home || !request.plain || !domain->pages(bytes) || !keeps_layout(call, self)) return false;
+  call.return_value(
+      make_paged(domain, self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(request.dtype), Role::parameter));
+  return true;
+}
+
 bool make_in_scope(Call& call) {
   const auto& domain = scope_domain();
   if (!domain || !Call::plain_modes()) return false;
@@ -159,6 +176,14 @@ bool make_in_scope(Call& call) {
   if (!request.plain || request.device != domain->device || !domain->pages(bytes) || sizes.empty()) return false;
   if (memory_format_of(call).value_or(c10::MemoryFormat::Contiguous) != c10::MemoryFormat::Contiguous) return false;
   if (random_needs_floating(call.name(), request.dtype)) return false;
+  if (call.name() == "aten::empty_strided" &&
+      at::IntArrayRef(call.argument(1).toIntVector()) != c10::contiguous_strides(sizes)) {
+    return false;
+  }
+  if (call.name() == "aten::empty_permuted") {  // skip_init, of a module on the meta device
+    const auto order = call.argument(1).toIntVector();
+    if (!std::is_sorted(order.begin(), order.end()) || order.size() != sizes.size()) return false;
+  }
   auto created = make_paged(domain, sizes, c10::contiguous_strides(sizes), c10::scalarTypeToTypeMeta(request.dtype),
                             Role::parameter);
   fill_created(call, created);

@@ -27,6 +27,8 @@ Rule find_rule(const std::string& name, const std::string& overload, const Opera
       {"new_ones.", make_new},
       {"new_full.", make_new},
       {"empty.memory_format", make_in_scope},
+      {"empty_permuted.", make_in_scope},
+      {"empty_strided.", make_in_scope},
       {"zeros.", make_in_scope},
       {"ones.", make_in_scope},
       {"full.", make_in_scope},

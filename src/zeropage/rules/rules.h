@@ -44,5 +44,6 @@ bool make_new(Call& call);        // creations.cpp: new_zeros and its like
 bool make_clone(Call& call);      // creations.cpp: clone
 bool make_converted(Call& call);  // creations.cpp: _to_copy
 bool make_in_scope(Call& call);   // creations.cpp: empty, zeros, randn, … inside an init scope
+bool make_from_meta(Call& call);  // creations.cpp: there, what Module.to_empty() makes of tensors without data
 
 }  // namespace zeropage
