@@ -64,12 +64,42 @@ TRAINER = """
         print("paged:", all(zeropage.is_paged(p) for p in model.parameters()), file=sys.stderr)
 """
 
+LIGHTNING = """
+    import sys, tempfile
+    import torch
+    import lightning.pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
+
+        def training_step(self, batch, index):
+            loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            print(repr(loss.item()))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 64), torch.randint(0, 8, (32,)))
+    module = Module()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder)
+        trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=1, gradient_clip_val=0.5, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
+    if "zeropage" in sys.modules:
+        import zeropage
+        print("paged:", all(zeropage.is_paged(p) for p in module.parameters()), file=sys.stderr)
+"""
+
 
 def run(*command):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("script", [PLAIN, TRAINER], ids=["plain", "trainer"])
+@pytest.mark.parametrize("script", [PLAIN, TRAINER, LIGHTNING], ids=["plain", "trainer", "lightning"])
 def test_scripts_run_as_they_are(script, tmp_path, disk):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(script))
