@@ -30,6 +30,11 @@ def _patch(module: ModuleType) -> None:
         paged = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and _core.is_paged(value)]
         if not paged:
             return call(self, inputs)
+        if self.fx_kwargs.get("cudagraphs") and any(inputs[i].is_cuda for i in paged):
+            raise _core.AccessError(
+                "CUDA graphs keep addresses, and paged tensors have another at each call: compile without them, with "
+                'mode="default" or mode="max-autotune-no-cudagraphs"'
+            )
         mutated = self.mutated_input_idxs
         try:
             held = _core.hold_for_region([inputs[i] for i in paged], [i in mutated for i in paged])
@@ -39,9 +44,12 @@ def _patch(module: ModuleType) -> None:
                 "one by one, `for block in model.blocks: block.compile()`, instead of the whole model"
             ) from None
         try:
-            return call(self, inputs)
-        finally:
-            held.release()
+            result = call(self, inputs)
+        except BaseException:
+            pass  # not left to the garbage: a traceback keeps this frame
+            raise
+        held.release()
+        return result
 
     graph.__call__ = run
 

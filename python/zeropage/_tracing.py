@@ -25,13 +25,14 @@ class trace:
 
     or start at once, and `stop()`. In it are operators on paged tensors, faults (missed, late), what threads wait
     for, each transfer, updates, and memory in use. Names of parameters are those in `model`, or in all modules that
-    are alive when it ends. `zeropage trace run.json` says what held the program up.
+    are alive when it ends. `zeropage trace run.json` says what held the program up. Over
+    ranks, each records its own: run.rank0.json and so on; `path` is this rank's.
 
     Raises SettingError while another is recorded, DiskError if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
-        self.path = os.fspath(path)
+        self.path = _of_this_rank(os.fspath(path))
         self._model = model
         _core.start_trace(self.path)
         self._on = True
@@ -53,6 +54,14 @@ class trace:
 
     def __exit__(self, *_details: object) -> None:
         self.stop()
+
+
+def _of_this_rank(path: str) -> str:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return path
+    stem, suffix = os.path.splitext(path)
+    return f"{stem}.rank{distributed.get_rank()}{suffix}"
 
 
 def _alive(kind: type[KindT]) -> list[KindT]:

@@ -246,7 +246,8 @@ PYBIND11_MODULE(_core, module) {
   py::class_<TensorPin>(module, "TensorPin")
       .def("release", &TensorPin::release, py::call_guard<py::gil_scoped_release>());
   py::class_<RegionPin>(module, "RegionPin")
-      .def("release", &RegionPin::release, py::call_guard<py::gil_scoped_release>());
+      .def("release", &RegionPin::release, py::call_guard<py::gil_scoped_release>())
+      .def("drop", &RegionPin::drop, py::call_guard<py::gil_scoped_release>());
   module.def(
       "hold_for_region",
       [](const std::vector<at::Tensor>& tensors, const std::vector<bool>& writes) {

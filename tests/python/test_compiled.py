@@ -123,3 +123,36 @@ def test_mixed_precision_and_checkpoints(disk):
     for a, b in zip(eager, compiled, strict=True):
         # Fused kernels round less often than operators in bfloat16 do.
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@torch.library.custom_op("zeropage_tests::fail_if_negative", mutates_args=())
+def fail_if_negative(x: torch.Tensor) -> torch.Tensor:
+    if (x < 0).any():
+        raise ValueError("its own")
+    return x.clone()
+
+
+@fail_if_negative.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_a_region_that_fails_lets_go(disk):
+    class Failing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(96, 96)
+
+        def forward(self, x):
+            return self.linear(fail_if_negative(x)) + self.linear.weight.sum()
+
+    space = zeropage.init(settings(disk, device_memory="2MB", host_memory="2MB"))
+    with space:
+        net = Failing()
+    net.compile()
+    with torch.no_grad():
+        net(torch.ones(2, 96))
+        with pytest.raises(ValueError, match="its own") as kept:  # with its traceback, and the frames in it
+            net(-torch.ones(2, 96))
+    zeropage.evict(net)
+    assert space.report().budgets[0].now == 0, kept  # device_memory: what is held

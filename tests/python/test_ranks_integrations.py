@@ -6,6 +6,7 @@ import torch
 from models import llama
 from ranks import space
 from test_hugging_face import build
+from zeropage._tracing import summarize
 
 import zeropage
 
@@ -110,6 +111,22 @@ def steps_beside_a_plain_parameter():
         model(torch.ones(2, 64)).sum().backward()
         with pytest.raises(zeropage.RankError, match=r"not paged \(\[8, 64\], \[8\]\).*sums their gradients"):
             optimizer.step()
+
+
+def traces(folder):
+    with space(**TINY) as made:
+        with made:
+            model = torch.nn.Linear(256, 256)
+        with zeropage.trace(f"{folder}/run.json", model) as recording:
+            model(torch.ones(2, 256)).sum().backward()
+        return recording.path
+
+
+def test_each_rank_records_its_own_timeline(two, tmp_path):
+    paths = two.run(traces, str(tmp_path))
+    assert paths == [f"{tmp_path}/run.rank{rank}.json" for rank in range(2)]
+    for path in paths:
+        assert summarize(path).moved["all-gather"] > 0
 
 
 def test_a_plain_parameter_beside_paged_ones_is_an_error(two):

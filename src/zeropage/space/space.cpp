@@ -700,6 +700,7 @@ RegionPin::RegionPin(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>&
 }
 
 void RegionPin::release() { pin_.release(); }
+void RegionPin::drop() { pin_ = TensorPin(); }
 
 TensorPin hold(c10::ArrayRef<at::Tensor> tensors) {
   std::vector<PinRequest> requests;

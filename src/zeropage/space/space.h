@@ -152,7 +152,9 @@ TensorPin pin(const at::Tensor& tensor, Access access = Access::write);
 class RegionPin {
  public:
   RegionPin(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>& writes);
+  /// After code that succeeded, and after code that did not.
   void release();
+  void drop();
 
  private:
   std::vector<LeafHold> leaves_;
