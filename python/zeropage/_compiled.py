@@ -46,7 +46,7 @@ def _patch(module: ModuleType) -> None:
         try:
             result = call(self, inputs)
         except BaseException:
-            pass  # not left to the garbage: a traceback keeps this frame
+            held.drop()  # not left to the garbage: a traceback keeps this frame
             raise
         held.release()
         return result
