@@ -87,7 +87,7 @@ def _modules_paged(space: Space) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _line(space: Space) -> Iterator[None]:
-    """One live line while optimizers step, where somebody looks; the report when the script has ended."""
+    """On a terminal, one live line while optimizers step; the report when the script has ended."""
     console = Console(stderr=True)
     watch = _Watch(space)
     if not console.is_terminal:

@@ -1,5 +1,5 @@
-// Products that are larger than memory, made when somebody looks: `linear` over a huge vocabulary gives logits that a
-// loss can take in parts (vocabulary_loss.cpp), and that a program may still ask for.
+// Products that are larger than memory, made when an operator asks for them: `linear` over a huge vocabulary gives
+// logits that a loss can take in parts (vocabulary_loss.cpp), and that a program may still ask for.
 //
 // The product is an ordinary tensor whose storage holds what it takes to make it instead of data, and whose key set
 // carries the paged key, so that operators come to the fallback first. Views, conversions and copies of whole rows
@@ -42,9 +42,9 @@ class LazyProduct {
     at::ScalarType dtype;  // of the result
   };
 
-  /// Whether a product is too large to be made before somebody looks.
+  /// Whether a product is too large to be made before an operator asks for it.
   static bool is_worth_it(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype);
-  /// [1, t, outputs]. Without autograd: whoever records the product tells its node by record().
+  /// [1, t, outputs]. Without autograd: the caller tells the node that records the product by record().
   static at::Tensor make(Operands operands);
   static void record(const at::Tensor& product);
   /// What `tensor` is made of, if it is lazy and was not made; else null.
