@@ -288,11 +288,12 @@ def test_automatic_tiers_fill_the_device_then_the_host_then_the_disk(disk):
 def test_modules_from_the_meta_device_take_no_memory_in_a_scope(config):
     """skip_init() and to_empty(): what they make is made paged, not made and then paged."""
     with zeropage.init(config):
-        layer = torch.nn.utils.skip_init(torch.nn.Linear, 96, 64)
+        home = torch.get_default_device()  # skip_init() takes the CPU otherwise
+        layer = torch.nn.utils.skip_init(torch.nn.Linear, 96, 64, device=home)
         strided = torch.empty_strided((64, 96), (96, 1))
         with torch.device("meta"):
             module = torch.nn.Linear(96, 64)
-        module.to_empty(device=layer.weight.device)
+        module.to_empty(device=home)
     for tensor in (layer.weight, strided, module.weight):
         assert zeropage.is_paged(tensor) and tensor.is_contiguous()
     with torch.no_grad():
