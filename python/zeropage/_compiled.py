@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from wrapt import when_imported
 
-from zeropage import _core
+from zeropage import _core, _identity
 
 
 def _patch(module: ModuleType) -> None:
@@ -44,7 +44,8 @@ def _patch(module: ModuleType) -> None:
                 "one by one, `for block in model.blocks: block.compile()`, instead of the whole model"
             ) from None
         try:
-            result = call(self, inputs)
+            with _identity.real_addresses(inputs[i] for i in paged):
+                result = call(self, inputs)
         except BaseException:
             held.drop()  # not left to the garbage: a traceback keeps this frame
             raise

@@ -21,6 +21,7 @@ from zeropage import (
     _core,
     _distributed_checkpoint,
     _hugging_face,
+    _identity,
     _plain_parameters,
     _state_dicts,
     _step_numbers,
@@ -93,6 +94,7 @@ def install() -> None:
     register_optimizer_step_post_hook(_step_ended)
     _step_numbers.install()
     _patch_tensor()
+    _identity.install()
     _patch_recurrent()
     _torch_save.install(on_paged)
     _state_dicts.install()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.nn.modules import module as torch_module
 
-from zeropage import _activations, _core
+from zeropage import _activations, _core, _identity
 from zeropage._checkpoint.saving import finish_saving
 from zeropage._ranks import Groups, ProcessGroup, find_groups
 from zeropage._report import Report
@@ -249,7 +249,8 @@ def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """
     pin = _core.pin(tensor)
     try:
-        yield tensor
+        with _identity.real_addresses([tensor]):
+            yield tensor
     finally:
         pin.release()
 

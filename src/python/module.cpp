@@ -324,4 +324,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("evict", &evict, py::call_guard<py::gil_scoped_release>());
   module.def("plain_copy", &plain_copy, py::call_guard<py::gil_scoped_release>());
   module.def("virtual_address", &virtual_address);
+  module.def("storage_address", [](const at::Storage& storage) {
+    const auto* segment = segment_of(*storage.unsafeGetStorageImpl());
+    return segment ? segment->virtual_address() : 0;
+  });
 }

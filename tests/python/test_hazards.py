@@ -285,4 +285,4 @@ def test_recurrent_modules_do_not_ask_paged_weights_for_addresses_on_cuda(config
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: True)
     lstm.flatten_parameters()
     with pytest.raises(Exception, match="pinned"):
-        lstm.weight_ih_l0.data_ptr()
+        lstm.weight_ih_l0.untyped_storage()[0]

@@ -1,8 +1,11 @@
 """What a paged tensor is to a program: an ordinary tensor, but for raw access."""
 
+import contextlib
 import copy
+import ctypes
 import gc
 import io
+import operator
 import pickle
 
 import numpy as np
@@ -25,10 +28,11 @@ def layer(config):
     "access",
     [
         pytest.param(lambda t: t.detach().numpy(), marks=pytest.mark.cpu),
-        lambda t: t.data_ptr(),
-        lambda t: t.untyped_storage().data_ptr(),
+        lambda t: int(t.data_ptr()),
+        lambda t: hex(t.untyped_storage().data_ptr()),
+        lambda t: ctypes.memset(t.data_ptr(), 0, 4),
         pytest.param(lambda t: np.asarray(t.detach()), marks=pytest.mark.cpu),
-        lambda t: t.detach()[3:5].data_ptr(),
+        lambda t: t.data_ptr() % 4096,
         lambda t: torch.utils.dlpack.to_dlpack(t.detach()),
         lambda t: bytes(t.untyped_storage()),
     ],
@@ -56,8 +60,25 @@ def test_pinned_data_may_be_read_and_written_raw(layer):
         assert weight.data_ptr() != 0
     zeropage.evict(layer)
     assert layer.weight.sum().item() == 2 * layer.weight.numel()
-    with pytest.raises(RuntimeError, match="pinned"):
-        layer.weight.data_ptr()
+    assert not isinstance(layer.weight.data_ptr(), int)
+
+
+def test_addresses_tell_storages_apart_and_cannot_be_read_through(layer):
+    weight, bias, plain = layer.weight.detach(), layer.bias.detach(), torch.ones(300)
+    for held in (contextlib.nullcontext(), zeropage.pinned(bias)):  # of another tensor
+        with held:
+            start = weight.data_ptr()
+            assert start == weight.view(-1).data_ptr() == layer.weight.untyped_storage().data_ptr()
+            assert start != bias.data_ptr() and start != plain.data_ptr() and start != 0
+            assert {start: 1}[weight.T.data_ptr()] == 1
+            assert weight[1].data_ptr() == start + 300 * 4 and weight[1].data_ptr() - start == 1200
+            assert start % 16 == 0 and start
+            assert sorted([start + 4, plain.data_ptr(), start]) == [plain.data_ptr(), start, start + 4]
+            zeropage.evict(layer)
+            assert start == weight.data_ptr()
+    for read in (ctypes.c_void_p, ctypes.c_char.from_address, memoryview, operator.index):
+        with pytest.raises((TypeError, zeropage.AccessError)):
+            read(start)
 
 
 def test_an_ordinary_tensor_may_be_pinned_evicted_and_asked():
