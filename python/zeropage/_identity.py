@@ -62,8 +62,8 @@ class Address:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise _core.AccessError(
-            "this is the address of a paged tensor, whose data may be on disk: it tells tensors apart, and nothing can "
-            "be read there. Read and write raw memory inside `with zeropage.pinned(tensor):`"
+            "this is the address of a paged tensor, whose data may be on disk: it tells tensors apart, and nothing "
+            "can be read there. Read and write raw memory inside `with zeropage.pinned(tensor):`"
         )
 
     __int__ = __index__ = __float__ = _refuse

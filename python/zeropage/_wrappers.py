@@ -6,9 +6,10 @@ hand is told that it is not needed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +61,21 @@ def _state_of_process() -> Any:
     return PartialState()
 
 
+def _lightning(module: ModuleType) -> None:
+    strategy: Any = module.Strategy
+    save = strategy.save_checkpoint
+
+    @functools.wraps(save)
+    def saving(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return _one_saves.run(
+            lambda: save(self, checkpoint, *args, **kwargs),
+            self.is_global_zero,
+            lambda: list(_one_saves.all_tensors(checkpoint)),
+        )
+
+    strategy.save_checkpoint = saving
+
+
 def _states_of_optimizer(trainer: Any) -> list[torch.Tensor]:
     return list(_one_saves.all_tensors(trainer.optimizer.state_dict()))
 
@@ -92,6 +108,72 @@ def _trainer(module: ModuleType) -> None:
             return load(self, *args, **kwargs)
 
     trainer._load_optimizer_and_scheduler = loading
+
+
+_pass_through = False
+
+
+@contextlib.contextmanager
+def passed_through() -> Iterator[None]:
+    """Inside, DistributedDataParallel of a paged model is that model under the name `module`, with nothing added."""
+    global _pass_through
+    outer, _pass_through = _pass_through, True
+    try:
+        yield
+    finally:
+        _pass_through = outer
+
+
+def _data_parallel(module: ModuleType) -> None:
+    """Instead of an error, what passed_through() says."""
+    parallel: Any = module.DistributedDataParallel
+
+    class Passed(parallel):  # type: ignore[misc,unused-ignore]
+        def __init__(self, module: torch.nn.Module) -> None:
+            ranks = min(_core.ranks_of(p) for p in module.parameters() if _core.is_paged(p))
+            if ranks == 1 < torch.distributed.get_world_size():
+                raise _core.SettingError(
+                    "this program started its ranks after zeropage run, in which the model lies on one: start them "
+                    "with `torchrun --nproc-per-node N -m zeropage run …`"
+                )
+            torch.nn.Module.__init__(self)
+            self.module = module
+            self.require_backward_grad_sync = self.static_graph = True
+            self.device_ids = None
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+        def no_sync(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        def join(self, *_args: Any, **_kwargs: Any) -> Any:
+            raise _core.SettingError(
+                "DistributedDataParallel.join: ranks with paged models take the same number of steps; pad or drop "
+                "what is left over (DistributedSampler does)"
+            )
+
+        def register_comm_hook(self, *_args: Any) -> None:
+            raise _core.SettingError("register_comm_hook: gradients of a paged model are summed by zeropage itself")
+
+        def __getstate__(self) -> dict[str, Any]:
+            return self.__dict__
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+
+    _refused("DistributedDataParallel")(module)
+    refuse = parallel.__init__
+
+    @functools.wraps(refuse)
+    def wrap(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _pass_through and is_paged(module):
+            self.__class__ = Passed
+            self.__init__(module)
+        else:
+            refuse(self, module, *args, **kwargs)
+
+    parallel.__init__ = wrap
 
 
 def _refused(name: str) -> Callable[[ModuleType], None]:
@@ -152,7 +234,9 @@ def install() -> None:
     when_imported("accelerate.accelerator")(_accelerate_saving)
     when_imported("accelerate.checkpointing")(_accelerate_saving)
     when_imported("transformers.trainer")(_trainer)
-    when_imported("torch.nn.parallel.distributed")(_refused("DistributedDataParallel"))
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        when_imported(f"{name}.strategies.strategy")(_lightning)
+    when_imported("torch.nn.parallel.distributed")(_data_parallel)
     when_imported("torch.nn.parallel.data_parallel")(_refused("DataParallel"))
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel")(_refused("FullyShardedDataParallel"))
     for name in ("", "._fully_shard"):  # both have it, whichever was imported first

@@ -285,7 +285,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("start_trace", &Trace::start);
   module.def("stop_trace", &Trace::stop, py::call_guard<py::gil_scoped_release>());
   module.def("trace_span", [](const std::string& category, const std::string& name, const std::string& args) {
-    Trace::span(category, name, Trace::Clock::now(), args);
+    const auto now = Trace::Clock::now();
+    Trace::span(category, name, now, now, args);
   });
   py::class_<Kept>(module, "Kept")
       .def_readonly("role", &Kept::role)

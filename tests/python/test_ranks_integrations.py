@@ -1,5 +1,11 @@
 """Accelerate, PEFT and torch.compile over ranks, unmodified: two ranks with half of a batch each give the losses of
-one process with all of it."""
+one process with all of it. Scripts for DistributedDataParallel under `zeropage run`, and Lightning: what they give
+without zeropage."""
+
+import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -131,3 +137,145 @@ def test_each_rank_records_its_own_timeline(two, tmp_path):
 
 def test_a_plain_parameter_beside_paged_ones_is_an_error(two):
     two.run(steps_beside_a_plain_parameter)
+
+
+DATA_PARALLEL = """
+    import contextlib, sys
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    def say(*words):  # a line of one rank is one write
+        sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
+    dist.init_process_group("gloo")
+    rank, accumulate = dist.get_rank(), 0 if "accumulate" in sys.argv else None
+    torch.manual_seed(0)
+    net = DDP(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    for step in range(4):
+        x = torch.randn(16, 64)
+        with net.no_sync() if step % 2 == accumulate else contextlib.nullcontext():
+            loss = torch.nn.functional.cross_entropy(net(x), torch.arange(16) % 8)
+            loss.backward()
+        say(rank, step, loss.item())
+        if step % 2 == accumulate:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    say(rank, list(net.state_dict())[0], sum(p.double().abs().sum().item() for p in net.parameters()))
+    if "zeropage" in sys.modules:
+        import zeropage
+        print("paged:", all(zeropage.is_paged(p) for p in net.parameters()), zeropage.report().ranks, file=sys.stderr)
+    dist.destroy_process_group()
+"""
+
+LIGHTNING = """
+    import sys, tempfile
+    import torch
+    import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
+    def say(*words):
+        sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
+
+        def training_step(self, batch, index):
+            loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            say(self.global_rank, self.global_step, repr(loss.item()))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    strategy = DDPStrategy(process_group_backend="gloo")
+    if "strategy" in sys.argv:
+        from zeropage.lightning import ZeropageStrategy
+        homes = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk")
+        strategy = ZeropageStrategy(process_group_backend="gloo", device="cpu", device_memory="4MB",
+                                    host_memory="2MB", resident_below="1", disk_path=sys.argv[1], **homes)
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 64), torch.randint(0, 8, (32,)))
+    module = Module()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder)
+        trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy=strategy, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+        if trainer.global_rank == 0:
+            saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)["state_dict"]
+            say({name: t.double().sum().item() for name, t in saved.items()})
+    if "zeropage" in sys.modules:
+        import zeropage
+        paged = all(zeropage.is_paged(p) for p in module.parameters())
+        print("paged:", paged, zeropage.report().ranks, file=sys.stderr)
+"""
+
+
+def torchrun(*command, ranks=2):
+    together = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
+    ended = subprocess.run(
+        together, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return sorted(ended.stdout.splitlines()), ended.stderr
+
+
+def paged_by_the_command(disk, *arguments):
+    flags = [part for role in ("parameters", "gradients", "optimizer") for part in (f"--{role}", "disk")]
+    flags += ["--device-memory", "4MB", "--host-memory", "2MB", "--resident-below", "1", "--device", "cpu"]
+    paged, errors = torchrun("-m", "zeropage", "run", *flags, "--disk-path", disk, *arguments)
+    assert errors.count("paged: True 2") == 2
+    return paged
+
+
+def test_zeropage_run_sums_gradients_as_they_come_where_data_parallel_waits(tmp_path, disk):
+    """no_sync() saves nothing here: sums of the same numbers in another order."""
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(DATA_PARALLEL))
+    expected, _ = torchrun(str(path), "accumulate")
+    paged = paged_by_the_command(disk, str(path), "accumulate")
+    assert len(paged) == len(expected) > 8
+    for ours, theirs in zip(paged, expected, strict=True):
+        *same, loss = ours.split()
+        *others, right = theirs.split()
+        assert same == others and float(loss) == pytest.approx(float(right), rel=1e-5)
+
+
+LATE_RANKS = """
+    import torch, torch.distributed as dist
+    net = torch.nn.Linear(64, 64)
+    dist.get_world_size = lambda group=None: 2
+    torch.nn.parallel.DistributedDataParallel(net)
+"""
+
+
+def test_ranks_that_start_after_the_command_are_an_error(tmp_path, disk):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(LATE_RANKS))
+    flags = ["--resident-below", "1", "--device", "cpu", "--disk-path", disk]
+    command = [sys.executable, "-m", "zeropage", "run", *flags, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode != 0 and "torchrun --nproc-per-node N -m zeropage run" in ended.stderr
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+@pytest.mark.parametrize("script", [DATA_PARALLEL, LIGHTNING], ids=["plain", "lightning"])
+def test_zeropage_run_gives_what_data_parallel_gives(script, stage, tmp_path, disk):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(script))
+    expected, _ = torchrun(str(path))
+    assert expected and paged_by_the_command(disk, "--stage", stage, str(path)) == expected
+
+
+def test_lightnings_strategy_gives_what_data_parallel_gives(tmp_path, disk):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(LIGHTNING))
+    expected, _ = torchrun(str(path))
+    paged, errors = torchrun(str(path), disk, "strategy")
+    assert errors.count("paged: True 2") == 2
+    assert expected and paged == expected

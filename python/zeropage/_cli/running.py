@@ -1,9 +1,13 @@
-"""`zeropage run`: a script that knows nothing of zeropage, with its modules paged as they are made."""
+"""`zeropage run`: a script that knows nothing of zeropage, with its modules paged as they are made.
+
+Over ranks (`torchrun -m zeropage run …`), a script written for DistributedDataParallel runs as it is: the process
+group is started before it, and what it wraps is passed through.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import pathlib
 import runpy
 import sys
@@ -12,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -21,14 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeropage import _core
 from zeropage._space import Space, _mix, init
 from zeropage._tracing import trace
+from zeropage._wrappers import passed_through
 
 
 def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str]) -> Space:
     """For run_script(). Raises SettingError, also if there is no such script."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise _core.SettingError(
-            "zeropage run is for one process: over ranks, make the model inside `with zeropage.init(...)`"
-        )
     if not script.is_file():
         raise _core.SettingError(f"{script}: no such file")
     return init(config, **settings)
@@ -44,7 +46,7 @@ def run_script(
     """Runs `script` as `python script arguments…` would, and raises what it raises."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    with recording, _modules_paged(space), _line(space):
+    with recording, _group_started(), passed_through(), _modules_paged(space), _line(space):
         # Kept: what the script made has its names until the timeline ends.
         _globals = runpy.run_path(str(script), run_name="__main__")
 
@@ -69,14 +71,17 @@ def _modules_paged(space: Space) -> Iterator[None]:
         if page(tensor) and tensor is not None:
             core.keep_whole(tensor)
 
-    def mix(*_arguments: Any) -> None:  # only now: they were initialised as they are at home
+    def begin(*_arguments: Any) -> None:  # only now: they were initialised as they are at home
+        if not unmixed:
+            return
+        core.start_equal()
         while unmixed:
             _mix(core, unmixed.popitem()[1])
 
     hooks = [
         torch_module.register_module_parameter_registration_hook(register),
         torch_module.register_module_buffer_registration_hook(register_buffer),
-        torch_module.register_module_forward_pre_hook(mix),
+        torch_module.register_module_forward_pre_hook(begin),
     ]
     try:
         yield
@@ -86,11 +91,34 @@ def _modules_paged(space: Space) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _group_started() -> Iterator[None]:
+    """Inside, a program that starts the ranks' process group finds it started."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    start = dist.init_process_group
+
+    @functools.wraps(start)
+    def started(*args: Any, **settings: Any) -> None:
+        if not dist.is_initialized():  # the program ended it
+            start(*args, **settings)
+
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for module in modules:
+        module.init_process_group = started
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.init_process_group = start
+
+
+@contextlib.contextmanager
 def _line(space: Space) -> Iterator[None]:
     """On a terminal, one live line while optimizers step; the report when the script has ended."""
     console = Console(stderr=True)
     watch = _Watch(space)
-    if not console.is_terminal:
+    if not console.is_terminal or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
         yield
         return
     with Live(console=console, refresh_per_second=4, transient=True) as live:

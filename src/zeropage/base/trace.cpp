@@ -99,15 +99,14 @@ void Trace::stop() {
   }
 }
 
-void Trace::span(std::string_view category, std::string_view name, Time begin, std::string_view args) {
-  const Time now = Clock::now();
+void Trace::span(std::string_view category, std::string_view name, Time begin, Time end, std::string_view args) {
   record([&](Writer& w, auto out) {
     if (begin < w.start) begin = w.start;
     fmt::format_to(out,
                    ",\n{{\"ph\": \"X\", \"pid\": {}, \"tid\": {}, \"cat\": \"{}\", \"name\": \"{}\", \"ts\": {:.3f}, "
                    "\"dur\": {:.3f}, \"args\": {{{}}}}}",
                    ::getpid(), ::gettid(), category, name, w.microseconds(begin),
-                   std::chrono::duration<double, std::micro>(now - begin).count(), args);
+                   std::chrono::duration<double, std::micro>(end - begin).count(), args);
   });
 }
 

@@ -24,8 +24,9 @@ class Trace {
   /// Returns when all is in the file. Throws DiskError if that failed. Nothing if none is recorded.
   static void stop();
 
-  /// What this thread did since `begin`. `args`: members of a JSON object, as args() makes them, or empty.
-  static void span(std::string_view category, std::string_view name, Time begin, std::string_view args = {});
+  /// What this thread did from `begin` to `end`. `args`: members of a JSON object, as arg() makes them, or empty.
+  static void span(std::string_view category, std::string_view name, Time begin, Time end,
+                   std::string_view args = {});
   /// What overlaps with others of its kind: begins, and ends. `id`: among those of the category under way.
   static void begin(std::string_view category, std::uint64_t id, std::string_view args);
   static void end(std::string_view category, std::uint64_t id);
@@ -46,7 +47,7 @@ class TraceSpan {
     if (Trace::is_on()) begin_ = Trace::Clock::now();
   }
   ~TraceSpan() {
-    if (begin_ != Trace::Time{} && Trace::is_on()) Trace::span(category_, name_, begin_);
+    if (begin_ != Trace::Time{} && Trace::is_on()) Trace::span(category_, name_, begin_, Trace::Clock::now());
   }
   TraceSpan(const TraceSpan&) = delete;
   TraceSpan& operator=(const TraceSpan&) = delete;

@@ -167,7 +167,7 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   } catch (const Error& error) {
     throw_translated(error, describe(call));
   }
-  if (is_traced) Trace::span("operator", call.name(), begin);
+  if (is_traced) Trace::span("operator", call.name(), begin, Trace::Clock::now());
 }
 
 }  // namespace

@@ -88,7 +88,7 @@ class Waiting {
   ~Waiting() {
     const auto now = std::chrono::steady_clock::now();
     monitor_.waited_seconds_[static_cast<int>(cause_)] += std::chrono::duration<double>(now - start_).count();
-    if (Trace::is_on()) record();
+    if (Trace::is_on()) record(now);
     if (--monitor_.waiting_ > 0) return;
     monitor_.while_any_waited_ += std::chrono::duration<double>(now - monitor_.waiting_since_).count();
   }
@@ -96,10 +96,10 @@ class Waiting {
   Waiting& operator=(const Waiting&) = delete;
 
  private:
-  void record() const noexcept {
+  void record(std::chrono::steady_clock::time_point now) const noexcept {
     const std::string_view names[kCauses] = {monitor_.source_, "memory", "other threads"};
     try {
-      Trace::span("wait", names[static_cast<int>(cause_)], start_,
+      Trace::span("wait", names[static_cast<int>(cause_)], start_, now,
                   Trace::arg("operator", CurrentActivity::now("none")));
     } catch (const std::bad_alloc&) {  // an event is lost
     }

@@ -100,7 +100,8 @@ void WholePins::pin(std::span<const PinRequest> requests) {
     }
     for (Hold& hold : holds) commit(hold);
     // A page that was missed had no frame; one that is late was on its way.
-    if (begin != Trace::Time()) Trace::span("fault", faults_ > faults_before ? "missed" : "late", begin);
+    if (begin != Trace::Time())
+      Trace::span("fault", faults_ > faults_before ? "missed" : "late", begin, Trace::Clock::now());
   }
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;
