@@ -22,6 +22,7 @@ from zeropage import (
     _distributed_checkpoint,
     _hugging_face,
     _identity,
+    _notices,
     _plain_parameters,
     _state_dicts,
     _step_numbers,
@@ -92,6 +93,7 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def install() -> None:
     register_optimizer_step_pre_hook(_plain_parameters.check)
     register_optimizer_step_post_hook(_step_ended)
+    register_optimizer_step_post_hook(_notices.steps.ended)
     _step_numbers.install()
     _patch_tensor()
     _identity.install()

@@ -112,8 +112,30 @@ class Report:
             return "compute", 1 - share, "what moves is hidden behind it"
         return name, share, _ADVICE[name]
 
+    def to_metrics(self, steps: int) -> dict[str, float]:
+        """Flat numbers for TensorBoard, W&B and the like, of `steps` steps: of a report that since() gives.
+
+        A step, on average: zeropage/seconds_per_step, disk_read_gb, disk_written_gb; uploaded_gb and downloaded_gb
+        unless both are 0; over ranks gathered_gb and reduced_gb, sent by this rank. zeropage/waited_share is the part
+        of the time in which threads waited for the disk, uploads, ranks or memory (of several that wait at once, the
+        sum). Held now: zeropage/device_memory_gb, host_memory_gb, swap_gb. A GB is 10⁹ bytes.
+        """
+        moved = {"disk_read": self.read_bytes, "disk_written": self.written_bytes}
+        if self.uploaded_bytes or self.downloaded_bytes:
+            moved |= {"uploaded": self.uploaded_bytes, "downloaded": self.downloaded_bytes}
+        if self.ranks > 1:
+            moved |= {"gathered": self.gathered_bytes, "reduced": self.reduced_bytes}
+        held = {budget.name: budget.now for budget in self.budgets} | {"swap": self.swap_bytes}
+        waited = sum(self._values[f"waited_for_{cause}"] for cause in _ADVICE)
+        return {
+            "zeropage/seconds_per_step": self.seconds / steps,
+            "zeropage/waited_share": waited / self.seconds if self.seconds > 0 else 0.0,
+            **{f"zeropage/{name}_gb": count / 1e9 / steps for name, count in moved.items()},
+            **{f"zeropage/{name}_gb": count / 1e9 for name, count in held.items()},
+        }
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON and for loggers: each counter, {role: {tier: {"now", "peak"}}} under "homes", {name:
+        """Plain data, for JSON: each counter, {role: {tier: {"now", "peak"}}} under "homes", {name:
         {"now", "peak", "limit"}} under "budgets", {operator: calls} under "general_path"."""
         homes: dict[str, dict[str, dict[str, int]]] = {}
         for home in self.homes:

@@ -1,6 +1,7 @@
-"""Lightning: `Trainer(strategy=ZeropageStrategy(...))`, or strategy="zeropage" once this module is imported.
+"""Lightning: `Trainer(strategy=ZeropageStrategy(...))`, or strategy="zeropage" once this module is imported; and
+`Trainer(callbacks=[ReportCallback()])`.
 
-Lightning's own loop works on paged models without it. The strategy makes the space after Lightning has started the
+Lightning's own loop works on paged models without them. The strategy makes the space after Lightning has started the
 ranks, pages what `configure_model()` or the module's constructor has made, and wraps nothing.
 """
 
@@ -11,12 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import zeropage
+from zeropage._metrics import MetricsBetweenLogs
 from zeropage._space import ConfigLike
 
-__all__ = ["ZeropageStrategy"]
+__all__ = ["ReportCallback", "ZeropageStrategy"]
 
 
 class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
@@ -69,6 +72,36 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+
+class ReportCallback(Callback):  # type: ignore[misc,unused-ignore]
+    """The Trainer's loggers get Report.to_metrics() every `log_every_n_steps`, of the steps since the log before,
+    validation and saving between them included.
+
+    `space`: the one to report on; left out, the one made last when training starts. Over ranks, the numbers are those
+    of rank 0, and it waits for no other. When training starts, raises SettingError if the Trainer has no logger, and
+    Error if there is no space.
+    """
+
+    def __init__(self, space: zeropage.Space | None = None) -> None:
+        super().__init__()
+        self._metrics = MetricsBetweenLogs(space)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.loggers:
+            raise zeropage.SettingError("ReportCallback needs a logger: Trainer(logger=…)")
+        if trainer.is_global_zero:
+            self._metrics.start(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # What Lightning's own monitors ask, so that steps are those of the loss.
+        logs_now = trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate()
+        if not (trainer.is_global_zero and logs_now):
+            return
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # counted when the step is over: of the first, 0
+        if metrics := self._metrics.take(step + 1):
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
 
 
 StrategyRegistry.register("zeropage", ZeropageStrategy, description="states paged to the host or the disk")

@@ -9,6 +9,7 @@
 #include "io_module.h"
 #include "zeropage/base/memory_limits.h"
 #include "zeropage/base/trace.h"
+#include "zeropage/base/waits.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/zeropage.h"
@@ -236,6 +237,7 @@ PYBIND11_MODULE(_core, module) {
       .def(
           "mix", [](Space& space, at::Tensor parameter) { return space.mix(parameter); }, py::arg("parameter"),
           py::call_guard<py::gil_scoped_release>())
+      .def("general_path", &Space::general_path, py::call_guard<py::gil_scoped_release>())
       .def("start_equal", &Space::start_equal, py::call_guard<py::gil_scoped_release>())
       .def("activations", &Space::activations)
       .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
@@ -282,6 +284,13 @@ PYBIND11_MODULE(_core, module) {
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("available_memory", [] { return available_memory(); });
+  py::class_<LongWait>(module, "LongWait")
+      .def_readonly("number", &LongWait::number)
+      .def_readonly("what", &LongWait::what)
+      .def_readonly("details", &LongWait::details)
+      .def_readonly("activity", &LongWait::activity)
+      .def_readonly("seconds", &LongWait::seconds);
+  module.def("long_waits", &LongWait::under_way);  // by a daemon thread: it must not give up the lock and want it again
   module.def("start_trace", &Trace::start);
   module.def("stop_trace", &Trace::stop, py::call_guard<py::gil_scoped_release>());
   module.def("trace_span", [](const std::string& category, const std::string& name, const std::string& args) {

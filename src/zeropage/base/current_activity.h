@@ -18,9 +18,10 @@ class CurrentActivity {
   CurrentActivity& operator=(const CurrentActivity&) = delete;
 
   /// The innermost thing, or `otherwise`.
-  static std::string now(std::string otherwise) {
-    return innermost_ ? innermost_->describe_(innermost_->context_) : std::move(otherwise);
-  }
+  static std::string now(std::string otherwise) { return innermost_ ? innermost_->describe() : std::move(otherwise); }
+  /// This thread's, or null. Another thread may ask it while this one cannot go on.
+  static const CurrentActivity* innermost() { return innermost_; }
+  std::string describe() const { return describe_(context_); }
 
  private:
   static inline thread_local const CurrentActivity* innermost_ = nullptr;

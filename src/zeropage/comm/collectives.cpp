@@ -16,6 +16,7 @@
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/no_paging_guard.h"
+#include "zeropage/base/waits.h"
 
 namespace zeropage {
 namespace {
@@ -106,6 +107,7 @@ class Collectives::Pending : public Work {
     if (!work_) return;
     const auto work = std::exchange(work_, nullptr);
     try {
+      const ListedWait listed("ranks", during_);
       work->wait();
     } catch (const std::exception& error) {
       failure_ = owner_.failure(during_, error);

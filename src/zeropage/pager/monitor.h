@@ -17,6 +17,7 @@
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/process.h"
 #include "zeropage/base/trace.h"
+#include "zeropage/base/waits.h"
 
 namespace zeropage {
 
@@ -82,7 +83,7 @@ class Monitor {
 class Waiting {
  public:
   Waiting(Monitor& monitor, Cause cause)
-      : monitor_(monitor), cause_(cause), start_(std::chrono::steady_clock::now()) {
+      : monitor_(monitor), cause_(cause), start_(std::chrono::steady_clock::now()), listed_(name()) {
     if (monitor_.waiting_++ == 0) monitor_.waiting_since_ = start_;
   }
   ~Waiting() {
@@ -96,18 +97,21 @@ class Waiting {
   Waiting& operator=(const Waiting&) = delete;
 
  private:
-  void record(std::chrono::steady_clock::time_point now) const noexcept {
+  std::string_view name() const {
     const std::string_view names[kCauses] = {monitor_.source_, "memory", "other threads"};
+    return names[static_cast<int>(cause_)];
+  }
+  void record(std::chrono::steady_clock::time_point now) const noexcept {
     try {
-      Trace::span("wait", names[static_cast<int>(cause_)], start_, now,
-                  Trace::arg("operator", CurrentActivity::now("none")));
+      Trace::span("wait", name(), start_, now, Trace::arg("operator", CurrentActivity::now("none")));
     } catch (const std::bad_alloc&) {  // an event is lost
     }
   }
 
   Monitor& monitor_;
   const Cause cause_;
-  std::chrono::steady_clock::time_point start_;
+  const std::chrono::steady_clock::time_point start_;
+  const ListedWait listed_;
 };
 
 /// Gives the lock up while it lives, whatever is thrown meanwhile.

@@ -85,6 +85,8 @@ class Space : public std::enable_shared_from_this<Space> {
   /// With ranks: the tensor is whole on every rank from now on, whatever the stage. For buffers, which each rank may
   /// write as its own data says.
   void keep_whole(at::Tensor& tensor);
+  /// Operators that a rule could have run and that took the general path, with counts.
+  std::vector<std::pair<std::string, std::size_t>> general_path() const { return domain_->general_path.counts(); }
   /// With ranks: what was paged outside a scope becomes the same on all of them. Throws RankError.
   void start_equal() { zeropage::start_equal(*domain_); }
 

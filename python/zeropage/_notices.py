@@ -1,0 +1,117 @@
+"""What zeropage says of its own accord, once each: through `warnings`, what a program can mend; through the logger
+"zeropage", what holds it up.
+
+A stalled disk, device or rank; operators that bring whole tensors in, step after step, though a rule is there for
+their kind; a setting without effect.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import warnings
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+
+from zeropage import _core
+from zeropage._space import latest_space
+
+log = logging.getLogger("zeropage")
+
+#: Seconds after which a wait is reported, and between looks.
+STALLED_AFTER, LOOK_EVERY = 30.0, 5.0
+
+_REMEDY = {
+    "disk": "`zeropage doctor PATH` measures the disk of disk_path",
+    "upload": "the device does not answer",
+    "all-gather": "another rank is late or gone; each rank's log says where it waits",
+    "ranks": "another rank is late or gone; each rank's log says where it waits",
+    "memory": "what is in memory cannot leave it: pins are held, or the disk does not take writes",
+    "other threads": "another thread holds what this one needs",
+}
+
+
+class _Watch:
+    """A thread that looks for long waits, from the first step on."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._said: set[int] = set()
+
+    def start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._thread = threading.Thread(target=self._run, name="zeropage-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_EVERY):
+            self.look()
+
+    def look(self) -> None:
+        for wait in _core.long_waits(STALLED_AFTER):
+            if wait.number in self._said:
+                continue
+            self._said.add(wait.number)
+            where = " ".join(part for part in (wait.activity, wait.details) if part)
+            log.warning(
+                "%s has waited %.0f s for %s: %s", where or "a thread", wait.seconds, wait.what, _REMEDY[wait.what]
+            )
+
+
+class _Steps:
+    """What is looked at after each step of an optimizer."""
+
+    def __init__(self) -> None:
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._calls: dict[str, int] = {}
+        self._steps_with: Counter[str] = Counter()
+
+    def ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        space = latest_space()
+        if space is None:
+            return
+        watch.start()
+        self._general_path(dict(space._core.general_path()))
+        steps = self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
+        if steps == 1:
+            self._moments(optimizer, space.config["optimizer_dtype"])
+
+    def _general_path(self, calls: dict[str, int]) -> None:
+        for name, count in calls.items():
+            if count <= self._calls.get(name, 0):
+                continue
+            self._steps_with[name] += 1
+            if self._steps_with[name] == 3:  # not once, as when a model is made
+                log.warning(
+                    "%s brings whole tensors in at each step, though a rule is there for its kind; "
+                    "report() counts its calls",
+                    name,
+                )
+        self._calls = calls
+
+    def _moments(self, optimizer: torch.optim.Optimizer, dtype: str) -> None:
+        if dtype == "auto":
+            return
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [value for value in states if isinstance(value, torch.Tensor) and _core.is_paged(value)]
+        if tensors and not any(_core.is_quantised(tensor) for tensor in tensors):
+            warnings.warn(
+                f'optimizer_dtype = "{dtype}" has no effect on {type(optimizer).__name__}: it is for the moments of '
+                "fused optimizers; pass fused=True, or leave the setting out",
+                stacklevel=4,
+            )
+
+
+watch, steps = _Watch(), _Steps()
+atexit.register(watch.stop)

@@ -1,0 +1,55 @@
+"""Hugging Face's Trainer: `Trainer(callbacks=[ReportCallback()], ...)` logs what paging costs beside the loss.
+
+Trainer works on paged models without this module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+from zeropage._metrics import MetricsBetweenLogs
+from zeropage._space import Space
+
+__all__ = ["ReportCallback"]
+
+
+class ReportCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Whatever Trainer logs to (`report_to`: TensorBoard, W&B, …) gets Report.to_metrics() of the steps since the log
+    before, evaluation and saving between them included. TensorBoard and W&B show them as "train/zeropage/…".
+
+    `space`: the one to report on; left out, the one made last when training starts. It costs something only when
+    Trainer logs (`logging_steps`). Over ranks, the numbers are those of the rank that logs, and it waits for none.
+    Raises Error when training starts and there is no space.
+    """
+
+    def __init__(self, space: Space | None = None) -> None:
+        self._metrics = MetricsBetweenLogs(space)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_local_process_zero:
+            self._metrics.start(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_local_process_zero and logs is not None:
+            logs.update(self._metrics.take(state.global_step))
+
+
+def _report_first(on_log: Callable[..., Any]) -> Callable[..., Any]:
+    """Trainer puts its reporters before the program's callbacks, gives all of them the same `logs`, and lets none of
+    them reach the list. So the list is put in order where it is used."""
+
+    @functools.wraps(on_log)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.callbacks.sort(key=lambda callback: not isinstance(callback, ReportCallback))  # others stay in order
+        return on_log(self, *args, **kwargs)
+
+    return method
+
+
+_handler: Any = CallbackHandler
+_handler.on_log = _report_first(_handler.on_log)

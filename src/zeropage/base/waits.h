@@ -1,0 +1,42 @@
+// Which threads wait, for what and since when, so that a watching thread can say that a disk or a rank has stalled.
+// A thread may list itself under any lock: the list has a lock of its own, and inside of it only CurrentActivity is
+// asked, what the waiting thread does.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "zeropage/base/current_activity.h"
+
+namespace zeropage {
+
+/// This thread waits while the object lives. `what`, which outlives it: "disk", "memory", "ranks", …
+class ListedWait {
+ public:
+  explicit ListedWait(std::string_view what, std::string_view details = {});
+  ~ListedWait();
+  ListedWait(const ListedWait&) = delete;
+  ListedWait& operator=(const ListedWait&) = delete;
+
+ private:
+  friend struct LongWait;
+  const std::string_view what_, details_;
+  const CurrentActivity* const activity_ = CurrentActivity::innermost();
+  const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+  std::uint64_t number_ = 0;
+  ListedWait *before_ = nullptr, *after_ = nullptr;
+};
+
+struct LongWait {
+  std::uint64_t number;  // of the wait, among all of the process
+  std::string what, details, activity;
+  double seconds;
+
+  /// Those under way for at least that long. None in a forked child.
+  static std::vector<LongWait> under_way(double seconds);
+};
+
+}  // namespace zeropage

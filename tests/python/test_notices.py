@@ -1,0 +1,97 @@
+"""What zeropage says of its own accord, and that it says it once."""
+
+import logging
+import re
+import threading
+import time
+
+import pytest
+import torch
+
+import zeropage
+from zeropage import _core, _notices
+
+
+@pytest.fixture
+def stalled(disk, monkeypatch):
+    """A space of which one thread waits, and what another holds that lets it go on."""
+    monkeypatch.setattr(_notices, "STALLED_AFTER", 0.2)
+    with zeropage.init(parameters="disk", disk_path=disk, device_memory="4MB", host_memory="1MB", device="cpu"):
+        first, second = (torch.nn.Parameter(torch.ones(768, 1024)) for _ in range(2))
+    with zeropage.pinned(first):  # of memory for one
+        thread = threading.Thread(target=lambda: second.sum())
+        thread.start()
+        yield
+    thread.join()
+
+
+@pytest.mark.cpu
+def test_a_long_wait_is_reported_once_with_its_operator_and_what_it_waits_for(stalled, caplog):
+    deadline = time.monotonic() + 10
+    watch = _notices._Watch()
+    with caplog.at_level(logging.WARNING, "zeropage"):
+        while not caplog.records and time.monotonic() < deadline:
+            watch.look()
+            time.sleep(0.02)
+        watch.look()
+    assert len(caplog.records) == 1
+    message = caplog.records[0].getMessage()
+    assert re.fullmatch(r"aten::sum.* has waited \d+ s for (memory|other threads): .+", message), message
+
+
+def test_what_does_not_wait_long_is_not_listed(config):
+    with zeropage.init(config):
+        model = torch.nn.Linear(64, 64)
+    model(torch.ones(2, 64, device=model.weight.device)).sum().backward()
+    assert _core.long_waits(0.0) == []
+
+
+def test_every_wait_has_a_remedy():
+    assert set(_notices._REMEDY) >= {"disk", "upload", "all-gather", "ranks", "memory", "other threads"}
+
+
+def steps(config, optimizer, count=4, **settings):
+    with zeropage.init(config, **settings):
+        model = torch.nn.Linear(64, 64)
+    stepped = optimizer(model.parameters())
+    for _ in range(count):
+        model(torch.ones(2, 64, device=model.weight.device)).square().sum().backward()
+        stepped.step()
+        stepped.zero_grad()
+    return model
+
+
+@pytest.mark.cpu
+def test_moments_in_fewer_bits_without_effect_are_a_warning(config, recwarn):
+    steps(config, lambda p: torch.optim.AdamW(p, lr=1e-3), optimizer_dtype="8bit")
+    found = [str(w.message) for w in recwarn if "optimizer_dtype" in str(w.message)]
+    assert len(found) == 1 and "has no effect on AdamW" in found[0] and "fused=True" in found[0]
+
+
+@pytest.mark.cpu
+def test_moments_in_fewer_bits_with_effect_are_none(config, recwarn):
+    steps(config, lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True), optimizer_dtype="8bit")
+    assert not [w for w in recwarn if "optimizer_dtype" in str(w.message)]
+
+
+def test_an_operator_that_comes_in_whole_at_each_step_is_said_once(config, caplog):
+    class Sorting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    # A rule is there for pointwise operators, but not for one that mixes shapes.
+                    p.grad.mul_(torch.ones(p.shape[-1], device=p.device))
+            return super().step(closure)
+
+    with caplog.at_level(logging.WARNING, "zeropage"):
+        steps(config, lambda p: Sorting(p, lr=1e-3), count=6)
+    messages = [r.getMessage() for r in caplog.records if "brings whole tensors in" in r.getMessage()]
+    assert len(messages) == len(set(messages)) == 1
+    assert messages[0].startswith("aten::")
+
+
+def test_a_usual_loop_says_nothing(config, caplog, recwarn):
+    with caplog.at_level(logging.WARNING, "zeropage"):
+        steps(config, lambda p: torch.optim.AdamW(p, lr=1e-3), count=6)
+    assert not caplog.records
+    assert not [w for w in recwarn if "zeropage" in str(w.filename)]
