@@ -8,6 +8,7 @@ import torch.nn as nn
 from models import llama
 from test_hugging_face import build
 from test_integrations import group_of_one
+from zeropage._metrics import MetricsBetweenLogs
 
 import zeropage
 
@@ -27,13 +28,16 @@ def wandb(tmp_path, monkeypatch):
 
 
 def scalars(folder):
-    """{tag: {step: value}} of the event file somewhere in `folder`."""
+    """{tag: {step: value}} of the event files somewhere in `folder`."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (path,) = pathlib.Path(folder).rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(path)).Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    found = {}
+    for path in pathlib.Path(folder).rglob("events.out.tfevents.*"):
+        events = EventAccumulator(str(path)).Reload()
+        for tag in events.Tags()["scalars"]:
+            found.setdefault(tag, {}).update((event.step, event.value) for event in events.Scalars(tag))
+    return found
 
 
 def of_zeropage(names, prefix=""):
@@ -90,7 +94,7 @@ def trainer_of(space, folder, reporter, callback):
 def test_trainer_logs_them_to_tensorboard(config, tmp_path):
     from zeropage.hugging_face import ReportCallback
 
-    space = zeropage.init(config)
+    space = zeropage.init(config, device_memory="1MB", host_memory="500KB")  # less than the states
     trainer = trainer_of(space, tmp_path, "tensorboard", ReportCallback())
     before = space.report()
     trainer.train()
@@ -102,7 +106,7 @@ def test_trainer_logs_them_to_tensorboard(config, tmp_path):
     assert all(values.keys() == {2, 4, 5} for values in ours.values())
     logged = ours["train/zeropage/disk_read_gb"]
     assert 0 < 1e9 * (2 * logged[2] + 2 * logged[4] + logged[5]) <= 1.001 * read
-    assert 0 < ours["train/zeropage/device_memory_gb"][2] <= 4e6 / 1e9
+    assert 0 < ours["train/zeropage/device_memory_gb"][2] <= 1e6 / 1e9
     assert "train/loss" in found and "eval/loss" in found
 
 
@@ -114,7 +118,7 @@ def test_trainer_logs_them_to_wandb(config, tmp_path, wandb):
     trainer_of(space, tmp_path, "wandb", ReportCallback(space)).train()
     summary = wandb.run.summary
     assert of_zeropage(summary.keys(), "train/") == ALWAYS
-    assert summary["train/zeropage/swap_gb"] == space.report().swap_bytes / 1e9 > 0
+    assert 0 < summary["train/zeropage/swap_gb"] <= space.report().swap_bytes / 1e9
     assert summary["train/zeropage/seconds_per_step"] > 0
 
 
@@ -126,7 +130,7 @@ def test_trainer_is_told_that_there_is_no_space(tmp_path, monkeypatch):
         trainer_of(None, tmp_path, "none", ReportCallback()).train()
 
 
-def lightning_fit(config, logger, **settings):
+def lightning_fit(config, logger, batches=None, **settings):
     lightning = pytest.importorskip("lightning.pytorch")
     from zeropage.lightning import ReportCallback
 
@@ -134,17 +138,19 @@ def lightning_fit(config, logger, **settings):
         def __init__(self):
             super().__init__()
             with space:
-                self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
+                self.net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 8))
 
         def training_step(self, batch, index):
             loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            if batches is not None:
+                batches.append(index)
             self.log("loss", loss)
             return loss
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    space = zeropage.init(config)
+    space = zeropage.init(config, device_memory="600KB", host_memory="200KB")  # less than the states
     data = torch.utils.data.TensorDataset(torch.randn(24, 64), torch.randint(0, 8, (24,)))
     quiet = dict(enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
     fitted = lightning.Trainer(
@@ -155,18 +161,24 @@ def lightning_fit(config, logger, **settings):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_lightning_logs_them_to_tensorboard_at_the_steps_of_the_loss(accumulate, config, tmp_path):
+def test_lightning_logs_them_to_tensorboard_at_the_steps_of_the_loss(accumulate, config, tmp_path, monkeypatch):
     loggers = pytest.importorskip("lightning.pytorch.loggers")
-    every = 2 // accumulate
-    lightning_fit(
-        config, loggers.TensorBoardLogger(tmp_path), log_every_n_steps=every, accumulate_grad_batches=accumulate
-    )
+    batches, taken, take = [], [], MetricsBetweenLogs.take
+
+    def noted(self, step):
+        taken.append((step, len(batches)))
+        return take(self, step)
+
+    monkeypatch.setattr(MetricsBetweenLogs, "take", noted)
+    logger, every = loggers.TensorBoardLogger(tmp_path), 2 // accumulate
+    lightning_fit(config, logger, batches, log_every_n_steps=every, accumulate_grad_batches=accumulate)
+    assert taken == [(step, step * accumulate) for step in range(every, 6 // accumulate + 1, every)]  # whole steps
     found = scalars(tmp_path)
     ours = {tag: values for tag, values in found.items() if "zeropage" in tag}
     assert of_zeropage(ours) == ALWAYS
     for values in ours.values():
         assert values.keys() == found["loss"].keys() == set(range(every - 1, 6 // accumulate, every))
-    assert all(value > 0 for value in ours["zeropage/disk_read_gb"].values())
+    assert max(ours["zeropage/disk_read_gb"].values()) > 0
 
 
 def test_lightning_logs_them_to_wandb(config, tmp_path, wandb):
@@ -176,7 +188,7 @@ def test_lightning_logs_them_to_wandb(config, tmp_path, wandb):
     summary = logger.experiment.summary
     assert of_zeropage(summary.keys()) == ALWAYS
     assert summary["trainer/global_step"] == 5
-    assert summary["zeropage/swap_gb"] == space.report().swap_bytes / 1e9 > 0
+    assert 0 < summary["zeropage/swap_gb"] <= space.report().swap_bytes / 1e9
 
 
 def test_lightning_without_a_logger_is_an_error(config):

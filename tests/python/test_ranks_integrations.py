@@ -139,6 +139,37 @@ def test_a_plain_parameter_beside_paged_ones_is_an_error(two):
     two.run(steps_beside_a_plain_parameter)
 
 
+def logged_by_trainer(folder, with_callback):
+    """What reached a reporter on this rank, and the number of collectives."""
+    transformers = pytest.importorskip("transformers")
+    from zeropage.hugging_face import ReportCallback
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            logged.append(dict(logs))
+
+    logged = []
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=2, logging_steps=2, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    with space(**TINY) as made:
+        model = build(llama, made)
+        data = [{"input_ids": torch.arange(24), "labels": torch.arange(24)}] * 16
+        callbacks = [Reporter(), *([ReportCallback()] if with_callback else [])]
+        transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
+        made.wait()
+        return logged, made.report().collectives
+
+
+def test_the_rank_that_logs_logs_its_report_and_waits_for_no_other(two, tmp_path):
+    (logged, collectives), (others, _) = two.run(logged_by_trainer, str(tmp_path), True)
+    assert [log.get("zeropage/gathered_gb", 0) > 0 for log in logged] == [True, True, False]
+    assert all(log["zeropage/reduced_gb"] > 0 for log in logged[:2])
+    assert not [name for log in others for name in log if "zeropage" in name]
+    assert collectives == two.run(logged_by_trainer, str(tmp_path), False)[0][1]
+
+
 DATA_PARALLEL = """
     import contextlib, sys
     import torch
@@ -216,19 +247,60 @@ LIGHTNING = """
 """
 
 
+ACCELERATE = """
+    import sys
+    import torch
+    from accelerate import Accelerator
+
+    def say(*words):
+        sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(0, 8, (64,)))
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
+    for step, (x, y) in enumerate(loader):
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        say(accelerator.process_index, step, loss.item(), accelerator.gather(loss.detach()).tolist())
+    if "zeropage" in sys.modules:
+        import zeropage
+        print("paged:", all(zeropage.is_paged(p) for p in net.parameters()), zeropage.report().ranks, file=sys.stderr)
+    accelerator.end_training()
+"""
+
+
 def torchrun(*command, ranks=2):
-    together = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
+    return started(["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"], *command)
+
+
+def accelerate_launch(*command):
+    """On the CPU: `--cpu` starts one process, so it is --multi_gpu, which starts ranks, and the environment."""
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2"]
+    options = ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    return started([*launch, *options], *command, ACCELERATE_USE_CPU="true")
+
+
+def started(launcher, *command, **environment):
     ended = subprocess.run(
-        together, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-m", *launcher, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return sorted(ended.stdout.splitlines()), ended.stderr
 
 
-def paged_by_the_command(disk, *arguments):
+def paged_by_the_command(disk, *arguments, launcher=torchrun):
     flags = [part for role in ("parameters", "gradients", "optimizer") for part in (f"--{role}", "disk")]
     flags += ["--device-memory", "4MB", "--host-memory", "2MB", "--resident-below", "1", "--device", "cpu"]
-    paged, errors = torchrun("-m", "zeropage", "run", *flags, "--disk-path", disk, *arguments)
+    paged, errors = launcher("-m", "zeropage", "run", *flags, "--disk-path", disk, *arguments)
     assert errors.count("paged: True 2") == 2
     return paged
 
@@ -270,6 +342,14 @@ def test_zeropage_run_gives_what_data_parallel_gives(script, stage, tmp_path, di
     path.write_text(textwrap.dedent(script))
     expected, _ = torchrun(str(path))
     assert expected and paged_by_the_command(disk, "--stage", stage, str(path)) == expected
+
+
+def test_accelerate_launch_gives_what_data_parallel_gives(tmp_path, disk):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(ACCELERATE))
+    expected, _ = accelerate_launch(str(path))
+    assert len(expected) == 8
+    assert paged_by_the_command(disk, str(path), launcher=accelerate_launch) == expected
 
 
 def test_lightnings_strategy_gives_what_data_parallel_gives(tmp_path, disk):
