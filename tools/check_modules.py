@@ -10,16 +10,17 @@ MAY_USE = {
     "store": ["base", "io"],
     "page": ["base", "io", "store"],
     "comm": ["base", "page"],
+    "plan": ["base", "io", "store"],
     "pager": ["base", "io", "store", "page", "comm"],
     "kernels": [],
     "tensor": ["base", "page", "comm", "pager"],
-    "rules": ["base", "page", "comm", "pager", "kernels", "tensor"],
+    "rules": ["base", "page", "comm", "plan", "pager", "kernels", "tensor"],
     "train": ["base", "page", "comm", "pager", "tensor", "rules"],
     "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
     "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules"],
-    "space": ["base", "io", "store", "page", "comm", "pager", "kernels", "tensor", "rules", "train", "fault"],
+    "space": ["base", "io", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules", "train", "fault"],
 }
-WITHOUT_TORCH = ["io", "store", "page", "pager", "kernels"]
+WITHOUT_TORCH = ["io", "plan", "store", "page", "pager", "kernels"]
 
 root = pathlib.Path("src/zeropage")
 wrong = []

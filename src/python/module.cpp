@@ -197,6 +197,52 @@ void bind_tensor_files(py::module_& module) {
           py::call_guard<py::gil_scoped_release>());
 }
 
+/// Time is the machine's, on the thread that has entered it.
+class PlannedMachine final : public Machine {
+ public:
+  using Machine::Machine;
+  void enter() { entered_.emplace(clock); }
+  void leave() { entered_.reset(); }
+  double now() const { return std::chrono::duration<double>(clock.now().time_since_epoch()).count(); }
+
+ private:
+  std::optional<VirtualClock::Entered> entered_;
+};
+
+void bind_machine(py::module_& module) {
+  py::class_<MachineSpeeds>(module, "MachineSpeeds")
+      .def(py::init<>())
+      .def_readwrite("disk_read", &MachineSpeeds::disk_read)
+      .def_readwrite("disk_write", &MachineSpeeds::disk_write)
+      .def_readwrite("disk_latency", &MachineSpeeds::disk_latency)
+      .def_readwrite("disk_bytes", &MachineSpeeds::disk_bytes)
+      .def_readwrite("upload", &MachineSpeeds::upload)
+      .def_readwrite("download", &MachineSpeeds::download)
+      .def_readwrite("link_latency", &MachineSpeeds::link_latency)
+      .def_readwrite("memory", &MachineSpeeds::memory)
+      .def_readwrite("device_memory", &MachineSpeeds::device_memory)
+      .def_readwrite("network", &MachineSpeeds::network)
+      .def_readwrite("network_latency", &MachineSpeeds::network_latency)
+      .def_readwrite("is_unified", &MachineSpeeds::is_unified)
+      .def_readwrite("launch", &MachineSpeeds::launch)
+      .def_readwrite("device_bytes", &MachineSpeeds::device_bytes)
+      .def_readwrite("host_bytes", &MachineSpeeds::host_bytes);
+  py::class_<Machine, std::shared_ptr<Machine>>(module, "_Machine");
+  py::class_<PlannedMachine, Machine, std::shared_ptr<PlannedMachine>>(module, "Machine")
+      .def(py::init<const MachineSpeeds&>(), py::arg("speeds"))
+      .def("enter", &PlannedMachine::enter)
+      .def("leave", &PlannedMachine::leave)
+      .def("compute", &Machine::compute, py::arg("seconds"))
+      .def("synchronize", &Machine::synchronize)
+      .def_property_readonly("now", &PlannedMachine::now)
+      .def_readonly("computed_seconds", &Machine::computed_seconds)
+      .def_readonly("updated_seconds", &Machine::updated_seconds)
+      .def_property_readonly("disk_seconds", [](const Machine& m) { return m.disk.busy_seconds(); })
+      .def_property_readonly("upload_seconds", [](const Machine& m) { return m.uploads.busy_seconds(); })
+      .def_property_readonly("download_seconds", [](const Machine& m) { return m.downloads.busy_seconds(); })
+      .def_property_readonly("network_seconds", [](const Machine& m) { return m.network.busy_seconds(); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
@@ -204,6 +250,7 @@ PYBIND11_MODULE(_core, module) {
   bind_report(module);
   bind_tensor_files(module);
   bind_io(module);
+  bind_machine(module);
   module.attr("built_for_torch") = TORCH_VERSION;
 
   py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
@@ -227,6 +274,7 @@ PYBIND11_MODULE(_core, module) {
            }),
            py::arg("config"), py::arg("shard_group") = "", py::arg("replica_group") = "",
            py::call_guard<py::gil_scoped_release>())
+      .def_static("planned", &Space::make_planned, py::arg("config"), py::arg("machine"), py::arg("ranks") = 1)
       .def("scope", [](const std::shared_ptr<Space>& space) { return PythonScope(space); })
       .def(
           "page", [](Space& space, at::Tensor tensor) { return space.page(tensor); }, py::arg("tensor"),

@@ -9,11 +9,13 @@
 #include <string>
 #include <string_view>
 
+#include "zeropage/base/clock.h"
+
 namespace zeropage {
 
 class Trace {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = zeropage::Clock;
   using Time = Clock::time_point;
 
   static bool is_on() { return on_.load(std::memory_order_relaxed); }

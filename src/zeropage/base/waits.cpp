@@ -36,7 +36,7 @@ ListedWait::~ListedWait() {
 std::vector<LongWait> LongWait::under_way(double seconds) {
   std::vector<LongWait> found;
   if (!lists()) return found;
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Clock::now();
   std::lock_guard lock(listed_mutex);
   for (const ListedWait* wait = latest_listed; wait; wait = wait->before_) {
     const double waited = std::chrono::duration<double>(now - wait->since_).count();

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/base/current_activity.h"
 
 namespace zeropage {
@@ -25,7 +26,7 @@ class ListedWait {
   friend struct LongWait;
   const std::string_view what_, details_;
   const CurrentActivity* const activity_ = CurrentActivity::innermost();
-  const std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+  const Clock::time_point since_ = Clock::now();
   std::uint64_t number_ = 0;
   ListedWait *before_ = nullptr, *after_ = nullptr;
 };

@@ -32,14 +32,20 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // splitmix64's fi
   return z ^ (z >> 31);
 }
 
+/// A group that is planned with works on meta tensors, for which c10d's operators have kernels that do nothing.
+template <class Start>
+c10::intrusive_ptr<c10d::Work> start_on(c10d::ProcessGroup& group, const at::Tensor& tensor, Start&& start) {
+  return tensor.is_meta() ? start(*group.getBackend(c10::kMeta)) : start(group);
+}
+
 // torch 2.13 calls these all_gather_single and so on, and warns of the names that 2.11 has.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 auto gather_flat(c10d::ProcessGroup& group, at::Tensor whole, at::Tensor part) {
-  return group._allgather_base(whole, part);
+  return start_on(group, whole, [&](auto& on) { return on._allgather_base(whole, part); });
 }
 auto scatter_flat(c10d::ProcessGroup& group, at::Tensor part, at::Tensor whole) {
-  return group._reduce_scatter_base(part, whole);
+  return start_on(group, whole, [&](auto& on) { return on._reduce_scatter_base(part, whole); });
 }
 auto all_to_all_flat(c10d::ProcessGroup& group, at::Tensor out, at::Tensor in) {
   std::vector<std::int64_t> even_out, even_in;
@@ -326,7 +332,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subje
   traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
   Staging staging(is_staged_);
   std::vector<at::Tensor> tensors{staging.in_out(sum)};
-  return start<Pending>([&] { return group()->allreduce(tensors); }, tensors, std::move(staging));
+  return start<Pending>([&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.allreduce(tensors); }); }, tensors, std::move(staging));
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
@@ -335,7 +341,7 @@ void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   Staging staging(is_staged_);
   std::vector<at::Tensor> tensors{staging.in_out(tensor)};
-  start<Pending>([&] { return group()->broadcast(tensors); }, tensors, std::move(staging))->wait();
+  start<Pending>([&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.broadcast(tensors); }); }, tensors, std::move(staging))->wait();
 }
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
@@ -352,7 +358,7 @@ std::shared_ptr<std::byte> Collectives::scratch(std::size_t bytes) {
   NoPagingGuard no_paging;
   auto memory = std::make_shared<at::Tensor>(
       at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_)));
-  return {memory, static_cast<std::byte*>(memory->mutable_data_ptr())};
+  return {memory, static_cast<std::byte*>(device_ == c10::kMeta ? nullptr : memory->mutable_data_ptr())};
 }
 
 namespace {

@@ -40,7 +40,7 @@ std::string describe(const Call& call) {
 /// A graph would keep addresses of frames, which other tensors have when it is replayed.
 void refuse_capture(const Call& call) {
   const c10::Device device = call.paged[0].segment->domain()->device;
-  if (device.is_cpu()) return;
+  if (device.is_cpu() || device.is_meta()) return;
   if (!compat::is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device))) return;
   throw AccessError(
       "operators on paged tensors cannot be captured in a graph: their memory is another at each replay. "

@@ -54,8 +54,7 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
       unit_(std::clamp(std::bit_ceil(capacity_ / kMostMappings), kBlockBytes, kHugePageBytes)),
       on_first_use_(std::move(on_first_use)),
       announced_(ceil_div(capacity_, kSlabBytes), false) {
-  if (!on_first_use_ && may_map_anew()) reserve(kSpread * capacity_);
-  if (!base_) reserve(capacity_);
+  reserve_for(/*joins=*/!on_first_use_);
   if (!base_ || ::mprotect(base_, capacity_, PROT_READ | PROT_WRITE) != 0) {
     const int error = errno;
     if (base_) ::munmap(base_, span_);
@@ -65,9 +64,18 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
   // Advice: if the kernel has no huge pages, transfers are slower and nothing else changes.
   ::madvise(base_, capacity_, MADV_HUGEPAGE);
   ::madvise(base_, capacity_, MADV_DONTFORK);
-  free_.release(0, capacity_);
-  bare_.release(capacity_, span_ - capacity_);
-  mappings_.emplace(0, capacity_);
+}
+
+Arena::Arena(std::size_t capacity, Hollow)
+    : capacity_(round_up(std::max(capacity, kHugePageBytes), kHugePageBytes)),
+      span_(capacity_),
+      unit_(std::clamp(std::bit_ceil(capacity_ / kMostMappings), kBlockBytes, kHugePageBytes)) {
+  reserve_for(/*joins=*/true);
+  if (!base_) throw BudgetError(fmt::format("cannot have {} of addresses to plan with", format_bytes(capacity_)));
+}
+
+std::unique_ptr<Arena> Arena::make_hollow(std::size_t capacity) {
+  return std::unique_ptr<Arena>(new Arena(capacity, Hollow{}));
 }
 
 Arena::Arena(std::span<std::byte> region)
@@ -79,6 +87,16 @@ Arena::~Arena() {
   if (!mapped_) return;
   for (const auto& [offset, bytes] : mappings_) ::munmap(base_ + offset, bytes);
   bare_.visit_largest([&](std::size_t offset, std::size_t bytes) { return ::munmap(base_ + offset, bytes) == 0; });
+}
+
+/// All of the arena's addresses, as free memory, and as many bare ones as joining holes takes.
+void Arena::reserve_for(bool joins) {
+  if (joins && may_map_anew()) reserve(kSpread * capacity_);
+  if (!base_) reserve(capacity_);
+  if (!base_) return;
+  free_.release(0, capacity_);
+  bare_.release(capacity_, span_ - capacity_);
+  mappings_.emplace(0, capacity_);
 }
 
 /// Addresses with nothing behind them. No base if they cannot be had.

@@ -56,6 +56,8 @@ class Arena {
 
   /// Throws BudgetError if the address space cannot be had. `capacity` is rounded up to a huge page.
   explicit Arena(std::size_t capacity, SlabHook on_first_use = {});
+  /// Addresses with no memory behind them, of which blocks are cut and joined as of memory: for planning.
+  static std::unique_ptr<Arena> make_hollow(std::size_t capacity);
   /// Cuts blocks from memory that someone else holds: a device's.
   explicit Arena(std::span<std::byte> region);
   ~Arena();
@@ -75,6 +77,9 @@ class Arena {
   struct Range {
     std::size_t offset, bytes;
   };
+  struct Hollow {};
+  Arena(std::size_t capacity, Hollow);
+  void reserve_for(bool joins);
   void reserve(std::size_t span);
   void give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept;
   void announce(std::size_t offset, std::size_t bytes);

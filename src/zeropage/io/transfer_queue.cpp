@@ -100,7 +100,7 @@ bool TransferQueue::may_start_background() {
   if (background.empty() || background_in_flight_ >= kMostBackground) return false;
   const bool others_wait = !lane(Priority::ahead).empty() || !lane(Priority::behind).empty();
   const bool is_idle = in_flight_ == background_in_flight_ && !others_wait &&
-                       std::chrono::steady_clock::now() - others_ended_ >= kUntilIdle;
+                       Clock::now() - others_ended_ >= kUntilIdle;
   if (is_idle) return true;
   if (credit_ < background.front().bytes) return false;
   credit_ -= background.front().bytes;
@@ -127,7 +127,7 @@ void TransferQueue::count(const Request& request, int more) {
   } else if (more > 0) {
     credit_ = std::min(credit_ + request.bytes / kBackgroundShare, std::max(kMostCredit, block_));
   } else {
-    others_ended_ = std::chrono::steady_clock::now();
+    others_ended_ = Clock::now();
   }
 }
 

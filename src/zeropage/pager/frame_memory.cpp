@@ -7,11 +7,14 @@
 
 namespace zeropage {
 
-FrameMemory::FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use)
+FrameMemory::FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use,
+                         bool hollow)
     : device_(std::move(device)),
+      hollow_(hollow),
       budget_("memory", bytes),
-      arena_(device_ ? std::make_unique<Arena>(device_->region())
-                     : std::make_unique<Arena>(bytes, std::move(on_first_use))) {}
+      arena_(device_  ? std::make_unique<Arena>(device_->region())
+             : hollow ? Arena::make_hollow(bytes)
+                      : std::make_unique<Arena>(bytes, std::move(on_first_use))) {}
 
 std::size_t FrameMemory::bytes_of(const Run& run, std::size_t first_page, std::size_t pages) {
   const std::size_t end = std::min(run.bytes, (first_page + pages) * run.page_bytes);
@@ -101,10 +104,12 @@ std::vector<Frame*> FrameMemory::window(std::size_t bytes, const std::function<b
 }
 
 void FrameMemory::copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
+  if (hollow_) return;
   device_ ? device_->copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
 }
 
 void FrameMemory::clear(std::byte* at, std::size_t bytes) const {
+  if (hollow_) return;
   device_ ? device_->clear(at, bytes) : void(std::memset(at, 0, bytes));
 }
 

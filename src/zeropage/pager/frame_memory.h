@@ -11,7 +11,8 @@ namespace zeropage {
 
 class FrameMemory {
  public:
-  FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use);
+  /// `hollow`: frames are addresses alone, and what is done to their content is not done.
+  FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use, bool hollow);
 
   /// A frame with one pin, or null: no budget for it, or no hole that is large enough (then `fragmented`).
   Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
@@ -23,6 +24,7 @@ class FrameMemory {
   /// Whether all that is free serves any frame: else frames need a hole, and `window` finds what makes one.
   bool joins_holes() const { return arena_->joins_holes(); }
   const std::shared_ptr<DeviceMemory>& device() const { return device_; }
+  bool is_hollow() const { return hollow_; }
   const Budget& budget() const { return budget_; }
   std::size_t free() const { return budget_.limit() - budget_.used(); }
   const std::map<std::byte*, std::unique_ptr<Frame>>& frames() const { return frames_; }
@@ -43,6 +45,7 @@ class FrameMemory {
 
  private:
   std::shared_ptr<DeviceMemory> device_;  // null: the CPU's
+  const bool hollow_;
   Budget budget_;
   std::unique_ptr<Arena> arena_;
   std::map<std::byte*, std::unique_ptr<Frame>> frames_;

@@ -14,4 +14,12 @@ void Monitor::check_usable() const {
     throw AccessError("this tensor's space was closed and its data is gone; close a space after its last use");
 }
 
+/// [Note: virtual time] in base/clock.h.
+void Monitor::sleep(Lock& lock) {
+  VirtualClock* const planned = VirtualClock::current();
+  if (!planned) return changed_.wait(lock);
+  const Unlocked unlocked(lock);
+  if (!planned->run_next()) throw Error("a planned run waits for what never comes: nothing is under way");
+}
+
 }  // namespace zeropage

@@ -14,6 +14,7 @@
 #include <new>
 #include <string_view>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/process.h"
 #include "zeropage/base/trace.h"
@@ -37,6 +38,8 @@ class Monitor {
   std::mutex& mutex() const { return mutex_; }
   /// Notified of a page's state, a pin, or memory.
   std::condition_variable& changed() { return changed_; }
+  /// The thread waits for `changed`, or, in virtual time, until something comes to its end.
+  void sleep(Lock& lock);
 
   /// Throws AccessError in a forked child and after close().
   void check_usable() const;
@@ -59,7 +62,7 @@ class Monitor {
   void set_source(std::string_view source) { source_ = source; }
   /// Since some moment, without those in which any thread waited: how far a program would be that never waits.
   double worked_seconds() const {
-    const auto now = waiting_ > 0 ? waiting_since_ : std::chrono::steady_clock::now();
+    const auto now = waiting_ > 0 ? waiting_since_ : Clock::now();
     return std::chrono::duration<double>(now.time_since_epoch()).count() - while_any_waited_;
   }
 
@@ -75,7 +78,7 @@ class Monitor {
   std::string_view source_ = "disk";
   double while_any_waited_ = 0;  // until all threads last worked
   int waiting_ = 0;              // threads
-  std::chrono::steady_clock::time_point waiting_since_;
+  Clock::time_point waiting_since_;
   std::function<void()> on_left_;
 };
 
@@ -83,11 +86,11 @@ class Monitor {
 class Waiting {
  public:
   Waiting(Monitor& monitor, Cause cause)
-      : monitor_(monitor), cause_(cause), start_(std::chrono::steady_clock::now()), listed_(name()) {
+      : monitor_(monitor), cause_(cause), start_(Clock::now()), listed_(name()) {
     if (monitor_.waiting_++ == 0) monitor_.waiting_since_ = start_;
   }
   ~Waiting() {
-    const auto now = std::chrono::steady_clock::now();
+    const auto now = Clock::now();
     monitor_.waited_seconds_[static_cast<int>(cause_)] += std::chrono::duration<double>(now - start_).count();
     if (Trace::is_on()) record(now);
     if (--monitor_.waiting_ > 0) return;
@@ -101,7 +104,7 @@ class Waiting {
     const std::string_view names[kCauses] = {monitor_.source_, "memory", "other threads"};
     return names[static_cast<int>(cause_)];
   }
-  void record(std::chrono::steady_clock::time_point now) const noexcept {
+  void record(Clock::time_point now) const noexcept {
     try {
       Trace::span("wait", name(), start_, now, Trace::arg("operator", CurrentActivity::now("none")));
     } catch (const std::bad_alloc&) {  // an event is lost
@@ -110,7 +113,7 @@ class Waiting {
 
   Monitor& monitor_;
   const Cause cause_;
-  const std::chrono::steady_clock::time_point start_;
+  const Clock::time_point start_;
   const ListedWait listed_;
 };
 

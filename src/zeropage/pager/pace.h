@@ -7,6 +7,7 @@
 #include <chrono>
 #include <utility>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
@@ -33,7 +34,6 @@ class Pace {
   double read_rate() const { return seconds_ > 0 ? read_ / seconds_ : 0; }
 
  private:
-  using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kEnough = 16 * kMiB;  // under way: what keeps a disk busy
   static constexpr double kRemembered = 256 * kMiB;
 

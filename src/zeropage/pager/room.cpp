@@ -22,7 +22,7 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
   const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
   if (bytes > memory_.budget().limit()) throw Shortage{};
   bool clearing = false;  // neighbours are being written
-  std::chrono::steady_clock::time_point give_up_at;
+  Clock::time_point give_up_at;
   while (true) {
     monitor_.check_usable();
     bool fragmented = false;
@@ -97,7 +97,7 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
     // ShardedHome frees what its gathers hold when it is refused.
     if ((!upper_.serves() || upper_.connected()) && frames_.pins() > frames_.pins_of_this_thread()) {
       // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
-      const auto now = std::chrono::steady_clock::now();
+      const auto now = Clock::now();
       if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
       const auto until = upper_.connected() ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
       const std::size_t pins = frames_.pins(), queued = frames_.victims().size();

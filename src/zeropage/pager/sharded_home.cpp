@@ -1,7 +1,6 @@
 #include "zeropage/pager/sharded_home.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "zeropage/base/errors.h"
 
@@ -51,14 +50,10 @@ SharesInUse::~SharesInUse() {
   monitor_.changed().notify_all();
 }
 
-ShardedHome::ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device)
-    : gathered_(gathered), local_(local), ranks_(std::move(ranks)), device_(device) {}
+ShardedHome::ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, const FrameMemory& memory)
+    : gathered_(gathered), local_(local), ranks_(std::move(ranks)), memory_(memory) {}
 
 ShardedHome::~ShardedHome() = default;
-
-void ShardedHome::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
-  device_ ? device_->copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
-}
 
 std::optional<Home::Outcome> ShardedHome::read(const Run& run, std::size_t page, std::byte* into, Priority,
                                                Done done) {
@@ -131,8 +126,8 @@ void ShardedHome::launch_all() {
 
 void ShardedHome::launch(Gather& g) {
   const Subject subject{name_of(g.run.role), g.run.number, g.page};
-  if (device_)
-    device_->reuse({g.into, g.run.bytes_of(g.page)});  // on this stream, which may not be the frame's maker's
+  if (memory_.device())
+    memory_.device()->reuse({g.into, g.run.bytes_of(g.page)});  // on this stream, which may not be the frame's maker's
   if (g.run.packed()) {
     try {
       pack(g);
@@ -162,17 +157,17 @@ void ShardedHome::pack(Gather& g) {
     if (!share.segment || share.offset >= g.packed_bytes) continue;
     PagePin part = pin_part(*share.segment, 0);
     part.wait();
-    copy(g.packed.get() + share.offset / ranks_->size(), part.data(), share.part_bytes);
+    memory_.copy(g.packed.get() + share.offset / ranks_->size(), part.data(), share.part_bytes);
   }
 }
 
 void ShardedHome::deal_out(Gather& g) {
   const std::size_t ranks = ranks_->size(), bytes = g.packed_bytes / ranks;
-  device_ ? device_->clear(g.into, g.run.bytes) : void(std::memset(g.into, 0, g.run.bytes));
+  memory_.clear(g.into, g.run.bytes);
   for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (share.offset >= g.packed_bytes) continue;
     for (std::size_t rank = 0; rank < ranks; ++rank) {
-      copy(g.into + share.offset + rank * share.part_bytes, g.parts.get() + rank * bytes + share.offset / ranks,
+      memory_.copy(g.into + share.offset + rank * share.part_bytes, g.parts.get() + rank * bytes + share.offset / ranks,
            share.part_bytes);
     }
   }
@@ -202,7 +197,7 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) 
   if (gather->work || gather->part) complete(*gather);
   DeviceMemory::Event ready;
   try {
-    if (device_ && !gather->failure) ready = device_->record();
+    if (memory_.device() && !gather->failure) ready = memory_.device()->record();
   } catch (...) {
     gather->failure = std::current_exception();
   }

@@ -35,8 +35,8 @@ class SharesInUse {
 
 class ShardedHome final : public Home {
  public:
-  /// `gathered` is the lock of the cache whose home this is. `device` is null if operators run on the CPU.
-  ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, DeviceMemory* device);
+  /// `gathered` is the lock of the cache whose home this is, and `memory` what its frames lie in.
+  ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, const FrameMemory& memory);
   ~ShardedHome() override;
 
   /// Brings this rank's part of the page into memory. hurry() gathers it, after all that were read before.
@@ -55,12 +55,11 @@ class ShardedHome final : public Home {
   void deal_out(Gather& gather);
   PagePin pin_part(Segment& share, std::size_t page);
   void complete(Gather& gather);
-  void copy(std::byte* to, const std::byte* from, std::size_t bytes);
 
   Monitor& gathered_;
   FrameCache& local_;
   std::shared_ptr<Ranks> ranks_;
-  DeviceMemory* device_;
+  const FrameMemory& memory_;
   std::recursive_mutex mutex_;                     // what ranks do together, one thread does at a time
   std::deque<std::shared_ptr<Gather>> asked_for_;  // oldest first, not launched
   std::deque<std::shared_ptr<Gather>> in_flight_;  // oldest first

@@ -101,7 +101,7 @@ void Transfers::wait_until(Lock& lock, Ready ready, Cause cause) {
       const Unlocked unlocked(lock);
       ended = home_->tidy(/*wait=*/true);
     }
-    if (!ended && !ready()) monitor_.changed().wait(lock);
+    if (!ended && !ready()) monitor_.sleep(lock);
     monitor_.check_usable();
   }
 }

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/rules.h"
@@ -214,8 +215,14 @@ bool Call::needs_autograd() {
 }
 
 bool Call::plain_modes() {
-  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+  // In a planned run the mode that is set is the planner's, which counts operators and changes none.
+  const bool is_planned = VirtualClock::current() != nullptr;
+  return (is_planned || !c10::impl::TorchDispatchModeTLS::any_modes_set()) &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+bool autocasts_on(c10::DeviceType device) {
+  return device != c10::kMeta && at::autocast::is_autocast_enabled(device);
 }
 
 namespace {
@@ -224,7 +231,7 @@ namespace {
 class NoCastCache {
  public:
   explicit NoCastCache(c10::DeviceType device)
-      : switched_(at::autocast::is_autocast_enabled(device) && at::autocast::is_autocast_cache_enabled()) {
+      : switched_(autocasts_on(device) && at::autocast::is_autocast_cache_enabled()) {
     if (switched_) at::autocast::set_autocast_cache_enabled(false);
   }
   ~NoCastCache() {

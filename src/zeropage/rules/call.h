@@ -85,6 +85,10 @@ std::int64_t version_of(const at::Tensor& tensor);
 /// Whether forward-mode derivatives go through it.
 bool has_tangent(const at::Tensor& tensor);
 
+/// Whether autocast casts operators there. Not on torch's "meta" device, where runs are planned.
+bool autocasts_on(c10::DeviceType device);
+inline bool autocasts(const at::Tensor& tensor) { return autocasts_on(tensor.device().type()); }
+
 /// An in-place write that autograd did not see must still bump the version that saved tensors check.
 void bump_version(const at::Tensor& tensor);
 

@@ -148,7 +148,7 @@ bool make_converted(Call& call) {
 
 bool make_from_meta(Call& call) {
   const auto& domain = scope_domain();
-  if (!domain || !Call::plain_modes() || call.name() != "aten::empty_like") return false;
+  if (!domain || domain->planned_on || !Call::plain_modes() || call.name() != "aten::empty_like") return false;
   const at::Tensor self = call.argument(0).toTensor();
   if (!self.is_meta() || self.dim() == 0 || !self.is_non_overlapping_and_dense()) return false;
   const Request request(call, self.scalar_type(), self.device());

@@ -90,6 +90,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   std::vector<Instruction> instructions_in_host() const;
   std::optional<UpdateProgram> find_update(c10::ArrayRef<Instruction> instructions) const;
   void run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tensor> operands, c10::ArrayRef<int> operand_of);
+  void plan_update(c10::ArrayRef<at::Tensor> slices, c10::ArrayRef<Operand> operands);
   void run_piece(c10::ArrayRef<Instruction> instructions, c10::ArrayRef<at::Tensor> operands,
                  c10::ArrayRef<int> operand_of);
   static void run_on_registers(c10::ArrayRef<Instruction> instructions, std::vector<at::Tensor>& registers,

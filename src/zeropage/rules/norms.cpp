@@ -46,7 +46,8 @@ NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
   NormOfParts total(ord);
   std::mutex mutex;
   const auto add = [&](c10::ArrayRef<at::Tensor> slices) {
-    const double part = at::linalg_vector_norm(slices[0], ord, std::nullopt, false, c10::kDouble).item<double>();
+    const at::Tensor norm = at::linalg_vector_norm(slices[0], ord, std::nullopt, false, c10::kDouble);
+    const double part = norm.is_meta() ? 0.0 : norm.item<double>();
     std::lock_guard lock(mutex);
     total.add_norm(part);
   };

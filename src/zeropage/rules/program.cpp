@@ -4,6 +4,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/trace.h"
+#include "zeropage/plan/machine.h"
 #include "zeropage/rules/deferred_program.h"
 #include "zeropage/rules/speculation.h"
 
@@ -209,18 +210,32 @@ void Program::execute() {
   const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
   in_host_ = in_host_ && can_run_in_host();
   const Where where = in_host_ ? Where::in_host : Where::on_device;
-  const std::vector<Instruction> in_host = in_host_ ? instructions_in_host() : std::vector<Instruction>();
+  const bool is_planned = domain_->planned_on != nullptr;
+  const std::vector<Instruction> in_host =
+      in_host_ && !is_planned ? instructions_in_host() : std::vector<Instruction>();
   const c10::ArrayRef<Instruction> on_cpu = in_host_ ? in_host : code_.instructions;
   const bool updates = domain_->cache->has_separate_memory() && updates_states();
-  const auto update = in_host_ || slots_[0].shape.is_cpu() ? find_update(on_cpu) : std::nullopt;
+  const bool on_host = (in_host_ || slots_[0].shape.is_cpu()) && !is_planned;
+  const auto update = on_host ? find_update(on_cpu) : std::nullopt;
   for_each_window(
       operands, code_.chunking,
       [&](c10::ArrayRef<at::Tensor> slices) {
         if (updates) count(slices[0], where);
+        if (is_planned) return plan_update(slices, operands);
         if (!slices[0].is_cpu()) return run_piece(code_.instructions, slices, operand_of);
         update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
       },
       &progress_, where);
+}
+
+/// What the update of these slices reads and writes, on a machine that is not there.
+void Program::plan_update(c10::ArrayRef<at::Tensor> slices, c10::ArrayRef<Operand> operands) {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < slices.size(); ++i) {
+    const bool reads = operands[i].access != Access::overwrite, writes = operands[i].access != Access::read;
+    bytes += slices[i].nbytes() * (reads + writes);
+  }
+  domain_->planned_on->update(bytes, slices[0].is_cpu());
 }
 
 /// [Note: updates in the host]

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/rules/call.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/tiled_product.h"
 
@@ -16,7 +17,7 @@ namespace {
 at::Tensor as_autocast(const at::Tensor& tensor) {
   const auto device = tensor.device().type();
   const bool is_cast = tensor.is_floating_point() && tensor.scalar_type() != c10::kDouble;
-  if (!at::autocast::is_autocast_enabled(device) || !is_cast) return tensor;
+  if (!autocasts(tensor) || !is_cast) return tensor;
   return tensor.to(at::autocast::get_autocast_dtype(device));
 }
 
@@ -32,8 +33,7 @@ Form form_of(const at::Tensor& weight) {
 
 /// Whether dtypes are what the operator takes: the same, or what autocast makes the same.
 bool is_alike(const at::Tensor& cast, const at::Tensor& x, const at::Tensor& weight) {
-  return cast.scalar_type() == weight.scalar_type() || cast.scalar_type() != x.scalar_type() ||
-         at::autocast::is_autocast_enabled(x.device().type());
+  return cast.scalar_type() == weight.scalar_type() || cast.scalar_type() != x.scalar_type() || autocasts(x);
 }
 
 /// x [..., k] · weightᵀ where `transposed`, else x · weight, with a bias of its outputs or none.
@@ -104,10 +104,9 @@ bool tile_bmm(Call& call) {
 }
 
 bool tile_parts(Call& call) {
-  const auto is_cast = [](const at::Tensor& t) { return at::autocast::is_autocast_enabled(t.device().type()); };
   // Under autocast, inner operators of what fits could compute in other dtypes than the whole does.
   const bool any = std::any_of(call.paged.begin(), call.paged.end(), [&](const PagedArgument& a) {
-    return is_tiled(a.tensor) || (is_part(a.tensor) && !is_cast(a.tensor));
+    return is_tiled(a.tensor) || (is_part(a.tensor) && !autocasts(a.tensor));
   });
   if (!any || !Call::plain_modes()) return false;
   call.op.redispatchBoxed(call.below - c10::autocast_dispatch_keyset, &call.stack);  // each of its parts comes to us

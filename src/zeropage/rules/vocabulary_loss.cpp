@@ -270,7 +270,7 @@ bool take_vocabulary_loss(Call& call) {
   const bool smooths = call.argument(5).toDouble() != 0;
   if (!lazy || self.dim() != 2 || of_classes.defined() || smooths || target.scalar_type() != c10::kLong) return false;
   if (target.dim() != 1 || target.size(0) != self.size(0) || target.device() != self.device()) return false;
-  const bool is_cast = at::autocast::is_autocast_enabled(self.device().type()) && self.scalar_type() != c10::kDouble;
+  const bool is_cast = autocasts(self) && self.scalar_type() != c10::kDouble;
   // Which of the operators inside it autocast casts, its lists for other devices say otherwise.
   if (is_cast && !self.is_cpu() && c10::isReducedFloatingType(self.scalar_type())) return false;
   const auto dtype = is_cast ? c10::kFloat : self.scalar_type();

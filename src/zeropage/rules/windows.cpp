@@ -78,7 +78,8 @@ class Cursor {
   at::Tensor gather(Cut window) {
     window = place(window);
     move_straddling(window, /*into_pages=*/false);
-    return at::from_blob(scratch_, {static_cast<std::int64_t>(window.end - window.begin)}, options_);
+    return at::from_blob(
+        scratch_, {static_cast<std::int64_t>(window.end - window.begin)}, [](void*) {}, options_, options_.device());
   }
 
   void scatter(Cut window) {
@@ -128,6 +129,7 @@ class Cursor {
   }
 
   void move_straddling(Cut window, bool into_pages) {
+    if (operand_.segment->domain()->planned_on) return;
     const std::size_t edge = held_[1].page * page_elements_;
     const std::size_t before = (edge - window.begin) * item_bytes_, after = (window.end - edge) * item_bytes_;
     std::byte* low = held_[0].pin.data() + (window.begin - held_[0].page * page_elements_) * item_bytes_;

@@ -24,6 +24,7 @@
 #include "zeropage/rules/mixed.h"
 #include "zeropage/space/agreement.h"
 #include "zeropage/space/bandwidth.h"
+#include "zeropage/space/planned_group.h"
 #include "zeropage/space/torch_device.h"
 #include "zeropage/train/gradients.h"
 
@@ -37,7 +38,15 @@ std::size_t ranks_here() {
 }
 
 /// What this process may take of the machine's memory.
-std::size_t free_memory(bool over_ranks) { return available_memory() / (over_ranks ? ranks_here() : 1); }
+std::size_t free_memory(bool over_ranks, const Machine* planned) {
+  if (planned) return planned->speeds.host_bytes;
+  return available_memory() / (over_ranks ? ranks_here() : 1);
+}
+
+/// The same of the device's own.
+std::size_t free_memory_of(c10::Device device, const Machine* planned) {
+  return planned ? planned->speeds.device_bytes : free_device_memory(device);
+}
 
 /// What torch computes on beside the CPU, if it is there and has memory of its own. (What at::getAccelerator() names,
 /// torch was built for.)
@@ -48,7 +57,8 @@ std::optional<c10::DeviceType> accelerator() {
   return is_there ? type : std::nullopt;
 }
 
-c10::Device device_of(const Config& config) {
+c10::Device device_of(const Config& config, const Machine* planned = nullptr) {
+  if (planned) return c10::kMeta;
   c10::Device device(accelerator().value_or(c10::kCPU));
   if (config.device != "auto") {
     try {
@@ -74,12 +84,17 @@ c10::Device device_of(const Config& config) {
   return device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
 }
 
-bool has_separate_memory(const Config& config, c10::Device device) {
-  if (config.memory == "auto") return !device.is_cpu();
+/// Whether operators run on the host's memory.
+bool is_on_host(c10::Device device, const Machine* planned) {
+  return planned ? planned->speeds.is_unified : device.is_cpu();
+}
+
+bool has_separate_memory(const Config& config, bool on_host) {
+  if (config.memory == "auto") return !on_host;
   if (config.memory == "separate") return true;
-  if (config.memory == "unified" && device.is_cpu()) return false;
+  if (config.memory == "unified" && on_host) return false;
   throw SettingError(fmt::format("memory = \"{}\" with device = \"{}\"; write \"separate\" or \"auto\"{}",
-                                 config.memory, device.str(), device.is_cpu() ? ", or \"unified\"" : ""));
+                                 config.memory, config.device, on_host ? ", or \"unified\"" : ""));
 }
 
 Placement placement_of(std::string_view setting, const std::string& tier) {
@@ -169,11 +184,11 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
   if (kept != "bfloat16" && kept != "8bit") {
     throw SettingError(fmt::format("optimizer_dtype = \"{}\"; write \"bfloat16\", \"8bit\" or \"auto\"", kept));
   }
-  if (!domain.device.is_cpu() && config.update_on == "device") {
+  if (!domain.on_host && config.update_on == "device") {
     throw SettingError(fmt::format(
         "optimizer_dtype = \"{}\" is for updates in the host; here update_on = \"device\"; write \"host\"", kept));
   }
-  if (!domain.device.is_cpu() && config.optimizer == "device") {
+  if (!domain.on_host && config.optimizer == "device") {
     throw SettingError(fmt::format(
         "optimizer_dtype = \"{}\" is for states in the host or on disk; here optimizer = \"device\"; write \"auto\"",
         kept));
@@ -185,13 +200,14 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
   return kept == "8bit" ? Moments::blocks8 : Moments::bfloat16;
 }
 
-bool updates_in_host(const Config& config, DeviceMemory* separate, bool on_cpu) {
+bool updates_in_host(const Config& config, DeviceMemory* separate, const Domain& domain) {
   const std::string& where = config.update_on;
   if (where != "auto" && where != "host" && where != "device") {
     throw SettingError(fmt::format("update_on = \"{}\"; write \"host\", \"device\" or \"auto\"", where));
   }
   if (!separate || where == "device") return false;
-  return where == "host" || on_cpu || updates_are_faster_in_host(*separate);
+  if (where == "host" || domain.on_host) return true;
+  return domain.planned_on ? domain.planned_on->updates_are_faster_in_host() : updates_are_faster_in_host(*separate);
 }
 
 /// What operators see of parameters, what their masters are, and what gradients are kept in.
@@ -265,9 +281,11 @@ std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool 
 }
 
 /// device_memory and host_memory, where they are left out: what suits this machine.
-std::map<std::string, std::size_t> memory_of(const Config& config, c10::Device device, bool over_ranks) {
-  const std::size_t free = free_memory(over_ranks);
-  const std::size_t device_share = device.is_cpu() ? free / 4 : free_device_memory(device) / 5 * 4;
+std::map<std::string, std::size_t> memory_of(const Config& config, c10::Device device, bool over_ranks,
+                                             const Machine* planned = nullptr) {
+  const std::size_t free = free_memory(over_ranks, planned);
+  const std::size_t device_share =
+      is_on_host(device, planned) ? free / 4 : free_memory_of(device, planned) / 5 * 4;
   return {{"device_memory", size_of("device_memory", config.device_memory, device_share)},
           {"host_memory", size_of("host_memory", config.host_memory, free / 2)}};
 }
@@ -330,9 +348,26 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
 
 }  // namespace
 
+struct Space::Here {
+  std::shared_ptr<Machine> planned;           // null: this machine
+  std::map<std::string, std::size_t> memory;  // the least that any rank has, of those sizes that are left to it
+};
+
 std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
-  if (!groups.shard) return make_here(config, groups, memory_of(config, device_of(config), false));
-  const c10::Device device = or_else([&] { return device_of(config); }, c10::Device(c10::kCPU));
+  return make_on(nullptr, config, groups);
+}
+
+std::shared_ptr<Space> Space::make_planned(const Config& config, const std::shared_ptr<Machine>& machine, int ranks) {
+  return make_on(machine, config, {.shard = ranks > 1 ? make_planned_group(machine, ranks) : nullptr, .replica = {}});
+}
+
+std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, const Config& config,
+                                      const Groups& groups) {
+  if (!groups.shard) {
+    const c10::Device device = device_of(config, planned.get());
+    return make_here(config, groups, {planned, memory_of(config, device, false, planned.get())});
+  }
+  const c10::Device device = or_else([&] { return device_of(config, planned.get()); }, c10::Device(c10::kCPU));
   Collectives ranks(groups.shard, device, CheckRanks::never, false);
   std::optional<Collectives> replicas;
   if (groups.replica && groups.replica->getSize() > 1) {
@@ -341,10 +376,10 @@ std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
   Agreement agreement(ranks, replicas ? &*replicas : nullptr);
   const std::map<std::string, std::size_t> unknown{{"device_memory", SIZE_MAX}, {"host_memory", SIZE_MAX}};
   const auto memory = agreement.settle(settings_of_all_ranks(config),
-                                       or_else([&] { return memory_of(config, device, true); }, unknown));
+                                       or_else([&] { return memory_of(config, device, true, planned.get()); }, unknown));
   std::shared_ptr<Space> made;
   try {
-    made = make_here(config, groups, memory);
+    made = make_here(config, groups, {planned, memory});
   } catch (const Error& error) {
     agreement.confirm(error.what());
     throw;
@@ -353,13 +388,14 @@ std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
   return made;
 }
 
-/// `memory`: the least that any rank has, of those sizes that are left to the machine.
-std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups,
-                                        const std::map<std::string, std::size_t>& memory) {
+std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups, const Here& here) {
   Config config = requested;
+  const auto& [planned, memory] = here;
   auto domain = std::make_shared<Domain>();
-  domain->device = device_of(config);
-  const bool separate = has_separate_memory(config, domain->device);
+  domain->planned_on = planned;
+  domain->device = device_of(config, planned.get());
+  domain->on_host = is_on_host(domain->device, planned.get());
+  const bool separate = has_separate_memory(config, domain->on_host);
   const std::pair<Role, std::string> roles[] = {
       {Role::parameter, config.parameters}, {Role::gradient, config.gradients}, {Role::optimizer, config.optimizer}};
   const char* const names[] = {"parameters", "gradients", "optimizer"};
@@ -384,9 +420,9 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
                     config.disk_path));
   }
 
-  const std::size_t free = free_memory(groups.shard != nullptr);
+  const std::size_t free = free_memory(groups.shard != nullptr, planned.get());
   CacheOptions options;
-  const std::size_t device_free = domain->device.is_cpu() ? free : free_device_memory(domain->device);
+  const std::size_t device_free = domain->on_host ? free : free_memory_of(domain->device, planned.get());
   options.device_bytes = size_of("device_memory", config.device_memory, memory.at("device_memory"));
   options.host_bytes = size_of("host_memory", config.host_memory, memory.at("host_memory"));
   if (options.device_bytes < 16 * kBlockBytes) {
@@ -395,12 +431,12 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
                     "tensors",
                     format_bytes(options.device_bytes)));
   }
-  if (!domain->device.is_cpu() && options.device_bytes > device_free) {
+  if (!domain->on_host && options.device_bytes > device_free) {
     throw SettingError(fmt::format("device_memory = {} is more than the {} that are free on {}; lower it",
                                    format_bytes(options.device_bytes), format_bytes(device_free),
                                    domain->device.str()));
   }
-  if ((domain->device.is_cpu() ? options.device_bytes : 0) + options.host_bytes > free) {
+  if ((domain->on_host ? options.device_bytes : 0) + options.host_bytes > free) {
     throw SettingError(
         fmt::format("device_memory = {} and host_memory = {} are more than the {} that are free on this "
                     "machine{}; lower them",
@@ -442,21 +478,24 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   options.device_bytes -= gathered_bytes;
   const auto device_memory = [&](std::size_t bytes) -> std::shared_ptr<DeviceMemory> {
     if (!separate || bytes == 0) return nullptr;
+    if (planned) return make_planned_device(planned, bytes);
     return domain->device.is_cpu() ? make_cpu_apart(bytes) : make_torch_device(domain->device, bytes);
   };
+  if (planned) options.hollow_disk_bytes = planned->speeds.disk_bytes;
   options.device = device_memory(options.device_bytes);
-  if (domain->moments != Moments::as_they_are && !domain->device.is_cpu()) {
+  if (domain->moments != Moments::as_they_are && !domain->on_host) {
     config.update_on = "host";
     domain->shares_pages = false;  // so that all can be reached there
     auto& of_optimizer = domain->placement[static_cast<int>(Role::optimizer)];
     if (of_optimizer == Placement::automatic) of_optimizer = Placement::automatic_below;
   }
-  domain->updates_in_host = updates_in_host(config, options.device.get(), domain->device.is_cpu());
+  domain->updates_in_host = updates_in_host(config, options.device.get(), *domain);
   // Where several ranks update the same, all do so with the device's arithmetic: which pages can be had in a host is
   // for each rank to know.
   if (groups.shard && (domain->partition.reduces_whole || groups.replica)) domain->updates_in_host = false;
   domain->updates_where_all_fits = config.update_on == "auto";
-  domain->cache = FrameCache::make(options);
+  const bool has_disk = planned && !options.disk_path.empty();
+  domain->cache = FrameCache::make(options, has_disk ? make_planned_io(*planned, options.io) : nullptr);
   if (groups.shard) {
     domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check, groups.keep);
     if (groups.replica && groups.replica->getSize() > 1) {
@@ -490,7 +529,7 @@ bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role rol
   c10::NoGradGuard no_grad;
   bool paged = adopt(domain, tensor, role);
   if (!paged && tensor.defined() && tensor.layout() == c10::kStrided && tensor.is_leaf() &&
-      !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_meta()) {
+      !tensor.key_set().has(c10::DispatchKey::Python) && (!tensor.is_meta() || domain->planned_on)) {
     if (domain->pages(tensor.nbytes())) {
       const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
       const Creation creation{.source = domain->find_source(tensor)};

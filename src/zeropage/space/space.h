@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "zeropage/plan/machine.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/space/config.h"
 #include "zeropage/tensor/paged_tensor.h"
@@ -70,6 +71,11 @@ class Space : public std::enable_shared_from_this<Space> {
   /// disk_path. Over ranks, all of them make it together: sizes left to the machine are the least that suits any
   /// rank, and all throw if one cannot make it (RankError on the others) or has other settings.
   static std::shared_ptr<Space> make(const Config& config, const Groups& groups = {});
+  /// A space on a machine that is not there (plan/machine.h). Its tensors are on torch's "meta" device, and it is for
+  /// the thread that has entered the machine's clock. `ranks`: of as many it is the first, and the others do as it
+  /// does.
+  static std::shared_ptr<Space> make_planned(const Config& config, const std::shared_ptr<Machine>& machine,
+                                             int ranks = 1);
 
   /// While the scope lives, factories on this thread make paged parameters.
   [[nodiscard]] InitScope enter() { return InitScope(domain_); }
@@ -103,8 +109,10 @@ class Space : public std::enable_shared_from_this<Space> {
   const Config& config() const { return config_; }  // as resolved: no "auto" left but for tiers
 
  private:
-  static std::shared_ptr<Space> make_here(const Config& config, const Groups& groups,
-                                          const std::map<std::string, std::size_t>& memory);
+  struct Here;  // what the settings leave to the machine
+  static std::shared_ptr<Space> make_on(const std::shared_ptr<Machine>& planned, const Config& config,
+                                        const Groups& groups);
+  static std::shared_ptr<Space> make_here(const Config& config, const Groups& groups, const Here& here);
   Space(Config config, std::shared_ptr<Domain> domain) : config_(std::move(config)), domain_(std::move(domain)) {}
   Config config_;
   std::shared_ptr<Domain> domain_;

@@ -143,6 +143,15 @@ SwapFile::SwapFile(const std::vector<std::string>& directories, const std::vecto
   pattern_ = make_pattern<Stripe>(speeds.empty() ? std::vector<double>(disks_.size(), 1.0) : speeds);
 }
 
+SwapFile::SwapFile(std::size_t hollow_capacity) : hollow_capacity_(hollow_capacity) {
+  disks_.push_back({"the planned disk", File(-1, "the planned disk"), 0});
+  pattern_ = make_pattern<Stripe>({1.0});
+}
+
+std::unique_ptr<SwapFile> SwapFile::make_hollow(std::size_t capacity) {
+  return std::unique_ptr<SwapFile>(new SwapFile(capacity));
+}
+
 Extent SwapFile::allocate(std::size_t bytes) {
   bytes = round_up(std::max<std::size_t>(bytes, 1), kBlockBytes);
   std::lock_guard lock(mutex_);
@@ -173,6 +182,7 @@ Extent SwapFile::try_allocate_spare(std::size_t bytes) noexcept try {
 }
 
 bool SwapFile::has_spare(std::size_t bytes) const {
+  if (hollow_capacity_) return static_cast<double>(size_ + bytes) <= (1 - kSpare) * *hollow_capacity_;
   std::map<dev_t, std::size_t> more_on;  // directories may be on one file system
   for (std::size_t i = 0; i < disks_.size(); ++i) {
     more_on[disks_[i].device] += bytes_on(i, size_ + bytes) - disks_[i].size;
@@ -201,6 +211,12 @@ std::size_t SwapFile::bytes_on(std::size_t disk, std::size_t size) const {
 
 /// 0, or the errno of the first disk that cannot; then none has grown.
 int SwapFile::try_grow_to(std::size_t size, const Disk*& failed) {
+  if (hollow_capacity_) {
+    failed = &disks_[0];
+    if (size > *hollow_capacity_) return ENOSPC;
+    disks_[0].size = size;
+    return 0;
+  }
   for (std::size_t i = 0; i < disks_.size(); ++i) {
     Disk& disk = disks_[i];
     const std::size_t needed = bytes_on(i, size);
@@ -234,6 +250,11 @@ void SwapFile::grow(std::size_t bytes) {
       size_ += step;
       return;
     }
+  }
+  if (hollow_capacity_) {
+    throw DiskError(fmt::format("the planned disk of {} cannot hold {} more beside the {} on it; plan with a larger "
+                                "disk, or move a role to another tier",
+                                format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(size_)));
   }
   const std::size_t share = bytes_on(static_cast<std::size_t>(failed - disks_.data()), size_ + bytes) - failed->size;
   struct statvfs disk {};

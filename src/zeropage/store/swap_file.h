@@ -11,7 +11,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -66,6 +68,9 @@ class SwapFile {
   /// `speeds`: of each directory, in any unit.
   SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds);
 
+  /// A range with no file behind it, of at most that many bytes: for planning.
+  static std::unique_ptr<SwapFile> make_hollow(std::size_t capacity);
+
   /// Space on the disk, given by the file system now. Throws DiskError, with sizes, when the disk is full.
   Extent allocate(std::size_t bytes);
   /// Space that nothing depends on: the file grows for it, unless that took the last kSpare of the disk; it takes
@@ -87,6 +92,7 @@ class SwapFile {
 
  private:
   friend class Extent;
+  explicit SwapFile(std::size_t hollow_capacity);
   void release(std::uint64_t offset, std::size_t bytes, bool is_spare);
   void grow(std::size_t bytes);
   bool has_spare(std::size_t bytes) const;
@@ -106,6 +112,7 @@ class SwapFile {
   std::size_t bytes_on(std::size_t disk, std::size_t size) const;
   int try_grow_to(std::size_t size, const Disk*& failed);
 
+  const std::optional<std::size_t> hollow_capacity_;  // where there is no file
   mutable std::mutex mutex_;
   std::vector<Disk> disks_;
   std::vector<Stripe> pattern_;  // of one period

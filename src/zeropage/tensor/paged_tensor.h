@@ -135,11 +135,15 @@ class WrittenAhead {
   virtual void discard() = 0;
 };
 
+class Machine;
+
 /// What all tensors of one space share.
 struct Domain {
+  std::shared_ptr<Machine> planned_on;   // null: content is real
   std::shared_ptr<FrameCache> cache;     // of what this rank holds
   std::shared_ptr<FrameCache> gathered;  // of wholes that are gathered from all ranks' shares; null: none
   c10::Device device{c10::kCPU};
+  bool on_host = true;  // operators run on the host's memory
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   Placement placement[kRoles] = {};
   Partition partition;

@@ -1,0 +1,35 @@
+#include "zeropage/base/clock.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace zeropage {
+
+thread_local VirtualClock* VirtualClock::current_ = nullptr;
+
+Clock::time_point Clock::now() noexcept {
+  const VirtualClock* const planned = VirtualClock::current();
+  return planned ? planned->now() : std::chrono::steady_clock::now();
+}
+
+void VirtualClock::at(Time when, std::function<void()> event) {
+  events_.push({std::max(when, now_), asked_for_++, std::move(event)});
+}
+
+bool VirtualClock::run_next() {
+  if (events_.empty()) return false;
+  Event next = std::move(const_cast<Event&>(events_.top()));  // its place in the queue is given up at once
+  events_.pop();
+  now_ = next.when;
+  next.run();
+  return true;
+}
+
+void VirtualClock::advance_to(Time when) {
+  while (!events_.empty() && events_.top().when <= when) run_next();
+  now_ = std::max(now_, when);
+}
+
+void VirtualClock::advance(double seconds) { advance_to(after(now_, seconds)); }
+
+}  // namespace zeropage
