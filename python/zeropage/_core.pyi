@@ -95,7 +95,41 @@ class Activations:
     @property
     def is_open(self) -> bool: ...
 
+class MachineSpeeds:
+    disk_read: float
+    disk_write: float
+    disk_latency: float
+    disk_bytes: int
+    upload: float
+    download: float
+    link_latency: float
+    memory: float
+    device_memory: float
+    network: float
+    network_latency: float
+    is_unified: bool
+    launch: float
+    device_bytes: int
+    host_bytes: int
+    def __init__(self) -> None: ...
+
+class Machine:
+    now: float
+    computed_seconds: float
+    updated_seconds: float
+    disk_seconds: float
+    upload_seconds: float
+    download_seconds: float
+    network_seconds: float
+    def __init__(self, speeds: MachineSpeeds) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+    def compute(self, seconds: float) -> None: ...
+    def synchronize(self) -> None: ...
+
 class Space:
+    @staticmethod
+    def planned(config: Config, machine: Machine, ranks: int = 1) -> Space: ...
     def __init__(self, config: Config, shard_group: str = "", replica_group: str = "") -> None: ...
     def scope(self) -> Scope: ...
     def page(self, tensor: Tensor) -> bool: ...
@@ -167,6 +201,7 @@ class Kept:
     run: int
 
 def kept(tensor: Tensor) -> Kept | None: ...
+
 class LongWait:
     number: int
     what: str

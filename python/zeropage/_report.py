@@ -99,6 +99,13 @@ class Report:
         )
         return between
 
+    def per(self, steps: int) -> Report:
+        """Of what since() gave of so many steps, a step's share."""
+        values = {n: v / steps if n in _COUNTERS else v for n, v in self._values.items()}
+        one = Report.__new__(Report)
+        one._set(values, self.homes, self.budgets, self.general_path, self.seconds / steps)
+        return one
+
     def bound_by(self) -> tuple[str, float, str]:
         """What held threads up most: "disk", "upload", "gather", "memory", or "compute" where waits are less than 5 %
         of the time; its share of the time (of several threads that wait at once, the sum); and what would help.

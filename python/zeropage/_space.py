@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -92,12 +92,22 @@ class Space:
         shard, replica = (groups or Groups()).names()
         core = config._core()
         add_tuned(core)
-        self._core = _core.Space(core, shard, replica)
+        self._start(_core.Space(core, shard, replica), time.perf_counter)
+
+    @classmethod
+    def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
+        """On a machine that is not there: for zeropage.plan, on the thread that has entered the machine's time."""
+        space = cls.__new__(cls)
+        space._start(_core.Space.planned(config._core(), machine, ranks), lambda: machine.now)
+        return space
+
+    def _start(self, core: _core.Space, now: Callable[[], float]) -> None:
+        self._core, self._now = core, now
         self._activations = self._core.activations()
         if self._activations is not None:
             _activations.start(self._activations)
         self._scopes: list[_Entered] = []
-        self._made = time.perf_counter()
+        self._made = now()
 
     def __enter__(self) -> Space:
         self._scopes.append(_Entered(self._core))
@@ -122,7 +132,7 @@ class Space:
         return paged
 
     def report(self) -> Report:
-        return Report(self._core.report(), time.perf_counter() - self._made)
+        return Report(self._core.report(), self._now() - self._made)
 
     def wait(self) -> None:
         """Does what optimizers have left to do (see `async_step`), and returns when nothing is under way to the disk.

@@ -1,0 +1,187 @@
+"""What an operator costs: by the machine's speeds, or measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from zeropage import _core
+from zeropage.plan._machine import Machine
+
+VERSION = 1
+
+aten = torch.ops.aten
+#: Operators that move no bytes: views, and what only makes a tensor.
+_FREE = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.detach.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+}
+
+
+class Costs(Protocol):
+    """Seconds of an operator, which was called with these arguments on "meta" tensors and gave `out`."""
+
+    def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float: ...
+
+
+def is_free(func: Any) -> bool:
+    return func in _FREE or bool(func.is_view)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class Roofline:
+    """Operations at the machine's rate, or bytes at its memory's, whichever takes longer; and no less than
+    `operator_us`. Operations are counted by torch.utils.flop_counter."""
+
+    def __init__(self, machine: Machine, ranks: int = 1) -> None:
+        self._machine = machine
+        here = min(ranks, machine.devices)
+        self._bandwidth = (machine.host_gbs / here if machine.unified else machine.device_gbs) * 1e9
+        self._least = machine.operator_us * 1e-6
+
+    def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+        if is_free(func):
+            return 0.0
+        read, written = _tensors((args, kwargs)), _tensors(out)
+        moved = sum(t.numel() * t.element_size() for t in (*read, *written))
+        seconds = moved / self._bandwidth
+        if (count := flop_registry.get(func._overloadpacket)) is not None and read:
+            operations = count(*args, **kwargs, out_val=out)
+            dtype = str(read[0].dtype).removeprefix("torch.")
+            seconds = max(seconds, operations / self._machine.flops(dtype))
+        return max(seconds, self._least)
+
+
+class Measured:
+    """Each operator is run here once it is first met, with arguments of the same shapes, strides and dtypes, and its
+    seconds are kept: for models larger than this machine too, as long as each operator alone fits its memory.
+
+    `device`: where. `save` and `load` keep the seconds in a file of JSON, so that another machine can plan with them.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu", least_seconds: float = 0.02) -> None:
+        self._device, self._least = torch.device(device), least_seconds
+        self._known: dict[str, float] = {}
+        self._is_open = True
+
+    def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+        if is_free(func):
+            return 0.0
+        key = _signature(func, args, kwargs)
+        if (known := self._known.get(key)) is None:
+            if not self._is_open:
+                raise _core.SettingError(
+                    f"the costs that were loaded have none of {key}: they are of another model, or of other sizes"
+                )
+            known = self._known[key] = self._measure(func, args, kwargs)
+        return known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        text = json.dumps({"version": VERSION, "torch": torch.__version__, "seconds": self._known}, indent=0)
+        try:
+            pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise _core.DiskError(f"{os.fspath(path)} cannot be written: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Measured:
+        """Raises SettingError for a file that is none of these, or of another version."""
+        try:
+            content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+            version, seconds = content["version"], content["seconds"]
+        except OSError as error:
+            raise _core.SettingError(f"costs {os.fspath(path)!r} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise _core.SettingError(
+                f"costs {os.fspath(path)!r}: no costs that `zeropage plan` has written"
+            ) from None
+        if version != VERSION:
+            raise _core.SettingError(
+                f"costs {os.fspath(path)!r} are of version {version}, and this is {VERSION}: measure them again"
+            )
+        costs = cls()
+        costs._known, costs._is_open = {str(k): float(v) for k, v in seconds.items()}, False
+        return costs
+
+    def _measure(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        limit = _index_limit(func, args)
+        with _disable_current_modes(), torch.no_grad():
+            real_args, real_kwargs = tree_map(
+                lambda leaf: _real(leaf, self._device, limit), (list(args), dict(kwargs))
+            )
+            flush = torch.empty(1 << 24, device=self._device)  # 64 MB: weights are not in a cache when they are used
+            spent, least, rounds = 0.0, float("inf"), 0
+            while rounds < 3 or (spent < self._least and rounds < 20):
+                flush.fill_(rounds)
+                self._synchronize()
+                start = time.perf_counter()
+                func(*real_args, **real_kwargs)
+                self._synchronize()
+                taken = time.perf_counter() - start
+                if rounds:  # the first makes what libraries make once
+                    least = min(least, taken)
+                spent, rounds = spent + taken, rounds + 1
+        return least
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def text(leaf: Any) -> str:
+        if isinstance(leaf, torch.Tensor):
+            dense = leaf.is_contiguous()
+            strides = "" if dense else f"/{','.join(map(str, leaf.stride()))}"
+            return f"{str(leaf.dtype).removeprefix('torch.')}[{','.join(map(str, leaf.shape))}]{strides}"
+        return str(leaf)
+
+    leaves, _ = tree_flatten((list(args), dict(kwargs)))
+    return f"{func}({'; '.join(text(leaf) for leaf in leaves)})"
+
+
+def _index_limit(func: Any, args: Sequence[Any]) -> int:
+    """Whole numbers below which every index is one."""
+    if func._overloadpacket is aten.embedding:
+        return int(args[0].shape[0])
+    if func._overloadpacket is aten.embedding_dense_backward:
+        return int(args[2])
+    return 1
+
+
+def _real(leaf: Any, device: torch.device, limit: int) -> Any:
+    if isinstance(leaf, torch.device):
+        return device
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    span = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+    memory = torch.empty(max(span if leaf.numel() else 0, 0), dtype=leaf.dtype, device=device)
+    if leaf.dtype.is_floating_point:
+        memory.normal_()
+    elif leaf.dtype == torch.bool or leaf.dtype.is_complex:
+        memory.zero_()
+    else:
+        memory.random_(0, limit)
+    return memory.as_strided(leaf.shape, leaf.stride())

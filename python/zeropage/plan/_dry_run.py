@@ -1,0 +1,304 @@
+"""A dry run: real steps in a real space, of tensors that hold nothing, on a machine that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from zeropage import _core
+from zeropage._report import Report
+from zeropage._space import Config, ConfigLike, Space
+from zeropage.plan._costs import Costs, Roofline
+from zeropage.plan._machine import Machine
+from zeropage.plan._programs import Program
+
+_BUSY = (
+    "computed_seconds",
+    "updated_seconds",
+    "disk_seconds",
+    "upload_seconds",
+    "download_seconds",
+    "network_seconds",
+)
+_PLAIN = (
+    "program",
+    "ranks",
+    "parameters",
+    "tokens",
+    "seconds",
+    *_BUSY,
+    "ordinary_peak",
+    "settings",
+    "tokens_per_second",
+)
+
+#: Steps until the plan of accesses, and updates ahead of the step, have been learnt.
+WARM_UP = 5
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Each operator takes its time; and what ordinary tensors, which no budget covers, take at most."""
+
+    def __init__(self, machine: _core.Machine, costs: Costs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._machine, self._costs = machine, costs
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.ordinary = self.ordinary_peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._machine.compute(self._costs.seconds(func, args, kwargs or {}, out))
+        for leaf in tree_flatten(out)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and not _core.is_paged(leaf):
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None and known() is not None:
+            return
+
+        def gone(_: object) -> None:
+            self.ordinary -= size
+            self._alive.pop(key, None)
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.ordinary += size
+        self.ordinary_peak = max(self.ordinary_peak, self.ordinary)
+
+
+@dataclass
+class Plan:
+    """What one rank does in a step, once steps are alike. Bytes, and seconds of the planned machine's time."""
+
+    program: str
+    machine: Machine
+    ranks: int
+    parameters: int  # of the model, whole
+    tokens: int  # a step, of all ranks
+    seconds: float  # a step
+    computed_seconds: float  # of it, operators and updates
+    updated_seconds: float  # of that, updates
+    disk_seconds: float  # that the disk worked, as the next three did
+    upload_seconds: float
+    download_seconds: float
+    network_seconds: float
+    ordinary_peak: int  # of ordinary tensors, which no budget covers: activations, and gradients on their way
+    settings: dict[str, str]
+    step: Report = field(repr=False)  # what a step moved and waited for
+    total: Report = field(repr=False)  # homes, budgets and peaks
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def read_bytes(self) -> int:
+        return int(self.step.read_bytes)
+
+    @property
+    def written_bytes(self) -> int:
+        return int(self.step.written_bytes)
+
+    def hidden(self) -> dict[str, float]:
+        """Of what the disk, the link and the network were at work, the share that no thread waited for."""
+        waits = {
+            "disk": self.step.waited_for_disk,
+            "link": self.step.waited_for_upload,
+            "network": self.step.waited_for_gather,
+        }
+        busy = {
+            "disk": self.disk_seconds,
+            "link": max(self.upload_seconds, self.download_seconds),
+            "network": self.network_seconds,
+        }
+        return {name: max(0.0, 1 - waits[name] / busy[name]) for name in busy if busy[name] > 0}
+
+    def days_for(self, tokens: float) -> float:
+        return tokens / self.tokens_per_second / 86400
+
+    def disk_years(self) -> float | None:
+        """Of training without a pause until the node's disks are worn; None where that is not known."""
+        if not self.machine.disk_endurance_tb or not self.written_bytes:
+            return None
+        node = self.written_bytes * min(self.ranks, self.machine.devices)
+        return self.machine.disk_endurance_tb * 1e12 / (node / self.seconds) / (365.25 * 86400)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "machine": self.machine.to_dict(),
+            "hidden": self.hidden(),
+            "disk_years": self.disk_years(),
+            "step": self.step.to_dict(),
+            "total": self.total.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        here = min(self.ranks, self.machine.devices)
+        tiers: dict[str, int] = {}
+        rows: list[list[str]] = []
+        for home in self.total.homes:
+            rows.append(
+                [home.role, home.tier, _size(home.peak), _size(home.peak * here), _size(home.peak * self.ranks)]
+            )
+            tiers[home.tier] = tiers.get(home.tier, 0) + home.peak
+        budgets = [[b.name, _size(b.peak), _size(b.limit)] for b in self.total.budgets]
+        budgets.append(["ordinary tensors (activations, gradients on their way)", _size(self.ordinary_peak), ""])
+        if self.total.swap_bytes:
+            budgets.append(["swap file", _size(self.total.swap_bytes), _size(int(self.machine.disk_gb * 1e9 / here))])
+        moved = [
+            ["a step", f"{self.seconds:.3g} s, {self.tokens_per_second:,.0f} tokens/s"],
+            ["operators and updates", f"{self.computed_seconds:.3g} s, of it updates {self.updated_seconds:.3g} s"],
+            ["read from disk, written to it", f"{_size(self.read_bytes)}, {_size(self.written_bytes)}"],
+        ]
+        if self.step.uploaded_bytes or self.step.downloaded_bytes:
+            up, down = self.step.uploaded_bytes, self.step.downloaded_bytes
+            moved.append(["to the device, from it", f"{_size(up)}, {_size(down)}"])
+        if self.ranks > 1:
+            sent = f"{_size(self.step.gathered_bytes)}, {_size(self.step.reduced_bytes)}"
+            moved.append(["sent in all-gathers, in sums of gradients", sent])
+        moved += [[f"hidden of what the {name} did", f"{share:.0%}"] for name, share in self.hidden().items()]
+        name, share, advice = self.step.bound_by()
+        moved.append(["bound by", f"{name}, {share:.0%}; {advice}"])
+        moved.append(["10^9 tokens", f"{self.days_for(1e9):.3g} days"])
+        if (years := self.disk_years()) is not None:
+            moved.append(["the disks are worn after", f"{years:.2g} years of it"])
+        nodes = self.machine.nodes(self.ranks)
+        where = f"{self.ranks} rank{'s' * (self.ranks > 1)} on {nodes} {self.machine.name}"
+        parts = [
+            f"{self.program}: {self.parameters:,} parameters, {self.tokens:,} tokens a step, {where}",
+            tabulate(
+                rows, headers=["role", "home", "a rank", "a node", "all"], colalign=("left", "left", *["right"] * 3)
+            ),
+            tabulate(budgets, headers=["memory of a rank", "peak", "limit"], colalign=("left", "right", "right")),
+            tabulate(moved, colalign=("left", "left"), tablefmt="plain"),
+        ]
+        return "\n\n".join(parts)
+
+
+def _size(count: float) -> str:
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    while abs(count) >= 1000 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:,.4g} {units[0]}"
+
+
+def dry_run(
+    program: Program,
+    config: ConfigLike,
+    machine: Machine,
+    ranks: int = 1,
+    costs: Costs | None = None,
+    steps: int = 2,
+    warm_up: int = WARM_UP,
+    progress: Callable[[int, int], None] | None = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plans `program` with these settings on `ranks` ranks of such machines, of which this is the first: the others
+    do as it does. Counts the last `steps`, after `warm_up`.
+
+    `costs`: of operators; by default the machine's Roofline. `progress` is called with steps done and to do. `trace`:
+    a file for a timeline of the counted steps, in the planned machine's time.
+
+    Raises SettingError for contradictory settings, BudgetError and DiskError for what does not fit, saying by how
+    much.
+    """
+    costs = costs if costs is not None else Roofline(machine, ranks)
+    planned = _core.Machine(machine.speeds(ranks))
+    with _entered(planned):
+        space = Space.planned(Config.of(config), planned, ranks)
+        try:
+            return _run(program, machine, ranks, costs, planned, space, steps, warm_up, progress, trace)
+        finally:
+            space.close()
+
+
+@contextlib.contextmanager
+def _entered(planned: _core.Machine) -> Iterator[None]:
+    planned.enter()
+    try:
+        yield
+    finally:
+        planned.leave()
+
+
+def _run(
+    program: Program,
+    machine: Machine,
+    ranks: int,
+    costs: Costs,
+    planned: _core.Machine,
+    space: Space,
+    steps: int,
+    warm_up: int,
+    progress: Callable[[int, int], None] | None,
+    trace: str | os.PathLike[str] | None,
+) -> Plan:
+    with space, torch.device("meta"):
+        model = program.make_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = program.make_optimizer(model.parameters())
+    counting = _Counting(planned, costs)
+    before, begun = space.report(), _Times(planned)
+    for step in range(warm_up + steps):
+        if progress is not None:
+            progress(step, warm_up + steps)
+        if step == warm_up:
+            before, begun = space.report(), _Times(planned)
+            if trace is not None:
+                _core.start_trace(os.fspath(trace))
+        try:
+            _step(program, model, optimizer, counting)
+        except BaseException:
+            if trace is not None and step >= warm_up:
+                _core.stop_trace()
+            raise
+        planned.synchronize()
+    if trace is not None:
+        _core.stop_trace()
+    if progress is not None:
+        progress(warm_up + steps, warm_up + steps)
+    total, ended = space.report(), _Times(planned)
+    times = {name: (ended.of[name] - begun.of[name]) / steps for name in ended.of}
+    return Plan(
+        program=program.name,
+        machine=machine,
+        ranks=ranks,
+        parameters=parameters,
+        tokens=program.tokens * program.micro_batches * ranks,
+        seconds=times.pop("now"),
+        **times,
+        ordinary_peak=counting.ordinary_peak,
+        settings=space.config,
+        step=total.since(before).per(steps),
+        total=total,
+    )
+
+
+class _Times:
+    def __init__(self, planned: _core.Machine) -> None:
+        names = ("now", *_BUSY)
+        self.of: dict[str, float] = {name: getattr(planned, name) for name in names}
+
+
+def _step(program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer, counting: _Counting) -> None:
+    for _ in range(program.micro_batches):
+        with counting, torch.device("meta"):
+            program.loss(model).backward()  # type: ignore[no-untyped-call]
+    if program.clips:
+        with counting:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,171 @@
+"""What is planned: a model, what it is fed, its loss and its optimizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import runpy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from zeropage import _core
+from zeropage._lion import Lion
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerMaker] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-4),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "lion": lambda p: Lion(p, lr=1e-4),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """`make_model` is called in a space's scope and makes the model; `loss` is called with it, with grad mode on, and
+    gives what backward starts from. Both run on torch's "meta" device. `tokens`: of a step, of one rank."""
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module], torch.Tensor]
+    tokens: int
+    optimizer: str = "adamw"
+    clips: bool = True
+    micro_batches: int = 1
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.optimizer not in OPTIMIZERS:
+            raise _core.SettingError(f"optimizer {self.optimizer!r} is not one of {', '.join(sorted(OPTIMIZERS))}")
+        return OPTIMIZERS[self.optimizer](parameters)
+
+
+class _Block(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class _GPT(nn.Module):
+    """12 * layers * hidden^2 parameters, and the embeddings' (tied)."""
+
+    def __init__(self, layers: int, hidden: int, vocabulary: int, heads: int, length: int, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.tokens, self.places = nn.Embedding(vocabulary, hidden), nn.Embedding(length, hidden)
+        self.blocks = nn.ModuleList(_Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        mean: torch.Tensor = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        return mean
+
+
+def transformer(
+    layers: int,
+    hidden: int,
+    vocabulary: int = 50_257,
+    heads: int | None = None,
+    length: int = 1024,
+    batch: int = 1,
+    recompute: bool = False,
+    **options: Any,
+) -> Program:
+    """A decoder of that shape, as GPT-3's: each layer has 12 * hidden^2 parameters. `batch`: sequences of `length` a
+    step and rank. `recompute`: activations of a block are computed again in backward. `options`: Program's."""
+    sizes = {"layers": layers, "hidden": hidden, "vocabulary": vocabulary, "length": length, "batch": batch}
+    heads = heads if heads is not None else max(1, hidden // 128)
+    for name, size in (sizes | {"heads": heads}).items():
+        if not isinstance(size, int) or size < 1:
+            raise _core.SettingError(f"{name} = {size!r} is not a whole number from 1 on")
+    if hidden % heads:
+        raise _core.SettingError(f"hidden = {hidden} is not a multiple of heads = {heads}")
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        result: torch.Tensor = model(torch.empty(batch, length, dtype=torch.long))
+        return result
+
+    return Program(
+        name=f"{layers} layers of {hidden:,}, vocabulary {vocabulary:,}",
+        make_model=lambda: _GPT(layers, hidden, vocabulary, heads, length, recompute),
+        loss=loss,
+        tokens=batch * length,
+        **options,
+    )
+
+
+def from_transformers(
+    config: Any, length: int = 1024, batch: int = 1, recompute: bool = False, **options: Any
+) -> Program:
+    """A causal language model of Hugging Face's, of a config, of a folder with config.json or of that file. No
+    weights are read. Raises SettingError."""
+    if isinstance(config, str | os.PathLike):
+        config = _transformers_config(pathlib.Path(config))
+    from transformers import AutoModelForCausalLM
+
+    def make_model() -> nn.Module:
+        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})  # type: ignore[operator]
+        return model.train()
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        tokens = torch.empty(batch, length, dtype=torch.long)
+        result: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return result
+
+    return Program(f"{config.model_type}", make_model, loss, batch * length, **options)
+
+
+def _transformers_config(path: pathlib.Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise _core.SettingError("a transformers config needs transformers: pip install transformers") from None
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return AutoConfig.for_model(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise _core.SettingError(f"{file} is no transformers config: {error}") from None
+
+
+def load_program(path: str | os.PathLike[str]) -> Program:
+    """What the function `program()` of a Python file gives. Raises SettingError."""
+    try:
+        names = runpy.run_path(os.fspath(path))
+    except OSError as error:
+        raise _core.SettingError(f"{os.fspath(path)} cannot be read: {error.strerror}") from None
+    made = names["program"]() if callable(names.get("program")) else None
+    if not isinstance(made, Program):
+        raise _core.SettingError(
+            f"{os.fspath(path)} is to have a function program() that gives a zeropage.plan.Program"
+        )
+    return made
