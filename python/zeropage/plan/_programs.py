@@ -64,7 +64,8 @@ class _Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class _GPT(nn.Module):

@@ -16,17 +16,27 @@ void VirtualClock::at(Time when, std::function<void()> event) {
   events_.push({std::max(when, now_), asked_for_++, std::move(event)});
 }
 
+bool VirtualClock::run_postponed() {
+  const auto postponed = std::exchange(postponed_, {});
+  for (const auto& event : postponed) event();
+  return !postponed.empty() && postponed_.size() < postponed.size();
+}
+
 bool VirtualClock::run_next() {
+  if (run_postponed()) return true;
   if (events_.empty()) return false;
-  Event next = std::move(const_cast<Event&>(events_.top()));  // its place in the queue is given up at once
-  events_.pop();
-  now_ = next.when;
-  next.run();
+  advance_to(events_.top().when);
   return true;
 }
 
 void VirtualClock::advance_to(Time when) {
-  while (!events_.empty() && events_.top().when <= when) run_next();
+  run_postponed();
+  while (!events_.empty() && events_.top().when <= when) {
+    Event next = std::move(const_cast<Event&>(events_.top()));  // its place in the queue is given up at once
+    events_.pop();
+    now_ = std::max(now_, next.when);
+    next.run();
+  }
   now_ = std::max(now_, when);
 }
 

@@ -42,6 +42,8 @@ class VirtualClock {
   bool run_next();
   /// The thread waits until then.
   void advance_to(Time when);
+  /// `event` needs what this thread holds as it waits: it runs when the thread next computes or waits.
+  void postpone(std::function<void()> event) { postponed_.push_back(std::move(event)); }
 
   /// Of this thread; null where time is real.
   static VirtualClock* current() { return current_; }
@@ -72,10 +74,13 @@ class VirtualClock {
     }
   };
 
+  bool run_postponed();
+
   static thread_local VirtualClock* current_;
   Time now_{};
   std::uint64_t asked_for_ = 0;
   std::priority_queue<Event> events_;
+  std::vector<std::function<void()>> postponed_;
 };
 
 }  // namespace zeropage

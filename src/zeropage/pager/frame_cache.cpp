@@ -83,8 +83,9 @@ void FrameCache::go_on(Lock& lock) {
 }
 
 void FrameCache::read_ahead() {
-  Lock lock(monitor_.mutex());
-  if (!ranks_) ahead_.run(lock);
+  monitor_.run_at_end([this](Lock& lock) {
+    if (!ranks_) ahead_.run(lock);
+  });
 }
 
 FrameCache::~FrameCache() {

@@ -40,6 +40,19 @@ class Monitor {
   std::condition_variable& changed() { return changed_; }
   /// The thread waits for `changed`, or, in virtual time, until something comes to its end.
   void sleep(Lock& lock);
+  /// What came to its end is booked by `book`, under the lock. In virtual time that is on the thread that waits,
+  /// which may hold the lock as it waits for a device: then `book` runs later.
+  template <class Book>
+  void run_at_end(Book book) {
+    VirtualClock* const planned = VirtualClock::current();
+    Lock lock(mutex_, std::defer_lock);
+    if (!planned) {
+      lock.lock();
+    } else if (!lock.try_lock()) {
+      return planned->postpone([this, book] { run_at_end(book); });
+    }
+    book(lock);
+  }
 
   /// Throws AccessError in a forked child and after close().
   void check_usable() const;
@@ -85,8 +98,7 @@ class Monitor {
 /// A thread waits while it lives. Under the cache's lock at both ends.
 class Waiting {
  public:
-  Waiting(Monitor& monitor, Cause cause)
-      : monitor_(monitor), cause_(cause), start_(Clock::now()), listed_(name()) {
+  Waiting(Monitor& monitor, Cause cause) : monitor_(monitor), cause_(cause), start_(Clock::now()), listed_(name()) {
     if (monitor_.waiting_++ == 0) monitor_.waiting_since_ = start_;
   }
   ~Waiting() {

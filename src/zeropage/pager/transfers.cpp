@@ -219,9 +219,10 @@ void Transfers::transfer_ended(Run& run) {
 
 /// On the thread on which a transfer ended.
 void Transfers::on_end(std::function<void()> book) {
-  Lock lock(monitor_.mutex());
-  book();
-  go_on_(lock);
+  monitor_.run_at_end([this, book = std::move(book)](Lock& lock) {
+    book();
+    go_on_(lock);
+  });
 }
 
 /// What is in memory, too: it changes with what comes and goes.

@@ -67,7 +67,7 @@ OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
     if (const auto found = std::find_if(copies.begin(), copies.end(), same); found != copies.end()) return *found;
   }
   OneCall::Copy copy{scalar, snapshot(scalar), {}};
-  if (!scalar.is_cpu() && domain.offloads_updates()) copy.in_host = copy_to_host(copy.kept);
+  if (!scalar.is_cpu() && domain.offloads_updates() && !domain.planned_on) copy.in_host = copy_to_host(copy.kept);
   if (current_call && current_call->copies.size() < 8) current_call->copies.push_back(copy);
   return copy;
 }
