@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -38,12 +39,34 @@ class Costs(Protocol):
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float: ...
 
 
+@functools.cache
+def is_view(func: Any) -> bool:
+    return bool(func.is_view)
+
+
+@functools.cache
 def is_free(func: Any) -> bool:
-    return func in _FREE or bool(func.is_view)
+    return func in _FREE or is_view(func)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """Of arguments or results of an operator, which are nested no deeper than in lists."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [leaf for leaf in value if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _results(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+@functools.cache
+def _flops_of(func: Any) -> Any:
+    return flop_registry.get(func._overloadpacket)
 
 
 class Roofline:
@@ -59,10 +82,10 @@ class Roofline:
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
         if is_free(func):
             return 0.0
-        read, written = _tensors((args, kwargs)), _tensors(out)
-        moved = sum(t.numel() * t.element_size() for t in (*read, *written))
+        read = tensors_in(*args, *kwargs.values())
+        moved = sum(t.nbytes for t in read) + sum(t.nbytes for t in tensors_in(*_results(out)))
         seconds = moved / self._bandwidth
-        if (count := flop_registry.get(func._overloadpacket)) is not None and read:
+        if (count := _flops_of(func)) is not None and read:
             operations = count(*args, **kwargs, out_val=out)
             dtype = str(read[0].dtype).removeprefix("torch.")
             seconds = max(seconds, operations / self._machine.flops(dtype))

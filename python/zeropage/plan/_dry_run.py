@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from zeropage import _core
 from zeropage._report import Report
 from zeropage._space import Config, ConfigLike, Space
-from zeropage.plan._costs import Costs, Roofline
+from zeropage.plan._costs import Costs, Roofline, is_view, tensors_in
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
 
@@ -45,6 +44,11 @@ _PLAIN = (
 WARM_UP = 5
 
 
+_aten = torch.ops.aten
+#: Of conditions, those that hold where all is well, as a program checks it.
+_HOLDS = {_aten.all.default, _aten.all.dim, _aten.isfinite.default}
+
+
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Each operator takes its time; and what ordinary tensors, which no budget covers, take at most."""
 
@@ -52,15 +56,29 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._machine, self._costs = machine, costs
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._holds: set[int] = set()
         self.ordinary = self.ordinary_peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing is compiled here, and its guard takes a third of an operator's time.
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._machine.compute(self._costs.seconds(func, args, kwargs or {}, out))
-        for leaf in tree_flatten(out)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" and not _core.is_paged(leaf):
-                self._count(leaf.untyped_storage())
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
+            return self._value(args[0])
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if is_view(func):
+            return out
+        self._machine.compute(self._costs.seconds(func, args, kwargs, out))
+        for tensor in tensors_in(*out) if isinstance(out, tuple) else tensors_in(out):
+            if tensor.is_meta and not _core.is_paged(tensor):
+                self._count(tensor.untyped_storage())
         return out
+
+    def _value(self, tensor: torch.Tensor) -> bool | float:
+        """What a program reads of a tensor that holds nothing: a check that it makes is passed."""
+        return True
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

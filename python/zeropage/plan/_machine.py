@@ -59,6 +59,14 @@ class Machine:
         return Machine.of(fields, str(path))
 
     @staticmethod
+    def measure(directory: str | os.PathLike[str] | None = None, device: str = "auto") -> Machine:
+        """This machine, in a few seconds: its disk at `directory` (None: /var/tmp), memory, and the device that a
+        space would take. Raises DiskError."""
+        from zeropage.plan import _measure
+
+        return _measure.machine(pathlib.Path(directory or "/var/tmp"), device)
+
+    @staticmethod
     def of(fields: object, where: str = "machine") -> Machine:
         """Raises SettingError for fields that are unknown, missing or no numbers that a machine can have."""
         if not isinstance(fields, dict):

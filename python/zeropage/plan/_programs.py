@@ -34,7 +34,8 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
 @dataclass(frozen=True)
 class Program:
     """`make_model` is called in a space's scope and makes the model; `loss` is called with it, with grad mode on, and
-    gives what backward starts from. Both run on torch's "meta" device. `tokens`: of a step, of one rank."""
+    gives what backward starts from. A plan runs both on torch's "meta" device, as torch's default device; on another
+    they are a program that can be run. `tokens`: of a micro-batch, of one rank."""
 
     name: str
     make_model: Callable[[], nn.Module]
@@ -110,7 +111,7 @@ def transformer(
         raise _core.SettingError(f"hidden = {hidden} is not a multiple of heads = {heads}")
 
     def loss(model: nn.Module) -> torch.Tensor:
-        result: torch.Tensor = model(torch.empty(batch, length, dtype=torch.long))
+        result: torch.Tensor = model(torch.randint(vocabulary, (batch, length)))
         return result
 
     return Program(
@@ -138,7 +139,7 @@ def from_transformers(
         return model.train()
 
     def loss(model: nn.Module) -> torch.Tensor:
-        tokens = torch.empty(batch, length, dtype=torch.long)
+        tokens = torch.randint(config.vocab_size, (batch, length))
         result: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return result
 

@@ -1,0 +1,201 @@
+"""How good plans are: seconds, bytes and peaks of a step, planned and measured, on this machine.
+
+The machine is measured first, and each distinct operator of a program once; then each case is planned and run. Half of
+the cases ("later") were chosen after the model of the machine was fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+import torch
+from _common import finish
+from _gpt import SHAPES
+
+import zeropage
+import zeropage.plan as zp
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    sequences: int  # of 128 tokens
+    settings: dict[str, str]
+    of_states: float = 0.25  # both budgets together
+    micro_batches: int = 1
+    recompute: bool = False
+    later: bool = False
+    ranks: int = 1
+    name: str = field(default="", compare=False)
+
+
+DISK = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
+HOST = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
+
+CASES = [
+    Case("125m", 4, DISK),
+    Case("125m", 16, DISK),
+    Case("125m", 4, DISK, of_states=0.5),
+    Case("125m", 4, DISK, of_states=0.15),
+    Case("125m", 4, HOST, of_states=2.0),
+    Case("125m", 4, DISK | {"update_ahead": "never"}),
+    Case("350m", 4, DISK),
+    Case("125m", 4, DISK, micro_batches=2),
+    Case("125m", 8, DISK | {"activations": "disk"}, later=True),
+    Case("125m", 4, DISK | {"parameters": "host"}, of_states=0.6, later=True),
+    Case("125m", 8, DISK, recompute=True, later=True),
+    Case("125m", 4, DISK | {"tile_above": "8MB"}, later=True),
+    Case("350m", 8, DISK, of_states=0.4, later=True),
+    Case("125m", 4, DISK | {"memory": "separate"}, of_states=0.5, later=True),
+    Case("125m", 4, DISK | {"gradients": "host"}, of_states=0.6, later=True),
+    Case("350m", 4, DISK | {"update_ahead": "never"}, later=True),
+]
+
+
+def program(case: Case) -> zp.Program:
+    shape = SHAPES[case.model]
+    return zp.transformer(
+        layers=shape.layers,
+        hidden=shape.width,
+        vocabulary=shape.vocabulary,
+        heads=shape.heads,
+        length=shape.length,
+        batch=case.sequences,
+        recompute=case.recompute,
+        micro_batches=case.micro_batches,
+    )
+
+
+def settings(case: Case, directory: str) -> dict[str, object]:
+    with torch.device("meta"):
+        states = 16 * sum(p.numel() for p in program(case).make_model().parameters())
+    each = int(states * case.of_states / 2)
+    budgets = {"device_memory": each, "host_memory": each}
+    if case.settings["parameters"] == "host" and case.settings["optimizer"] == "host":
+        budgets = {"device_memory": int(states * 0.2), "host_memory": int(states * 1.3)}
+    on_disk = "disk" in case.settings.values()
+    return {**case.settings, **budgets, **({"disk_path": directory} if on_disk else {})}
+
+
+def describe(case: Case) -> str:
+    words = [f"{case.model}, {128 * case.sequences} tokens, budgets {case.of_states:.2f}"]
+    words += [f"{name} = {value}" for name, value in case.settings.items() if value != "disk"]
+    words += ["recomputed"] * case.recompute + [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1)
+    return ", ".join(words)
+
+
+def run(case: Case, config: dict[str, object], steps: int, warm_up: int) -> dict[str, object]:
+    """The program for real."""
+    made = program(case)
+    space = zeropage.init(config, device="cpu")
+    with space:
+        model = made.make_model()
+    optimizer = made.make_optimizer(model.parameters())
+    seconds, before = [], space.report()
+    for step in range(warm_up + steps):
+        if step == warm_up:
+            before = space.report()
+        start = time.perf_counter()
+        for _ in range(made.micro_batches):
+            made.loss(model).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+    total = space.report()
+    report = total.since(before).per(steps)
+    result = {
+        "seconds": statistics.median(seconds[warm_up:]),
+        "read": report.read_bytes,
+        "written": report.written_bytes,
+        "homes": {f"{h.role} {h.tier}": h.peak for h in total.homes},
+        "peaks": {b.name: b.peak for b in total.budgets},
+        "swap": total.swap_bytes,
+        "all": seconds,
+    }
+    del model, optimizer
+    gc.collect()
+    space.close()
+    return result
+
+
+def plan(case: Case, config: dict[str, object], machine: zp.Machine, costs: zp.Measured) -> dict[str, object]:
+    planned = zp.dry_run(program(case), config, machine, costs=costs)
+    return {
+        "seconds": planned.seconds,
+        "read": planned.read_bytes,
+        "written": planned.written_bytes,
+        "homes": {f"{h.role} {h.tier}": h.peak for h in planned.total.homes},
+        "peaks": {b.name: b.peak for b in planned.total.budgets},
+        "swap": planned.total.swap_bytes,
+        "computed": planned.computed_seconds,
+        "updated": planned.updated_seconds,
+    }
+
+
+def _in_a_process(what, *args):  # so that peaks of one case are not those of another
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(what, args)
+
+
+def distance(planned: float, measured: float) -> float:
+    return planned / measured - 1 if measured else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--cases", help="numbers from 0 on, with ',' between; all are left out: all")
+    parser.add_argument("--costs", type=pathlib.Path, help="a file of operators' seconds, kept")
+    parser.add_argument("--machine", type=pathlib.Path, help="a file of the machine, kept")
+    parser.add_argument("--directory", default="build", help="on the disk to measure")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        if args.machine and args.machine.exists():
+            machine = zp.Machine.load(args.machine)
+        else:
+            machine = zp.Machine.measure(directory)
+            if args.machine:
+                args.machine.write_text(json.dumps(machine.to_dict(), indent=1))
+        print(machine, file=sys.stderr)
+        costs = zp.Measured()
+        rows, figures = [], []
+        chosen = range(len(CASES)) if args.cases is None else map(int, args.cases.split(","))
+        for number in chosen:
+            case = CASES[number]
+            config = settings(case, directory)
+            planned = plan(case, config, machine, costs)
+            measured = _in_a_process(run, case, config, args.steps, 5)
+            seconds = distance(planned["seconds"], measured["seconds"])
+            moved = [distance(planned[what], measured[what]) for what in ("read", "written")]
+            peaks = [distance(planned["peaks"][name], peak) for name, peak in measured["peaks"].items() if peak]
+            same = planned["homes"] == measured["homes"]
+            rows.append(
+                [
+                    describe(case),
+                    "later" if case.later else "",
+                    measured["seconds"],
+                    planned["seconds"],
+                    f"{seconds:+.1%}",
+                    ", ".join(f"{d:+.1%}" for d in moved),
+                    ", ".join(f"{d:+.1%}" for d in peaks),
+                    "equal" if same else "differ",
+                ]
+            )
+            figures.append({"case": number, "seconds": seconds, "moved": moved, "peaks": peaks, "homes": same})
+            print(rows[-1], json.dumps({"planned": planned, "measured": measured}), file=sys.stderr, flush=True)
+    headers = ["", "", "measured, s", "planned, s", "", "read, written", "peaks", "homes"]
+    finish(rows, headers, cases=figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What this machine reaches, measured in a few seconds."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import shutil
+import time
+from collections.abc import Callable
+
+import torch
+
+import zeropage.io as zio
+from zeropage import _core
+from zeropage._cli.disk_speed import measure as measure_disk
+from zeropage.plan._machine import Machine
+
+_ELEMENTS = 1 << 24  # of each array: more than a processor's caches
+_DISK_BYTES = 512 << 20
+
+
+def machine(directory: pathlib.Path, device: str) -> Machine:
+    where = torch.device(_device() if device == "auto" else device)
+    disk = measure_disk(directory, 0.5, _DISK_BYTES)
+    fields: dict[str, object] = {
+        "name": platform.node() or "this machine",
+        "tflops": {name: _products(where, dtype) / 1e12 for name, dtype in _dtypes(where).items()},
+        "host_memory_gb": _core.available_memory() / 1e9,
+        "host_gbs": _update_rate(torch.device("cpu")) / 1e9,
+        "disk_gb": shutil.disk_usage(directory).free / 1e9,
+        "disk_read_gbs": disk.read / 1e9,
+        "disk_write_gbs": disk.write / 1e9,
+        "disk_latency_us": _latency(directory) * 1e6,
+        "operator_us": _seconds(lambda: torch.ones(1, device=where).add_(1), where) * 1e6,
+        "unified": where.type == "cpu",
+        "source": f"measured with torch {torch.__version__}",
+    }
+    if where.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(where)
+        fields |= {
+            "device_memory_gb": free / 1e9,
+            "device_gbs": _update_rate(where) / 1e9,
+            "link_gbs": _link(where) / 1e9,
+            "devices": torch.accelerator.device_count(),
+        }
+    return Machine.of(fields)
+
+
+def _device() -> str:
+    return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+
+
+def _dtypes(where: torch.device) -> dict[str, torch.dtype]:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16} | (
+        {} if where.type == "cpu" else {"float16": torch.float16}
+    )
+
+
+def _seconds(what: Callable[[], object], where: torch.device, rounds: int = 5) -> float:
+    """The least of some rounds, after one that makes what libraries make once."""
+    least = float("inf")
+    for turn in range(rounds + 1):
+        if where.type != "cpu":
+            torch.accelerator.synchronize(where)
+        start = time.perf_counter()
+        what()
+        if where.type != "cpu":
+            torch.accelerator.synchronize(where)
+        if turn:
+            least = min(least, time.perf_counter() - start)
+    return least
+
+
+def _products(where: torch.device, dtype: torch.dtype) -> float:
+    side = 512 if where.type == "cpu" else 8192
+    a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+    return 2 * side**3 / _seconds(lambda: a @ b, where)
+
+
+def _update_rate(where: torch.device) -> float:
+    """Bytes a second of AdamW's fused update, which reads four arrays and writes three."""
+    arrays = [torch.rand(_ELEMENTS, device=where) for _ in range(4)]
+    step = torch.ones((), device=where)
+
+    def update() -> None:
+        weight, gradient, mean, square = arrays
+        torch._fused_adamw_(
+            [weight], [gradient], [mean], [square], [], [step], lr=1e-3, beta1=0.9, beta2=0.99,
+            weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return 7 * 4 * _ELEMENTS / _seconds(update, where)
+
+
+def _link(where: torch.device) -> float:
+    on_host = torch.empty(_ELEMENTS, pin_memory=True)
+    on_device = torch.empty(_ELEMENTS, device=where)
+    return 4 * _ELEMENTS / _seconds(lambda: on_device.copy_(on_host, non_blocking=True), where)
+
+
+def _latency(directory: pathlib.Path) -> float:
+    """Of one request of 1 MiB, beyond what its bytes take."""
+    path = directory / f".zeropage-latency-{os.getpid()}"
+    try:
+        with zio.open(path, "w", size=64 << 20) as file:
+            buffer = zio.empty(64 << 20, dtype=torch.uint8)
+            file.write(buffer)
+            whole = _seconds(lambda: file.read(buffer), torch.device("cpu"))
+            one = _seconds(lambda: file.read(buffer[: 1 << 20]), torch.device("cpu"), 20)
+        return max(one - whole / 64, 1e-6)
+    finally:
+        path.unlink(missing_ok=True)
