@@ -101,6 +101,7 @@ class Measured:
 
     def __init__(self, device: str | torch.device = "cpu", least_seconds: float = 0.02) -> None:
         self._device, self._least = torch.device(device), least_seconds
+        self._threads = torch.get_num_threads()
         self._known: dict[str, float] = {}
         self._is_open = True
 
@@ -147,6 +148,14 @@ class Measured:
         return costs
 
     def _measure(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)  # a dry run has one
+        try:
+            return self._measure_here(func, args, kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _measure_here(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
         from torch.utils._python_dispatch import _disable_current_modes
 
         limit = _index_limit(func, args)

@@ -245,11 +245,15 @@ def dry_run(
 
 @contextlib.contextmanager
 def _entered(planned: _core.Machine) -> Iterator[None]:
+    """On this thread alone: virtual time is one thread's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     planned.enter()
     try:
         yield
     finally:
         planned.leave()
+        torch.set_num_threads(threads)
 
 
 def _run(
