@@ -6,7 +6,7 @@ import contextlib
 import json
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import rich.progress
@@ -97,6 +97,49 @@ def run_command(
         space = make_space(script, config, given)
         trace = start_trace(trace_file)
     run_script(space, script, arguments, trace)
+
+
+@_with_settings
+@main.command("plan")
+@click.option("--program", type=_FOLDER, help="A Python file whose function program() gives a zeropage.plan.Program.")
+@click.option("--transformers", "model_config", type=_FOLDER, help="A Hugging Face config.json, or its folder.")
+@click.option("--layers", type=int, help="Of a decoder as GPT-3's, as the next three.")
+@click.option("--hidden", type=int)
+@click.option("--vocabulary", type=int)
+@click.option("--heads", type=int)
+@click.option("--length", type=int, help="Tokens of a sequence.  [default: 1024]")
+@click.option("--batch", type=int, help="Sequences of a micro-batch and rank.  [default: 1]")
+@click.option("--micro-batches", type=int, help="Of a step.  [default: 1]")
+@click.option("--recompute", is_flag=True, help="Activation checkpointing: each block's are computed again.")
+@click.option("--optimizer-name", "optimizer", metavar="NAME", help="As adamw, sgd, lion.  [default: adamw]")
+@click.option(
+    "--machine", metavar="NAME|FILE", help="One that is built in, or a JSON file. Else this one is measured."
+)
+@click.option("--measure", metavar="[PATH]", is_flag=False, flag_value="", help="Measure this one, its disk at PATH.")
+@click.option("--ranks", type=int, help="[default: 1; with --fit, the best number on one machine]")
+@click.option("--costs", type=_FOLDER, help="A file of operators' measured seconds.")
+@click.option("--save-costs", type=_FOLDER, help="A file for those that are measured.")
+@click.option("--trace", type=_FOLDER, help="A file for a timeline of the planned steps: see zeropage trace.")
+@click.option("--json", "json_file", type=_FOLDER, help="A file for the plan as JSON.")
+@click.option("--least", is_flag=True, help="Also the least budgets that work.")
+@click.option("--fit", is_flag=True, help="Find the fastest settings that fit.")
+@click.option("--out", type=_FOLDER, help="With --fit: a file for these settings.")
+@click.option("--mixed", is_flag=True, help="With --fit: also settings that change bits, as visible_dtype.")
+@click.option("--quantised", is_flag=True, help="With --fit: also optimizer_dtype.")
+@click.option("--config", help="A JSON file of settings.")
+def plan_command(config: str | None, **options: Any) -> None:
+    """Say what a run needs and how long its steps take, before it runs, on a machine that need not be there.
+
+    Nothing is computed and nothing is read or written: a dry run takes steps of the real pager with tensors that hold
+    nothing, and a modelled disk, link and network. Settings are flags, as --device-memory 20GB.
+    """
+    from zeropage._cli.planning import Request, plan
+
+    prefix = "setting_"
+    settings = {n.removeprefix(prefix): v for n, v in options.items() if n.startswith(prefix) and v is not None}
+    with _errors_in_one_line():
+        request = Request(**{n: v for n, v in options.items() if not n.startswith(prefix)})
+        plan(request, config, settings)
 
 
 @main.command("convert")

@@ -13,19 +13,24 @@ is no second description of what the pager would do, and a model of any size can
 
 from zeropage.plan._costs import Costs, Measured, Roofline
 from zeropage.plan._dry_run import Plan, dry_run
+from zeropage.plan._fit import Budgets, Fitted, fit, least_budgets
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import OPTIMIZERS, Program, from_transformers, load_program, transformer
 
 __all__ = [
     "OPTIMIZERS",
+    "Budgets",
     "Costs",
+    "Fitted",
     "Machine",
     "Measured",
     "Plan",
     "Program",
     "Roofline",
     "dry_run",
+    "fit",
     "from_transformers",
+    "least_budgets",
     "load_program",
     "transformer",
 ]

@@ -31,6 +31,14 @@ _FREE = {
     aten._unsafe_view.default,
     aten._reshape_alias.default,
 }
+#: The CPU's kernels of attention do what a GPU's do.
+_OPERATIONS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 class Costs(Protocol):
@@ -66,7 +74,7 @@ def _results(out: Any) -> Sequence[Any]:
 
 @functools.cache
 def _flops_of(func: Any) -> Any:
-    return flop_registry.get(func._overloadpacket)
+    return _OPERATIONS.get(func._overloadpacket)
 
 
 class Roofline:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeropage import _core
 from zeropage._report import Report
 from zeropage._space import Config, ConfigLike, Space
+from zeropage.plan._attention import Attention
 from zeropage.plan._costs import Costs, Roofline, is_view, tensors_in
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
@@ -43,7 +44,6 @@ _PLAIN = (
 #: Steps until the plan of accesses, and updates ahead of the step, have been learnt.
 WARM_UP = 5
 
-
 _aten = torch.ops.aten
 #: Of conditions, those that hold where all is well, as a program checks it.
 _HOLDS = {_aten.all.default, _aten.all.dim, _aten.isfinite.default}
@@ -52,12 +52,13 @@ _HOLDS = {_aten.all.default, _aten.all.dim, _aten.isfinite.default}
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Each operator takes its time; and what ordinary tensors, which no budget covers, take at most."""
 
-    def __init__(self, machine: _core.Machine, costs: Costs) -> None:
+    def __init__(self, machine: _core.Machine, costs: Costs, on_cpu: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._machine, self._costs = machine, costs
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._holds: set[int] = set()
+        self._held: weakref.ref[torch.UntypedStorage] | None = None  # the latest condition that holds
         self.ordinary = self.ordinary_peak = 0
+        self.attention = Attention(on_cpu)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -70,6 +71,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if is_view(func):
             return out
+        if func in _HOLDS:
+            self._held = weakref.ref(out.untyped_storage())
         self._machine.compute(self._costs.seconds(func, args, kwargs, out))
         for tensor in tensors_in(*out) if isinstance(out, tuple) else tensors_in(out):
             if tensor.is_meta and not _core.is_paged(tensor):
@@ -77,8 +80,16 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _value(self, tensor: torch.Tensor) -> bool | float:
-        """What a program reads of a tensor that holds nothing: a check that it makes is passed."""
-        return True
+        """What is read of a tensor that holds nothing: a program's check of its numbers is passed."""
+        if tensor.dtype == torch.bool:
+            held = self._held() if self._held is not None else None
+            return held is not None and held._cdata == tensor.untyped_storage()._cdata
+        if tensor.is_floating_point():
+            return 0.0
+        raise _core.SettingError(
+            "a dry run has no values, and a whole number is asked for, by the program or by an embedding that is "
+            "taken in tiles; raise device_memory, or tile_above"
+        )
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -223,12 +234,14 @@ def dry_run(
     warm_up: int = WARM_UP,
     progress: Callable[[int, int], None] | None = None,
     trace: str | os.PathLike[str] | None = None,
+    alike: float = 0.0,
 ) -> Plan:
     """Plans `program` with these settings on `ranks` ranks of such machines, of which this is the first: the others
     do as it does. Counts the last `steps`, after `warm_up`.
 
     `costs`: of operators; by default the machine's Roofline. `progress` is called with steps done and to do. `trace`:
-    a file for a timeline of the counted steps, in the planned machine's time.
+    a file for a timeline of the counted steps, in the planned machine's time. `alike`: ends the warm-up, without a
+    timeline, once two steps in a row take the same but for this share.
 
     Raises SettingError for contradictory settings, BudgetError and DiskError for what does not fit, saying by how
     much.
@@ -238,7 +251,7 @@ def dry_run(
     with _entered(planned):
         space = Space.planned(Config.of(config), planned, ranks)
         try:
-            return _run(program, machine, ranks, costs, planned, space, steps, warm_up, progress, trace)
+            return _run(program, machine, ranks, costs, planned, space, steps, warm_up, progress, trace, alike)
         finally:
             space.close()
 
@@ -267,31 +280,36 @@ def _run(
     warm_up: int,
     progress: Callable[[int, int], None] | None,
     trace: str | os.PathLike[str] | None,
+    alike: float,
 ) -> Plan:
     with space, torch.device("meta"):
         model = program.make_model()
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = program.make_optimizer(model.parameters())
-    counting = _Counting(planned, costs)
-    before, begun = space.report(), _Times(planned)
+    counting = _Counting(planned, costs, machine.unified)
+    marks: list[tuple[Report, _Times]] = []
     for step in range(warm_up + steps):
         if progress is not None:
             progress(step, warm_up + steps)
-        if step == warm_up:
-            before, begun = space.report(), _Times(planned)
-            if trace is not None:
-                _core.start_trace(os.fspath(trace))
+        marks.append((space.report(), _Times(planned)))
+        if trace is not None and step == warm_up:
+            _core.start_trace(os.fspath(trace))
         try:
             _step(program, model, optimizer, counting)
-        except BaseException:
+        except BaseException as error:
             if trace is not None and step >= warm_up:
                 _core.stop_trace()
+            if isinstance(error, NotImplementedError):  # an operator whose result depends on values
+                raise _core.SettingError(f"{program.name} cannot be planned: {str(error).splitlines()[0]}") from None
             raise
         planned.synchronize()
+        if trace is None and len(marks) > steps and _are_alike(marks, planned.now, alike):
+            break
     if trace is not None:
         _core.stop_trace()
     if progress is not None:
         progress(warm_up + steps, warm_up + steps)
+    before, begun = marks[-steps]
     total, ended = space.report(), _Times(planned)
     times = {name: (ended.of[name] - begun.of[name]) / steps for name in ended.of}
     return Plan(
@@ -309,6 +327,13 @@ def _run(
     )
 
 
+def _are_alike(marks: list[tuple[Report, _Times]], now: float, alike: float) -> bool:
+    """The last two of the steps that began at `marks`."""
+    (_, one), (_, other) = marks[-2:]
+    earlier, last = other.of["now"] - one.of["now"], now - other.of["now"]
+    return alike > 0 and abs(last - earlier) <= alike * last
+
+
 class _Times:
     def __init__(self, planned: _core.Machine) -> None:
         names = ("now", *_BUSY)
@@ -317,7 +342,7 @@ class _Times:
 
 def _step(program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer, counting: _Counting) -> None:
     for _ in range(program.micro_batches):
-        with counting, torch.device("meta"):
+        with counting, torch.device("meta"), counting.attention:
             program.loss(model).backward()  # type: ignore[no-untyped-call]
     if program.clips:
         with counting:

@@ -1,0 +1,210 @@
+"""`zeropage plan`: a dry run, or a search by dry runs, of what the command line describes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+from zeropage import _core
+from zeropage._cli import _write_new
+from zeropage._space import Config
+from zeropage.plan import (
+    Costs,
+    Fitted,
+    Machine,
+    Measured,
+    Plan,
+    Program,
+    dry_run,
+    fit,
+    from_transformers,
+    least_budgets,
+    load_program,
+    transformer,
+)
+from zeropage.plan._fit import table
+
+_ALIKE = 0.01
+
+
+@dataclass
+class Request:
+    """What was asked for, without settings. None or False: not given."""
+
+    program: pathlib.Path | None
+    model_config: pathlib.Path | None
+    layers: int | None
+    hidden: int | None
+    vocabulary: int | None
+    heads: int | None
+    length: int | None
+    batch: int | None
+    micro_batches: int | None
+    recompute: bool
+    optimizer: str | None
+    machine: str | None
+    measure: str | None
+    ranks: int | None
+    costs: pathlib.Path | None
+    save_costs: pathlib.Path | None
+    trace: pathlib.Path | None
+    json_file: pathlib.Path | None
+    least: bool
+    fit: bool
+    out: pathlib.Path | None
+    mixed: bool
+    quantised: bool
+
+    def given(self, *names: str) -> list[str]:
+        """Of `names`, the flags that were given."""
+        return [_flag(name) for name in names if getattr(self, name) not in (None, False)]
+
+
+_SHAPE = ("layers", "hidden", "vocabulary", "heads")
+_FEED = ("length", "batch", "micro_batches", "recompute", "optimizer")
+
+
+def plan(request: Request, config: str | None, settings: dict[str, str]) -> None:
+    """Prints the plan, or the best settings. Raises what dry_run() and fit() do."""
+    _check(request)
+    device = settings.pop("device", "auto")
+    program = program_of(request)
+    given = Config.of(config).replace(**settings)
+    machine, costs = _machine(request, given, device)
+    if request.fit:
+        best = _fit(request, program, given, machine, costs)
+        chosen, ranks, planned = Config(**best[0].settings), best[0].ranks, best[0].plan
+        found: Any = [{"settings": f.settings, "ranks": f.ranks, **f.plan.to_dict()} for f in best]
+        if request.trace:
+            dry_run(program, chosen, machine, ranks, costs, trace=request.trace)
+    else:
+        chosen, ranks = given, request.ranks or 1
+        planned = _dry_run(request, program, chosen, machine, ranks, costs)
+        found = planned.to_dict()
+    click.echo(str(planned))
+    if request.least:
+        with _steps("budgets tried") as progress:
+            budgets = least_budgets(program, chosen, machine, ranks, costs, progress)
+        click.echo(f"\n{budgets}")
+        if isinstance(found, dict):
+            found["least_budgets"] = {
+                "device_memory": budgets.device_memory,
+                "host_memory": budgets.host_memory,
+            }
+    _write(request, found, costs)
+
+
+def program_of(request: Request) -> Program:
+    """Raises SettingError."""
+    options: dict[str, Any] = {
+        name: getattr(request, name) for name in _FEED if getattr(request, name) not in (None, False)
+    }
+    if request.program is not None:
+        return load_program(request.program)
+    if request.model_config is not None:
+        return from_transformers(request.model_config, **options)
+    shape = {name: getattr(request, name) for name in _SHAPE if getattr(request, name) is not None}
+    return transformer(**shape, **options)
+
+
+def _check(request: Request) -> None:
+    sources = [*request.given("program", "model_config"), *request.given("layers")[:1]]
+    if len(sources) != 1 or (request.layers is not None) != (request.hidden is not None):
+        said = f" of {', '.join(sources)}" if len(sources) > 1 else ""
+        raise _core.SettingError(
+            f"say one{said}: --program FILE.py, --transformers CONFIG, or the shape by --layers and --hidden"
+        )
+    if request.layers is None and (more := request.given(*_SHAPE)):
+        raise _core.SettingError(f"{more[0]} is for a shape, and {sources[0]} has its own; leave it out")
+    if request.program is not None and (more := request.given(*_FEED)):
+        raise _core.SettingError(f"{more[0]}: the program in {request.program} says that itself; leave it out")
+    for name in ("ranks", "length", "batch", "micro_batches"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise _core.SettingError(f"{_flag(name)} = {value} is not a whole number from 1 on")
+    if request.machine is not None and request.measure is not None:
+        raise _core.SettingError(
+            "--machine and --measure contradict: plan for a machine that is named, or for this one"
+        )
+    if not request.fit and (more := request.given("out", "mixed", "quantised")):
+        raise _core.SettingError(f"{more[0]} is for --fit")
+    if request.save_costs and (request.costs or request.machine):
+        raise _core.SettingError("--save-costs: no costs are measured with --machine or --costs; leave these out")
+
+
+def _machine(request: Request, config: Config, device: str) -> tuple[Machine, Costs | None]:
+    if request.machine is not None:
+        machine = Machine.load(request.machine)
+        return machine, Measured.load(request.costs) if request.costs else None
+    costs = Measured.load(request.costs) if request.costs else None
+    where = request.measure or str(config.get("disk_path", "/var/tmp")).split(":")[0]
+    console = Console(stderr=True)
+    with console.status("measuring this machine") if console.is_terminal else contextlib.nullcontext():
+        machine = Machine.measure(pathlib.Path(where), device)
+    if costs is None:
+        costs = Measured("cpu" if machine.unified else device.replace("auto", "cuda"))
+    return machine, costs
+
+
+def _dry_run(
+    request: Request, program: Program, config: Config, machine: Machine, ranks: int, costs: Costs | None
+) -> Plan:
+    try:
+        with _steps("steps planned") as progress:
+            return dry_run(
+                program, config, machine, ranks, costs, progress=progress, trace=request.trace, alike=_ALIKE
+            )
+    except _core.BudgetError as error:
+        if not request.least:
+            raise
+        with _steps("budgets tried") as progress:
+            budgets = least_budgets(program, config, machine, ranks, costs, progress)
+        raise _core.BudgetError(f"{error}; {budgets}") from None
+
+
+def _fit(request: Request, program: Program, config: Config, machine: Machine, costs: Costs | None) -> list[Fitted]:
+    over = {name: [config.get(name)] for name in _core_names() if config.get(name) not in (None, "auto")}
+    with _steps("cases tried") as progress:
+        best = fit(program, machine, request.ranks, over, costs, request.mixed, request.quantised, progress)
+    click.echo(f"{table(best)}\n")
+    if request.out is not None:
+        _write_new(request.out, json.dumps(best[0].settings, indent=2) + "\n")
+        click.echo(f"written: {request.out}\n")
+    return best
+
+
+def _core_names() -> list[str]:
+    return [name for name, _ in _core.Config().items()]
+
+
+def _write(request: Request, found: object, costs: Costs | None) -> None:
+    if request.json_file is not None:
+        _write_new(request.json_file, json.dumps(found, indent=2, default=str) + "\n")
+        click.echo(f"written: {request.json_file}", err=True)
+    if request.save_costs is not None and isinstance(costs, Measured):
+        costs.save(request.save_costs)
+        click.echo(f"written: {request.save_costs}", err=True)
+
+
+def _flag(name: str) -> str:
+    special = {"model_config": "--transformers", "optimizer": "--optimizer-name", "json_file": "--json"}
+    return special.get(name, f"--{name.replace('_', '-')}")
+
+
+@contextlib.contextmanager
+def _steps(what: str) -> Iterator[Callable[[int, int], None]]:
+    """On a terminal, a bar of how many of how many."""
+    console = Console(stderr=True)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,83 @@
+"""scaled_dot_product_attention on "meta" tensors: the kernel that the planned device would take.
+
+PyTorch chooses a kernel by the tensors' device, and on "meta" always the one that holds the whole matrix of scores.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+
+class Attention:
+    """While it is entered, attention without dropout of "meta" tensors goes to the fused kernel that takes such
+    arguments, if one does: on the CPU one for heads of equal number; on a GPU flash attention for half precision
+    without a mask, else the memory-efficient kernel. Attention of other tensors is as ever.
+
+    Replaces the function itself: modes for functions are off where backward computes a block again.
+    """
+
+    def __init__(self, on_cpu: bool) -> None:
+        self._on_cpu = on_cpu
+        self._original = F.scaled_dot_product_attention
+
+    def __enter__(self) -> None:
+        self._original = F.scaled_dot_product_attention
+
+        @functools.wraps(self._original)
+        def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = self._fused(query, *args, **kwargs) if query.device.type == "meta" else None
+            return self._original(query, *args, **kwargs) if out is None else out
+
+        F.scaled_dot_product_attention = attention
+
+    def __exit__(self, *_details: object) -> None:
+        F.scaled_dot_product_attention = self._original
+
+    def _fused(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor | None:
+        if dropout_p or query.dim() != 4 or not query.dtype.is_floating_point:
+            return None
+        same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+        if self._on_cpu:
+            if not same_heads or query.dtype == torch.float16:
+                return None
+            return first(
+                aten._scaled_dot_product_flash_attention_for_cpu(
+                    query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+                )
+            )
+        if not same_heads:
+            if not enable_gqa:
+                return None
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+            return first(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale))
+        records = torch.is_grad_enabled()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        return first(
+            aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, records, 0.0, is_causal, scale=scale
+            )
+        )
+
+
+def first(results: Any) -> torch.Tensor:
+    out: torch.Tensor = results[0]
+    return out

@@ -1,0 +1,438 @@
+"""Settings for a program on a machine: the fastest that fit, and the least budgets. Both are found by dry runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from zeropage import _core
+from zeropage._space import Config, ConfigLike
+from zeropage.plan._costs import Costs, Roofline
+from zeropage.plan._dry_run import WARM_UP, Plan, _size, dry_run
+from zeropage.plan._machine import Machine
+from zeropage.plan._programs import Program
+
+Progress = Callable[[int, int], None]
+Settings = dict[str, Any]
+
+_ROLES = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
+_TIERS = ("device", "host", "disk")
+#: Tried with everything else as it is, of the best few.
+_SECONDARY = ("activations", "page_size", "tiling", "device_share")
+#: Of memory, what budgets and ordinary tensors leave to the interpreter and to libraries.
+_LEFT = 0.05
+_FEW = 3
+_ALIKE = 0.02
+
+
+@dataclass
+class Fitted:
+    """Settings that fit, and their plan. `settings` is what zeropage.init takes."""
+
+    settings: Settings
+    ranks: int
+    plan: Plan
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.plan.seconds / self.plan.tokens
+
+    def why_slower(self, best: Fitted) -> str:
+        """Than `best`: what bounds either, and what this one moves more of in a step."""
+        more = self.seconds_per_token / best.seconds_per_token - 1
+        name, share, _ = self.plan.step.bound_by()
+        other, other_share, _ = best.plan.step.bound_by()
+        moved = []
+        for what, attribute in _MOVED.items():
+            here, there = (getattr(fitted.plan.step, attribute) for fitted in (self, best))
+            if here > there * 1.01:
+                moved.append(f"{what} {_size(here)} a step, not {_size(there)}")
+        text = f"{more:.1%} slower: bound by {name} ({share:.0%}), the best by {other} ({other_share:.0%})"
+        return "; ".join([text, *moved])
+
+
+_MOVED = {
+    "reads": "read_bytes",
+    "writes": "written_bytes",
+    "uploads": "uploaded_bytes",
+    "downloads": "downloaded_bytes",
+    "gathers": "gathered_bytes",
+    "reduces": "reduced_bytes",
+}
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The least that work, each beside what the other is in the same line: bytes."""
+
+    device_memory: int
+    host_memory: int
+
+    def __str__(self) -> str:
+        return (
+            f"least budgets that work: device_memory {_size(self.device_memory)}, "
+            f"host_memory {_size(self.host_memory)}"
+        )
+
+
+def table(fitted: Sequence[Fitted], most: int = 5) -> str:
+    """The best as a table, and why the second is slower than the first."""
+    names = sorted({name for one in fitted[:most] for name in one.settings}, key=_order)
+    rows = []
+    for one in fitted[:most]:
+        values = [_size(v) if isinstance(v, int) and v > 10_000 else v for v in map(one.settings.get, names)]
+        name, share, _ = one.plan.step.bound_by()
+        rate = f"{one.plan.tokens_per_second:,.4g}"
+        rows.append([rate, f"{one.plan.seconds:.3g} s", f"{name}, {share:.0%}", one.ranks, *values])
+    text = tabulate(rows, headers=["tokens/s", "a step", "bound by", "ranks", *names], missingval="")
+    if len(fitted) > 1:
+        text += f"\n\nthe second is {fitted[1].why_slower(fitted[0])}"
+    return text
+
+
+def least_budgets(
+    program: Program,
+    config: ConfigLike,
+    machine: Machine,
+    ranks: int = 1,
+    costs: Costs | None = None,
+    progress: Progress | None = None,
+) -> Budgets:
+    """The least device_memory with all of the host's memory, and the least host_memory beside it, with which a step
+    goes through: to within a page or 1 %. Each is tried by a dry run of one step.
+
+    Raises BudgetError if a step does not go through with all the memory that the machine has.
+    """
+    settings = Config.of(config)
+    speeds = machine.speeds(ranks)
+    whole = {
+        "device_memory": speeds.host_bytes // 2 if speeds.is_unified else speeds.device_bytes,
+        "host_memory": speeds.host_bytes // (2 if speeds.is_unified else 1),
+    }
+    tried = 0
+
+    def run(budgets: Mapping[str, int]) -> Plan:
+        nonlocal tried
+        tried += 1
+        if progress is not None:
+            progress(tried, max(tried, 2 * _TRIES))
+        return dry_run(program, settings.replace(**budgets), machine, ranks, costs, steps=1, warm_up=0)
+
+    budgets = dict(whole)
+    plan = run(budgets)
+    for name in whole:
+        budgets[name], plan = _least(name, budgets, plan, run)
+    return Budgets(**budgets)
+
+
+_TRIES = 12
+
+
+def _least(
+    name: str, budgets: Mapping[str, int], plan: Plan, run: Callable[[Mapping[str, int]], Plan]
+) -> tuple[int, Plan]:
+    page = _page_size(plan)
+    peak = next((b.peak for b in plan.total.budgets if b.name == name), 0)
+    high, low = budgets[name], 0
+
+    def works(value: int) -> bool:
+        nonlocal high, low, plan
+        try:
+            plan = run({**budgets, name: value})
+        except _core.Error:
+            low = value
+            return False
+        high = value
+        return True
+
+    if page < peak < high:
+        works(peak)
+    while high - low > max(min(page, _page_size(plan)), high // 100):
+        works(max((low + high) // 2 if low else high // 4, 4096))
+    return high, plan
+
+
+def _page_size(plan: Plan) -> int:
+    return int(_core_bytes(plan.settings["page_size"]))
+
+
+def _core_bytes(text: str) -> int:
+    return int(text) if text.isdigit() else 4 << 20
+
+
+def fit(
+    program: Program,
+    machine: Machine,
+    ranks: int | None = None,
+    over: Mapping[str, Iterable[Any]] | None = None,
+    costs: Costs | None = None,
+    allow_mixed: bool = False,
+    quantised: bool = False,
+    progress: Progress | None = None,
+) -> list[Fitted]:
+    """Settings that fit, the fastest first: by seconds a token. Of homes, stage and number of ranks all are tried,
+    but for those that cannot fit by their sizes; with the best of them activations, page_size, tiling and the parts
+    of the budgets; and the best few once more, until their steps are alike.
+
+    `ranks`: their number; None: 1, 2, 4, ... to the devices of a node. `over`: values by setting, instead of those
+    that would be tried; {"device_memory": [n]} sets the budget. `allow_mixed`: also settings that change bits:
+    visible_dtype and master_dtype, and sums in tiles. `quantised`: also optimizer_dtype. `progress` is called with
+    cases tried and the number that there are, as far as known.
+
+    Raises BudgetError if nothing fits, with what is needed and what there is; SettingError.
+    """
+    search = _Search(program, machine, ranks, over or {}, costs, allow_mixed, quantised, progress)
+    return search.best()
+
+
+def candidates(
+    program: Program,
+    machine: Machine,
+    ranks: int | None = None,
+    over: Mapping[str, Iterable[Any]] | None = None,
+    allow_mixed: bool = False,
+    quantised: bool = False,
+) -> list[tuple[int, Settings]]:
+    """All that fit() chooses from, as (ranks, settings), also what does not fit."""
+    search = _Search(program, machine, ranks, over or {}, None, allow_mixed, quantised, None)
+    found = [search.settings_of(case) for case in search.cases()]
+    return [one for one in found if one is not None]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of a rank. Bytes at home by role; and of ordinary tensors, with activations where they are."""
+
+    homes: dict[str, int]
+    ordinary: int
+
+
+class _Search:
+    def __init__(
+        self,
+        program: Program,
+        machine: Machine,
+        ranks: int | None,
+        over: Mapping[str, Iterable[Any]],
+        costs: Costs | None,
+        allow_mixed: bool,
+        quantised: bool,
+        progress: Progress | None,
+    ) -> None:
+        self._program, self._machine, self._costs, self._progress = program, machine, costs, progress
+        self._grid = {**_grid(program, machine, ranks, allow_mixed, quantised)}
+        self._grid |= {name: list(values) for name, values in over.items()}
+        empty = [name for name, values in self._grid.items() if not values]
+        if empty:
+            raise _core.SettingError(f"over: {empty[0]} has no value to try")
+        self._sizes: dict[tuple[Any, ...], _Sizes] = {}
+        self._tried: dict[tuple[Any, ...], Fitted | None] = {}
+        self._to_try = 0
+        self._refused: dict[str, str] = {}
+
+    def cases(self) -> list[Settings]:
+        """All of the grid, without what is said twice."""
+        return self._product(self._grid)
+
+    def best(self) -> list[Fitted]:
+        first = {name: values[:1] if name in _SECONDARY else values for name, values in self._grid.items()}
+        cases = [case for case in self._product(first) if self._may_fit(case)]
+        if not cases:
+            # With activations elsewhere there may be room.
+            cases = [case for case in self.cases() if self._may_fit(case)]
+        if not cases:
+            raise self._nothing_fits()
+        self._to_try = len(cases)
+        found = self._ranked(cases)
+        for name in _SECONDARY:
+            others = [
+                {**case, name: value}
+                for case, _ in found[:_FEW]
+                for value in self._grid.get(name, [])
+                if self._may_fit({**case, name: value})
+            ]
+            self._to_try += sum(_key(case) not in self._tried for case in others)
+            seen = {_key(case) for case, _ in found}
+            found = self._sorted(found + [f for f in self._ranked(others) if _key(f[0]) not in seen])
+        if not found:
+            raise self._nothing_fits()
+        self._to_try += min(len(found), 5)
+        whole = [self._plan(case, WARM_UP) for case, _ in found[:5]]
+        return [fitted for _, fitted in self._sorted([(f.settings, f) for f in whole if f is not None])]
+
+    def settings_of(self, case: Settings) -> tuple[int, Settings] | None:
+        """The number of ranks, and settings with budgets: what the machine has, without what ordinary tensors need.
+        None where these leave nothing."""
+        ranks, settings = case["ranks"], {k: v for k, v in case.items() if k not in ("ranks", "device_share")}
+        room = self._room(case)
+        if room is None:
+            return None
+        settings = room | {name: value for name, value in settings.items() if value != "auto"}
+        if ranks == 1:
+            settings.pop("stage", None)
+        return ranks, settings
+
+    def _room(self, case: Settings) -> dict[str, int] | None:
+        speeds = self._machine.speeds(case["ranks"])
+        ordinary = self._sizes_of(case).ordinary
+        if speeds.is_unified:
+            free = int(speeds.host_bytes * (1 - _LEFT)) - ordinary
+            device = int(free * case["device_share"])
+            room = {"device_memory": device, "host_memory": free - device}
+        else:
+            device = int(speeds.device_bytes * (1 - _LEFT)) - ordinary
+            room = {"device_memory": device, "host_memory": int(speeds.host_bytes * (1 - _LEFT))}
+        return room if min(room.values()) > 0 else None
+
+    def _may_fit(self, case: Settings) -> bool:
+        """By sizes alone: what is at home in a tier is no more than it has."""
+        room = self._room(case)
+        if room is None:
+            return False
+        has = {"device": room["device_memory"], "host": room["host_memory"]}
+        has["disk"] = self._machine.speeds(case["ranks"]).disk_bytes
+        homes = self._sizes_of(case).homes
+        needed = dict.fromkeys(_TIERS, 0)
+        for setting, role in _ROLES.items():
+            needed[case[setting] if case[setting] in _TIERS else "disk"] += homes.get(role, 0)
+        return all(needed[tier] <= has[tier] for tier in _TIERS)
+
+    def _sizes_of(self, case: Settings) -> _Sizes:
+        """Found by a step on a machine of the same speeds that has room for everything."""
+        changing = ("ranks", "stage", "visible_dtype", "master_dtype", "optimizer_dtype", "activations")
+        key = tuple(case.get(name) for name in changing)
+        if key not in self._sizes:
+            much = 1e7
+            roomy = dataclasses.replace(
+                self._machine, host_memory_gb=much, device_memory_gb=much, disk_gb=much, disk_read_gbs=1e3,
+                disk_write_gbs=1e3,
+            )  # fmt: skip
+            settings = {name: case[name] for name in changing[1:] if case.get(name, "auto") != "auto"}
+            settings |= dict.fromkeys(_ROLES, "disk") | {"device_memory": 1 << 44, "host_memory": 1 << 44}
+            settings["page_size"] = 16 << 20
+            if case["ranks"] == 1:
+                settings.pop("stage", None)
+            plan = dry_run(self._program, settings, roomy, case["ranks"], Roofline(roomy), steps=1, warm_up=0)
+            homes: dict[str, int] = {}
+            for home in plan.total.homes:
+                homes[home.role] = homes.get(home.role, 0) + home.peak
+            self._sizes[key] = _Sizes(homes, plan.ordinary_peak)
+        return self._sizes[key]
+
+    def _ranked(self, cases: list[Settings]) -> list[tuple[Settings, Fitted]]:
+        found = [(case, self._plan(case, 2)) for case in cases]
+        return self._sorted([(case, fitted) for case, fitted in found if fitted is not None])
+
+    @staticmethod
+    def _sorted(found: list[tuple[Settings, Fitted]]) -> list[tuple[Settings, Fitted]]:
+        # Of what is as fast, what comes first in the grid.
+        return sorted(found, key=lambda pair: float(f"{pair[1].seconds_per_token:.3g}"))
+
+    def _plan(self, case: Settings, warm_up: int) -> Fitted | None:
+        key = (*_key(case), warm_up)
+        if key in self._tried:
+            return self._tried[key]
+        fitted = None
+        given = self.settings_of(case)
+        if given is not None:
+            ranks, settings = given
+            try:
+                plan = dry_run(self._program, settings, self._machine, ranks, self._costs, 2, warm_up, alike=_ALIKE)
+                fitted = Fitted(settings, ranks, plan)
+            except (_core.BudgetError, _core.DiskError, _core.SettingError) as error:
+                self._refused[type(error).__name__] = str(error)
+        self._tried[key] = fitted
+        if self._progress is not None:
+            self._progress(len(self._tried), max(self._to_try, len(self._tried)))
+        return fitted
+
+    def _product(self, grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
+        cases, seen = [], set()
+        for values in itertools.product(*grid.values()):
+            case = dict(zip(grid, values, strict=True))
+            if case["ranks"] == 1:
+                case["stage"] = grid["stage"][0]
+            if case["visible_dtype"] == "auto":
+                case["master_dtype"] = "auto"
+            elif case["master_dtype"] == "hi_lo" and case["visible_dtype"] != "bfloat16":
+                continue
+            if _key(case) not in seen:
+                seen.add(_key(case))
+                cases.append(case)
+        return cases
+
+    def _nothing_fits(self) -> Exception:
+        """The least that a rank needs of any case, and what there is."""
+        case = min(self.cases(), key=lambda c: sum(self._sizes_of(c).homes.values()) + self._sizes_of(c).ordinary)
+        sizes, speeds = self._sizes_of(case), self._machine.speeds(case["ranks"])
+        memory = f"host {_size(speeds.host_bytes)}"
+        if not speeds.is_unified:
+            memory = f"device {_size(speeds.device_bytes)}, {memory}"
+        homes = ", ".join(f"{role} {_size(size)}" for role, size in sizes.homes.items())
+        tried = f" ({next(iter(self._refused.values()))})" if self._refused else ""
+        return _core.BudgetError(
+            f"{self._program.name} does not fit {self._machine.name}: a rank of {case['ranks']} needs "
+            f"{_size(sum(sizes.homes.values()))} ({homes}) and {_size(sizes.ordinary)} of ordinary tensors, and has "
+            f"{memory}, disk {_size(speeds.disk_bytes)}{tried}; more ranks, a disk or more memory, a smaller batch, "
+            "recompute, or mixed precision"
+        )
+
+
+def _key(case: Settings) -> tuple[Any, ...]:
+    return tuple(sorted(case.items()))
+
+
+def _order(name: str) -> tuple[int, str]:
+    names = [*_ROLES, "activations", "stage", "device_memory", "host_memory"]
+    return (names.index(name) if name in names else len(names), name)
+
+
+def _grid(
+    program: Program, machine: Machine, ranks: int | None, allow_mixed: bool, quantised: bool
+) -> dict[str, list[Any]]:
+    numbers = [n for n in (1 << i for i in range(machine.devices.bit_length())) if n <= machine.devices]
+    if machine.devices not in numbers:
+        numbers.append(machine.devices)
+    if not machine.network_gbs:
+        numbers = [1]
+    tiers = [t for t in _TIERS if t != "disk" or machine.disk_gb]
+    grid: dict[str, list[Any]] = {
+        "ranks": numbers if ranks is None else [ranks],
+        "stage": [3, 2, 1],
+        **{name: tiers for name in _ROLES},
+        "visible_dtype": ["auto"],
+        "master_dtype": ["auto"],
+        "optimizer_dtype": ["auto"],
+        "activations": [tier for tier in tiers if tier != "host" or not machine.unified],
+        "page_size": ["auto", 1 << 20, 16 << 20],
+        # Sums of tiles are other bits; where nothing is taken in tiles they are the same.
+        "tiling": ["auto", "exact"] if allow_mixed else ["exact"],
+        "device_share": [0.5, 0.25, 0.75] if machine.unified else [0.5],
+    }
+    if allow_mixed and _is_float32(program):
+        grid["visible_dtype"] = ["auto", "bfloat16"]
+        grid["master_dtype"] = ["float32", "hi_lo"]
+    if quantised:
+        if not _is_fused(program):
+            raise _core.SettingError(
+                f"optimizer_dtype is for fused optimizers, and {program.optimizer} is none: plan without it"
+            )
+        grid["optimizer_dtype"] = ["auto", "bfloat16", "8bit"]
+    return grid
+
+
+def _is_float32(program: Program) -> bool:
+    with torch.device("meta"):
+        return any(p.dtype == torch.float32 for p in program.make_model().parameters())
+
+
+def _is_fused(program: Program) -> bool:
+    weight = torch.nn.Parameter(torch.empty(1, device="meta"))
+    optimizer = program.make_optimizer([weight])
+    return bool(optimizer.defaults.get("fused")) or type(optimizer).__name__ == "Lion"
