@@ -85,8 +85,9 @@ class Ticket:
         self._core = core
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the transfer has ended. Raises DiskError if it failed or was short, and TimeoutError if it has
-        not ended after `timeout` seconds: then it goes on, and can be waited for again."""
+        """Returns when the transfer has ended; several threads may wait. Raises DiskError, at every call, if it failed
+        or was short, and TimeoutError if it has not ended after `timeout` seconds: then it goes on, and can be waited
+        for again."""
         if not self._core.wait(timeout):
             raise TimeoutError(f"a transfer has not ended after {timeout} s")
 

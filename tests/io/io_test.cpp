@@ -151,6 +151,31 @@ TEST_CASE("a ticket that is dropped is waited for, so that its buffer is free") 
   }
 }
 
+TEST_CASE("while a thread waits for a ticket the transfer is under way for all, and several may wait") {
+  auto pending = Ticket::pending();
+  Ticket& ticket = pending.first;
+  std::atomic<int> returned{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back([&] { ticket.wait(), ++returned; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK_FALSE(ticket.done());
+  CHECK_FALSE(ticket.wait_until(std::chrono::steady_clock::now()));
+  CHECK(returned == 0);
+  pending.second(nullptr);
+  for (auto& thread : threads) thread.join();
+  CHECK(ticket.done());
+}
+
+TEST_CASE("a transfer that failed is an error at every wait") {
+  auto [ticket, completion] = Ticket::pending();
+  completion(std::make_exception_ptr(DiskError("failed")));
+  for (int i = 0; i < 2; ++i) {
+    CHECK_THROWS_WITH_AS(ticket.wait(), "failed", DiskError);
+    CHECK_THROWS_WITH_AS(ticket.wait_until(std::chrono::steady_clock::now()), "failed", DiskError);
+    CHECK(ticket.done());
+  }
+}
+
 TEST_CASE("threads may submit and wait at once") {
   TemporaryDirectory directory;
   for (auto& io : engines()) {

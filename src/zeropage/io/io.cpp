@@ -15,7 +15,7 @@ struct Ticket::State {
   std::mutex mutex;
   std::condition_variable ended;
   bool done = false;
-  std::exception_ptr error;
+  std::exception_ptr error;  // set before it is done, and never again
 
   void wait() {
     std::unique_lock lock(mutex);
@@ -27,14 +27,13 @@ Ticket::~Ticket() {
   if (state_) state_->wait();
 }
 
-void Ticket::wait() {
+void Ticket::wait() const {
   if (!state_) return;
-  const auto state = std::exchange(state_, nullptr);
-  state->wait();
-  if (state->error) std::rethrow_exception(state->error);
+  state_->wait();
+  if (state_->error) std::rethrow_exception(state_->error);
 }
 
-bool Ticket::wait_until(std::chrono::steady_clock::time_point deadline) {
+bool Ticket::wait_until(std::chrono::steady_clock::time_point deadline) const {
   if (!state_) return true;
   {
     std::unique_lock lock(state_->mutex);

@@ -44,7 +44,8 @@ struct Transfer {
 /// DiskError that names the file, the offset and the sizes. It must not throw and must not wait for a transfer.
 using Completion = std::function<void(std::exception_ptr)>;
 
-/// A transfer under way. Move-only. The destructor blocks until the transfer ends and discards its status.
+/// A transfer under way. Move-only. The destructor blocks until the transfer ends and discards its status. Several
+/// threads may wait for one ticket at once.
 class Ticket {
  public:
   Ticket() = default;
@@ -55,11 +56,11 @@ class Ticket {
   }
   ~Ticket();
 
-  /// Returns when the transfer has ended. Throws DiskError if it failed or was short. Waiting again, or for an empty
-  /// ticket, returns at once.
-  void wait();
+  /// Returns when the transfer has ended. Throws DiskError if it failed or was short, at every call. An empty ticket
+  /// has ended.
+  void wait() const;
   /// The same, but false if it has not ended by then; it can be waited for again.
-  bool wait_until(std::chrono::steady_clock::time_point deadline);
+  bool wait_until(std::chrono::steady_clock::time_point deadline) const;
   bool done() const;
   explicit operator bool() const { return state_ != nullptr; }
 
