@@ -11,6 +11,7 @@
 #include <random>
 #include <thread>
 
+#include "forked_child.h"
 #include "temporary_directory.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
@@ -173,6 +174,36 @@ TEST_CASE("a transfer that failed is an error at every wait") {
     CHECK_THROWS_WITH_AS(ticket.wait(), "failed", DiskError);
     CHECK_THROWS_WITH_AS(ticket.wait_until(std::chrono::steady_clock::now()), "failed", DiskError);
     CHECK(ticket.done());
+  }
+}
+
+TEST_CASE("a forked child is refused what it would wait for in vain, and leaves what is its parent's") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(kMiB);
+    Ticket ended = io->submit({Direction::write, &file, 0, block->data(), kMiB});
+    ended.wait();
+    auto under_way = Ticket::pending();
+    const int wrong = in_forked_child([&] {
+      int wrong = 0;
+      wrong += !throws<AccessError>([&] { (void)io->submit({Direction::read, &file, 0, block->data(), kMiB}); });
+      wrong += !throws<AccessError>([&] { io->wait_all(); });
+      io->expedite({block->data(), kMiB});
+      ended.wait();
+      wrong += !throws<AccessError>([&] { under_way.first.wait(); });
+      wrong += !under_way.first.done();
+      { const Ticket dropped = std::move(under_way.first); }
+      { const Ticket dropped = std::move(ended); }
+      io.reset();
+      return wrong;
+    });
+    CHECK(wrong == 0);
+    under_way.second(nullptr);
+    under_way.first.wait();
+    io->submit({Direction::read, &file, 0, block->data(), kMiB}).wait();
   }
 }
 
