@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <sys/stat.h>
 
+#include <filesystem>
 #include <fstream>
 
 #include "temporary_directory.h"
@@ -18,6 +19,17 @@ TEST_CASE("a swap file has no name and is for its owner only") {
   REQUIRE(::fstat(file.descriptor(), &info) == 0);
   CHECK((info.st_mode & 0777) == 0600);
   CHECK(info.st_nlink == 0);
+}
+
+TEST_CASE("where there is no room for a file, the one that was there is not removed") {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/file", other_name = directory.path() + "/other";
+  std::ofstream(path) << "content";
+  std::filesystem::create_hard_link(path, other_name);
+  CHECK_THROWS_WITH_AS(File::create(path, std::uint64_t{1} << 50), doctest::Contains("are free on its disk"),
+                       DiskError);
+  CHECK(std::filesystem::hard_link_count(path) == 2);
+  CHECK(std::filesystem::file_size(path) == 0);
 }
 
 TEST_CASE("an unusable directory is an error that says what is wrong with it") {

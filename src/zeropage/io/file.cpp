@@ -79,7 +79,11 @@ File File::make_unnamed(const std::string& directory) {
 }
 
 File File::create(const std::string& path, std::uint64_t bytes) {
-  File file(::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666), path);
+  constexpr int kFlags = O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC;
+  int descriptor = ::open(path.c_str(), kFlags | O_EXCL, 0666);
+  const bool is_new = descriptor >= 0;
+  if (!is_new && errno == EEXIST) descriptor = ::open(path.c_str(), kFlags, 0666);
+  File file(descriptor, path);
   if (!file) {
     throw DiskError(
         fmt::format("\"{}\" cannot be made: {}; choose a folder that you may write to", path, std::strerror(errno)));
@@ -90,7 +94,8 @@ File File::create(const std::string& path, std::uint64_t bytes) {
   if (error == 0) return file;
   struct statvfs disk {};
   const bool known = ::statvfs(path.c_str(), &disk) == 0;
-  ::unlink(path.c_str());
+  // What was there before may be a device, or have other names: it is not ours to remove.
+  is_new ? (void)::unlink(path.c_str()) : (void)!::ftruncate(file.descriptor(), 0);
   throw DiskError(fmt::format(
       "\"{}\" needs {}, and {}: {}; make room there or choose another disk", path, format_bytes(bytes),
       known ? format_bytes(disk.f_bavail * disk.f_frsize) + " are free on its disk" : std::string("cannot have it"),
