@@ -21,6 +21,23 @@ TEST_CASE("a swap file has no name and is for its owner only") {
   CHECK(info.st_nlink == 0);
 }
 
+TEST_CASE("a file is opened again for O_DIRECT as the same file, though another has its name") {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/file", other = directory.path() + "/other";
+  const File file = File::create(path, 4096);
+  File::create(other, 4096);
+  std::filesystem::rename(other, path);
+  const File direct = file.reopen_direct(/*writable=*/true);
+  REQUIRE(direct);
+  struct stat expected {
+  }, got{};
+  REQUIRE(::fstat(file.descriptor(), &expected) == 0);
+  REQUIRE(::fstat(direct.descriptor(), &got) == 0);
+  CHECK(got.st_ino == expected.st_ino);
+  std::filesystem::remove(path);
+  CHECK(file.reopen_direct(/*writable=*/false));
+}
+
 TEST_CASE("where there is no room for a file, the one that was there is not removed") {
   TemporaryDirectory directory;
   const std::string path = directory.path() + "/file", other_name = directory.path() + "/other";

@@ -29,7 +29,7 @@ class File {
   static File create(const std::string& path, std::uint64_t bytes);
   /// One that exists. `direct`: for O_DIRECT. Throws DiskError.
   static File open(const std::string& path, bool writable, bool direct = false);
-  /// The same file for O_DIRECT; empty where the file system has none.
+  /// The same file for O_DIRECT, whatever has its name now; empty where the file system has none.
   File reopen_direct(bool writable) const;
 
   int descriptor() const { return descriptor_; }
