@@ -1,6 +1,7 @@
 #include "zeropage/io/direct_file.h"
 
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
@@ -27,6 +28,23 @@ std::vector<std::byte> random_bytes(std::size_t count, unsigned seed) {
   for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
   return bytes;
 }
+
+/// Notes what is started, and whether it goes past the page cache.
+struct RecordingIo final : Io {
+  struct Started {
+    std::size_t offset, bytes, address;
+    bool is_direct;
+  };
+  void start(const Transfer& transfer, Priority priority, Completion completion) override {
+    started.push_back({transfer.offset, transfer.bytes, reinterpret_cast<std::size_t>(transfer.buffer),
+                       (::fcntl(transfer.file->descriptor(), F_GETFL) & O_DIRECT) != 0});
+    below->start(transfer, priority, std::move(completion));
+  }
+  void wait_all() override { below->wait_all(); }
+  std::string_view name() const override { return "recording"; }
+  std::vector<Started> started;
+  std::unique_ptr<Io> below = make_io();
+};
 
 /// From now on the system refuses this process reads of one disk block, as a file system does whose O_DIRECT needs
 /// more. False where that cannot be had.
@@ -112,6 +130,46 @@ TEST_CASE("a part that cannot start ends the whole ticket with its error, once t
   const Block block = *arena.try_allocate(64 * kKiB);
   Ticket ticket = file.start(io, Direction::read, 1, block.data() + 1, 20'000);
   CHECK_THROWS_WITH_AS(ticket.wait(), "refused", DiskError);
+}
+
+TEST_CASE("whole disk blocks go past the page cache, and only what shares one goes through it") {
+  TemporaryDirectory directory;
+  RecordingIo io;
+  const DirectFile file = DirectFile::create(directory.path() + "/file", 200'000);
+  REQUIRE(file.is_direct());
+  Arena arena(kMiB);
+  const Block block = *arena.try_allocate(256 * kKiB);
+  const auto at = [&](std::size_t shift) { return block.data() + shift; };
+  for (const Direction direction : {Direction::write, Direction::read}) {
+    io.started.clear();
+    file.start(io, direction, 8 * kKiB, at(0), 64 * kKiB).wait();
+    REQUIRE(io.started.size() == 1);
+    CHECK(io.started[0].is_direct);
+    CHECK(io.started[0].bytes == 64 * kKiB);
+
+    io.started.clear();
+    file.start(io, direction, 1'000, at(1'000), 100'000).wait();
+    REQUIRE(io.started.size() == 3);
+    std::size_t direct = 0, cached = 0;
+    for (const auto& part : io.started) {
+      if (!part.is_direct) {
+        CHECK(part.bytes < kBlockBytes);
+        cached += part.bytes;
+        continue;
+      }
+      CHECK(part.offset % kBlockBytes == 0);
+      CHECK(part.bytes % kBlockBytes == 0);
+      CHECK(part.address % kBlockBytes == 0);
+      direct += part.bytes;
+    }
+    CHECK(direct == round_down(std::size_t{101'000}, kBlockBytes) - kBlockBytes);
+    CHECK(direct + cached == 100'000);
+
+    io.started.clear();
+    file.start(io, direction, 1'000, at(0), 100'000).wait();  // no address of it suits the disk
+    REQUIRE(io.started.size() == 1);
+    CHECK_FALSE(io.started[0].is_direct);
+  }
 }
 
 TEST_CASE("where O_DIRECT can be opened and every transfer is refused, all goes through the page cache") {
