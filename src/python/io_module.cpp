@@ -11,6 +11,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/io/arena.h"
 #include "zeropage/io/direct_file.h"
+#include "zeropage/space/space.h"
 
 namespace py = pybind11;
 
@@ -26,40 +27,68 @@ IoEngine engine_of(const std::string& name) {
   throw SettingError(fmt::format("\"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", name));
 }
 
-/// A ticket with all that its transfer uses.
+/// What a transfer reads or writes. The storage, for `tensor.data = other` takes it away from a tensor; of a paged
+/// tensor, its pages too.
+struct Memory {
+  c10::Storage storage;
+  std::optional<TensorPin> pin;
+};
+
+/// A ticket with all that its transfer uses. The interpreter's lock guards its members.
 class TensorTicket {
  public:
-  TensorTicket(std::shared_ptr<Io> io, std::shared_ptr<const DirectFile> file, at::Tensor tensor, Ticket ticket)
-      : io_(std::move(io)), file_(std::move(file)), tensor_(std::move(tensor)), ticket_(std::move(ticket)) {}
+  TensorTicket(std::shared_ptr<Io> io, std::shared_ptr<const DirectFile> file, Memory memory, Ticket ticket)
+      : io_(std::move(io)), file_(std::move(file)), memory_(std::move(memory)), ticket_(std::move(ticket)) {}
   TensorTicket(TensorTicket&&) = default;
   TensorTicket& operator=(TensorTicket&&) = default;
   ~TensorTicket() {
-    if (ticket_.done()) return;
-    const py::gil_scoped_release released;
-    (void)Ticket(std::move(ticket_));
+    try {
+      wait(std::nullopt);
+    } catch (...) {  // the status of a ticket that dies is discarded
+    }
   }
 
   /// False if `seconds` are over before.
   bool wait(std::optional<double> seconds) {
-    // With the interpreter's lock while nothing blocks: among threads, handing it over costs more than a transfer.
-    std::optional<py::gil_scoped_release> released;
-    if (!ticket_.done()) released.emplace();
+    if (seconds && !(*seconds >= 0))
+      throw SettingError(fmt::format("timeout = {} is no number of seconds", *seconds));
+    bool has_ended = false;
+    try {
+      // With the interpreter's lock while nothing blocks: among threads, handing it over costs more than a transfer.
+      std::optional<py::gil_scoped_release> released;
+      if (!ticket_.done()) released.emplace();
+      has_ended = wait_until(seconds);
+    } catch (...) {
+      unpin(/*succeeded=*/false);
+      throw;
+    }
+    if (has_ended) unpin(/*succeeded=*/true);
+    return has_ended;
+  }
+  bool done() const { return ticket_.done(); }
+
+ private:
+  bool wait_until(std::optional<double> seconds) const {
     if (!seconds) {
       ticket_.wait();
       return true;
     }
-    if (!(*seconds >= 0)) throw SettingError(fmt::format("timeout = {} is no number of seconds", *seconds));
     constexpr double kLongest = 1e9;
     const std::chrono::duration<double> longest(std::min(*seconds, kLongest));
     return ticket_.wait_until(std::chrono::steady_clock::now() +
                               std::chrono::duration_cast<std::chrono::steady_clock::duration>(longest));
   }
-  bool done() const { return ticket_.done(); }
+  void unpin(bool succeeded) {
+    if (!memory_.pin) return;
+    std::optional<TensorPin> pin = std::exchange(memory_.pin, std::nullopt);
+    const py::gil_scoped_release released;
+    if (succeeded) pin->release();
+    pin.reset();
+  }
 
- private:
   std::shared_ptr<Io> io_;
   std::shared_ptr<const DirectFile> file_;
-  at::Tensor tensor_;
+  Memory memory_;
   Ticket ticket_;
 };
 
@@ -70,11 +99,16 @@ TensorTicket start(const std::shared_ptr<DirectFile>& file, const std::shared_pt
         fmt::format("\"{}\": a transfer needs a contiguous tensor in the host's memory, and this one is on {}{}",
                     file->name(), tensor.device().str(), tensor.is_contiguous() ? "" : ", with gaps"));
   }
+  Memory memory{tensor.storage(), std::nullopt};
+  if (is_paged(tensor)) {
+    const py::gil_scoped_release released;
+    memory.pin = pin(tensor, reads ? Access::write : Access::read);
+  }
   const auto* data = static_cast<const std::byte*>(reads ? tensor.mutable_data_ptr() : tensor.const_data_ptr());
   if (reads && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   Ticket ticket = file->start(*io, reads ? Direction::read : Direction::write, offset, const_cast<std::byte*>(data),
                               tensor.nbytes());
-  return {io, file, tensor, std::move(ticket)};
+  return {io, file, std::move(memory), std::move(ticket)};
 }
 
 /// Aligned memory for tensors.

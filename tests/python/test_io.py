@@ -154,6 +154,61 @@ def test_a_ticket_keeps_what_it_uses(path):
     assert torch.equal(kept, content)
 
 
+def test_a_ticket_keeps_memory_that_its_tensor_lets_go_of(path):
+    content = random_bytes(SIZE)
+    with zeropage.io.open(path, "w", size=SIZE) as file:
+        file.write(content)
+        arena = zeropage.io.Arena(SIZE)
+        buffer = arena.empty(SIZE, dtype=torch.uint8)
+        ticket = file.start_read(buffer)
+        buffer.data = torch.empty(0, dtype=torch.uint8)
+        with pytest.raises(BudgetError):
+            arena.empty(SIZE, dtype=torch.uint8)
+        del ticket
+        arena.empty(SIZE, dtype=torch.uint8)
+
+
+def test_paged_tensors_are_pinned_until_their_transfers_have_ended(path, disk):
+    settings = dict(device="cpu", parameters="disk", disk_path=disk, resident_below=1)
+    with zeropage.init(**settings, device_memory="1MB", host_memory="1MB") as space:
+        first, second = torch.nn.Parameter(torch.zeros(200_000)), torch.nn.Parameter(torch.zeros(200_000))
+    content = torch.randn(200_000)
+    with zeropage.io.open(path, "w") as file, torch.no_grad():
+        file.write(content)
+        file.read(first)
+        assert torch.equal(first, content)
+        with zeropage.pinned(first):
+            ticket = file.start_read(first[100:], offset=400)
+        with pytest.raises(BudgetError), zeropage.pinned(second):  # there is no memory but that of the first
+            pass
+        ticket.wait()
+        with zeropage.pinned(second):
+            second.fill_(1)
+        zeropage.evict(first)
+        assert torch.equal(first, content)
+        file.write(second)
+        file.read(content)
+        assert content.eq(1).all()
+    space.close()
+
+
+def test_threads_wait_for_one_ticket(path):
+    size = 64 << 20
+    with zeropage.io.open(path, "w", size=size) as file:
+        buffer = zeropage.io.empty(size, dtype=torch.uint8)
+        ticket = file.start_write(buffer)
+        threads = [threading.Thread(target=ticket.wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ticket.done()
+        short = file.start_read(buffer, size - 1)
+        for _ in range(2):
+            with pytest.raises(DiskError, match="only 1 B"):
+                short.wait()
+
+
 def test_what_a_graph_has_saved_notices_a_read(path):
     with zeropage.io.open(path, "w") as file:
         file.write(torch.ones(4))
