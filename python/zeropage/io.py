@@ -16,6 +16,7 @@ left at its ends, and all other transfers, go through the page cache.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterable
@@ -210,13 +211,19 @@ def empty(*sizes: int, dtype: torch.dtype = torch.float32, pin_memory: bool = Fa
 def _tensor_of(buffer: Buffer, written: bool) -> torch.Tensor:
     if isinstance(buffer, torch.Tensor):
         return buffer
-    view = memoryview(buffer)
+    name = type(buffer).__name__
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise _core.SettingError(f"{name} cannot be transferred: {error}; give a tensor or a buffer") from None
+    if "O" in re.sub(":[^:]*:", "", view.format):  # names of fields stand between colons
+        raise _core.SettingError(f"{name} holds Python objects, whose bytes are addresses: give it another dtype")
     if written and view.readonly:
-        raise _core.SettingError(f"{type(buffer).__name__} cannot be read into: it is read-only")
+        raise _core.SettingError(f"{name} cannot be read into: it is read-only")
     if view.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if not view.c_contiguous:
-        raise _core.SettingError(f"{type(buffer).__name__} has gaps: a transfer needs memory in one piece")
+        raise _core.SettingError(f"{name} has gaps: a transfer needs memory in one piece")
     with warnings.catch_warnings():  # of memory that may not be written: it is not
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(view.cast("B"), dtype=torch.uint8)

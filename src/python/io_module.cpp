@@ -99,6 +99,12 @@ TensorTicket start(const std::shared_ptr<DirectFile>& file, const std::shared_pt
         fmt::format("\"{}\": a transfer needs a contiguous tensor in the host's memory, and this one is on {}{}",
                     file->name(), tensor.device().str(), tensor.is_contiguous() ? "" : ", with gaps"));
   }
+  if (tensor.is_conj() || tensor.is_neg()) {
+    throw SettingError(
+        fmt::format("\"{}\": the tensor is a view of numbers that are {}, and its memory holds others; give {}",
+                    file->name(), tensor.is_conj() ? "conjugated" : "negated",
+                    tensor.is_conj() ? "tensor.resolve_conj()" : "tensor.resolve_neg()"));
+  }
   Memory memory{tensor.storage(), std::nullopt};
   if (is_paged(tensor)) {
     const py::gil_scoped_release released;

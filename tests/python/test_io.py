@@ -66,6 +66,34 @@ def test_other_buffers(path):
             file.read(b"cannot")
         with pytest.raises(SettingError, match="gaps"):
             file.read(torch.empty(4, 4)[:, ::2])
+        with pytest.raises(SettingError, match="cannot be transferred"):
+            file.write(numpy.zeros(2, dtype="M8[s]"))
+        with pytest.raises(SettingError, match="Python objects"):
+            file.write(numpy.array([None]))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float32", [("a", "f4"), ("Other", "c16")]])
+def test_arrays_of_any_dtype(path, dtype):
+    array = numpy.zeros((3, 5), dtype=dtype)
+    array.view(numpy.uint8)[:] = numpy.arange(array.view(numpy.uint8).shape[1])
+    back = numpy.zeros_like(array)
+    with zeropage.io.open(path, "w") as file:
+        file.write(array, 10)
+        file.read(back, 10)
+        assert file.size == 10 + array.nbytes and back.tobytes() == array.tobytes()
+
+
+def test_numbers_that_memory_does_not_hold_are_refused(path):
+    numbers = torch.randn(8, dtype=torch.complex64)
+    with zeropage.io.open(path, "w") as file:
+        with pytest.raises(SettingError, match=r"resolve_conj\(\)"):
+            file.write(numbers.conj())
+        with pytest.raises(SettingError, match=r"resolve_neg\(\)"):
+            file.write(torch._neg_view(numbers.real.contiguous()))
+        file.write(numbers.conj().resolve_conj())
+        back = torch.empty_like(numbers)
+        file.read(back)
+        assert torch.equal(back, numbers.conj())
 
 
 def test_many_transfers_of_threads_and_files_are_under_way_together(disk, engine):
