@@ -182,13 +182,16 @@ def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine
 class Arena:
     """One region of memory, on huge pages, from which aligned buffers are cut, of any sizes and in any order.
 
-    `pin_memory`: that an accelerator can copy from and to at full speed, as torch has it.
+    A forked child does not have it: there, buffers of the parent must not be touched, and `empty()` raises
+    AccessError.
+
+    `pin_memory`: that an accelerator can copy from and to at full speed, as torch has it. A buffer may die while a
+    copy with `non_blocking=True` is under way: its memory is used again, or given back to torch, only when the arena
+    has no other or another arena of this kind is made; and first all that accelerators were asked for is waited for.
     """
 
     def __init__(self, size: int, *, pin_memory: bool = False) -> None:
-        blocks = -(-size // 4096) + 1
-        region = torch.empty(blocks * 4096, dtype=torch.uint8, pin_memory=True) if pin_memory else None
-        self._core = _core.TensorArena(size) if region is None else _core.TensorArena(region)
+        self._core = _core.TensorArena(size, pin_memory)
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor whose memory goes back to the arena when it dies. Raises BudgetError if there is not enough."""
@@ -201,7 +204,8 @@ class Arena:
 
 
 def empty(*sizes: int, dtype: torch.dtype = torch.float32, pin_memory: bool = False) -> torch.Tensor:
-    """A tensor in an arena of its own: aligned for transfers past the page cache. Raises BudgetError."""
+    """A tensor in an arena of its own, of which the same holds: aligned for transfers past the page cache. Raises
+    BudgetError."""
     size = dtype.itemsize
     for extent in sizes:
         size *= extent
