@@ -11,6 +11,9 @@ memoryview, a NumPy array). A view is a range: `file.read(tensor[a:b], offset)`.
 files; they are under way together. The whole disk blocks (4 KiB) of a transfer go past the page cache where the
 memory's address and the offset are the same modulo 4 KiB, as those of `empty()` and an aligned offset are; what is
 left at its ends, and all other transfers, go through the page cache.
+
+A forked child has neither the memory of arenas nor what is under way: there, tickets that had not ended and engines
+of the parent raise AccessError. Files can be used, unless they were opened with an engine.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from typing import Any, TypeAlias
 import torch
 
 from zeropage import _core
-from zeropage._core import DiskError
+from zeropage._core import AccessError, DiskError
 
-__all__ = ["Arena", "DiskError", "Engine", "File", "Ticket", "empty", "open", "wait"]
+__all__ = ["AccessError", "Arena", "DiskError", "Engine", "File", "Ticket", "empty", "open", "wait"]
 
 Buffer: TypeAlias = "torch.Tensor | bytes | bytearray | memoryview | Any"
 
@@ -61,7 +64,6 @@ class _Default:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._kept: list[Engine | None] = []
 
     def get(self) -> Engine:
         with self._lock:
@@ -71,7 +73,6 @@ class _Default:
 
     def forget(self) -> None:
         self._lock = threading.Lock()
-        self._kept.append(self._engine)  # its threads are the parent's: it cannot end here
         self._engine = None
 
 
@@ -86,9 +87,9 @@ class Ticket:
         self._core = core
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the transfer has ended; several threads may wait. Raises DiskError, at every call, if it failed
-        or was short, and TimeoutError if it has not ended after `timeout` seconds: then it goes on, and can be waited
-        for again."""
+        """Returns when the transfer has ended; several threads may wait. Raises DiskError, at every call, if it
+        failed or was short, and TimeoutError if it has not ended after `timeout` seconds: then it goes on, and can be
+        waited for again."""
         if not self._core.wait(timeout):
             raise TimeoutError(f"a transfer has not ended after {timeout} s")
 
@@ -97,12 +98,12 @@ class Ticket:
 
 
 def wait(tickets: Iterable[Ticket]) -> None:
-    """Waits for all, then raises the first DiskError among them."""
-    error: DiskError | None = None
+    """Waits for all, then raises the first error among them."""
+    error: DiskError | AccessError | None = None
     for ticket in tickets:
         try:
             ticket.wait()
-        except DiskError as failed:
+        except (DiskError, AccessError) as failed:
             error = error or failed
     if error is not None:
         raise error
@@ -111,7 +112,7 @@ def wait(tickets: Iterable[Ticket]) -> None:
 class File:
     """An open file; see open()."""
 
-    def __init__(self, core: _core.DirectFile, engine: Engine, path: str) -> None:
+    def __init__(self, core: _core.DirectFile, engine: Engine | None, path: str) -> None:
         self._file: _core.DirectFile | None = core
         self._engine = engine
         self.name = path
@@ -166,7 +167,8 @@ class File:
         if offset < 0:
             raise DiskError(f'"{self.name}": offset {offset} lies before the file\'s begin')
         tensor = _tensor_of(buffer, written=reads)
-        return Ticket(self._open().start(self._engine._core, reads, tensor, offset))
+        engine = self._engine or _default.get()
+        return Ticket(self._open().start(engine._core, reads, tensor, offset))
 
 
 def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine: Engine | None = None) -> File:
@@ -176,7 +178,7 @@ def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine
     if mode not in ("r", "r+", "w"):
         raise _core.SettingError(f'mode = {mode!r} is not known: write "r", "r+" or "w"')
     core = _core.DirectFile.create(name, size) if mode == "w" else _core.DirectFile.open(name, mode == "r+")
-    return File(core, engine or _default.get(), name)
+    return File(core, engine, name)
 
 
 class Arena:

@@ -3,14 +3,16 @@
 import itertools
 import os
 import random
+import signal
 import threading
+import time
 
 import numpy
 import pytest
 import torch
 
 import zeropage.io
-from zeropage import BudgetError, DiskError, SettingError
+from zeropage import AccessError, BudgetError, DiskError, SettingError
 
 pytestmark = pytest.mark.cpu
 SIZE = 3_000_000
@@ -235,6 +237,56 @@ def test_threads_wait_for_one_ticket(path):
         for _ in range(2):
             with pytest.raises(DiskError, match="only 1 B"):
                 short.wait()
+
+
+def in_child(function):
+    """Its result, by a forked child that ends as programs do; None unless the child has ended within 10 s."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def test_forked_children_use_files_and_leave_what_is_their_parents(path):
+    with zeropage.io.open(path, "w", size=SIZE) as file:
+        file.write(random_bytes(SIZE))
+        own = zeropage.io.open(path, engine=zeropage.io.Engine("threads"))
+        ended = own.start_read(torch.empty(SIZE, dtype=torch.uint8))
+        ended.wait()
+        # Enough that some of it is under way when the process forks.
+        many = [file.start_read(torch.empty(SIZE, dtype=torch.uint8)) for _ in range(64)]
+        arena = zeropage.io.Arena(1 << 20)
+        kept = [arena.empty(1000)]
+
+        def child():
+            nonlocal own, ended
+            back = bytearray(SIZE)
+            file.read(back)  # by an engine of the child's own
+            with open(path, "rb") as plain:
+                assert plain.read() == back
+            ended.wait()
+            for raises in (own.start_read, lambda into: arena.empty(1), lambda into: zeropage.io.wait(many)):
+                with pytest.raises(AccessError):
+                    raises(back)
+            own = ended = None
+            many.clear()
+            kept.clear()
+            return 7
+
+        assert in_child(child) == 7
+        zeropage.io.wait(many)
 
 
 def test_what_a_graph_has_saved_notices_a_read(path):
