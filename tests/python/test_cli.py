@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from zeropage._convert.deepspeed_config import convert_config
 
 import zeropage
 
@@ -247,6 +248,34 @@ def test_deepspeed_configurations_become_settings(tmp_path):
         assert name in missing
     again = zeropage_command("convert", str(config), str(out))
     assert again.returncode == 1 and "exists" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "zero, settings",
+    [
+        ({"offload_param": {}}, {"parameters": "device"}),
+        (True, {"stage": 1, "parameters": "device"}),
+        (False, {"stage": 0}),
+        (
+            {
+                "offload_param": {"device": "nvme", "nvme_path": "/one"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/two"},
+            },
+            {"disk_path": "/two:/one"},
+        ),
+        (
+            {
+                "offload_param": {"device": "nvme", "nvme_path": "/one"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/one"},
+            },
+            {"disk_path": "/one"},
+        ),
+    ],
+)
+def test_what_deepspeed_means(zero, settings, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    converted = convert_config(tmp_path / "ds.json").settings
+    assert {name: converted[name] for name in settings} == settings
 
 
 @pytest.mark.parametrize(
