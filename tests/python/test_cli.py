@@ -1,12 +1,18 @@
 """The command `zeropage`. Scripts that know nothing of it print under `zeropage run` what they print without."""
 
 import json
+import os
 import pathlib
+import platform
+import resource
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
+from zeropage._cli import disk_speed, doctor
 from zeropage._convert.deepspeed_config import convert_config
 
 import zeropage
@@ -169,6 +175,24 @@ def test_doctor_looks_at_everything(disk):
     assert ended.returncode == 1 and "no such directory" in ended.stdout
 
 
+@pytest.mark.parametrize("kind", ["file", "below a file", "read only", "without rights"])
+def test_doctor_says_what_is_wrong_with_a_path(kind, tmp_path):
+    if kind == "without rights" and os.geteuid() == 0:
+        pytest.skip("root has all rights")
+    path = {"file": "/etc/hosts", "below a file": "/etc/hosts/disk", "read only": "/sys"}.get(kind, str(tmp_path))
+    tmp_path.chmod(0o600)
+    ended = zeropage_command("doctor", path)
+    tmp_path.chmod(0o700)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    assert "cannot be" in ended.stdout
+
+
+def test_unlimited_locked_memory_is_enough_for_any_kernel(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(platform, "release", lambda: "4.18.0")
+    assert doctor._locked().state == "good"
+
+
 def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk):
     picture = tmp_path / "disk.png"
     short = ["--size", str(32 << 20), "--seconds", "0.01"]
@@ -188,6 +212,64 @@ def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk):
         zeropage.init(device="cpu", disk_path=disk)
     bench = zeropage_command("io", "bench", disk, *short)
     assert bench.returncode == 0 and "in flight" in bench.stdout
+
+
+def command_in(folder, name, text):
+    (folder / name).write_text(f"#!{sys.executable}\n{textwrap.dedent(text)}")
+    (folder / name).chmod(0o700)
+
+
+@pytest.fixture
+def fio(tmp_path, monkeypatch):
+    """Makes a program of this name, from its text, the first in the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return lambda text: command_in(folder, "fio", text)
+
+
+def test_fio_is_given_the_file_and_its_failure_is_no_speed(fio, disk):
+    folder = pathlib.Path(disk, "a:b")
+    folder.mkdir()
+    fio(
+        """
+        import json, os, sys
+        (name,) = [word.partition("=")[2] for word in sys.argv if word.startswith("--filename=")]
+        ok = os.path.exists(name.replace("\\\\:", ":")) and ":" not in name.replace("\\\\:", "")
+        print(json.dumps({"jobs": [{way: {"bw_bytes": 5 * ok} for way in ("read", "write")}]}))
+        """
+    )
+    assert disk_speed.fio_best(folder, 0.01, 1 << 20) == disk_speed.Speeds(5, 5)
+    fio("raise SystemExit(1)")
+    assert disk_speed.fio_best(folder, 0.01, 1 << 20) is None
+    assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_is_told_to_end_leaves_no_file(number, fio, disk, tmp_path):
+    fio(
+        f"""
+        import pathlib, time
+        pathlib.Path({str(tmp_path / "started")!r}).touch()
+        time.sleep(60)
+        """
+    )
+    command = [sys.executable, "-m", "zeropage", "io", "bench", disk, "--size", str(16 << 20), "--seconds", "0"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not (tmp_path / "started").exists():
+        assert running.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 128 + number and "Traceback" not in errors
+    assert not any(pathlib.Path(disk).iterdir())
+
+
+def test_what_is_measured_has_no_name(disk):
+    with disk_speed.scratch_file(pathlib.Path(disk), 1 << 20) as file:
+        file.write(b"1")
+        assert file.size == 1 << 20 and not any(pathlib.Path(disk).iterdir())
 
 
 @pytest.mark.parametrize("name, value", [("io_block", "1000"), ("io_depth", "many"), ("io_depth", "0")])

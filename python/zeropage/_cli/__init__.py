@@ -143,9 +143,12 @@ def doctor_command(path: pathlib.Path) -> None:
 
     The exit status is 1 if something is missing without which nothing can be paged there.
     """
+    from zeropage._cli.disk_speed import ended_in_order
     from zeropage._cli.doctor import show
 
-    if not show(path):
+    with ended_in_order():
+        good = show(path)
+    if not good:
         raise click.exceptions.Exit(1)
 
 
@@ -168,7 +171,9 @@ def _disk_options(command: click.Command) -> click.Command:
 @io_group.command("bench")
 def bench_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
     """Print what the disk of PATH, a directory, reads and writes, by size of request and number in flight."""
-    with _errors_in_one_line():
+    from zeropage._cli.disk_speed import ended_in_order
+
+    with _errors_in_one_line(), ended_in_order():
         _measure(path, size, seconds, picture)
 
 
@@ -176,9 +181,9 @@ def bench_command(path: pathlib.Path, size: int, seconds: float, picture: pathli
 @io_group.command("tune")
 def tune_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
     """The same, and write the best settings to a file in PATH, which spaces with disk_path=PATH read."""
-    from zeropage._cli.disk_speed import best, write_tuned
+    from zeropage._cli.disk_speed import best, ended_in_order, write_tuned
 
-    with _errors_in_one_line():
+    with _errors_in_one_line(), ended_in_order():
         chosen = best(_measure(path, size, seconds, picture))
         written = write_tuned(path, chosen)
     click.echo(f"best: {chosen.engine}, {chosen.block >> 10:,} KiB, {chosen.depth} in flight; written: {written}")

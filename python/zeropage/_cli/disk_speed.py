@@ -6,7 +6,10 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +51,8 @@ def measure(
 ) -> Speeds:
     """`size`: of the file, a multiple of 16 MiB; it is gone afterwards. `bytes_written`: it is there already, written
     through. Raises DiskError."""
-    with _file(directory, size, engine or zio.Engine()) as (file, buffer):
+    with _direct_file(directory, size, engine) as file:
+        buffer = _pieces()
         if not bytes_written:
             _pass(file.start_write, buffer, size, 0)  # the first write of a block costs more
         return Speeds(
@@ -68,13 +72,14 @@ def grid(
     found: dict[tuple[str, int, int], Speeds] = {}
     cases = [(engine, block, depth) for _ in range(2) for engine in engines for block in blocks for depth in depths]
     console = Console(stderr=True)
-    with _file(directory, size, zio.Engine()) as (file, buffer):
+    with _direct_file(directory, size) as file:
+        buffer = _pieces()
         _pass(file.start_write, buffer, size, 0)
         for case in track(cases, "measuring", console=console, transient=True, disable=not console.is_terminal):
             engine = zio.Engine(case[0], block_size=case[1], depth=case[2])
-            with zio.open(file.name, "r+", engine=engine) as own:
-                write = _pass(own.start_write, buffer, size, seconds)
-                read = _pass(own.start_read, buffer, size, seconds)
+            own = zio.File(file._open(), engine, file.name)  # it has no name by which to open it
+            write = _pass(own.start_write, buffer, size, seconds)
+            read = _pass(own.start_read, buffer, size, seconds)
             before = found.get(case, Speeds(0, 0))
             found[case] = Speeds(max(before.read, read), max(before.write, write))
     return [Measured(*case, speeds) for case, speeds in found.items()]
@@ -92,11 +97,12 @@ def best(measured: Iterable[Measured]) -> Measured:
 
 
 def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | None:
-    """The best of fio's engines, 1 MiB at a time, 32 in flight; None where there is no fio."""
+    """The best of fio's engines, 1 MiB at a time, 32 in flight; None where there is no fio, or it fails."""
     if shutil.which("fio") is None:
         return None
-    path = directory / f".zeropage-fio-{os.getpid()}"
-    common = [f"--filename={path}", f"--size={size}", "--bs=1M", "--direct=1", "--iodepth=32", "--output-format=json"]
+    path = _temporary(directory)
+    name = path.replace(":", "\\:")  # which stands between the names of several files
+    common = [f"--filename={name}", f"--size={size}", "--bs=1M", "--direct=1", "--iodepth=32", "--output-format=json"]
     speeds = Speeds(0, 0)
     try:
         for engine in ("io_uring", "libaio"):
@@ -112,8 +118,8 @@ def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | Non
                 job = json.loads(ended.stdout[ended.stdout.index("{") :])["jobs"][0][direction]
                 setattr(speeds, direction, max(getattr(speeds, direction), float(job["bw_bytes"])))
     finally:
-        path.unlink(missing_ok=True)
-    return speeds
+        _remove(path)
+    return speeds if speeds.read > 0 and speeds.write > 0 else None
 
 
 def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
@@ -140,7 +146,7 @@ def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
     if fio:
         console.print(f"fio's best: {fio.read / 1e9:.2f} read, {fio.write / 1e9:.2f} written")
     else:
-        console.print("fio is not installed: no comparison with it")
+        console.print("no comparison with fio: it is not installed, or fails here")
 
 
 def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path) -> None:
@@ -177,26 +183,67 @@ def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
     return path
 
 
-@contextmanager
-def _file(directory: pathlib.Path, size: int, engine: zio.Engine) -> Iterator[tuple[zio.File, torch.Tensor]]:
-    path = directory / f".zeropage-speed-{os.getpid()}"
+def scratch_file(directory: pathlib.Path, size: int, engine: zio.Engine | None = None) -> zio.File:
+    """A file without a name: it is gone when it closes, however the process ends. Raises DiskError."""
+    path = _temporary(directory)
     try:
-        with zio.open(path, "w", size=size, engine=engine) as file:
-            if not file.is_direct:
-                raise _core.DiskError(f"{directory} has no O_DIRECT: what is measured there would be memory")
-            buffer = zio.empty(_AHEAD * _PIECE, dtype=torch.uint8)
-            buffer.view(torch.int64).random_()  # what a disk cannot compress
-            yield file, buffer
+        return zio.open(path, "w", size=size, engine=engine)
     finally:
-        path.unlink(missing_ok=True)
+        _remove(path)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Inside, a program that is told to end, or whose terminal closes, removes its files first."""
+
+    def end(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]  # not of nohup
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _temporary(directory: pathlib.Path) -> str:
+    """The path of a new file, which the caller removes."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=".zeropage-", dir=directory)
+    except OSError as error:
+        raise _core.DiskError(
+            f"{directory} cannot be written: {error.strerror}; choose a folder that you may write to"
+        ) from None
+    os.close(descriptor)
+    return path
+
+
+def _remove(path: str) -> None:
+    pathlib.Path(path).unlink(missing_ok=True)
+
+
+def _direct_file(directory: pathlib.Path, size: int, engine: zio.Engine | None = None) -> zio.File:
+    file = scratch_file(directory, size, engine)
+    if not file.is_direct:
+        raise _core.DiskError(f"{directory} has no O_DIRECT: what is measured there would be memory")
+    return file
+
+
+def _pieces() -> torch.Tensor:
+    buffer = zio.empty(_AHEAD * _PIECE, dtype=torch.uint8)
+    buffer.view(torch.int64).random_()  # what a disk cannot compress
+    return buffer
 
 
 def _pass(start: Callable[[torch.Tensor, int], zio.Ticket], buffer: torch.Tensor, size: int, seconds: float) -> float:
     """Bytes a second over at least `seconds`, and at least one pass through the file."""
-    tickets: list[zio.Ticket | None] = [None] * _AHEAD
+    tickets: list[zio.Ticket | None] = [None] * (buffer.numel() // _PIECE)
     begin, moved = time.perf_counter(), 0
     while moved < size or time.perf_counter() - begin < seconds:
-        slot = moved // _PIECE % _AHEAD
+        slot = moved // _PIECE % len(tickets)
         ticket = tickets[slot]
         if ticket is not None:
             ticket.wait()
