@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from zeropage._cli import disk_speed, doctor
 from zeropage._convert.deepspeed_config import convert_config
 
 import zeropage
+from zeropage import _core
 
 pytestmark = pytest.mark.cpu
 
@@ -193,7 +195,11 @@ def test_unlimited_locked_memory_is_enough_for_any_kernel(monkeypatch):
     assert doctor._locked().state == "good"
 
 
-def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk):
+def refused(*_settings):
+    raise zeropage.SettingError("not allowed here")
+
+
+def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypatch, fio):
     picture = tmp_path / "disk.png"
     short = ["--size", str(32 << 20), "--seconds", "0.01"]
     ended = zeropage_command("io", "tune", disk, *short, "--picture", str(picture))
@@ -201,17 +207,50 @@ def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk):
     assert "1,024 KiB" in ended.stdout and "written:" in ended.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     (tuned,) = pathlib.Path(disk).iterdir()
+    assert tuned.stat().st_mode & 0o777 == 0o644
     settings = json.loads(tuned.read_text())
     assert settings.pop("io") in ("uring", "threads")
+    # Of which training's reads ahead and writes behind have half.
+    assert settings["io_depth"] == 2 * int(re.search(r"([0-9]+) in flight; written", ended.stdout)[1])
     space = zeropage.init(device="cpu", parameters="disk", disk_path=disk, device_memory="4MB", host_memory="4MB")
     assert {name: space.config[name] for name in settings} == {name: str(value) for name, value in settings.items()}
     space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB", io="threads")
     assert (space.config["io"], space.config["io_depth"]) == ("threads", "auto")
+    # Where io_uring is forbidden, what was found with it does not count.
+    tuned.write_text('{"io": "uring", "io_block": 65536, "io_depth": 4}')
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "Io", refused)
+        space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB")
+    assert (space.config["io_block"], space.config["io_depth"]) == ("auto", "auto")
     tuned.write_text("{}")
     with pytest.raises(zeropage.SettingError, match=r"zeropage-io\.json is not what `zeropage io tune` writes"):
         zeropage.init(device="cpu", disk_path=disk)
     bench = zeropage_command("io", "bench", disk, *short)
     assert bench.returncode == 0 and "in flight" in bench.stdout
+    tuned.unlink()
+    fio("raise SystemExit(1)")  # for time
+    ended = zeropage_command("io", "tune", disk, *short, "--picture", str(tmp_path / "missing" / "disk.png"))
+    assert ended.returncode == 1 and "disk.png cannot be written" in ended.stderr and "Traceback" not in ended.stderr
+    assert set(json.loads(tuned.read_text())) == {"io", "io_block", "io_depth"}
+
+
+def test_as_much_is_under_way_as_the_grid_says():
+    most = max(disk_speed.BLOCKS) * max(disk_speed.DEPTHS)
+    under_way, found = 0, []
+
+    class Ticket:
+        def __init__(self, part, _offset):
+            nonlocal under_way
+            self.bytes = part.numel()
+            under_way += self.bytes
+            found.append(under_way)
+
+        def wait(self):
+            nonlocal under_way
+            under_way -= self.bytes
+
+    disk_speed._pass(Ticket, disk_speed._pieces(most), 2 * most, 0)
+    assert max(found) > most and under_way == 0
 
 
 def command_in(folder, name, text):

@@ -22,12 +22,13 @@ from rich.table import Table
 
 import zeropage.io as zio
 from zeropage import _core
-from zeropage._tuned import TUNED_NAME
+from zeropage._tuned import TUNED_NAME, has_uring
 
 BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (4, 16, 32, 64)
 _PIECE = 16 << 20  # bytes of a transfer, of which a request is a part
-_AHEAD = 8  # transfers under way
+_SPARE = 4  # transfers under way beside those whose requests are in flight
+_MOST_DEPTH = 1024  # of io_depth
 
 
 @dataclass
@@ -52,7 +53,7 @@ def measure(
     """`size`: of the file, a multiple of 16 MiB; it is gone afterwards. `bytes_written`: it is there already, written
     through. Raises DiskError."""
     with _direct_file(directory, size, engine) as file:
-        buffer = _pieces()
+        buffer = _pieces(64 << 20)  # in flight by default
         if not bytes_written:
             _pass(file.start_write, buffer, size, 0)  # the first write of a block costs more
         return Speeds(
@@ -64,16 +65,12 @@ def grid(
     directory: pathlib.Path, seconds: float, size: int, blocks: Sequence[int], depths: Sequence[int]
 ) -> list[Measured]:
     """Every block and depth of each engine that can be had, twice, alternating; of the two the faster counts."""
-    engines = ["uring", "threads"]
-    try:
-        _core.Io("uring")
-    except _core.SettingError:
-        engines.remove("uring")
+    engines = ["uring", "threads"] if has_uring() else ["threads"]
     found: dict[tuple[str, int, int], Speeds] = {}
     cases = [(engine, block, depth) for _ in range(2) for engine in engines for block in blocks for depth in depths]
     console = Console(stderr=True)
     with _direct_file(directory, size) as file:
-        buffer = _pieces()
+        buffer = _pieces(max(blocks) * max(depths))
         _pass(file.start_write, buffer, size, 0)
         for case in track(cases, "measuring", console=console, transient=True, disable=not console.is_terminal):
             engine = zio.Engine(case[0], block_size=case[1], depth=case[2])
@@ -150,7 +147,7 @@ def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
 
 
 def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path) -> None:
-    """The same as a picture. Raises SettingError where matplotlib is not installed."""
+    """The same as a picture. Raises SettingError where matplotlib is not installed, or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -169,17 +166,31 @@ def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path
         axis.set_xticks(sorted({m.depth for m in measured}), [str(d) for d in sorted({m.depth for m in measured})])
     axes[0].set_ylabel("GB/s")
     axes[1].legend(fontsize="small")
-    figure.savefig(picture, dpi=150)
+    try:
+        figure.savefig(picture, dpi=150)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise _core.SettingError(f"{picture} cannot be written: {reason}") from None
 
 
 def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
-    """The file that spaces with this disk_path read."""
+    """The file that spaces with this disk_path read. Raises DiskError.
+
+    What is measured here is waited for, and has all of io_depth. What training reads ahead and writes behind has half
+    of it: so twice as much is written.
+    """
     path = directory / TUNED_NAME
-    settings = {"io": chosen.engine, "io_block": chosen.block, "io_depth": chosen.depth}
+    settings = {"io": chosen.engine, "io_block": chosen.block, "io_depth": min(2 * chosen.depth, _MOST_DEPTH)}
+    made = _temporary(directory)
     try:
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+        with open(made, "w", encoding="utf-8") as file:
+            file.write(json.dumps(settings, indent=2) + "\n")
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(made, path)  # a space that starts meanwhile reads the one file or the other
     except OSError as error:
         raise _core.DiskError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        _remove(made)
     return path
 
 
@@ -232,8 +243,9 @@ def _direct_file(directory: pathlib.Path, size: int, engine: zio.Engine | None =
     return file
 
 
-def _pieces() -> torch.Tensor:
-    buffer = zio.empty(_AHEAD * _PIECE, dtype=torch.uint8)
+def _pieces(in_flight: int) -> torch.Tensor:
+    """What transfers use that keep so many bytes in flight."""
+    buffer = zio.empty((-(-in_flight // _PIECE) + _SPARE) * _PIECE, dtype=torch.uint8)
     buffer.view(torch.int64).random_()  # what a disk cannot compress
     return buffer
 
