@@ -12,10 +12,20 @@ TUNED_NAME = "zeropage-io.json"
 _SETTINGS = ("io", "io_block", "io_depth")
 
 
+def has_uring() -> bool:
+    """Whether io_uring is built in and allowed."""
+    try:
+        _core.Io("uring")
+    except _core.SettingError:
+        return False
+    return True
+
+
 def add_tuned(config: _core.Config) -> None:
     """Sets what is left to us of how requests go to the disk as the first directory of disk_path has it written.
 
-    A file of another user does not count. Raises SettingError for one that `zeropage io tune` has not written.
+    A file of another user does not count, nor one for an engine that cannot be had here. Raises SettingError for one
+    that `zeropage io tune` has not written.
     """
     given = dict(config.items())
     disk = (given["disk_path"] or "/var/tmp").split(":")[0]
@@ -31,5 +41,7 @@ def add_tuned(config: _core.Config) -> None:
         raise _core.SettingError(f"{path} is not what `zeropage io tune` writes ({error!r}): remove it") from None
     if any(given[name] != "auto" for name in _SETTINGS):
         return  # what is best together is not best apart
+    if settings["io"] == "uring" and not has_uring():
+        return
     for name, value in settings.items():
         config.set(name, value)

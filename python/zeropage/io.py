@@ -11,11 +11,15 @@ memoryview, a NumPy array). A view is a range: `file.read(tensor[a:b], offset)`.
 files; they are under way together. The whole disk blocks (4 KiB) of a transfer go past the page cache where the
 memory's address and the offset are the same modulo 4 KiB, as those of `empty()` and an aligned offset are; what is
 left at its ends, and all other transfers, go through the page cache.
+
+A forked child has neither the memory of arenas nor what is under way: there, tickets that had not ended and engines
+of the parent raise AccessError. Files can be used, unless they were opened with an engine.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterable
@@ -24,9 +28,9 @@ from typing import Any, TypeAlias
 import torch
 
 from zeropage import _core
-from zeropage._core import DiskError
+from zeropage._core import AccessError, DiskError
 
-__all__ = ["Arena", "DiskError", "Engine", "File", "Ticket", "empty", "open", "wait"]
+__all__ = ["AccessError", "Arena", "DiskError", "Engine", "File", "Ticket", "empty", "open", "wait"]
 
 Buffer: TypeAlias = "torch.Tensor | bytes | bytearray | memoryview | Any"
 
@@ -60,7 +64,6 @@ class _Default:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._kept: list[Engine | None] = []
 
     def get(self) -> Engine:
         with self._lock:
@@ -70,7 +73,6 @@ class _Default:
 
     def forget(self) -> None:
         self._lock = threading.Lock()
-        self._kept.append(self._engine)  # its threads are the parent's: it cannot end here
         self._engine = None
 
 
@@ -85,8 +87,9 @@ class Ticket:
         self._core = core
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the transfer has ended. Raises DiskError if it failed or was short, and TimeoutError if it has
-        not ended after `timeout` seconds: then it goes on, and can be waited for again."""
+        """Returns when the transfer has ended; several threads may wait. Raises DiskError, at every call, if it
+        failed or was short, and TimeoutError if it has not ended after `timeout` seconds: then it goes on, and can be
+        waited for again."""
         if not self._core.wait(timeout):
             raise TimeoutError(f"a transfer has not ended after {timeout} s")
 
@@ -95,12 +98,12 @@ class Ticket:
 
 
 def wait(tickets: Iterable[Ticket]) -> None:
-    """Waits for all, then raises the first DiskError among them."""
-    error: DiskError | None = None
+    """Waits for all, then raises the first error among them."""
+    error: DiskError | AccessError | None = None
     for ticket in tickets:
         try:
             ticket.wait()
-        except DiskError as failed:
+        except (DiskError, AccessError) as failed:
             error = error or failed
     if error is not None:
         raise error
@@ -109,7 +112,7 @@ def wait(tickets: Iterable[Ticket]) -> None:
 class File:
     """An open file; see open()."""
 
-    def __init__(self, core: _core.DirectFile, engine: Engine, path: str) -> None:
+    def __init__(self, core: _core.DirectFile, engine: Engine | None, path: str) -> None:
         self._file: _core.DirectFile | None = core
         self._engine = engine
         self.name = path
@@ -164,7 +167,8 @@ class File:
         if offset < 0:
             raise DiskError(f'"{self.name}": offset {offset} lies before the file\'s begin')
         tensor = _tensor_of(buffer, written=reads)
-        return Ticket(self._open().start(self._engine._core, reads, tensor, offset))
+        engine = self._engine or _default.get()
+        return Ticket(self._open().start(engine._core, reads, tensor, offset))
 
 
 def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine: Engine | None = None) -> File:
@@ -174,19 +178,22 @@ def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine
     if mode not in ("r", "r+", "w"):
         raise _core.SettingError(f'mode = {mode!r} is not known: write "r", "r+" or "w"')
     core = _core.DirectFile.create(name, size) if mode == "w" else _core.DirectFile.open(name, mode == "r+")
-    return File(core, engine or _default.get(), name)
+    return File(core, engine, name)
 
 
 class Arena:
     """One region of memory, on huge pages, from which aligned buffers are cut, of any sizes and in any order.
 
-    `pin_memory`: that an accelerator can copy from and to at full speed, as torch has it.
+    A forked child does not have it: there, buffers of the parent must not be touched, and `empty()` raises
+    AccessError.
+
+    `pin_memory`: that an accelerator can copy from and to at full speed, as torch has it. A buffer may die while a
+    copy with `non_blocking=True` is under way: its memory is used again, or given back to torch, only when the arena
+    has no other or another arena of this kind is made; and first all that accelerators were asked for is waited for.
     """
 
     def __init__(self, size: int, *, pin_memory: bool = False) -> None:
-        blocks = -(-size // 4096) + 1
-        region = torch.empty(blocks * 4096, dtype=torch.uint8, pin_memory=True) if pin_memory else None
-        self._core = _core.TensorArena(size) if region is None else _core.TensorArena(region)
+        self._core = _core.TensorArena(size, pin_memory)
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor whose memory goes back to the arena when it dies. Raises BudgetError if there is not enough."""
@@ -199,7 +206,8 @@ class Arena:
 
 
 def empty(*sizes: int, dtype: torch.dtype = torch.float32, pin_memory: bool = False) -> torch.Tensor:
-    """A tensor in an arena of its own: aligned for transfers past the page cache. Raises BudgetError."""
+    """A tensor in an arena of its own, of which the same holds: aligned for transfers past the page cache. Raises
+    BudgetError."""
     size = dtype.itemsize
     for extent in sizes:
         size *= extent
@@ -209,13 +217,19 @@ def empty(*sizes: int, dtype: torch.dtype = torch.float32, pin_memory: bool = Fa
 def _tensor_of(buffer: Buffer, written: bool) -> torch.Tensor:
     if isinstance(buffer, torch.Tensor):
         return buffer
-    view = memoryview(buffer)
+    name = type(buffer).__name__
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise _core.SettingError(f"{name} cannot be transferred: {error}; give a tensor or a buffer") from None
+    if "O" in re.sub(":[^:]*:", "", view.format):  # names of fields stand between colons
+        raise _core.SettingError(f"{name} holds Python objects, whose bytes are addresses: give it another dtype")
     if written and view.readonly:
-        raise _core.SettingError(f"{type(buffer).__name__} cannot be read into: it is read-only")
+        raise _core.SettingError(f"{name} cannot be read into: it is read-only")
     if view.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if not view.c_contiguous:
-        raise _core.SettingError(f"{type(buffer).__name__} has gaps: a transfer needs memory in one piece")
+        raise _core.SettingError(f"{name} has gaps: a transfer needs memory in one piece")
     with warnings.catch_warnings():  # of memory that may not be written: it is not
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(view.cast("B"), dtype=torch.uint8)

@@ -1,16 +1,24 @@
 #include "io_module.h"
 
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <fmt/format.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <mutex>
+#include <vector>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/process.h"
 #include "zeropage/io/arena.h"
 #include "zeropage/io/direct_file.h"
+#include "zeropage/space/space.h"
 
 namespace py = pybind11;
 
@@ -26,40 +34,68 @@ IoEngine engine_of(const std::string& name) {
   throw SettingError(fmt::format("\"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", name));
 }
 
-/// A ticket with all that its transfer uses.
+/// What a transfer reads or writes. The storage, for `tensor.data = other` takes it away from a tensor; of a paged
+/// tensor, its pages too.
+struct Memory {
+  c10::Storage storage;
+  std::optional<TensorPin> pin;
+};
+
+/// A ticket with all that its transfer uses. The interpreter's lock guards its members.
 class TensorTicket {
  public:
-  TensorTicket(std::shared_ptr<Io> io, std::shared_ptr<const DirectFile> file, at::Tensor tensor, Ticket ticket)
-      : io_(std::move(io)), file_(std::move(file)), tensor_(std::move(tensor)), ticket_(std::move(ticket)) {}
+  TensorTicket(std::shared_ptr<Io> io, std::shared_ptr<const DirectFile> file, Memory memory, Ticket ticket)
+      : io_(std::move(io)), file_(std::move(file)), memory_(std::move(memory)), ticket_(std::move(ticket)) {}
   TensorTicket(TensorTicket&&) = default;
   TensorTicket& operator=(TensorTicket&&) = default;
   ~TensorTicket() {
-    if (ticket_.done()) return;
-    const py::gil_scoped_release released;
-    (void)Ticket(std::move(ticket_));
+    try {
+      wait(std::nullopt);
+    } catch (...) {  // the status of a ticket that dies is discarded
+    }
   }
 
   /// False if `seconds` are over before.
   bool wait(std::optional<double> seconds) {
-    // With the interpreter's lock while nothing blocks: among threads, handing it over costs more than a transfer.
-    std::optional<py::gil_scoped_release> released;
-    if (!ticket_.done()) released.emplace();
+    if (seconds && !(*seconds >= 0))
+      throw SettingError(fmt::format("timeout = {} is no number of seconds", *seconds));
+    bool has_ended = false;
+    try {
+      // With the interpreter's lock while nothing blocks: among threads, handing it over costs more than a transfer.
+      std::optional<py::gil_scoped_release> released;
+      if (!ticket_.done()) released.emplace();
+      has_ended = wait_until(seconds);
+    } catch (...) {
+      unpin(/*succeeded=*/false);
+      throw;
+    }
+    if (has_ended) unpin(/*succeeded=*/true);
+    return has_ended;
+  }
+  bool done() const { return ticket_.done(); }
+
+ private:
+  bool wait_until(std::optional<double> seconds) const {
     if (!seconds) {
       ticket_.wait();
       return true;
     }
-    if (!(*seconds >= 0)) throw SettingError(fmt::format("timeout = {} is no number of seconds", *seconds));
     constexpr double kLongest = 1e9;
     const std::chrono::duration<double> longest(std::min(*seconds, kLongest));
     return ticket_.wait_until(std::chrono::steady_clock::now() +
                               std::chrono::duration_cast<std::chrono::steady_clock::duration>(longest));
   }
-  bool done() const { return ticket_.done(); }
+  void unpin(bool succeeded) {
+    if (!memory_.pin) return;
+    std::optional<TensorPin> pin = std::exchange(memory_.pin, std::nullopt);
+    const py::gil_scoped_release released;
+    if (succeeded) pin->release();
+    pin.reset();
+  }
 
- private:
   std::shared_ptr<Io> io_;
   std::shared_ptr<const DirectFile> file_;
-  at::Tensor tensor_;
+  Memory memory_;
   Ticket ticket_;
 };
 
@@ -70,23 +106,95 @@ TensorTicket start(const std::shared_ptr<DirectFile>& file, const std::shared_pt
         fmt::format("\"{}\": a transfer needs a contiguous tensor in the host's memory, and this one is on {}{}",
                     file->name(), tensor.device().str(), tensor.is_contiguous() ? "" : ", with gaps"));
   }
+  if (tensor.is_conj() || tensor.is_neg()) {
+    throw SettingError(
+        fmt::format("\"{}\": the tensor is a view of numbers that are {}, and its memory holds others; give {}",
+                    file->name(), tensor.is_conj() ? "conjugated" : "negated",
+                    tensor.is_conj() ? "tensor.resolve_conj()" : "tensor.resolve_neg()"));
+  }
+  Memory memory{tensor.storage(), std::nullopt};
+  if (is_paged(tensor)) {
+    const py::gil_scoped_release released;
+    memory.pin = pin(tensor, reads ? Access::write : Access::read);
+  }
   const auto* data = static_cast<const std::byte*>(reads ? tensor.mutable_data_ptr() : tensor.const_data_ptr());
   if (reads && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   Ticket ticket = file->start(*io, reads ? Direction::read : Direction::write, offset, const_cast<std::byte*>(data),
                               tensor.nbytes());
-  return {io, file, tensor, std::move(ticket)};
+  return {io, file, std::move(memory), std::move(ticket)};
+}
+
+/// [Note: copies of devices] Torch knows which copies of devices use what it has pinned, and keeps that until they
+/// are over; of what is cut from it, torch does not know. So blocks of pinned memory that die are kept here, and all
+/// that they keep, until memory is asked for that only they have. Then the devices are waited for. Not when blocks
+/// die: a thread that captures a graph may let go of one, and must not wait for its device.
+class Retired {
+ public:
+  void add(std::shared_ptr<void> memory) {
+    if (process_ != process_generation()) {  // a thread that is not here may hold the lock
+      new auto(std::move(memory));
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    kept_.push_back({next_++, std::move(memory)});
+  }
+
+  /// Returns when the devices have done all that they were asked for, and what died before is free. False if there
+  /// was none.
+  bool free() {
+    std::uint64_t end = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (kept_.empty()) return false;
+      end = next_;
+    }
+    synchronize();
+    std::vector<Kept> past;  // freed without the lock
+    const std::lock_guard lock(mutex_);
+    std::ranges::partition_copy(std::exchange(kept_, {}), std::back_inserter(past), std::back_inserter(kept_),
+                                [&](const Kept& kept) { return kept.number < end; });
+    return true;
+  }
+
+ private:
+  struct Kept {
+    std::uint64_t number;
+    std::shared_ptr<void> memory;
+  };
+  static void synchronize() {
+    const auto type = at::accelerator::getAccelerator();
+    if (!type) return;
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
+    for (c10::DeviceIndex device = 0; device < at::accelerator::deviceCount(); ++device) {
+      if (hooks.hasPrimaryContext(device)) at::accelerator::synchronizeDevice(device);
+    }
+  }
+
+  std::mutex mutex_;
+  std::uint64_t next_ = 0;
+  std::vector<Kept> kept_;
+  const std::uint64_t process_ = process_generation();
+};
+
+Retired& retired() {
+  static auto* const made = new Retired;  // never ends: tensors die when the process ends, too
+  return *made;
 }
 
 /// Aligned memory for tensors.
 class TensorArena {
  public:
-  explicit TensorArena(std::size_t bytes) : arena_(std::make_shared<Arena>(bytes)) {}
-  /// From memory that a tensor holds: pinned by torch.
-  explicit TensorArena(const at::Tensor& region) {
-    auto* const data = static_cast<std::byte*>(region.mutable_data_ptr());
-    const std::size_t skipped =
-        round_up(reinterpret_cast<std::uintptr_t>(data), kBlockBytes) - reinterpret_cast<std::uintptr_t>(data);
-    const std::span<std::byte> memory(data + skipped, round_down(region.nbytes() - skipped, kBlockBytes));
+  explicit TensorArena(std::size_t bytes, bool is_pinned) : is_pinned_(is_pinned) {
+    if (!is_pinned) {
+      arena_ = std::make_shared<Arena>(bytes);
+      return;
+    }
+    retired().free();
+    const std::size_t whole = round_up(bytes, kBlockBytes);
+    const auto options = at::TensorOptions().dtype(c10::kByte).pinned_memory(true);
+    const at::Tensor region = at::empty({static_cast<std::int64_t>(whole + kBlockBytes)}, options);
+    const auto address = reinterpret_cast<std::uintptr_t>(region.mutable_data_ptr());
+    const std::span<std::byte> memory(reinterpret_cast<std::byte*>(round_up(address, kBlockBytes)), whole);
     arena_ = {new Arena(memory), [region](Arena* arena) { delete arena; }};
   }
 
@@ -96,18 +204,23 @@ class TensorArena {
     for (const std::int64_t size : sizes) bytes *= static_cast<std::size_t>(std::max<std::int64_t>(size, 0));
     if (bytes == 0) return at::empty(sizes, options);
     std::optional<Block> block = arena_->try_allocate(bytes);
+    if (!block && is_pinned_ && retired().free()) block = arena_->try_allocate(bytes);
     if (!block) {
       throw BudgetError(fmt::format("an arena of {} has no {} free: make it larger, or let go of buffers",
                                     format_bytes(arena_->capacity()), format_bytes(bytes)));
     }
     auto held = std::make_shared<std::pair<std::shared_ptr<Arena>, Block>>(arena_, std::move(*block));
     void* const data = held->second.data();
-    return at::from_blob(data, sizes, [held = std::move(held)](void*) mutable { held.reset(); }, options);
+    auto let_go = [held = std::move(held), is_pinned = is_pinned_](void*) mutable {
+      is_pinned ? retired().add(std::move(held)) : held.reset();
+    };
+    return at::from_blob(data, sizes, std::move(let_go), options);
   }
   std::size_t capacity() const { return arena_->capacity(); }
 
  private:
   std::shared_ptr<Arena> arena_;
+  bool is_pinned_;
 };
 
 }  // namespace
@@ -145,9 +258,8 @@ void bind_io(py::module_& module) {
       .def_property_readonly("is_direct", &DirectFile::is_direct);
 
   py::class_<TensorArena>(module, "TensorArena")
-      .def(py::init<std::size_t>(), py::arg("bytes"))
-      .def(py::init<const at::Tensor&>(), py::arg("region"))
-      .def("empty", &TensorArena::empty, py::arg("sizes"), py::arg("dtype"))
+      .def(py::init<std::size_t, bool>(), py::arg("bytes"), py::arg("pin_memory"), ReleaseGil())
+      .def("empty", &TensorArena::empty, py::arg("sizes"), py::arg("dtype"), ReleaseGil())
       .def_property_readonly("capacity", &TensorArena::capacity);
 }
 

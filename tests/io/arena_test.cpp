@@ -1,12 +1,16 @@
 #include "zeropage/io/arena.h"
 
 #include <doctest/doctest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <vector>
 
+#include "forked_child.h"
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
 using namespace zeropage;
@@ -98,6 +102,23 @@ TEST_CASE("an arena that joins holes for ever keeps its memory and finds address
     blocks.push_back(std::move(*block));
   }
   CHECK(refused == 0);
+}
+
+TEST_CASE("an arena that dies in a forked child leaves what the child has mapped in its place") {
+  auto arena = std::make_unique<Arena>(64 * kMiB);
+  auto block = arena->try_allocate(kMiB);
+  const int result = in_forked_child([&] {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+    void* const own = ::mmap(arena->base(), kHugePageBytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+    if (own != arena->base()) return 1;
+    std::memset(own, 7, kHugePageBytes);
+    if (!throws<AccessError>([&] { (void)arena->try_allocate(kMiB); })) return 2;
+    block.reset();
+    arena.reset();
+    return static_cast<const char*>(own)[kHugePageBytes - 1] == 7 ? 0 : 3;
+  });
+  CHECK(result == 0);
+  std::memset(block->data(), 1, block->bytes());
 }
 
 TEST_CASE("memory that is registered is not mapped anew") {

@@ -1,11 +1,19 @@
 #include "zeropage/io/direct_file.h"
 
 #include <doctest/doctest.h>
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 
+#include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <random>
 #include <vector>
 
+#include "../forked_child.h"
 #include "../temporary_directory.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/io/arena.h"
@@ -19,6 +27,39 @@ std::vector<std::byte> random_bytes(std::size_t count, unsigned seed) {
   std::vector<std::byte> bytes(count);
   for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
   return bytes;
+}
+
+/// Notes what is started, and whether it goes past the page cache.
+struct RecordingIo final : Io {
+  struct Started {
+    std::size_t offset, bytes, address;
+    bool is_direct;
+  };
+  void start(const Transfer& transfer, Priority priority, Completion completion) override {
+    started.push_back({transfer.offset, transfer.bytes, reinterpret_cast<std::size_t>(transfer.buffer),
+                       (::fcntl(transfer.file->descriptor(), F_GETFL) & O_DIRECT) != 0});
+    below->start(transfer, priority, std::move(completion));
+  }
+  void wait_all() override { below->wait_all(); }
+  std::string_view name() const override { return "recording"; }
+  std::vector<Started> started;
+  std::unique_ptr<Io> below = make_io();
+};
+
+/// From now on the system refuses this process reads of one disk block, as a file system does whose O_DIRECT needs
+/// more. False where that cannot be had.
+bool refuse_reads_of_one_block() {
+  sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pread64, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, kBlockBytes, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program{std::size(filter), filter};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0) == 0;
 }
 
 }  // namespace
@@ -89,6 +130,61 @@ TEST_CASE("a part that cannot start ends the whole ticket with its error, once t
   const Block block = *arena.try_allocate(64 * kKiB);
   Ticket ticket = file.start(io, Direction::read, 1, block.data() + 1, 20'000);
   CHECK_THROWS_WITH_AS(ticket.wait(), "refused", DiskError);
+}
+
+TEST_CASE("whole disk blocks go past the page cache, and only what shares one goes through it") {
+  TemporaryDirectory directory;
+  RecordingIo io;
+  const DirectFile file = DirectFile::create(directory.path() + "/file", 200'000);
+  REQUIRE(file.is_direct());
+  Arena arena(kMiB);
+  const Block block = *arena.try_allocate(256 * kKiB);
+  const auto at = [&](std::size_t shift) { return block.data() + shift; };
+  for (const Direction direction : {Direction::write, Direction::read}) {
+    io.started.clear();
+    file.start(io, direction, 8 * kKiB, at(0), 64 * kKiB).wait();
+    REQUIRE(io.started.size() == 1);
+    CHECK(io.started[0].is_direct);
+    CHECK(io.started[0].bytes == 64 * kKiB);
+
+    io.started.clear();
+    file.start(io, direction, 1'000, at(1'000), 100'000).wait();
+    REQUIRE(io.started.size() == 3);
+    std::size_t direct = 0, cached = 0;
+    for (const auto& part : io.started) {
+      if (!part.is_direct) {
+        CHECK(part.bytes < kBlockBytes);
+        cached += part.bytes;
+        continue;
+      }
+      CHECK(part.offset % kBlockBytes == 0);
+      CHECK(part.bytes % kBlockBytes == 0);
+      CHECK(part.address % kBlockBytes == 0);
+      direct += part.bytes;
+    }
+    CHECK(direct == round_down(std::size_t{101'000}, kBlockBytes) - kBlockBytes);
+    CHECK(direct + cached == 100'000);
+
+    io.started.clear();
+    file.start(io, direction, 1'000, at(0), 100'000).wait();  // no address of it suits the disk
+    REQUIRE(io.started.size() == 1);
+    CHECK_FALSE(io.started[0].is_direct);
+  }
+}
+
+TEST_CASE("where O_DIRECT can be opened and every transfer is refused, all goes through the page cache") {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/file";
+  const auto data = random_bytes(100'000, 1);
+  File::create(path, data.size()).write(0, data.data(), data.size());
+  constexpr int kCannotTell = 3;
+  const int result = in_forked_child([&] {
+    if (!refuse_reads_of_one_block()) return kCannotTell;
+    return DirectFile::open(path).is_direct() ? 1 : 0;
+  });
+  if (result == kCannotTell) return;
+  CHECK(result == 0);
+  CHECK(DirectFile::open(path).is_direct());
 }
 
 TEST_CASE("a ticket that has not ended by its deadline is waited for again") {

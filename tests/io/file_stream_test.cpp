@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <random>
 #include <string_view>
 
@@ -101,6 +102,23 @@ TEST_CASE("a write that fails is an error of a later write or of the end, and is
   io.set_outcome([](const Transfer& transfer) { return transfer.offset == 0 ? -EIO : 1; });
   const auto data = random_bytes(2 * FileWriter::kBufferBytes);
   CHECK_THROWS_AS((writer.write(0, data), writer.finish()), DiskError);
+  CHECK_THROWS_AS(writer.finish(), DiskError);
+}
+
+TEST_CASE("what could not be written is an error of every flush, and is written when it can be") {
+  TemporaryDirectory directory;
+  FailingIo io;
+  const std::string path = directory.path() + "/file";
+  const auto data = random_bytes(10'000);
+  File file = File::create(path, data.size());
+  File writable = std::exchange(file, File::open(path, /*writable=*/false));
+  FileWriter writer(io, file);
+  writer.write(0, std::span(data).first(100));  // less than a disk block: through the page cache
+  for (int i = 0; i < 2; ++i) CHECK_THROWS_AS(writer.flush(), DiskError);
+  std::swap(file, writable);
+  writer.finish();
+  const auto content = content_of(path);
+  CHECK(std::equal(data.begin(), data.begin() + 100, content.begin()));
 }
 
 TEST_CASE("a file cut short and one that is missing are errors, and the reader goes on") {

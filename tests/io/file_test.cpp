@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <sys/stat.h>
 
+#include <filesystem>
 #include <fstream>
 
 #include "temporary_directory.h"
@@ -18,6 +19,34 @@ TEST_CASE("a swap file has no name and is for its owner only") {
   REQUIRE(::fstat(file.descriptor(), &info) == 0);
   CHECK((info.st_mode & 0777) == 0600);
   CHECK(info.st_nlink == 0);
+}
+
+TEST_CASE("a file is opened again for O_DIRECT as the same file, though another has its name") {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/file", other = directory.path() + "/other";
+  const File file = File::create(path, 4096);
+  File::create(other, 4096);
+  std::filesystem::rename(other, path);
+  const File direct = file.reopen_direct(/*writable=*/true);
+  REQUIRE(direct);
+  struct stat expected {
+  }, got{};
+  REQUIRE(::fstat(file.descriptor(), &expected) == 0);
+  REQUIRE(::fstat(direct.descriptor(), &got) == 0);
+  CHECK(got.st_ino == expected.st_ino);
+  std::filesystem::remove(path);
+  CHECK(file.reopen_direct(/*writable=*/false));
+}
+
+TEST_CASE("where there is no room for a file, the one that was there is not removed") {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/file", other_name = directory.path() + "/other";
+  std::ofstream(path) << "content";
+  std::filesystem::create_hard_link(path, other_name);
+  CHECK_THROWS_WITH_AS(File::create(path, std::uint64_t{1} << 50), doctest::Contains("are free on its disk"),
+                       DiskError);
+  CHECK(std::filesystem::hard_link_count(path) == 2);
+  CHECK(std::filesystem::file_size(path) == 0);
 }
 
 TEST_CASE("an unusable directory is an error that says what is wrong with it") {

@@ -11,6 +11,7 @@
 #include <random>
 #include <thread>
 
+#include "forked_child.h"
 #include "temporary_directory.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
@@ -148,6 +149,61 @@ TEST_CASE("a ticket that is dropped is waited for, so that its buffer is free") 
     auto back = arena.try_allocate(4 * kMiB);
     io->submit({Direction::read, &file, 0, back->data(), 4 * kMiB}).wait();
     CHECK(std::memcmp(back->data(), block->data(), 4 * kMiB) == 0);
+  }
+}
+
+TEST_CASE("while a thread waits for a ticket the transfer is under way for all, and several may wait") {
+  auto pending = Ticket::pending();
+  Ticket& ticket = pending.first;
+  std::atomic<int> returned{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back([&] { ticket.wait(), ++returned; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK_FALSE(ticket.done());
+  CHECK_FALSE(ticket.wait_until(std::chrono::steady_clock::now()));
+  CHECK(returned == 0);
+  pending.second(nullptr);
+  for (auto& thread : threads) thread.join();
+  CHECK(ticket.done());
+}
+
+TEST_CASE("a transfer that failed is an error at every wait") {
+  auto [ticket, completion] = Ticket::pending();
+  completion(std::make_exception_ptr(DiskError("failed")));
+  for (int i = 0; i < 2; ++i) {
+    CHECK_THROWS_WITH_AS(ticket.wait(), "failed", DiskError);
+    CHECK_THROWS_WITH_AS(ticket.wait_until(std::chrono::steady_clock::now()), "failed", DiskError);
+    CHECK(ticket.done());
+  }
+}
+
+TEST_CASE("a forked child is refused what it would wait for in vain, and leaves what is its parent's") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(kMiB);
+    Ticket ended = io->submit({Direction::write, &file, 0, block->data(), kMiB});
+    ended.wait();
+    auto under_way = Ticket::pending();
+    const int wrong = in_forked_child([&] {
+      int wrong = 0;
+      wrong += !throws<AccessError>([&] { (void)io->submit({Direction::read, &file, 0, block->data(), kMiB}); });
+      wrong += !throws<AccessError>([&] { io->wait_all(); });
+      io->expedite({block->data(), kMiB});
+      ended.wait();
+      wrong += !throws<AccessError>([&] { under_way.first.wait(); });
+      wrong += !under_way.first.done();
+      { const Ticket dropped = std::move(under_way.first); }
+      { const Ticket dropped = std::move(ended); }
+      io.reset();
+      return wrong;
+    });
+    CHECK(wrong == 0);
+    under_way.second(nullptr);
+    under_way.first.wait();
+    io->submit({Direction::read, &file, 0, block->data(), kMiB}).wait();
   }
 }
 

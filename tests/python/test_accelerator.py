@@ -54,6 +54,19 @@ def test_every_schedule_of_the_streams_gives_the_same_bits(disk):
         assert same(trained(config), plain), f"schedule {seed}"
 
 
+def test_pinned_memory_is_used_again_after_the_copies_from_it(disk):
+    torch.sim.set_delays(1, 100_000)
+    arena = zeropage.io.Arena(1 << 20, pin_memory=True)
+    copies = []
+    for i in range(8):
+        source = arena.empty(1 << 18).fill_(i)
+        assert source.is_pinned()
+        copies.append(source.to("sim", non_blocking=True))
+        del source
+    for i, copy in enumerate(copies):
+        assert copy.cpu().eq(i).all()
+
+
 def train_without(waiting, awaited, seed, disk):
     """In a process of its own, which may crash: prints whether the bits are those of plain training."""
     devices.use("sim", 0)

@@ -1,14 +1,23 @@
 """The command `zeropage`. Scripts that know nothing of it print under `zeropage run` what they print without."""
 
 import json
+import os
 import pathlib
+import platform
+import re
+import resource
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
+from zeropage._cli import disk_speed, doctor
+from zeropage._convert.deepspeed_config import convert_config
 
 import zeropage
+from zeropage import _core
 
 pytestmark = pytest.mark.cpu
 
@@ -168,7 +177,29 @@ def test_doctor_looks_at_everything(disk):
     assert ended.returncode == 1 and "no such directory" in ended.stdout
 
 
-def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk):
+@pytest.mark.parametrize("kind", ["file", "below a file", "read only", "without rights"])
+def test_doctor_says_what_is_wrong_with_a_path(kind, tmp_path):
+    if kind == "without rights" and os.geteuid() == 0:
+        pytest.skip("root has all rights")
+    path = {"file": "/etc/hosts", "below a file": "/etc/hosts/disk", "read only": "/sys"}.get(kind, str(tmp_path))
+    tmp_path.chmod(0o600)
+    ended = zeropage_command("doctor", path)
+    tmp_path.chmod(0o700)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    assert "cannot be" in ended.stdout
+
+
+def test_unlimited_locked_memory_is_enough_for_any_kernel(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(platform, "release", lambda: "4.18.0")
+    assert doctor._locked().state == "good"
+
+
+def refused(*_settings):
+    raise zeropage.SettingError("not allowed here")
+
+
+def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypatch, fio):
     picture = tmp_path / "disk.png"
     short = ["--size", str(32 << 20), "--seconds", "0.01"]
     ended = zeropage_command("io", "tune", disk, *short, "--picture", str(picture))
@@ -176,17 +207,108 @@ def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk):
     assert "1,024 KiB" in ended.stdout and "written:" in ended.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     (tuned,) = pathlib.Path(disk).iterdir()
+    assert tuned.stat().st_mode & 0o777 == 0o644
     settings = json.loads(tuned.read_text())
     assert settings.pop("io") in ("uring", "threads")
+    # Of which training's reads ahead and writes behind have half.
+    assert settings["io_depth"] == 2 * int(re.search(r"([0-9]+) in flight; written", ended.stdout)[1])
     space = zeropage.init(device="cpu", parameters="disk", disk_path=disk, device_memory="4MB", host_memory="4MB")
     assert {name: space.config[name] for name in settings} == {name: str(value) for name, value in settings.items()}
     space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB", io="threads")
     assert (space.config["io"], space.config["io_depth"]) == ("threads", "auto")
+    # Where io_uring is forbidden, what was found with it does not count.
+    tuned.write_text('{"io": "uring", "io_block": 65536, "io_depth": 4}')
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "Io", refused)
+        space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB")
+    assert (space.config["io_block"], space.config["io_depth"]) == ("auto", "auto")
     tuned.write_text("{}")
     with pytest.raises(zeropage.SettingError, match=r"zeropage-io\.json is not what `zeropage io tune` writes"):
         zeropage.init(device="cpu", disk_path=disk)
     bench = zeropage_command("io", "bench", disk, *short)
     assert bench.returncode == 0 and "in flight" in bench.stdout
+    tuned.unlink()
+    fio("raise SystemExit(1)")  # for time
+    ended = zeropage_command("io", "tune", disk, *short, "--picture", str(tmp_path / "missing" / "disk.png"))
+    assert ended.returncode == 1 and "disk.png cannot be written" in ended.stderr and "Traceback" not in ended.stderr
+    assert set(json.loads(tuned.read_text())) == {"io", "io_block", "io_depth"}
+
+
+def test_as_much_is_under_way_as_the_grid_says():
+    most = max(disk_speed.BLOCKS) * max(disk_speed.DEPTHS)
+    under_way, found = 0, []
+
+    class Ticket:
+        def __init__(self, part, _offset):
+            nonlocal under_way
+            self.bytes = part.numel()
+            under_way += self.bytes
+            found.append(under_way)
+
+        def wait(self):
+            nonlocal under_way
+            under_way -= self.bytes
+
+    disk_speed._pass(Ticket, disk_speed._pieces(most), 2 * most, 0)
+    assert max(found) > most and under_way == 0
+
+
+def command_in(folder, name, text):
+    (folder / name).write_text(f"#!{sys.executable}\n{textwrap.dedent(text)}")
+    (folder / name).chmod(0o700)
+
+
+@pytest.fixture
+def fio(tmp_path, monkeypatch):
+    """Makes a program of this name, from its text, the first in the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return lambda text: command_in(folder, "fio", text)
+
+
+def test_fio_is_given_the_file_and_its_failure_is_no_speed(fio, disk):
+    folder = pathlib.Path(disk, "a:b")
+    folder.mkdir()
+    fio(
+        """
+        import json, os, sys
+        (name,) = [word.partition("=")[2] for word in sys.argv if word.startswith("--filename=")]
+        ok = os.path.exists(name.replace("\\\\:", ":")) and ":" not in name.replace("\\\\:", "")
+        print(json.dumps({"jobs": [{way: {"bw_bytes": 5 * ok} for way in ("read", "write")}]}))
+        """
+    )
+    assert disk_speed.fio_best(folder, 0.01, 1 << 20) == disk_speed.Speeds(5, 5)
+    fio("raise SystemExit(1)")
+    assert disk_speed.fio_best(folder, 0.01, 1 << 20) is None
+    assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_is_told_to_end_leaves_no_file(number, fio, disk, tmp_path):
+    fio(
+        f"""
+        import pathlib, time
+        pathlib.Path({str(tmp_path / "started")!r}).touch()
+        time.sleep(60)
+        """
+    )
+    command = [sys.executable, "-m", "zeropage", "io", "bench", disk, "--size", str(16 << 20), "--seconds", "0"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not (tmp_path / "started").exists():
+        assert running.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 128 + number and "Traceback" not in errors
+    assert not any(pathlib.Path(disk).iterdir())
+
+
+def test_what_is_measured_has_no_name(disk):
+    with disk_speed.scratch_file(pathlib.Path(disk), 1 << 20) as file:
+        file.write(b"1")
+        assert file.size == 1 << 20 and not any(pathlib.Path(disk).iterdir())
 
 
 @pytest.mark.parametrize("name, value", [("io_block", "1000"), ("io_depth", "many"), ("io_depth", "0")])
@@ -247,6 +369,34 @@ def test_deepspeed_configurations_become_settings(tmp_path):
         assert name in missing
     again = zeropage_command("convert", str(config), str(out))
     assert again.returncode == 1 and "exists" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "zero, settings",
+    [
+        ({"offload_param": {}}, {"parameters": "device"}),
+        (True, {"stage": 1, "parameters": "device"}),
+        (False, {"stage": 0}),
+        (
+            {
+                "offload_param": {"device": "nvme", "nvme_path": "/one"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/two"},
+            },
+            {"disk_path": "/two:/one"},
+        ),
+        (
+            {
+                "offload_param": {"device": "nvme", "nvme_path": "/one"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/one"},
+            },
+            {"disk_path": "/one"},
+        ),
+    ],
+)
+def test_what_deepspeed_means(zero, settings, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    converted = convert_config(tmp_path / "ds.json").settings
+    assert {name: converted[name] for name in settings} == settings
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 import itertools
 import os
 import random
+import signal
 import threading
+import time
 
 import numpy
 import pytest
 import torch
 
 import zeropage.io
-from zeropage import BudgetError, DiskError, SettingError
+from zeropage import AccessError, BudgetError, DiskError, SettingError
 
 pytestmark = pytest.mark.cpu
 SIZE = 3_000_000
@@ -66,6 +68,34 @@ def test_other_buffers(path):
             file.read(b"cannot")
         with pytest.raises(SettingError, match="gaps"):
             file.read(torch.empty(4, 4)[:, ::2])
+        with pytest.raises(SettingError, match="cannot be transferred"):
+            file.write(numpy.zeros(2, dtype="M8[s]"))
+        with pytest.raises(SettingError, match="Python objects"):
+            file.write(numpy.array([None]))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float32", [("a", "f4"), ("Other", "c16")]])
+def test_arrays_of_any_dtype(path, dtype):
+    array = numpy.zeros((3, 5), dtype=dtype)
+    array.view(numpy.uint8)[:] = numpy.arange(array.view(numpy.uint8).shape[1])
+    back = numpy.zeros_like(array)
+    with zeropage.io.open(path, "w") as file:
+        file.write(array, 10)
+        file.read(back, 10)
+        assert file.size == 10 + array.nbytes and back.tobytes() == array.tobytes()
+
+
+def test_numbers_that_memory_does_not_hold_are_refused(path):
+    numbers = torch.randn(8, dtype=torch.complex64)
+    with zeropage.io.open(path, "w") as file:
+        with pytest.raises(SettingError, match=r"resolve_conj\(\)"):
+            file.write(numbers.conj())
+        with pytest.raises(SettingError, match=r"resolve_neg\(\)"):
+            file.write(torch._neg_view(numbers.real.contiguous()))
+        file.write(numbers.conj().resolve_conj())
+        back = torch.empty_like(numbers)
+        file.read(back)
+        assert torch.equal(back, numbers.conj())
 
 
 def test_many_transfers_of_threads_and_files_are_under_way_together(disk, engine):
@@ -152,6 +182,111 @@ def test_a_ticket_keeps_what_it_uses(path):
     ticket.wait(timeout=30)
     ticket.wait()
     assert torch.equal(kept, content)
+
+
+def test_a_ticket_keeps_memory_that_its_tensor_lets_go_of(path):
+    content = random_bytes(SIZE)
+    with zeropage.io.open(path, "w", size=SIZE) as file:
+        file.write(content)
+        arena = zeropage.io.Arena(SIZE)
+        buffer = arena.empty(SIZE, dtype=torch.uint8)
+        ticket = file.start_read(buffer)
+        buffer.data = torch.empty(0, dtype=torch.uint8)
+        with pytest.raises(BudgetError):
+            arena.empty(SIZE, dtype=torch.uint8)
+        del ticket
+        arena.empty(SIZE, dtype=torch.uint8)
+
+
+def test_paged_tensors_are_pinned_until_their_transfers_have_ended(path, disk):
+    settings = dict(device="cpu", parameters="disk", disk_path=disk, resident_below=1)
+    with zeropage.init(**settings, device_memory="1MB", host_memory="1MB") as space:
+        first, second = torch.nn.Parameter(torch.zeros(200_000)), torch.nn.Parameter(torch.zeros(200_000))
+    content = torch.randn(200_000)
+    with zeropage.io.open(path, "w") as file, torch.no_grad():
+        file.write(content)
+        file.read(first)
+        assert torch.equal(first, content)
+        with zeropage.pinned(first):
+            ticket = file.start_read(first[100:], offset=400)
+        with pytest.raises(BudgetError), zeropage.pinned(second):  # there is no memory but that of the first
+            pass
+        ticket.wait()
+        with zeropage.pinned(second):
+            second.fill_(1)
+        zeropage.evict(first)
+        assert torch.equal(first, content)
+        file.write(second)
+        file.read(content)
+        assert content.eq(1).all()
+    space.close()
+
+
+def test_threads_wait_for_one_ticket(path):
+    size = 64 << 20
+    with zeropage.io.open(path, "w", size=size) as file:
+        buffer = zeropage.io.empty(size, dtype=torch.uint8)
+        ticket = file.start_write(buffer)
+        threads = [threading.Thread(target=ticket.wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ticket.done()
+        short = file.start_read(buffer, size - 1)
+        for _ in range(2):
+            with pytest.raises(DiskError, match="only 1 B"):
+                short.wait()
+
+
+def in_child(function):
+    """Its result, by a forked child that ends as programs do; None unless the child has ended within 10 s."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def test_forked_children_use_files_and_leave_what_is_their_parents(path):
+    with zeropage.io.open(path, "w", size=SIZE) as file:
+        file.write(random_bytes(SIZE))
+        own = zeropage.io.open(path, engine=zeropage.io.Engine("threads"))
+        ended = own.start_read(torch.empty(SIZE, dtype=torch.uint8))
+        ended.wait()
+        # Enough that some of it is under way when the process forks.
+        many = [file.start_read(torch.empty(SIZE, dtype=torch.uint8)) for _ in range(64)]
+        arena = zeropage.io.Arena(1 << 20)
+        kept = [arena.empty(1000)]
+
+        def child():
+            nonlocal own, ended
+            back = bytearray(SIZE)
+            file.read(back)  # by an engine of the child's own
+            with open(path, "rb") as plain:
+                assert plain.read() == back
+            ended.wait()
+            for raises in (own.start_read, lambda into: arena.empty(1), lambda into: zeropage.io.wait(many)):
+                with pytest.raises(AccessError):
+                    raises(back)
+            own = ended = None
+            many.clear()
+            kept.clear()
+            return 7
+
+        assert in_child(child) == 7
+        zeropage.io.wait(many)
 
 
 def test_what_a_graph_has_saved_notices_a_read(path):

@@ -17,7 +17,7 @@ from zeropage import _core
 from zeropage._checkpoint.contents import Progress
 
 if TYPE_CHECKING:
-    from zeropage._cli.disk_speed import Measured
+    from zeropage._cli.disk_speed import Measured, Speeds
 
 _FOLDER = click.Path(path_type=pathlib.Path)
 
@@ -186,9 +186,12 @@ def doctor_command(path: pathlib.Path) -> None:
 
     The exit status is 1 if something is missing without which nothing can be paged there.
     """
+    from zeropage._cli.disk_speed import ended_in_order
     from zeropage._cli.doctor import show
 
-    if not show(path):
+    with ended_in_order():
+        good = show(path)
+    if not good:
         raise click.exceptions.Exit(1)
 
 
@@ -211,33 +214,43 @@ def _disk_options(command: click.Command) -> click.Command:
 @io_group.command("bench")
 def bench_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
     """Print what the disk of PATH, a directory, reads and writes, by size of request and number in flight."""
-    with _errors_in_one_line():
-        _measure(path, size, seconds, picture)
+    from zeropage._cli.disk_speed import ended_in_order
+
+    with _errors_in_one_line(), ended_in_order():
+        measured, fio = _measure(path, size, seconds)
+        _draw(measured, fio, picture)
 
 
 @_disk_options
 @io_group.command("tune")
 def tune_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
     """The same, and write the best settings to a file in PATH, which spaces with disk_path=PATH read."""
-    from zeropage._cli.disk_speed import best, write_tuned
+    from zeropage._cli.disk_speed import best, ended_in_order, write_tuned
 
-    with _errors_in_one_line():
-        chosen = best(_measure(path, size, seconds, picture))
+    with _errors_in_one_line(), ended_in_order():
+        measured, fio = _measure(path, size, seconds)
+        chosen = best(measured)
         written = write_tuned(path, chosen)
-    click.echo(f"best: {chosen.engine}, {chosen.block >> 10:,} KiB, {chosen.depth} in flight; written: {written}")
+        click.echo(f"best: {chosen.engine}, {chosen.block >> 10:,} KiB, {chosen.depth} in flight; written: {written}")
+        _draw(measured, fio, picture)
 
 
-def _measure(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> list[Measured]:
-    from zeropage._cli.disk_speed import BLOCKS, DEPTHS, draw, fio_best, grid, show
+def _measure(path: pathlib.Path, size: int, seconds: float) -> tuple[list[Measured], Speeds | None]:
+    from zeropage._cli.disk_speed import BLOCKS, DEPTHS, fio_best, grid, show
 
     size = max(size >> 24, 1) << 24
     measured = grid(path, seconds, size, BLOCKS, DEPTHS)
     fio = fio_best(path, max(2 * seconds, 1), size)
     show(measured, fio)
+    return measured, fio
+
+
+def _draw(measured: list[Measured], fio: Speeds | None, picture: pathlib.Path | None) -> None:
+    from zeropage._cli.disk_speed import draw
+
     if picture is not None:
         draw(measured, fio, picture)
         click.echo(f"written: {picture}")
-    return measured
 
 
 def _write_new(path: pathlib.Path, text: str) -> None:

@@ -6,7 +6,10 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +22,13 @@ from rich.table import Table
 
 import zeropage.io as zio
 from zeropage import _core
-from zeropage._tuned import TUNED_NAME
+from zeropage._tuned import TUNED_NAME, has_uring
 
 BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (4, 16, 32, 64)
 _PIECE = 16 << 20  # bytes of a transfer, of which a request is a part
-_AHEAD = 8  # transfers under way
+_SPARE = 4  # transfers under way beside those whose requests are in flight
+_MOST_DEPTH = 1024  # of io_depth
 
 
 @dataclass
@@ -48,7 +52,8 @@ def measure(
 ) -> Speeds:
     """`size`: of the file, a multiple of 16 MiB; it is gone afterwards. `bytes_written`: it is there already, written
     through. Raises DiskError."""
-    with _file(directory, size, engine or zio.Engine()) as (file, buffer):
+    with _direct_file(directory, size, engine) as file:
+        buffer = _pieces(64 << 20)  # in flight by default
         if not bytes_written:
             _pass(file.start_write, buffer, size, 0)  # the first write of a block costs more
         return Speeds(
@@ -60,21 +65,18 @@ def grid(
     directory: pathlib.Path, seconds: float, size: int, blocks: Sequence[int], depths: Sequence[int]
 ) -> list[Measured]:
     """Every block and depth of each engine that can be had, twice, alternating; of the two the faster counts."""
-    engines = ["uring", "threads"]
-    try:
-        _core.Io("uring")
-    except _core.SettingError:
-        engines.remove("uring")
+    engines = ["uring", "threads"] if has_uring() else ["threads"]
     found: dict[tuple[str, int, int], Speeds] = {}
     cases = [(engine, block, depth) for _ in range(2) for engine in engines for block in blocks for depth in depths]
     console = Console(stderr=True)
-    with _file(directory, size, zio.Engine()) as (file, buffer):
+    with _direct_file(directory, size) as file:
+        buffer = _pieces(max(blocks) * max(depths))
         _pass(file.start_write, buffer, size, 0)
         for case in track(cases, "measuring", console=console, transient=True, disable=not console.is_terminal):
             engine = zio.Engine(case[0], block_size=case[1], depth=case[2])
-            with zio.open(file.name, "r+", engine=engine) as own:
-                write = _pass(own.start_write, buffer, size, seconds)
-                read = _pass(own.start_read, buffer, size, seconds)
+            own = zio.File(file._open(), engine, file.name)  # it has no name by which to open it
+            write = _pass(own.start_write, buffer, size, seconds)
+            read = _pass(own.start_read, buffer, size, seconds)
             before = found.get(case, Speeds(0, 0))
             found[case] = Speeds(max(before.read, read), max(before.write, write))
     return [Measured(*case, speeds) for case, speeds in found.items()]
@@ -92,11 +94,12 @@ def best(measured: Iterable[Measured]) -> Measured:
 
 
 def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | None:
-    """The best of fio's engines, 1 MiB at a time, 32 in flight; None where there is no fio."""
+    """The best of fio's engines, 1 MiB at a time, 32 in flight; None where there is no fio, or it fails."""
     if shutil.which("fio") is None:
         return None
-    path = directory / f".zeropage-fio-{os.getpid()}"
-    common = [f"--filename={path}", f"--size={size}", "--bs=1M", "--direct=1", "--iodepth=32", "--output-format=json"]
+    path = _temporary(directory)
+    name = path.replace(":", "\\:")  # which stands between the names of several files
+    common = [f"--filename={name}", f"--size={size}", "--bs=1M", "--direct=1", "--iodepth=32", "--output-format=json"]
     speeds = Speeds(0, 0)
     try:
         for engine in ("io_uring", "libaio"):
@@ -112,8 +115,8 @@ def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | Non
                 job = json.loads(ended.stdout[ended.stdout.index("{") :])["jobs"][0][direction]
                 setattr(speeds, direction, max(getattr(speeds, direction), float(job["bw_bytes"])))
     finally:
-        path.unlink(missing_ok=True)
-    return speeds
+        _remove(path)
+    return speeds if speeds.read > 0 and speeds.write > 0 else None
 
 
 def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
@@ -140,11 +143,11 @@ def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
     if fio:
         console.print(f"fio's best: {fio.read / 1e9:.2f} read, {fio.write / 1e9:.2f} written")
     else:
-        console.print("fio is not installed: no comparison with it")
+        console.print("no comparison with fio: it is not installed, or fails here")
 
 
 def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path) -> None:
-    """The same as a picture. Raises SettingError where matplotlib is not installed."""
+    """The same as a picture. Raises SettingError where matplotlib is not installed, or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -163,40 +166,96 @@ def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path
         axis.set_xticks(sorted({m.depth for m in measured}), [str(d) for d in sorted({m.depth for m in measured})])
     axes[0].set_ylabel("GB/s")
     axes[1].legend(fontsize="small")
-    figure.savefig(picture, dpi=150)
+    try:
+        figure.savefig(picture, dpi=150)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise _core.SettingError(f"{picture} cannot be written: {reason}") from None
 
 
 def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
-    """The file that spaces with this disk_path read."""
+    """The file that spaces with this disk_path read. Raises DiskError.
+
+    What is measured here is waited for, and has all of io_depth. What training reads ahead and writes behind has half
+    of it: so twice as much is written.
+    """
     path = directory / TUNED_NAME
-    settings = {"io": chosen.engine, "io_block": chosen.block, "io_depth": chosen.depth}
+    settings = {"io": chosen.engine, "io_block": chosen.block, "io_depth": min(2 * chosen.depth, _MOST_DEPTH)}
+    made = _temporary(directory)
     try:
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+        with open(made, "w", encoding="utf-8") as file:
+            file.write(json.dumps(settings, indent=2) + "\n")
+            os.fchmod(file.fileno(), 0o644)
+        os.replace(made, path)  # a space that starts meanwhile reads the one file or the other
     except OSError as error:
         raise _core.DiskError(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        _remove(made)
     return path
 
 
-@contextmanager
-def _file(directory: pathlib.Path, size: int, engine: zio.Engine) -> Iterator[tuple[zio.File, torch.Tensor]]:
-    path = directory / f".zeropage-speed-{os.getpid()}"
+def scratch_file(directory: pathlib.Path, size: int, engine: zio.Engine | None = None) -> zio.File:
+    """A file without a name: it is gone when it closes, however the process ends. Raises DiskError."""
+    path = _temporary(directory)
     try:
-        with zio.open(path, "w", size=size, engine=engine) as file:
-            if not file.is_direct:
-                raise _core.DiskError(f"{directory} has no O_DIRECT: what is measured there would be memory")
-            buffer = zio.empty(_AHEAD * _PIECE, dtype=torch.uint8)
-            buffer.view(torch.int64).random_()  # what a disk cannot compress
-            yield file, buffer
+        return zio.open(path, "w", size=size, engine=engine)
     finally:
-        path.unlink(missing_ok=True)
+        _remove(path)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Inside, a program that is told to end, or whose terminal closes, removes its files first."""
+
+    def end(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]  # not of nohup
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _temporary(directory: pathlib.Path) -> str:
+    """The path of a new file, which the caller removes."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=".zeropage-", dir=directory)
+    except OSError as error:
+        raise _core.DiskError(
+            f"{directory} cannot be written: {error.strerror}; choose a folder that you may write to"
+        ) from None
+    os.close(descriptor)
+    return path
+
+
+def _remove(path: str) -> None:
+    pathlib.Path(path).unlink(missing_ok=True)
+
+
+def _direct_file(directory: pathlib.Path, size: int, engine: zio.Engine | None = None) -> zio.File:
+    file = scratch_file(directory, size, engine)
+    if not file.is_direct:
+        raise _core.DiskError(f"{directory} has no O_DIRECT: what is measured there would be memory")
+    return file
+
+
+def _pieces(in_flight: int) -> torch.Tensor:
+    """What transfers use that keep so many bytes in flight."""
+    buffer = zio.empty((-(-in_flight // _PIECE) + _SPARE) * _PIECE, dtype=torch.uint8)
+    buffer.view(torch.int64).random_()  # what a disk cannot compress
+    return buffer
 
 
 def _pass(start: Callable[[torch.Tensor, int], zio.Ticket], buffer: torch.Tensor, size: int, seconds: float) -> float:
     """Bytes a second over at least `seconds`, and at least one pass through the file."""
-    tickets: list[zio.Ticket | None] = [None] * _AHEAD
+    tickets: list[zio.Ticket | None] = [None] * (buffer.numel() // _PIECE)
     begin, moved = time.perf_counter(), 0
     while moved < size or time.perf_counter() - begin < seconds:
-        slot = moved // _PIECE % _AHEAD
+        slot = moved // _PIECE % len(tickets)
         ticket = tickets[slot]
         if ticket is not None:
             ticket.wait()

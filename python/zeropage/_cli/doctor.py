@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zeropage import _core
-from zeropage._cli.disk_speed import measure
+from zeropage._cli.disk_speed import measure, scratch_file
 
 _STYLES = {"good": "green", "slower": "yellow", "missing": "red"}
 
@@ -136,7 +136,9 @@ def _mappings() -> Finding:
 
 def _locked() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:,.1f} MB"
+    if limit == resource.RLIM_INFINITY:  # -1
+        return Finding("locked memory", "good", "unlimited")
+    found = f"{limit / 1e6:,.1f} MB"
     release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
     if release < (5, 12) and limit < 64 << 20:  # kernels before count a ring's memory
         return Finding("locked memory", "slower", found, "ulimit -l unlimited, or io_uring may not be had")
@@ -144,14 +146,12 @@ def _locked() -> Finding:
 
 
 def _direct(path: pathlib.Path) -> Finding:
-    probe = path / f".zeropage-doctor-{os.getpid()}"
     try:
-        direct = _core.DirectFile.create(str(probe), 4096).is_direct
+        with scratch_file(path, 4096) as file:
+            direct = file.is_direct
     except _core.DiskError as error:
         advice = "give another directory, or the rights to write to it"
         return Finding(f"files in {path}", "missing", str(error), advice)
-    finally:
-        probe.unlink(missing_ok=True)
     if not direct:
         advice = "give a directory on a local disk with ext4, xfs or btrfs"
         return Finding(f"files in {path}", "missing", "no O_DIRECT", advice)
@@ -159,9 +159,12 @@ def _direct(path: pathlib.Path) -> Finding:
 
 
 def _space(path: pathlib.Path) -> Finding:
-    if not path.is_dir():
+    try:
+        disk = os.statvfs(path)
+    except FileNotFoundError:
         return Finding("disk space", "missing", "no such directory", "make it")
-    disk = os.statvfs(path)
+    except OSError as error:
+        return Finding("disk space", "missing", f"{error.strerror}", "give another directory")
     free = disk.f_bavail * disk.f_frsize
     found = f"{free / 1e9:,.1f} GB free"
     if free < 16e9:
@@ -172,7 +175,7 @@ def _space(path: pathlib.Path) -> Finding:
 def _speed(path: pathlib.Path) -> Finding:
     try:
         speeds = measure(path, seconds=1, size=256 << 20)
-    except (_core.DiskError, _core.SettingError) as error:
+    except _core.Error as error:
         return Finding("disk speed", "missing", str(error), "see above")
     found = f"reads {speeds.read / 1e9:.2f} GB/s, writes {speeds.write / 1e9:.2f} GB/s"
     if min(speeds.read, speeds.write) < 1e9:

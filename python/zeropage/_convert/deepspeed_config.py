@@ -137,6 +137,8 @@ class _Reader:
 
     def _stage(self) -> None:
         stage = self._take("zero_optimization.stage", int)
+        if self._take("zero_optimization", bool):  # of older versions
+            stage = 1
         self._stage_number = 0 if stage is None else stage
         if self._stage_number not in (0, 1, 2, 3):
             raise _core.SettingError(f"{self._path}: zero_optimization.stage = {stage} is not 0, 1, 2 or 3")
@@ -147,18 +149,20 @@ class _Reader:
 
     def _homes(self) -> None:
         # DeepSpeed keeps gradients beside the optimizer's states where it offloads these.
+        disks: list[str] = []
         for key, roles in (("offload_optimizer", ("optimizer", "gradients")), ("offload_param", ("parameters",))):
             name = f"zero_optimization.{key}"
             device = self._take(f"{name}.device", str)
-            if self._take(name, dict) == {}:
-                device = "cpu"  # DeepSpeed's default
+            self._take(name, dict)  # {} is the default, none
             if device is not None and device not in _TIERS:
                 raise _core.SettingError(f"{self._path}: {name}.device = {device!r} is not cpu, nvme or none")
             for role in roles:
                 self._out.settings[role] = _TIERS[device or "none"]
             path = self._take(f"{name}.nvme_path", str)
-            if device == "nvme" and path is not None:
-                self._out.settings["disk_path"] = path
+            if device == "nvme" and path is not None and path not in disks:
+                disks.append(path)
+        if disks:
+            self._out.settings["disk_path"] = ":".join(disks)
         if self._take("zero_optimization.cpu_offload", bool):  # of older versions
             self._out.settings |= {"optimizer": "host", "gradients": "host"}
 

@@ -84,7 +84,8 @@ Arena::Arena(std::span<std::byte> region)
 }
 
 Arena::~Arena() {
-  if (!mapped_) return;
+  // Where the region was, a forked child may have mapped memory of its own.
+  if (!mapped_ || is_forked()) return;
   for (const auto& [offset, bytes] : mappings_) ::munmap(base_ + offset, bytes);
   bare_.visit_largest([&](std::size_t offset, std::size_t bytes) { return ::munmap(base_ + offset, bytes) == 0; });
 }
@@ -114,6 +115,9 @@ void Arena::reserve(std::size_t span) {
 }
 
 std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side) {
+  if (is_forked()) {
+    throw AccessError("an arena's memory belongs to the process that made it: a forked child makes one of its own");
+  }
   bytes = round_up(bytes, kBlockBytes);
   FreeList::Entry entry = FreeList::make_entry();
   std::lock_guard lock(mutex_);
@@ -194,6 +198,7 @@ bool Arena::map_anew(Range mapping, std::size_t to) {
 }
 
 void Arena::give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept {
+  if (is_forked()) return;  // a thread that is not here may hold the lock
   std::lock_guard lock(mutex_);
   free_.release(data - base_, bytes, std::move(entry));
 }

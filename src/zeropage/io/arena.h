@@ -7,7 +7,9 @@
 // Pieces are whole units, few enough for the kernel's count of mappings (vm.max_map_count, 65,530 by default).
 //
 // Memory that is registered with a device cannot be mapped anew: with a hook, the region is touched slab by slab, and
-// each slab is announced when it is first used. A forked child does not see the region.
+// each slab is announced when it is first used.
+//
+// A forked child does not have the region: blocks and the arena itself may die there, and nothing else may be done.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "zeropage/base/process.h"
 #include "zeropage/io/free_list.h"
 
 namespace zeropage {
@@ -64,7 +67,8 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  /// Empty if no hole is large enough, nor can be made. Bytes are rounded up to 4 KiB.
+  /// Empty if no hole is large enough, nor can be made. Bytes are rounded up to 4 KiB. Throws AccessError in a forked
+  /// child.
   std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom);
 
   std::size_t capacity() const { return capacity_; }
@@ -80,6 +84,7 @@ class Arena {
   struct Hollow {};
   Arena(std::size_t capacity, Hollow);
   void reserve_for(bool joins);
+  bool is_forked() const { return process_ != process_generation(); }
   void reserve(std::size_t span);
   void give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept;
   void announce(std::size_t offset, std::size_t bytes);
@@ -92,7 +97,8 @@ class Arena {
   std::size_t capacity_;
   std::size_t span_;  // of addresses
   std::size_t unit_ = 0;
-  bool mapped_ = true;                           // by us
+  bool mapped_ = true;  // by us
+  const std::uint64_t process_ = process_generation();
   FreeList free_;                                // memory
   FreeList bare_;                                // addresses with no memory
   std::map<std::size_t, std::size_t> mappings_;  // that the kernel may keep apart, by offset: bytes

@@ -35,12 +35,24 @@ int open_unnamed(const std::string& directory, int flags) {
   return made;
 }
 
-/// Some file systems accept the flag and refuse the write.
+/// Some file systems accept the flag and refuse transfers.
+bool reads_direct(int descriptor) {
+  std::unique_ptr<void, void (*)(void*)> block(std::aligned_alloc(kBlockBytes, kBlockBytes), std::free);
+  return ::pread(descriptor, block.get(), kBlockBytes, 0) >= 0 || errno != EINVAL;
+}
+
+/// The same for writing: an empty file has nothing to read.
 bool writes_direct(int descriptor) {
   std::unique_ptr<void, void (*)(void*)> block(std::aligned_alloc(kBlockBytes, kBlockBytes), std::free);
   std::memset(block.get(), 0, kBlockBytes);
   const ssize_t written = ::pwrite(descriptor, block.get(), kBlockBytes, 0);
   return written == static_cast<ssize_t>(kBlockBytes) || errno != EINVAL;
+}
+
+bool is_same_file(int one, int other) {
+  struct stat a {
+  }, b{};
+  return ::fstat(one, &a) == 0 && ::fstat(other, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
 [[noreturn]] void throw_cannot_page_to(const std::string& directory, int error) {
@@ -79,7 +91,11 @@ File File::make_unnamed(const std::string& directory) {
 }
 
 File File::create(const std::string& path, std::uint64_t bytes) {
-  File file(::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666), path);
+  constexpr int kFlags = O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC;
+  int descriptor = ::open(path.c_str(), kFlags | O_EXCL, 0666);
+  const bool is_new = descriptor >= 0;
+  if (!is_new && errno == EEXIST) descriptor = ::open(path.c_str(), kFlags, 0666);
+  File file(descriptor, path);
   if (!file) {
     throw DiskError(
         fmt::format("\"{}\" cannot be made: {}; choose a folder that you may write to", path, std::strerror(errno)));
@@ -90,7 +106,8 @@ File File::create(const std::string& path, std::uint64_t bytes) {
   if (error == 0) return file;
   struct statvfs disk {};
   const bool known = ::statvfs(path.c_str(), &disk) == 0;
-  ::unlink(path.c_str());
+  // What was there before may be a device, or have other names: it is not ours to remove.
+  is_new ? (void)::unlink(path.c_str()) : (void)!::ftruncate(file.descriptor(), 0);
   throw DiskError(fmt::format(
       "\"{}\" needs {}, and {}: {}; make room there or choose another disk", path, format_bytes(bytes),
       known ? format_bytes(disk.f_bavail * disk.f_frsize) + " are free on its disk" : std::string("cannot have it"),
@@ -106,7 +123,12 @@ File File::open(const std::string& path, bool writable, bool direct) {
 
 File File::reopen_direct(bool writable) const {
   const int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_DIRECT;
-  return File(::open(name_.c_str(), flags), name_);
+  File file(::open(fmt::format("/proc/self/fd/{}", descriptor_).c_str(), flags), name_);
+  if (!file) {  // no /proc: by name, unless another file has that by now
+    File named(::open(name_.c_str(), flags), name_);
+    if (named && is_same_file(named.descriptor(), descriptor_)) file = std::move(named);
+  }
+  return file && reads_direct(file.descriptor()) ? std::move(file) : File();
 }
 
 std::uint64_t File::size() const {

@@ -23,11 +23,13 @@ class File {
   /// A file without a name in `directory`, mode 0600, for O_DIRECT: it is gone when the process is, however it ends,
   /// and nobody else can open it. Throws DiskError, saying which of the directory, the rights or O_DIRECT is missing.
   static File make_unnamed(const std::string& directory);
-  /// A new file of `bytes`, whose space the file system has given. Throws DiskError, with sizes, if the disk is full.
+  /// A file of `bytes`, new or in place of what the file at this path held, whose space the file system has given.
+  /// Throws DiskError, with sizes, if the disk is full; then a file that was there is there, empty, and no new one
+  /// is.
   static File create(const std::string& path, std::uint64_t bytes);
   /// One that exists. `direct`: for O_DIRECT. Throws DiskError.
   static File open(const std::string& path, bool writable, bool direct = false);
-  /// The same file for O_DIRECT; empty where the file system has none.
+  /// The same file for O_DIRECT, whatever has its name now; empty where the file system has none.
   File reopen_direct(bool writable) const;
 
   int descriptor() const { return descriptor_; }

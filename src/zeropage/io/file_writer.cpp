@@ -46,8 +46,10 @@ std::uint32_t FileWriter::write(std::uint64_t offset, std::span<const std::byte>
 /// [Note: edges]
 void FileWriter::send() {
   const std::uint64_t begin = begin_, end = end_;
-  begin_ = base_ = end_;
-  if (begin == end) return;
+  if (begin == end) {
+    base_ = end_;
+    return;
+  }
   Block& block = blocks_[current_];
   const std::uint64_t base = round_down(begin, kBlockBytes);
   const auto at = [&](std::uint64_t offset) { return block.memory.get() + (offset - base); };
@@ -55,9 +57,11 @@ void FileWriter::send() {
   if (!direct_ || middle >= tail) middle = tail = end;
   if (middle > begin) file_.write(begin, at(begin), middle - begin);
   if (end > tail) file_.write(tail, at(tail), end - tail);
-  if (tail == middle) return;
-  block.ticket = io_.submit({Direction::write, &direct_, middle, at(middle), tail - middle}, priority_);
-  current_ = (current_ + 1) % blocks_.size();
+  if (tail > middle) {
+    block.ticket = io_.submit({Direction::write, &direct_, middle, at(middle), tail - middle}, priority_);
+    current_ = (current_ + 1) % blocks_.size();
+  }
+  begin_ = base_ = end_;  // only now: the next flush() tries again what could not be written
 }
 
 void FileWriter::flush() {

@@ -28,7 +28,7 @@ class FileWriter {
   /// `data` is copied, and may change afterwards. Waits while all buffers are on their way. Returns crc32c(crc,
   /// data). Throws DiskError if this write, or one before, failed.
   std::uint32_t write(std::uint64_t offset, std::span<const std::byte> data, std::uint32_t crc = 0);
-  /// Returns when all has been written. Throws DiskError.
+  /// Returns when all has been written. Throws DiskError, and again at the next call unless all is written by then.
   void flush();
   /// The same, and it has reached the disk.
   void finish();

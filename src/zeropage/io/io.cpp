@@ -2,61 +2,104 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <mutex>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/process.h"
 #include "zeropage/io/transfer_queue.h"
 
 namespace zeropage {
+namespace {
+
+/// [Note: forked children]
+class OfOneProcess final : public Io {
+ public:
+  explicit OfOneProcess(std::unique_ptr<Io> io) : io_(std::move(io)) {}
+  ~OfOneProcess() override {
+    if (is_forked()) (void)io_.release();
+  }
+
+  void start(const Transfer& transfer, Priority priority, Completion completion) override {
+    check();
+    io_->start(transfer, priority, std::move(completion));
+  }
+  void expedite(std::span<const std::byte> memory) override {
+    if (!is_forked()) io_->expedite(memory);
+  }
+  void wait_all() override {
+    check();
+    io_->wait_all();
+  }
+  std::string_view name() const override { return io_->name(); }
+
+ private:
+  bool is_forked() const { return process_ != process_generation(); }
+  void check() const {
+    if (is_forked()) {
+      throw AccessError("this I/O engine belongs to the process that made it: a forked child makes one of its own");
+    }
+  }
+
+  std::unique_ptr<Io> io_;
+  const std::uint64_t process_ = process_generation();
+};
+
+}  // namespace
 
 struct Ticket::State {
   std::mutex mutex;
   std::condition_variable ended;
-  bool done = false;
-  std::exception_ptr error;
+  std::atomic<bool> done = false;  // changes under the lock
+  std::exception_ptr error;        // set before it is done, and never again
+  const std::uint64_t process = process_generation();
 
+  /// [Note: forked children]
+  bool is_lost() const { return !done && process != process_generation(); }
   void wait() {
     std::unique_lock lock(mutex);
-    ended.wait(lock, [&] { return done; });
+    ended.wait(lock, [&] { return done.load(); });
   }
 };
 
 Ticket::~Ticket() {
-  if (state_) state_->wait();
-}
-
-void Ticket::wait() {
   if (!state_) return;
-  const auto state = std::exchange(state_, nullptr);
-  state->wait();
-  if (state->error) std::rethrow_exception(state->error);
+  if (state_->process != process_generation()) {
+    new auto(std::move(state_));  // to end a condition variable is to wait for its threads
+  } else {
+    state_->wait();
+  }
 }
 
-bool Ticket::wait_until(std::chrono::steady_clock::time_point deadline) {
-  if (!state_) return true;
-  {
+void Ticket::wait() const {
+  if (!state_) return;
+  if (state_->is_lost()) {
+    throw AccessError("a transfer was under way when this process was forked: only the parent can wait for it");
+  }
+  if (!state_->done) state_->wait();
+  if (state_->error) std::rethrow_exception(state_->error);
+}
+
+bool Ticket::wait_until(std::chrono::steady_clock::time_point deadline) const {
+  if (!done()) {
     std::unique_lock lock(state_->mutex);
-    if (!state_->ended.wait_until(lock, deadline, [&] { return state_->done; })) return false;
+    if (!state_->ended.wait_until(lock, deadline, [&] { return state_->done.load(); })) return false;
   }
   wait();
   return true;
 }
 
-bool Ticket::done() const {
-  if (!state_) return true;
-  std::lock_guard lock(state_->mutex);
-  return state_->done;
-}
+bool Ticket::done() const { return !state_ || state_->done || state_->is_lost(); }
 
 std::pair<Ticket, Completion> Ticket::pending() {
   Ticket ticket;
   ticket.state_ = std::make_shared<State>();
   return {std::move(ticket), [state = ticket.state_](std::exception_ptr error) {
             std::lock_guard lock(state->mutex);
-            state->done = true;
             state->error = std::move(error);
+            state->done = true;
             state->ended.notify_all();
           }};
 }
@@ -84,15 +127,16 @@ std::unique_ptr<Io> make_io(const IoOptions& options) {
         "requests of {} bytes, {} in flight, cannot be: give a multiple of 4 KiB up to 1 GiB, and 1 to {} requests",
         block, options.depth, kMostDepth));
   }
-  if (options.engine == IoEngine::threads) return make_threads(options);
+  const auto of_one_process = [](std::unique_ptr<Io> io) { return std::make_unique<OfOneProcess>(std::move(io)); };
+  if (options.engine == IoEngine::threads) return of_one_process(make_threads(options));
   std::string why;
-  if (auto ring = make_ring(options, why)) return ring;
+  if (auto ring = make_ring(options, why)) return of_one_process(std::move(ring));
   if (options.engine == IoEngine::uring) {
     throw SettingError(fmt::format("io = \"uring\" cannot be had: {}; set io to \"threads\" or \"auto\"", why));
   }
   static std::once_flag said;
   std::call_once(said, [&] { std::fprintf(stderr, "zeropage: io_uring: %s; using threads\n", why.c_str()); });
-  return make_threads(options);
+  return of_one_process(make_threads(options));
 }
 
 }  // namespace zeropage

@@ -4,6 +4,10 @@
 //
 // Offsets, sizes and addresses are multiples of 4 KiB when the file was opened with O_DIRECT.
 // All functions may be called from any thread.
+//
+// [Note: forked children] A child has neither the threads of an Io nor a transfer that was under way. There, to start
+// a transfer or to wait for one that had not ended throws AccessError, and what dies is left as it is: no
+// thread would end the wait, and threads that the child lacks may hold locks. A child makes an Io of its own.
 #pragma once
 
 #include <chrono>
@@ -44,7 +48,8 @@ struct Transfer {
 /// DiskError that names the file, the offset and the sizes. It must not throw and must not wait for a transfer.
 using Completion = std::function<void(std::exception_ptr)>;
 
-/// A transfer under way. Move-only. The destructor blocks until the transfer ends and discards its status.
+/// A transfer under way. Move-only. The destructor blocks until the transfer ends and discards its status. Several
+/// threads may wait for one ticket at once. See [Note: forked children].
 class Ticket {
  public:
   Ticket() = default;
@@ -55,11 +60,12 @@ class Ticket {
   }
   ~Ticket();
 
-  /// Returns when the transfer has ended. Throws DiskError if it failed or was short. Waiting again, or for an empty
-  /// ticket, returns at once.
-  void wait();
+  /// Returns when the transfer has ended. Throws DiskError if it failed or was short, at every call. An empty ticket
+  /// has ended.
+  void wait() const;
   /// The same, but false if it has not ended by then; it can be waited for again.
-  bool wait_until(std::chrono::steady_clock::time_point deadline);
+  bool wait_until(std::chrono::steady_clock::time_point deadline) const;
+  /// Whether wait() would return or throw at once.
   bool done() const;
   explicit operator bool() const { return state_ != nullptr; }
 

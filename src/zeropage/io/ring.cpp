@@ -23,7 +23,11 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kDepth = 64;
-constexpr std::uint64_t kWakeUp = ~std::uint64_t{0};
+constexpr std::uint64_t kWakeUp = ~std::uint64_t{0} - 1;
+#ifdef LIBURING_UDATA_TIMEOUT
+// On kernels that take no timeout with a wait, liburing puts one among our requests, and hides its end from us.
+static_assert(kWakeUp != static_cast<std::uint64_t>(LIBURING_UDATA_TIMEOUT));
+#endif
 
 class Ring final : public Io {
  public:
@@ -188,7 +192,7 @@ class Ring final : public Io {
     const unsigned taken = io_uring_smp_load_acquire(ring_.sq.khead);
     for (unsigned i = taken; i != ring_.sq.sqe_tail; ++i) {
       const std::uint64_t data = ring_.sq.sqes[i & ring_.sq.ring_mask].user_data;
-      if (data == kWakeUp) continue;
+      if (data >= depth_) continue;  // no slot's: kWakeUp, or liburing's own
       const auto slot = static_cast<unsigned>(data);
       std::lock_guard lock(mutex_);
       queue_.again(std::move(slots_[slot]));
