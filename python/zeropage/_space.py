@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -22,6 +22,14 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | None"
 
 _latest: Space | None = None
+
+#: Called with a parameter or buffer and its deep copy, which no module registers.
+copied: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
+
+
+def note_copy(original: torch.Tensor, copy: torch.Tensor) -> None:
+    for listener in copied:
+        listener(original, copy)
 
 
 def _text(name: str, value: object) -> str:
@@ -156,6 +164,7 @@ class _Entered:
 
         self._space = space
         self._parameters: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
         def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
             if isinstance(tensor, torch.nn.Parameter):
@@ -167,14 +176,24 @@ class _Entered:
         def register_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             register(module, name, tensor)
             if tensor is not None:
+                self._buffers[id(tensor)] = tensor
                 space.keep_whole(tensor)
 
         self._hooks = [
             torch_module.register_module_parameter_registration_hook(register),
             torch_module.register_module_buffer_registration_hook(register_buffer),
         ]
+        copied.append(self._note_copy)
+
+    def _note_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
+        if id(original) in self._parameters:
+            self._parameters[id(copy)] = copy
+        elif id(original) in self._buffers:
+            self._buffers[id(copy)] = copy
+            self._space.keep_whole(copy)
 
     def leave(self, failed: bool) -> None:
+        copied.remove(self._note_copy)
         for hook in self._hooks:
             hook.remove()
         self._device.__exit__(None, None, None)
