@@ -14,8 +14,8 @@ from zeropage._space import Space, latest_space
 
 @dataclass
 class Row:
-    """`home`: of a paged tensor, its tier; else "". `why`: it is not paged; else "". A lazy parameter has the shape ()
-    and no bytes."""
+    """`home`: of a paged tensor, its tier; else "". `why`: it is not paged; else "". A lazy parameter has the shape
+    () and no bytes."""
 
     name: str
     shape: tuple[int, ...]

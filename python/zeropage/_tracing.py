@@ -89,7 +89,8 @@ def _names(models: Iterable[torch.nn.Module]) -> dict[str, str]:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             gradient = tensor.grad if tensor.is_leaf else None
             state = states.get(tensor)
-            of_optimizer = [(value, f"{name}.{key}") for key, value in state.items()] if isinstance(state, dict) else []
+            items = state.items() if isinstance(state, dict) else ()
+            of_optimizer = [(value, f"{name}.{key}") for key, value in items]
             for what, named in ((tensor, name), (gradient, f"{name}.grad"), *of_optimizer):
                 kept = _core.kept(what) if isinstance(what, torch.Tensor) else None
                 if kept is not None:

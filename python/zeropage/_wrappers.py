@@ -42,7 +42,9 @@ def _accelerate(module: ModuleType) -> None:
 
 def _accelerate_saving(module: ModuleType) -> None:
     library: Any = module
-    save = library.save
+    save = getattr(library, "save", None)  # accelerate.accelerator has it from elsewhere
+    if save is None:
+        return
 
     @functools.wraps(save)
     def saving(obj: Any, *args: Any, **named: Any) -> Any:
@@ -84,10 +86,14 @@ def _trainer(module: ModuleType) -> None:
     trainer: Any = module.Trainer
 
     def over_ranks(name: str, states: Callable[[Any], list[torch.Tensor]]) -> None:
-        original = getattr(trainer, name)
+        original = getattr(trainer, name, None)
+        if original is None:  # a private name, which a release may not have
+            return
 
         @functools.wraps(original)
         def saving(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_paged(self.model):  # `states` may be work
+                return original(self, *args, **kwargs)
             return _one_saves.run(
                 lambda: original(self, *args, **kwargs), self.args.should_save, lambda: states(self)
             )
@@ -96,7 +102,9 @@ def _trainer(module: ModuleType) -> None:
 
     over_ranks("save_model", lambda self: [*self.model.parameters(), *self.model.buffers()])
     over_ranks("_save_optimizer_and_scheduler", _states_of_optimizer)
-    load = trainer._load_optimizer_and_scheduler
+    load = getattr(trainer, "_load_optimizer_and_scheduler", None)
+    if load is None:
+        return
 
     @functools.wraps(load)
     def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +188,9 @@ def _refused(name: str) -> Callable[[ModuleType], None]:
     """What wraps or shards a model, a class or a function of that name, refuses one that is paged."""
 
     def patch(module: ModuleType) -> None:
-        wrapper: Any = getattr(module, name)
+        wrapper: Any = getattr(module, name, None)
+        if wrapper is None:
+            return
         is_class = inspect.isclass(wrapper)
         original = wrapper.__init__ if is_class else wrapper
 
@@ -218,8 +228,9 @@ def _made_paged(method: Callable[..., Any], model_of: Callable[..., torch.nn.Mod
 
 
 def _adapters(module: ModuleType) -> None:
-    tuner: Any = module.BaseTuner
-    tuner.inject_adapter = _made_paged(tuner.inject_adapter, lambda _self, model, *_a, **_k: model)
+    tuner: Any = getattr(module, "BaseTuner", None)
+    if tuner is not None:
+        tuner.inject_adapter = _made_paged(tuner.inject_adapter, lambda _self, model, *_a, **_k: model)
 
 
 def _resizing(module: ModuleType) -> None:

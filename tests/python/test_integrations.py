@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import types
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from models import llama
 from test_hugging_face import build
 
 import zeropage
-from zeropage import SettingError
+from zeropage import SettingError, _wrappers
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.cpu
@@ -211,6 +212,17 @@ def group_of_one():
             torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
+
+
+def test_releases_without_the_private_names_are_left_as_they_are():
+    class Trainer:
+        def save_model(self):
+            pass
+
+    without = types.SimpleNamespace(Trainer=Trainer)
+    for patch in (_wrappers._trainer, _wrappers._accelerate_saving, _wrappers._adapters, _wrappers._refused("shard")):
+        patch(without)
+    assert not hasattr(Trainer, "_save_optimizer_and_scheduler")
 
 
 def test_wrappers_are_refused(config):
