@@ -307,7 +307,7 @@ class Counting(torch.nn.Module):
 
 @contextlib.contextmanager
 def run_by_the_command(stage):
-    with space(stage=stage, **TINY) as made, _modules_paged(made) as modules, passed_through(modules.begin):
+    with space(stage=stage, **TINY) as made, _modules_paged(made) as modules, passed_through(modules.before_wrap):
         yield
 
 
@@ -349,6 +349,24 @@ def as_data_parallel_does(stage, settings):
 @pytest.mark.parametrize("stage", range(4))
 def test_copied_layers_and_buffers_are_those_of_rank_0(stage, two):
     two.run(as_data_parallel_does, stage, {})
+
+
+def initialised_after_a_call(stage):
+    with run_by_the_command(stage):
+        torch.manual_seed(torch.distributed.get_rank())
+        layer = torch.nn.Linear(64, 64)
+        layer(torch.ones(1, 64))
+        torch.nn.init.normal_(layer.weight)
+        net = DistributedDataParallel(layer)
+        return plain_copy(net.module.weight.detach().clone())
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_wrapped_model_is_rank_0s_also_where_it_was_called_before(stage, two):
+    first, other = two.run(initialised_after_a_call, stage)
+    torch.manual_seed(0)
+    expected = torch.nn.init.normal_(torch.nn.Linear(64, 64).weight)
+    assert torch.equal(first, expected) and torch.equal(other, expected)
 
 
 def test_buffers_may_stay_each_ranks_own(two):

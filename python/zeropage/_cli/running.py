@@ -48,7 +48,7 @@ def run_script(
     """Runs `script` as `python script arguments…` would, and raises what it raises."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    with recording, _group_started(), _modules_paged(space) as modules, passed_through(modules.begin), _line(space):
+    with recording, _group_started(), _modules_paged(space) as modules, passed_through(modules.before_wrap), _line(space):
         # Kept: what the script made has its names until the timeline ends.
         _globals = runpy.run_path(str(script), run_name="__main__")
 
@@ -126,6 +126,15 @@ class _Modules:
         self._buffers.clear()
         while self._parameters:
             _mix(self._core, self._parameters.popitem()[1])
+
+    def before_wrap(self, model: torch.nn.Module) -> None:
+        """DistributedDataParallel makes ranks equal here, also where the model was called before, as constructors do
+        to see shapes, and initialised afterwards. What has trained is equal, and what is mixed has its values."""
+        if not self._has_stepped and not self._mixes:
+            for tensor in filter(_core.is_paged, (*model.parameters(), *model.buffers())):
+                self._core.page(tensor)  # again: start_equal() is of what was paged since it ran
+        self.begin(model)
+        self._core.start_equal()
 
     def before_load(self, model: torch.nn.Module) -> None:
         """Content is loaded into masters: it would be rounded to what the module was made in."""
