@@ -241,9 +241,11 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     space = config if isinstance(config, Space) else init(config, **overrides)
     core = space._core
     for parameter in model.parameters():
-        core.page(parameter)
+        # What is paged is equal on all ranks, and need not be current on rank 0: each updates its share.
+        if not _core.is_paged(parameter) or (parameter.grad is not None and not _core.is_paged(parameter.grad)):
+            core.page(parameter)
     for buffer in model.buffers():
-        if core.page(buffer):
+        if not _core.is_paged(buffer) and core.page(buffer):
             core.keep_whole(buffer)
     core.start_equal()  # once: small tensors travel together
     for parameter in model.parameters():

@@ -373,6 +373,30 @@ def test_buffers_may_stay_each_ranks_own(two):
     two.run(as_data_parallel_does, 1, {"broadcast_buffers": False})
 
 
+def paged_again_after_a_step(stage):
+    with space(stage=stage, **TINY) as made:
+        with made:
+            model = torch.nn.Linear(256, 256)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.step()
+        zeropage.page(model, made)
+        return [plain_copy(p.detach().clone()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_is_paged_again_keeps_what_it_has_learnt(stage, two):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(torch.ones(2, 256)).square().mean().backward()
+    optimizer.step(), optimizer.step()
+    for parameters in two.run(paged_again_after_a_step, stage):
+        for parameter, expected in zip(parameters, plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected)
+
+
 def seeds_of_their_own(stage):
     torch.manual_seed(torch.distributed.get_rank())
     with run_by_the_command(stage), warnings.catch_warnings(record=True) as said:
