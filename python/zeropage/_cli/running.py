@@ -48,9 +48,10 @@ def run_script(
     """Runs `script` as `python script arguments…` would, and raises what it raises."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    with recording, _group_started(), _modules_paged(space) as modules, passed_through(modules.before_wrap), _line(space):
-        # Kept: what the script made has its names until the timeline ends.
-        _globals = runpy.run_path(str(script), run_name="__main__")
+    with recording, _group_started(), _modules_paged(space) as modules:
+        with passed_through(modules.before_wrap), _line(space):
+            # Kept: what the script made has its names until the timeline ends.
+            _globals = runpy.run_path(str(script), run_name="__main__")
 
 
 class _Modules:
