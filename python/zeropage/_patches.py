@@ -19,6 +19,7 @@ from zeropage import (
     _activations,
     _compiled,
     _core,
+    _data_parallel,
     _distributed_checkpoint,
     _hugging_face,
     _identity,
@@ -118,5 +119,6 @@ def install() -> None:
     _distributed_checkpoint.install()
     _hugging_face.install(on_paged)
     _wrappers.install()
+    _data_parallel.install()
     _compiled.install()
     _activations.install()

@@ -295,7 +295,7 @@ def test_releases_without_the_private_names_are_left_as_they_are():
             pass
 
     without = types.SimpleNamespace(Trainer=Trainer)
-    for patch in (_wrappers._trainer, _wrappers._accelerate_saving, _wrappers._adapters, _wrappers._refused("shard")):
+    for patch in (_wrappers._trainer, _wrappers._accelerate_saving, _wrappers._adapters, _wrappers.refused("shard")):
         patch(without)
     assert not hasattr(Trainer, "_save_optimizer_and_scheduler")
 

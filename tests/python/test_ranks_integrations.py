@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from zeropage._cli.running import _modules_paged
 from zeropage._core import plain_copy
 from zeropage._tracing import summarize
-from zeropage._wrappers import passed_through
 
 import zeropage
 
@@ -307,7 +306,7 @@ class Counting(torch.nn.Module):
 
 @contextlib.contextmanager
 def run_by_the_command(stage):
-    with space(stage=stage, **TINY) as made, _modules_paged(made) as modules, passed_through(modules.before_wrap):
+    with space(stage=stage, **TINY) as made, _modules_paged(made):
         yield
 
 

@@ -26,9 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeropage import _core
+from zeropage._data_parallel import passed_through
 from zeropage._space import Space, _mix, copied, init
 from zeropage._tracing import trace
-from zeropage._wrappers import passed_through
 
 
 def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str]) -> Space:
@@ -48,10 +48,9 @@ def run_script(
     """Runs `script` as `python script arguments…` would, and raises what it raises."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    with recording, _group_started(), _modules_paged(space) as modules:
-        with passed_through(modules.before_wrap), _line(space):
-            # Kept: what the script made has its names until the timeline ends.
-            _globals = runpy.run_path(str(script), run_name="__main__")
+    with recording, _group_started(), _modules_paged(space), _line(space):
+        # Kept: what the script made has its names until the timeline ends.
+        _globals = runpy.run_path(str(script), run_name="__main__")
 
 
 class _Modules:
@@ -176,8 +175,9 @@ class _Modules:
 
 
 @contextlib.contextmanager
-def _modules_paged(space: Space) -> Iterator[_Modules]:
-    """Inside, parameters and buffers of modules are paged, whatever library makes the modules."""
+def _modules_paged(space: Space) -> Iterator[None]:
+    """Inside, parameters and buffers of modules are paged, whatever library makes the modules, and
+    DistributedDataParallel passes them through."""
     modules = _Modules(space)
     hooks = [
         torch_module.register_module_parameter_registration_hook(modules.register),
@@ -200,11 +200,12 @@ def _modules_paged(space: Space) -> Iterator[_Modules]:
             undo.callback(hook.remove)
         copied.append(modules.note_copy)
         undo.callback(copied.remove, modules.note_copy)
+        undo.enter_context(passed_through(modules.before_wrap))
         undo.enter_context(_replaced(module, "_apply", apply_and_page))
         undo.enter_context(_replaced(module, "load_state_dict", _after(modules.before_load, module.load_state_dict)))
         load = _after(modules.before_load_of_optimizer, optimizer.load_state_dict)
         undo.enter_context(_replaced(optimizer, "load_state_dict", load))
-        yield modules
+        yield
 
 
 def _after(first: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
