@@ -82,7 +82,7 @@ def test_addresses_tell_storages_apart_and_cannot_be_read_through(layer):
 
 
 def test_a_sparse_tensor_may_be_pinned_as_other_ordinary_ones():
-    sparse = torch.eye(3).to_sparse()
+    sparse = torch.eye(3, device="cpu").to_sparse()
     with zeropage.pinned(sparse) as same:
         assert same is sparse
 
