@@ -96,6 +96,9 @@ def _data_parallel(module: ModuleType) -> None:
             with torch.no_grad(), autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 for part in _parts(buffers, 16 << 20):
                     plain = [_core.plain_copy(b) if _core.is_paged(b) else b for b in part]
+                    # Where the group has no collectives of the device's own, as Gloo has none, by way of the host.
+                    if f"{self.device_type}:" not in dist.get_backend_config(self.process_group):
+                        plain = [tensor.cpu() for tensor in plain]
                     dist._broadcast_coalesced(self.process_group, plain, 16 << 20, 0)
                     for buffer, content in zip(part, plain, strict=True):
                         if content is not buffer:
