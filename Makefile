@@ -46,7 +46,7 @@ cpp-tests: build
 	ninja -C $$folder --quiet torch_tests sim
 	cd $$folder && ctest --output-on-failure -R torch
 
-ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules saving snapshots step tensors tiling vocabulary
+ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules running saving snapshots step tensors tiling vocabulary
 test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tests
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k "not ranks" $(ARGS)
 	$(PYTHON) -m pytest -q tests/python -k ranks $(ARGS)  # each is processes enough

@@ -14,7 +14,8 @@ from zeropage._space import Space, latest_space
 
 @dataclass
 class Row:
-    """`home`: of a paged tensor, its tier; else "". `why`: it is not paged; else ""."""
+    """`home`: of a paged tensor, its tier; else "". `why`: it is not paged; else "". A lazy parameter has the shape
+    () and no bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ def explain(model: torch.nn.Module) -> Explanation:
 
 def _row(name: str, tensor: torch.Tensor, space: Space | None) -> Row:
     kept = _core.kept(tensor)
+    is_lazy = torch.nn.parameter.is_lazy(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if kept is not None and kept.master:
         dtype = f"{dtype}, master {kept.master.lower()}"
@@ -58,11 +60,11 @@ def _row(name: str, tensor: torch.Tensor, space: Space | None) -> Row:
     of_gradient = _core.kept(gradient) if gradient is not None else None
     return Row(
         name=name,
-        shape=tuple(tensor.shape),
+        shape=() if is_lazy else tuple(tensor.shape),
         dtype=dtype,
         home=_home(kept) if _core.is_paged(tensor) else "",
         gradient=_home(of_gradient) if of_gradient else "memory" if gradient is not None else "",
-        bytes=tensor.numel() * tensor.element_size(),
+        bytes=0 if is_lazy else tensor.numel() * tensor.element_size(),
         why="" if _core.is_paged(tensor) else " ".join(_reasons(tensor, space)),
     )
 

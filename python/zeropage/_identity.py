@@ -73,7 +73,8 @@ class Address:
 @contextlib.contextmanager
 def real_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, data_ptr() of `tensors`, which the caller holds in memory, and of their views gives real addresses."""
-    places = [place for tensor in tensors if (place := _core.storage_address(tensor.untyped_storage()))]
+    paged = [tensor for tensor in tensors if _core.is_paged(tensor)]  # others may have no storage, as sparse ones
+    places = [place for tensor in paged if (place := _core.storage_address(tensor.untyped_storage()))]
     _held.update(places)
     try:
         yield

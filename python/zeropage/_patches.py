@@ -19,11 +19,13 @@ from zeropage import (
     _activations,
     _compiled,
     _core,
+    _data_parallel,
     _distributed_checkpoint,
     _hugging_face,
     _identity,
     _notices,
     _plain_parameters,
+    _space,
     _state_dicts,
     _step_numbers,
     _torch_save,
@@ -61,12 +63,26 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return result
 
 
+def _said(deepcopy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Copies of modules run no registration hook: scopes and zeropage run hear of their tensors here."""
+
+    @functools.wraps(deepcopy)
+    def method(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        result = deepcopy(self, memo)
+        _space.note_copy(self, result)
+        return result
+
+    return method
+
+
 def _patch_tensor() -> None:
     tensor: Any = torch.Tensor
+    parameter: Any = torch.nn.Parameter
+    parameter.__deepcopy__ = _said(parameter.__deepcopy__)
     new_tensor, new = tensor.new_tensor, tensor.new
     tensor.new_tensor = on_paged(new_tensor, lambda self, *a, **k: new_tensor(_stand_in(self), *a, **k))
     tensor.new = on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
-    tensor.__deepcopy__ = on_paged(tensor.__deepcopy__, _deepcopy)
+    tensor.__deepcopy__ = _said(on_paged(tensor.__deepcopy__, _deepcopy))
     tensor.is_pinned = on_paged(tensor.is_pinned, lambda self, *_a, **_k: False)  # it has no address to ask about
     tolist = tensor.tolist  # printing reads memory: it gets a copy
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
@@ -103,5 +119,6 @@ def install() -> None:
     _distributed_checkpoint.install()
     _hugging_face.install(on_paged)
     _wrappers.install()
+    _data_parallel.install()
     _compiled.install()
     _activations.install()

@@ -23,6 +23,14 @@ ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | N
 
 _latest: Space | None = None
 
+#: Called with a parameter or buffer and its deep copy, which no module registers.
+copied: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
+
+
+def note_copy(original: torch.Tensor, copy: torch.Tensor) -> None:
+    for listener in copied:
+        listener(original, copy)
+
 
 def _text(name: str, value: object) -> str:
     if name == "disk_path" and isinstance(value, list | tuple):  # several disks
@@ -166,6 +174,7 @@ class _Entered:
 
         self._space = space
         self._parameters: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
         def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
             if isinstance(tensor, torch.nn.Parameter):
@@ -177,14 +186,24 @@ class _Entered:
         def register_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             register(module, name, tensor)
             if tensor is not None:
+                self._buffers[id(tensor)] = tensor
                 space.keep_whole(tensor)
 
         self._hooks = [
             torch_module.register_module_parameter_registration_hook(register),
             torch_module.register_module_buffer_registration_hook(register_buffer),
         ]
+        copied.append(self._note_copy)
+
+    def _note_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
+        if id(original) in self._parameters:
+            self._parameters[id(copy)] = copy
+        elif id(original) in self._buffers:
+            self._buffers[id(copy)] = copy
+            self._space.keep_whole(copy)
 
     def leave(self, failed: bool) -> None:
+        copied.remove(self._note_copy)
         for hook in self._hooks:
             hook.remove()
         self._device.__exit__(None, None, None)
@@ -232,9 +251,11 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     space = config if isinstance(config, Space) else init(config, **overrides)
     core = space._core
     for parameter in model.parameters():
-        core.page(parameter)
+        # What is paged is equal on all ranks, and need not be current on rank 0: each updates its share.
+        if not _core.is_paged(parameter) or (parameter.grad is not None and not _core.is_paged(parameter.grad)):
+            core.page(parameter)
     for buffer in model.buffers():
-        if core.page(buffer):
+        if not _core.is_paged(buffer) and core.page(buffer):
             core.keep_whole(buffer)
     core.start_equal()  # once: small tensors travel together
     for parameter in model.parameters():

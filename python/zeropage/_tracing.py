@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -43,9 +44,11 @@ class trace:
             return
         self._on = False
         try:
-            names = _names([self._model] if self._model is not None else _roots())
-            if names:
-                _core.trace_span("zeropage", "parameters", json.dumps(names)[1:-1])
+            # Names are a convenience: objects of the program may be of any kind, and half made where it failed.
+            with contextlib.suppress(Exception):
+                names = _names([self._model] if self._model is not None else _roots())
+                if names:
+                    _core.trace_span("zeropage", "parameters", json.dumps(names)[1:-1])
         finally:
             _core.stop_trace()
 
@@ -70,7 +73,7 @@ def _alive(kind: type[KindT]) -> list[KindT]:
 
 
 def _roots() -> list[torch.nn.Module]:
-    modules = _alive(torch.nn.Module)
+    modules = [module for module in _alive(torch.nn.Module) if "_modules" in vars(module)]  # its __init__ has run
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
@@ -80,11 +83,14 @@ def _names(models: Iterable[torch.nn.Module]) -> dict[str, str]:
     found: dict[str, list[str]] = defaultdict(list)
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for optimizer in _alive(torch.optim.Optimizer):
-        states |= optimizer.state
+        with contextlib.suppress(Exception):  # a subclass may keep none, or in another form
+            states |= optimizer.state
     for model in models:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             gradient = tensor.grad if tensor.is_leaf else None
-            of_optimizer = [(value, f"{name}.{key}") for key, value in states.get(tensor, {}).items()]
+            state = states.get(tensor)
+            items = state.items() if isinstance(state, dict) else ()
+            of_optimizer = [(value, f"{name}.{key}") for key, value in items]
             for what, named in ((tensor, name), (gradient, f"{name}.grad"), *of_optimizer):
                 kept = _core.kept(what) if isinstance(what, torch.Tensor) else None
                 if kept is not None:

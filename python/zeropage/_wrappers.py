@@ -6,10 +6,9 @@ hand is told that it is not needed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +41,9 @@ def _accelerate(module: ModuleType) -> None:
 
 def _accelerate_saving(module: ModuleType) -> None:
     library: Any = module
-    save = library.save
+    save = getattr(library, "save", None)  # accelerate.accelerator has it from elsewhere
+    if save is None:
+        return
 
     @functools.wraps(save)
     def saving(obj: Any, *args: Any, **named: Any) -> Any:
@@ -84,10 +85,14 @@ def _trainer(module: ModuleType) -> None:
     trainer: Any = module.Trainer
 
     def over_ranks(name: str, states: Callable[[Any], list[torch.Tensor]]) -> None:
-        original = getattr(trainer, name)
+        original = getattr(trainer, name, None)
+        if original is None:  # a private name, which a release may not have
+            return
 
         @functools.wraps(original)
         def saving(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_paged(self.model):  # `states` may be work
+                return original(self, *args, **kwargs)
             return _one_saves.run(
                 lambda: original(self, *args, **kwargs), self.args.should_save, lambda: states(self)
             )
@@ -96,7 +101,9 @@ def _trainer(module: ModuleType) -> None:
 
     over_ranks("save_model", lambda self: [*self.model.parameters(), *self.model.buffers()])
     over_ranks("_save_optimizer_and_scheduler", _states_of_optimizer)
-    load = trainer._load_optimizer_and_scheduler
+    load = getattr(trainer, "_load_optimizer_and_scheduler", None)
+    if load is None:
+        return
 
     @functools.wraps(load)
     def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,77 +117,13 @@ def _trainer(module: ModuleType) -> None:
     trainer._load_optimizer_and_scheduler = loading
 
 
-_pass_through = False
-
-
-@contextlib.contextmanager
-def passed_through() -> Iterator[None]:
-    """Inside, DistributedDataParallel of a paged model is that model under the name `module`, with nothing added."""
-    global _pass_through
-    outer, _pass_through = _pass_through, True
-    try:
-        yield
-    finally:
-        _pass_through = outer
-
-
-def _data_parallel(module: ModuleType) -> None:
-    """Instead of an error, what passed_through() says."""
-    parallel: Any = module.DistributedDataParallel
-
-    class Passed(parallel):  # type: ignore[misc,unused-ignore]
-        def __init__(self, module: torch.nn.Module) -> None:
-            ranks = min(_core.ranks_of(p) for p in module.parameters() if _core.is_paged(p))
-            if ranks == 1 < torch.distributed.get_world_size():
-                raise _core.SettingError(
-                    "this program started its ranks after zeropage run, in which the model lies on one: start them "
-                    "with `torchrun --nproc-per-node N -m zeropage run …`"
-                )
-            torch.nn.Module.__init__(self)
-            self.module = module
-            self.require_backward_grad_sync = self.static_graph = True
-            self.device_ids = None
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module(*args, **kwargs)
-
-        def no_sync(self) -> contextlib.AbstractContextManager[None]:
-            return contextlib.nullcontext()
-
-        def join(self, *_args: Any, **_kwargs: Any) -> Any:
-            raise _core.SettingError(
-                "DistributedDataParallel.join: ranks with paged models take the same number of steps; pad or drop "
-                "what is left over (DistributedSampler does)"
-            )
-
-        def register_comm_hook(self, *_args: Any) -> None:
-            raise _core.SettingError("register_comm_hook: gradients of a paged model are summed by zeropage itself")
-
-        def __getstate__(self) -> dict[str, Any]:
-            return self.__dict__
-
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            self.__dict__.update(state)
-
-    _refused("DistributedDataParallel")(module)
-    refuse = parallel.__init__
-
-    @functools.wraps(refuse)
-    def wrap(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if _pass_through and is_paged(module):
-            self.__class__ = Passed
-            self.__init__(module)
-        else:
-            refuse(self, module, *args, **kwargs)
-
-    parallel.__init__ = wrap
-
-
-def _refused(name: str) -> Callable[[ModuleType], None]:
+def refused(name: str) -> Callable[[ModuleType], None]:
     """What wraps or shards a model, a class or a function of that name, refuses one that is paged."""
 
     def patch(module: ModuleType) -> None:
-        wrapper: Any = getattr(module, name)
+        wrapper: Any = getattr(module, name, None)
+        if wrapper is None:
+            return
         is_class = inspect.isclass(wrapper)
         original = wrapper.__init__ if is_class else wrapper
 
@@ -218,8 +161,9 @@ def _made_paged(method: Callable[..., Any], model_of: Callable[..., torch.nn.Mod
 
 
 def _adapters(module: ModuleType) -> None:
-    tuner: Any = module.BaseTuner
-    tuner.inject_adapter = _made_paged(tuner.inject_adapter, lambda _self, model, *_a, **_k: model)
+    tuner: Any = getattr(module, "BaseTuner", None)
+    if tuner is not None:
+        tuner.inject_adapter = _made_paged(tuner.inject_adapter, lambda _self, model, *_a, **_k: model)
 
 
 def _resizing(module: ModuleType) -> None:
@@ -236,8 +180,7 @@ def install() -> None:
     when_imported("transformers.trainer")(_trainer)
     for name in ("lightning.pytorch", "pytorch_lightning"):
         when_imported(f"{name}.strategies.strategy")(_lightning)
-    when_imported("torch.nn.parallel.distributed")(_data_parallel)
-    when_imported("torch.nn.parallel.data_parallel")(_refused("DataParallel"))
-    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel")(_refused("FullyShardedDataParallel"))
+    when_imported("torch.nn.parallel.data_parallel")(refused("DataParallel"))
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel")(refused("FullyShardedDataParallel"))
     for name in ("", "._fully_shard"):  # both have it, whichever was imported first
-        when_imported(f"torch.distributed.fsdp{name}")(_refused("fully_shard"))
+        when_imported(f"torch.distributed.fsdp{name}")(refused("fully_shard"))

@@ -46,7 +46,8 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     def setup(self, trainer: Any) -> None:
         if self.world_size == 1:  # the loader's own order: Lightning takes this strategy for one of many processes
             trainer._accelerator_connector.use_distributed_sampler = False
-        super().setup(trainer)
+        with self._restored(self.model, "_ddp_params_and_buffers_to_ignore"):
+            super().setup(trainer)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -62,12 +63,46 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         pass
 
     def model_to_device(self) -> None:
-        pass
+        assert self.model is not None
+        model: Any = zeropage.page(self.model, self.space)
+        # Where it is not trained, Lightning broadcasts it next, in buckets beside all budgets. It is equal already.
+        named = [*model.named_parameters(), *model.named_buffers()]
+        model._ddp_params_and_buffers_to_ignore = [name for name, tensor in named if zeropage.is_paged(tensor)]
 
     def teardown(self) -> None:
-        if self._space is not None:
-            self._space.wait()
-        super().teardown()
+        try:
+            if self._space is not None:
+                self._space.wait()
+        finally:
+            with self._left_in_pages():
+                super().teardown()
+
+    @contextmanager
+    def _left_in_pages(self) -> Iterator[None]:
+        """Inside, Lightning does not move the model and the optimizers' states to the CPU, as ordinary tensors."""
+        module = self._lightning_module
+        if module is None or not any(map(zeropage.is_paged, module.parameters())):
+            yield
+            return
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            with self._restored(module, "cpu"):
+                vars(module)["cpu"] = lambda: module
+                yield
+        finally:
+            self._optimizers = optimizers
+
+    @staticmethod
+    @contextmanager
+    def _restored(module: Any, name: str) -> Iterator[None]:
+        """What `module` itself has under that name is afterwards what it was before."""
+        had, before = name in vars(module), vars(module).get(name)
+        try:
+            yield
+        finally:
+            vars(module).pop(name, None)
+            if had:
+                vars(module)[name] = before
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import torch
 from equality import train
 from models import GPT, gpt_loss
 from ranks import space
+from zeropage._cli.running import _modules_paged
+from zeropage._core import plain_copy
 
 import zeropage
 
@@ -262,3 +264,23 @@ def test_the_demo_equals_plain_pytorch(tier, monkeypatch, capsys):
     size += ["--device-memory", "16MB" if tier == "device" else "3MB"]
     train_gpt.main(["--check", "3", "--device", "sim", "--tier", tier, *size])
     assert "equal to the bit" in capsys.readouterr().out
+
+
+def data_parallel_under_the_command():
+    rank = torch.distributed.get_rank()
+    with space(stage=2) as made, _modules_paged(made):
+        torch.manual_seed(rank)
+        with torch.device("cpu"):
+            layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+        net = torch.nn.parallel.DistributedDataParallel(layers.to("sim"), device_ids=[0])
+        for step in range(2):
+            net(torch.full((4, 8), rank + step + 1.0, device="cpu")).sum().backward()
+        assert all(map(zeropage.is_paged, net.parameters()))
+        net.eval()
+        net(torch.ones(1, 8, device="cpu"))
+        return [plain_copy(tensor.detach().clone()).cpu() for tensor in net.state_dict().values()]
+
+
+def test_data_parallel_under_the_command_moves_inputs_and_takes_rank_0s_buffers(two):
+    """Where the ranks' group has no collectives of the device's own."""
+    assert all(map(torch.equal, *two.run(data_parallel_under_the_command)))

@@ -25,8 +25,8 @@ def trained(make, path, scope=None, **arguments):
         model,
         transformers.TrainingArguments(
             str(path), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, report_to=[],
-            use_cpu=torch.get_default_device().type == "cpu", save_strategy="no", disable_tqdm=True, seed=0,
-            **arguments,
+            use_cpu=torch.get_default_device().type == "cpu", disable_tqdm=True, seed=0,
+            **{"save_strategy": "no", **arguments},
         ),
         train_dataset=[{"input_ids": e, "labels": e} for e in examples],
     )  # fmt: skip
@@ -52,6 +52,14 @@ def test_trainer_saves_and_resumes(config, tmp_path):
     again = build(llama)
     again.load_state_dict(torch.load(tmp_path / "weights.pt"))
     assert all(torch.equal(a, b) for a, b in zip(paged.parameters(), again.parameters(), strict=True))
+
+
+def test_a_trainer_without_paged_models_does_no_more_than_it_did(tmp_path, monkeypatch):
+    asked = []
+    of_library = torch.optim.AdamW.state_dict
+    monkeypatch.setattr(torch.optim.AdamW, "state_dict", lambda self: asked.append(1) or of_library(self))
+    trained(llama, tmp_path, save_strategy="steps", save_steps=4)
+    assert len(asked) == 2  # when Accelerate wraps it, and for the one checkpoint
 
 
 def test_generate_gives_the_same_tokens(config):

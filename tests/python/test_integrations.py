@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import types
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from models import llama
 from test_hugging_face import build
 
 import zeropage
-from zeropage import SettingError
+from zeropage import SettingError, _wrappers
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.cpu
@@ -200,6 +201,81 @@ def test_lightning(way, config, tmp_path):
     assert all(torch.equal(tensor, paged_saved[name]) for name, tensor in saved.items())
 
 
+def lightning_module(**methods):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch, _index):
+            return self.net(batch[0]).square().mean()
+
+        validation_step = test_step = predict_step = training_step
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    return type("Module", (Module,), methods)()
+
+
+def lightning_call(name, module, strategy, tmp_path):
+    from lightning.pytorch import Trainer
+
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    with group_of_one():
+        trainer = Trainer(
+            max_epochs=1, default_root_dir=tmp_path, strategy=strategy, accelerator="cpu", devices=1, **quiet
+        )
+        data = torch.utils.data.TensorDataset(torch.ones(4, 64))
+        getattr(trainer, name)(module, torch.utils.data.DataLoader(data, batch_size=4))
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+def test_lightnings_strategy_pages_models_that_it_does_not_train(name, config, tmp_path, monkeypatch):
+    module = lightning_module()
+    from zeropage.lightning import ZeropageStrategy
+
+    def broadcast(_group, tensors, *_):
+        assert not any(map(zeropage.is_paged, tensors))  # in buckets of 250 MB, beside all budgets
+
+    monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", broadcast)
+    lightning_call(name, module, ZeropageStrategy(config), tmp_path)
+    assert all(zeropage.is_paged(p) for p in module.parameters())
+    assert not hasattr(module, "_ddp_params_and_buffers_to_ignore")
+
+
+def test_lightnings_strategy_leaves_states_in_their_pages(config, tmp_path, monkeypatch):
+    moved = []
+    module = lightning_module(cpu=lambda self: moved.append("module") or self)
+    from zeropage.lightning import ZeropageStrategy
+
+    def to_device(optimizers, device):
+        moved.extend(optimizers)
+
+    strategy = ZeropageStrategy(config)
+    monkeypatch.setattr("lightning.pytorch.strategies.strategy._optimizers_to_device", to_device)
+    lightning_call("fit", module, strategy, tmp_path)
+    assert not moved and len(strategy.optimizers) == 1 and strategy.lightning_module is module
+    assert module.cpu() is module and moved == ["module"]
+
+
+def test_a_disk_that_fails_at_the_end_does_not_keep_lightning_from_its_teardown(config, tmp_path, monkeypatch):
+    from zeropage.lightning import ZeropageStrategy
+
+    strategy, ended = ZeropageStrategy(config), []
+
+    def wait(_space):
+        raise zeropage.DiskError("its own")
+
+    monkeypatch.setattr(zeropage.Space, "wait", wait)
+    monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.teardown", lambda _self: ended.append(1))
+    with pytest.raises(zeropage.DiskError, match="its own"):
+        lightning_call("fit", lightning_module(), strategy, tmp_path)
+    assert ended
+
+
 @contextlib.contextmanager
 def group_of_one():
     """What the strategy leaves of its process group and its environment is not for other tests."""
@@ -211,6 +287,17 @@ def group_of_one():
             torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
+
+
+def test_releases_without_the_private_names_are_left_as_they_are():
+    class Trainer:
+        def save_model(self):
+            pass
+
+    without = types.SimpleNamespace(Trainer=Trainer)
+    for patch in (_wrappers._trainer, _wrappers._accelerate_saving, _wrappers._adapters, _wrappers.refused("shard")):
+        patch(without)
+    assert not hasattr(Trainer, "_save_optimizer_and_scheduler")
 
 
 def test_wrappers_are_refused(config):

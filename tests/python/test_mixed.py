@@ -432,3 +432,13 @@ def mixed_over_ranks(stage, kept):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_over_ranks(stage, kept, two):
     two.run(mixed_over_ranks, stage, kept)
+
+
+def test_copies_of_layers_made_in_a_scope_are_in_mixed_precision(config):
+    with zeropage.init(config, visible_dtype="bfloat16"):
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        model = torch.nn.TransformerEncoder(layer, 2)  # copies it
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {row.dtype for row in zeropage.explain(model).rows} == {"bfloat16, master float"}
+    model(torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -2,16 +2,22 @@
 one process with all of it. Scripts for DistributedDataParallel under `zeropage run`, and Lightning: what they give
 without zeropage."""
 
+import contextlib
+import copy
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
 from models import llama
 from ranks import space
 from test_hugging_face import build
+from torch.nn.parallel import DistributedDataParallel
+from zeropage._cli.running import _modules_paged
+from zeropage._core import plain_copy
 from zeropage._tracing import summarize
 
 import zeropage
@@ -359,3 +365,183 @@ def test_lightnings_strategy_gives_what_data_parallel_gives(tmp_path, disk):
     paged, errors = torchrun(str(path), disk, "strategy")
     assert errors.count("paged: True 2") == 2
     assert expected and paged == expected
+
+
+class Counting(torch.nn.Module):
+    """Buffers that each rank changes by its own data: small, and as large as a weight."""
+
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)  # copies the layer
+        self.norm = torch.nn.BatchNorm1d(32)
+        self.register_buffer("mean", torch.zeros(64, 32))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)).repeat(64, 1), 0.1)
+        return self.norm(self.encoder(x).mean(1)) + self.mean.mean(0)
+
+
+@contextlib.contextmanager
+def run_by_the_command(stage):
+    with space(stage=stage, **TINY) as made, _modules_paged(made):
+        yield
+
+
+def data_parallel(stage, wrapper=DistributedDataParallel, **settings):
+    """Losses, parameters and buffers of a script whose ranks seed for themselves; plain without a stage."""
+    rank = torch.distributed.get_rank()
+    with contextlib.nullcontext() if stage is None else run_by_the_command(stage):
+        torch.manual_seed(rank if stage != 3 else 0)
+        net = wrapper(Counting(), **settings)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        losses = []
+        for step in range(4):
+            x = torch.randn(4, 3, 32)
+            with net.no_sync() if step == 1 else contextlib.nullcontext():
+                loss = net(x).square().mean()
+                loss.backward()
+            losses.append(loss.item())
+            if step != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        net.eval()
+        with torch.no_grad():
+            losses.append(net(torch.ones(1, 3, 32)).sum().item())
+        assert stage is None or all(map(zeropage.is_paged, net.parameters()))
+        state = {name: plain_copy(t.detach().clone()) for name, t in net.state_dict().items()}
+        return losses, state, type(net).__name__
+
+
+def as_data_parallel_does(stage, settings):
+    losses, state, name = data_parallel(stage, **settings)
+    expected, expected_state, expected_name = data_parallel(None, **settings)
+    assert name in (expected_name, "Passed")
+    assert losses == pytest.approx(expected, rel=1e-4)
+    for key, tensor in expected_state.items():
+        torch.testing.assert_close(state[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_copied_layers_and_buffers_are_those_of_rank_0(stage, two):
+    two.run(as_data_parallel_does, stage, {})
+
+
+def initialised_after_a_call(stage):
+    with run_by_the_command(stage):
+        torch.manual_seed(torch.distributed.get_rank())
+        layer = torch.nn.Linear(64, 64)
+        layer(torch.ones(1, 64))
+        torch.nn.init.normal_(layer.weight)
+        net = DistributedDataParallel(layer)
+        return plain_copy(net.module.weight.detach().clone())
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_wrapped_model_is_rank_0s_also_where_it_was_called_before(stage, two):
+    first, other = two.run(initialised_after_a_call, stage)
+    torch.manual_seed(0)
+    expected = torch.nn.init.normal_(torch.nn.Linear(64, 64).weight)
+    assert torch.equal(first, expected) and torch.equal(other, expected)
+
+
+def test_buffers_may_stay_each_ranks_own(two):
+    two.run(as_data_parallel_does, 1, {"broadcast_buffers": False})
+
+
+def paged_again_after_a_step(stage):
+    with space(stage=stage, **TINY) as made:
+        with made:
+            model = torch.nn.Linear(256, 256)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.step()
+        zeropage.page(model, made)
+        return [plain_copy(p.detach().clone()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_is_paged_again_keeps_what_it_has_learnt(stage, two):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(torch.ones(2, 256)).square().mean().backward()
+    optimizer.step(), optimizer.step()
+    for parameters in two.run(paged_again_after_a_step, stage):
+        for parameter, expected in zip(parameters, plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected)
+
+
+def seeds_of_their_own(stage):
+    torch.manual_seed(torch.distributed.get_rank())
+    with run_by_the_command(stage), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net = DistributedDataParallel(torch.nn.Linear(64, 64))
+        net(torch.ones(1, 64)), net(torch.ones(1, 64))
+    return [str(warning.message) for warning in said if "seeded its own" in str(warning.message)]
+
+
+def test_ranks_that_seed_for_themselves_are_told_what_partitioned_parameters_become(two):
+    first, other = two.run(seeds_of_their_own, 3)
+    assert len(first) == 1 and "set stage to 2" in first[0] and not other
+    assert two.run(seeds_of_their_own, 2) == [[], []]
+
+
+class Doubling(DistributedDataParallel):
+    def __init__(self, module):
+        super().__init__(module)
+        self.calls = 0
+
+    def forward(self, *args):
+        self.calls += 1
+        return super().forward(*args) * 2
+
+    def extra(self):
+        return self.module
+
+
+def wraps_in_a_subclass():
+    group = torch.distributed.new_group([0])
+    with run_by_the_command(2):
+        torch.manual_seed(0)
+        net = Doubling(torch.nn.Linear(64, 64))
+        assert isinstance(net, Doubling) and type(net).__name__ == "Doubling" and net.extra() is net.module
+        x = torch.randn(2, 64)
+        assert torch.equal(net(x), net.module(x) * 2) and net.calls == 1
+        twin = copy.deepcopy(net)
+        assert twin.calls == 1 and torch.equal(twin(x), net(x)) and twin.process_group is net.process_group
+        with pytest.raises(zeropage.SettingError, match="join"):
+            net.join()
+        if torch.distributed.get_rank() == 0:
+            with pytest.raises(zeropage.SettingError, match="over 1 of 2 ranks"):
+                DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
+
+
+def test_a_subclass_of_data_parallel_keeps_its_methods(two):
+    two.run(wraps_in_a_subclass)
+
+
+def as_lightning_optimises_by_hand(settings):
+    from lightning.pytorch.overrides.distributed import prepare_for_backward
+
+    with run_by_the_command(2):
+        net = DistributedDataParallel(torch.nn.Linear(64, 64), **settings)
+        assert net.device.type == "cpu" and net.static_graph == settings.get("static_graph", False)
+        net.require_backward_grad_sync = False  # until its backward()
+        loss = net(torch.ones(1, 64)).sum()
+        net.require_backward_grad_sync = True
+        prepare_for_backward(net, loss)
+        loss.backward()
+        net.reducer._delay_all_reduce()
+        assert not net._get_ddp_logging_data()
+        return plain_copy(net.module.weight.grad).sum().item()
+
+
+@pytest.mark.parametrize("settings", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_libraries_that_ask_the_wrapper_for_its_parts_find_them(settings, two):
+    pytest.importorskip("lightning")
+    assert two.run(as_lightning_optimises_by_hand, settings) == [64 * 64] * 2

@@ -1,6 +1,9 @@
 """What people see: timelines, reports, explanations. Sums of a trace are those of the report."""
 
 import json
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -97,6 +100,48 @@ def test_traces_that_cannot_be(training, tmp_path):
         summarize(tmp_path / "missing.json")
 
 
+class _HalfMade(torch.nn.Module):
+    def __init__(self):
+        pass
+
+
+def test_what_has_no_names_does_not_replace_the_scripts_own_error(training, tmp_path):
+    _, model, step = training
+    half_made = _HalfMade()
+    stateless = torch.optim.SGD(model.parameters())
+    del stateless.state
+    with pytest.raises(ValueError, match="its own"), zeropage.trace(tmp_path / "run.json"):
+        step()
+        raise ValueError("its own")
+    assert isinstance(half_made, torch.nn.Module)
+    named = {transfer.parameter for transfer in summarize(tmp_path / "run.json").transfers}
+    assert any("0.weight.exp_avg" in name for name in named)
+
+
+FORKED = """
+    import os, sys
+    import torch, zeropage
+
+    with zeropage.init(device="cpu", parameters="host", device_memory="4MB", host_memory="4MB", resident_below=1):
+        model = torch.nn.Linear(64, 64)
+    with zeropage.trace(sys.argv[1]):
+        while os.path.getsize(sys.argv[1]) < 1 << 20:
+            model(torch.ones(1, 64))
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_that_exits_adds_nothing_to_a_trace(tmp_path):
+    path = tmp_path / "run.json"
+    program = textwrap.dedent(FORKED)
+    ended = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert len(json.loads(path.read_text())["traceEvents"]) > 1000
+
+
 def test_a_trace_that_its_disk_has_no_room_for_says_so(training):
     recording = zeropage.trace("/dev/full")
     training[2]()
@@ -155,11 +200,13 @@ def test_explanations_say_where_parameters_are_and_why_one_is_not_paged(disk):
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
     model.append(torch.nn.Linear(64, 64))
     model.append(torch.nn.Linear(64, 64, device="meta"))
+    model.append(torch.nn.LazyLinear(64))
     model[0](torch.ones(2, 64)).sum().backward()
     rows = {row.name: row for row in zeropage.explain(model).rows}
     assert (rows["0.weight"].home, rows["0.weight"].gradient, rows["0.weight"].why) == ("disk", "host", "")
     assert rows["1.weight"].home == "" and "resident_below = 2,000 B" in rows["1.weight"].why
     assert "outside the scope" in rows["2.weight"].why and "no data" in rows["3.weight"].why
+    assert (rows["4.weight"].shape, rows["4.weight"].bytes) == ((), 0) and "not known yet" in rows["4.weight"].why
     assert "0.weight" in str(zeropage.explain(model)) and "outside the scope" in str(zeropage.explain(model))
 
 

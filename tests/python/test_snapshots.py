@@ -184,7 +184,7 @@ def test_a_program_that_ends_waits_for_its_checkpoint(disk, folder):
         zeropage.save({str(folder)!r}, model, optimizer, wait=False)  # before any update has run
         import time, threading
         begin = time.monotonic()
-        [thread.join() for thread in threading.enumerate() if thread is not threading.main_thread() and thread.name != "zeropage-watch"]
+        [thread.join() for thread in threading.enumerate() if thread.name not in ("MainThread", "zeropage-watch")]
         print(time.monotonic() - begin)
     """
     program = [sys.executable, "-c", textwrap.dedent(code)]

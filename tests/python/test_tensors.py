@@ -81,6 +81,12 @@ def test_addresses_tell_storages_apart_and_cannot_be_read_through(layer):
             read(start)
 
 
+def test_a_sparse_tensor_may_be_pinned_as_other_ordinary_ones():
+    sparse = torch.eye(3, device="cpu").to_sparse()
+    with zeropage.pinned(sparse) as same:
+        assert same is sparse
+
+
 def test_an_ordinary_tensor_may_be_pinned_evicted_and_asked():
     plain = torch.ones(3)
     with zeropage.pinned(plain) as same:

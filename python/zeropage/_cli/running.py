@@ -12,7 +12,8 @@ import pathlib
 import runpy
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 from torch.nn.modules import module as torch_module
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zeropage import _core
-from zeropage._space import Space, _mix, init
+from zeropage._data_parallel import passed_through
+from zeropage._space import Space, _mix, copied, init
 from zeropage._tracing import trace
-from zeropage._wrappers import passed_through
 
 
 def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str]) -> Space:
@@ -46,48 +48,183 @@ def run_script(
     """Runs `script` as `python script arguments…` would, and raises what it raises."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    with recording, _group_started(), passed_through(), _modules_paged(space), _line(space):
+    with recording, _group_started(), _modules_paged(space), _line(space):
         # Kept: what the script made has its names until the timeline ends.
         _globals = runpy.run_path(str(script), run_name="__main__")
 
 
+class _Modules:
+    """A script's modules. Their parameters and buffers are paged when a module registers them on the space's device,
+    or moves them there; begin() makes them what training uses: equal on all ranks, and in mixed precision."""
+
+    def __init__(self, space: Space) -> None:
+        self._core = space._core
+        self._device = torch.device(space.config["device"])
+        self._least = max(int(space.config["resident_below"]), 1)
+        self._mixes = space.config["visible_dtype"] != "auto"
+        # Paged, and not begun yet: they are initialised as they are at home.
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._seeds: set[int] = set()  # when partitioned parameters were made
+        self._walked = WeakIdKeyDictionary()
+        self._has_stepped = False
+
+    def register(self, _module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+        if not self._page(tensor) or tensor is None:
+            return
+        self._parameters[id(tensor)] = tensor
+        kept = _core.kept(tensor)
+        if kept is not None and kept.is_partitioned:
+            self._seeds.add(torch.initial_seed())
+
+    def register_buffer(self, _module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+        if self._page(tensor) and tensor is not None:
+            self._core.keep_whole(tensor)
+            self._buffers[id(tensor)] = tensor
+
+    def _page(self, tensor: torch.Tensor | None) -> bool:
+        # Elsewhere than on the space's device it is as the script wants it: its initialisation draws from that
+        # device's generator, and the script may run the module there first.
+        if tensor is None or torch.nn.parameter.is_lazy(tensor) or tensor.device.type != self._device.type:
+            return False
+        return self._core.page(tensor)
+
+    def note_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
+        """copy.deepcopy() of a module registers nothing. What has begun is equal and mixed, and so are its copies."""
+        if id(original) in self._parameters and self._core.page(copy):
+            self._parameters[id(copy)] = copy
+        elif id(original) in self._buffers and self._core.page(copy):
+            self._core.keep_whole(copy)
+            self._buffers[id(copy)] = copy
+
+    def moved(self, module: torch.nn.Module) -> None:
+        """`module`, without its children, has been moved, or its parameters replaced."""
+        for parameter in module.parameters(recurse=False):
+            if not _core.is_paged(parameter):
+                self.register(module, "", parameter)
+        for buffer in module.buffers(recurse=False):
+            if not _core.is_paged(buffer):
+                self.register_buffer(module, "", buffer)
+
+    def begin(self, model: torch.nn.Module, *_: Any) -> None:
+        """Before `model` is used."""
+        if torch.compiler.is_compiling():  # what is compiled is in a module that has begun
+            return
+        if model not in self._walked:
+            for module in model.modules():
+                self.moved(module)  # it may have come from a file
+                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+                if not any(map(torch.nn.parameter.is_lazy, own)):
+                    self._walked[module] = True
+        self.begin_waiting()
+
+    def begin_waiting(self) -> None:
+        if not self._parameters and not self._buffers:
+            return
+        self._warn_of_seeds()
+        self._core.start_equal()
+        self._buffers.clear()
+        while self._parameters:
+            _mix(self._core, self._parameters.popitem()[1])
+
+    def before_wrap(self, model: torch.nn.Module) -> None:
+        """DistributedDataParallel makes ranks equal here, also where the model was called before, as constructors do
+        to see shapes, and initialised afterwards. What has trained is equal, and what is mixed has its values."""
+        if not self._has_stepped and not self._mixes:
+            for tensor in filter(_core.is_paged, (*model.parameters(), *model.buffers())):
+                self._core.page(tensor)  # again: start_equal() is of what was paged since it ran
+        self.begin(model)
+        self._core.start_equal()
+
+    def before_load(self, model: torch.nn.Module) -> None:
+        """Content is loaded into masters: it would be rounded to what the module was made in."""
+        if self._mixes:
+            self.begin(model)
+
+    def before_load_of_optimizer(self, *_: Any) -> None:
+        if self._mixes:
+            self.begin_waiting()
+
+    def _warn_of_seeds(self) -> None:
+        if not self._seeds or not dist.is_initialized():
+            return
+        seeds, self._seeds = sorted(self._seeds), set()
+        everyones: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyones, seeds)
+        if dist.get_rank() == 0 and any(other != seeds for other in everyones):
+            warnings.warn(
+                "the model's parameters are partitioned and each rank has seeded its own random numbers: what is "
+                "initialised at random is, in each rank's share, that rank's, where DistributedDataParallel takes "
+                "rank 0's. Seed all ranks alike until the model is made, or set stage to 2",
+                stacklevel=2,
+            )
+
+    def warn_of_plain(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """At the first step, if it is of parameters of which none is paged."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        plain = [p for p in parameters if p.numel() * p.element_size() >= self._least]
+        if plain and not any(_core.is_paged(p) for p in parameters):
+            warnings.warn(
+                f"none of the {len(plain)} parameters that the optimizer steps is paged: they are on "
+                f"{plain[0].device}, and the space is on {self._device}. Move the model there, or set device",
+                stacklevel=3,
+            )
+
+
 @contextlib.contextmanager
 def _modules_paged(space: Space) -> Iterator[None]:
-    """Inside, parameters and buffers become paged when a module registers them, by whatever library."""
-    core = space._core
-    device = torch.device(space.config["device"])
-    unmixed: dict[int, torch.Tensor] = {}
-
-    def page(tensor: torch.Tensor | None) -> bool:
-        if tensor is None or torch.nn.parameter.is_lazy(tensor) or tensor.device.type != device.type:
-            return False
-        return core.page(tensor)
-
-    def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
-        if page(tensor) and tensor is not None:
-            unmixed[id(tensor)] = tensor
-
-    def register_buffer(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
-        if page(tensor) and tensor is not None:
-            core.keep_whole(tensor)
-
-    def begin(*_arguments: Any) -> None:  # only now: they were initialised as they are at home
-        if not unmixed:
-            return
-        core.start_equal()
-        while unmixed:
-            _mix(core, unmixed.popitem()[1])
-
+    """Inside, parameters and buffers of modules are paged, whatever library makes the modules, and
+    DistributedDataParallel passes them through."""
+    modules = _Modules(space)
     hooks = [
-        torch_module.register_module_parameter_registration_hook(register),
-        torch_module.register_module_buffer_registration_hook(register_buffer),
-        torch_module.register_module_forward_pre_hook(begin),
+        torch_module.register_module_parameter_registration_hook(modules.register),
+        torch_module.register_module_buffer_registration_hook(modules.register_buffer),
+        torch_module.register_module_forward_pre_hook(modules.begin),
+        register_optimizer_step_pre_hook(modules.warn_of_plain),
     ]
+    module: Any = torch.nn.Module
+    optimizer: Any = torch.optim.Optimizer
+    apply = module._apply
+
+    @functools.wraps(apply)
+    def apply_and_page(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = apply(self, *args, **kwargs)
+        modules.moved(self)
+        return result
+
+    with contextlib.ExitStack() as undo:
+        for hook in hooks:
+            undo.callback(hook.remove)
+        copied.append(modules.note_copy)
+        undo.callback(copied.remove, modules.note_copy)
+        undo.enter_context(passed_through(modules.before_wrap))
+        undo.enter_context(_replaced(module, "_apply", apply_and_page))
+        undo.enter_context(_replaced(module, "load_state_dict", _after(modules.before_load, module.load_state_dict)))
+        load = _after(modules.before_load_of_optimizer, optimizer.load_state_dict)
+        undo.enter_context(_replaced(optimizer, "load_state_dict", load))
+        yield
+
+
+def _after(first: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        first(self)
+        return method(self, *args, **kwargs)
+
+    return both
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager

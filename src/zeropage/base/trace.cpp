@@ -73,6 +73,8 @@ void Trace::start(const std::string& path) {
   if (w.file) throw SettingError(fmt::format("a trace is being recorded to \"{}\": stop it first", w.path));
   w.file.reset(std::fopen(path.c_str(), "wbe"));
   if (!w.file) throw DiskError(fmt::format("\"{}\" cannot be written: {}", path, std::strerror(errno)));
+  // w.text is the only buffer. A forked child that exits would write what stdio's held into the file once more.
+  (void)std::setvbuf(w.file.get(), nullptr, _IONBF, 0);
   w.path = path;
   w.error = 0;
   w.start = Clock::now();

@@ -1,0 +1,181 @@
+"""DistributedDataParallel of a paged model: refused, or under `zeropage run` that model under another name.
+
+Nothing is bucketed and summed here, as zeropage itself sums gradients. What else a script or a library may expect of
+the wrapper is there: equal ranks at the start, buffers that are rank 0's, and its attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from wrapt import when_imported
+
+from zeropage import _core, _wrappers
+
+_begin: Callable[[torch.nn.Module], None] | None = None
+
+
+@contextlib.contextmanager
+def passed_through(begin: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Inside, DistributedDataParallel of a paged model is that model under the name `module`, with its buffers
+    broadcast. `begin(model)` is called first, as DistributedDataParallel makes its model equal on all ranks."""
+    global _begin
+    outer, _begin = _begin, begin
+    try:
+        yield
+    finally:
+        _begin = outer
+
+
+class _Reducer:
+    """What libraries ask of DistributedDataParallel's reducer. Gradients are summed by zeropage itself."""
+
+    def prepare_for_forward(self) -> None: ...
+    def prepare_for_backward(self, _outputs: list[torch.Tensor]) -> None: ...
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None: ...
+
+
+def _data_parallel(module: ModuleType) -> None:
+    """Instead of an error, what passed_through() says."""
+    parallel: Any = module.DistributedDataParallel
+
+    class Passed(parallel):  # type: ignore[misc,unused-ignore]
+        reducer = _Reducer()
+        logger = None
+
+        def __init__(self, module: torch.nn.Module, settings: dict[str, Any]) -> None:
+            ranks = min(_core.ranks_of(p) for p in module.parameters() if _core.is_paged(p))
+            if ranks == 1 < torch.distributed.get_world_size():
+                raise _core.SettingError(
+                    "this program started its ranks after zeropage run, in which the model lies on one: start them "
+                    "with `torchrun --nproc-per-node N -m zeropage run …`"
+                )
+            torch.nn.Module.__init__(self)
+            self.module = module
+            self.process_group = settings.get("process_group") or torch.distributed.group.WORLD
+            self.device = next(p.device for p in module.parameters() if _core.is_paged(p))
+            self.device_type = self.device.type
+            # As DistributedDataParallel does, forward() moves its inputs where this names a device.
+            moves = settings.get("device_ids") and self.device_type != "cpu"
+            self.device_ids = [self.device.index or 0] if moves else None
+            self.output_device, self.dim = settings.get("output_device"), settings.get("dim", 0)
+            self.static_graph = bool(settings.get("static_graph"))
+            self.find_unused_parameters = bool(settings.get("find_unused_parameters"))
+            given = [settings.get("forward_sync_buffers"), settings.get("broadcast_buffers")]
+            self.broadcast_buffers = next((value for value in given if value is not None), True)
+            self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            self.use_side_stream_for_tensor_copies = False
+            self.require_backward_grad_sync = self.require_forward_param_sync = True
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if self.broadcast_buffers and self.require_forward_param_sync:
+                self._sync_buffers()
+            if self.device_ids:
+                moved = self.to_kwargs(args, kwargs, self.device_ids[0])
+                args, kwargs = moved[0][0], moved[1][0]
+            result = self.module(*args, **kwargs)
+            self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+            return result
+
+        def _sync_buffers(self) -> None:
+            named = self.module.named_buffers()
+            buffers = [buffer for name, buffer in named if name not in self.parameters_to_ignore]
+            if not buffers or torch.distributed.get_world_size() == 1:
+                return
+            autograd: Any = torch.autograd
+            dist: Any = torch.distributed
+            with torch.no_grad(), autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                for part in _parts(buffers, 16 << 20):
+                    plain = [_core.plain_copy(b) if _core.is_paged(b) else b for b in part]
+                    # Where the group has no collectives of the device's own, as Gloo has none, by way of the host.
+                    if f"{self.device_type}:" not in dist.get_backend_config(self.process_group):
+                        plain = [tensor.cpu() for tensor in plain]
+                    dist._broadcast_coalesced(self.process_group, plain, 16 << 20, 0)
+                    for buffer, content in zip(part, plain, strict=True):
+                        if content is not buffer:
+                            buffer.copy_(content)  # on rank 0 too: each rank writes its share
+
+        def join(self, *_args: Any, **_kwargs: Any) -> Any:
+            raise _core.SettingError(
+                "DistributedDataParallel.join: ranks with paged models take the same number of steps; pad or drop "
+                "what is left over (DistributedSampler does)"
+            )
+
+        join_hook = join
+
+        def register_comm_hook(self, *_args: Any) -> None:
+            raise _core.SettingError("register_comm_hook: gradients of a paged model are summed by zeropage itself")
+
+        def _set_static_graph(self) -> None:
+            self.static_graph = True
+
+        def _get_ddp_logging_data(self) -> dict[str, Any]:
+            return {}
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {name: value for name, value in self.__dict__.items() if name != "process_group"}
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            self.process_group = torch.distributed.group.WORLD
+
+    _wrappers.refused("DistributedDataParallel")(module)
+    refuse = parallel.__init__
+    signature = inspect.signature(refuse)
+    types: dict[type, type] = {parallel: Passed}
+
+    @functools.wraps(refuse)
+    def wrap(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _begin is None:
+            refuse(self, module, *args, **kwargs)
+            return
+        settings = signature.bind(self, module, *args, **kwargs).arguments
+        if _wrappers.is_paged(module):
+            _check_group(settings.get("process_group"))
+        _begin(module)
+        if not _wrappers.is_paged(module):
+            refuse(self, module, *args, **kwargs)
+            return
+        own: Any = type(self)
+        if own not in types:  # a subclass keeps its methods, and those that it calls are ours
+            types[own] = type(own)(own.__name__, (own, Passed), {"__module__": own.__module__})
+        self.__class__ = types[own]
+        Passed.__init__(self, module, settings)
+
+    parallel.__init__ = wrap
+
+
+def _check_group(group: Any) -> None:
+    size, world = torch.distributed.get_world_size(group), torch.distributed.get_world_size()
+    if size != world:
+        raise _core.SettingError(
+            f"DistributedDataParallel over {size} of {world} ranks: gradients of a paged model are summed over all "
+            "ranks; leave process_group out"
+        )
+
+
+def _parts(tensors: list[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Of at most so many bytes each, or of one tensor."""
+    part: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if part and size + tensor.nbytes > most:
+            yield part
+            part, size = [], 0
+        part.append(tensor)
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def install() -> None:
+    when_imported("torch.nn.parallel.distributed")(_data_parallel)
