@@ -143,7 +143,7 @@ def test_activations_that_are_computed_again_are_not_held():
     plain = zp.dry_run(small(layers=12, batch=8), DISK | SMALL, HERE, steps=1, warm_up=1)
     again = zp.dry_run(small(layers=12, batch=8, recompute=True), DISK | SMALL, HERE, steps=1, warm_up=1)
     assert again.ordinary_peak < plain.ordinary_peak / 2
-    assert again.computed_seconds > 1.2 * plain.computed_seconds
+    assert again.computed_seconds > 1.1 * plain.computed_seconds
 
 
 def test_a_device_of_its_own_moves_what_budgets_leave():

@@ -274,6 +274,7 @@ void start_equal(Domain& domain) {
       segment.open_share(Access::read);
       if (replicas) broadcast_pages(segment.share_segment(), *replicas, subject_of(segment));
     } else if (segment.is_shareable()) {
+      segment.refresh(Access::read);  // of one that is stale, rank 0 has its own share alone
       broadcast_pages(segment, *ranks, subject_of(segment));
       if (replicas) broadcast_pages(segment, *replicas, subject_of(segment));
     } else {
