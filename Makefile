@@ -81,9 +81,13 @@ format: build ## what lint asks for
 docs: build ## the site, into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q
 
-# For machines that have the same torch and no compiler; torch itself is not in it.
+# For machines that have the same torch and no compiler; torch itself, and the OpenMP that it ships, are not in it. liburing
+# is, and the wheel says of which glibc it is in need (manylinux).
 wheel: build ## build/wheel/*.whl
-	$(PYTHON) -m pip wheel -q --no-build-isolation --no-deps -w $(BUILD)/wheel .
+	rm -rf $(BUILD)/wheel
+	$(PYTHON) -m pip wheel -q --no-build-isolation --no-deps -w $(BUILD)/wheel/plain .
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PYTHON) -m auditwheel repair --exclude 'libtorch*.so' --exclude libc10.so --exclude 'libgomp*' \
+	  -w $(BUILD)/wheel $(BUILD)/wheel/plain/*.whl 2>&1 | tail -1
 
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/_%,$(wildcard bench/*.py)))
 bench: $(addprefix bench-,$(BENCHES)) ## every benchmark
