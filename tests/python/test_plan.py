@@ -227,6 +227,20 @@ def test_measured_costs_are_kept_in_a_file(tmp_path):
         zp.Measured.load(tmp_path / "costs.json")
 
 
+def test_costs_are_recorded_in_a_plain_run():
+    program, costs = small(), zp.Measured()
+    model = program.make_model()
+    with costs.recorded():
+        program.loss(model).backward()
+    recorded = set(costs._known)
+    assert len(recorded) > 20
+    plan = zp.dry_run(program, IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
+    # What paging and clipping add: gradients go into pages, norms are taken. All else a planned run asks as a real one.
+    added = {key.split("(")[0].split(".")[1] for key in set(costs._known) - recorded}
+    assert "copy_" in added and not added & {"mm", "addmm", "native_layer_norm", "gelu", "embedding"}, added
+    assert plan.computed_seconds > sum(costs._known.values()) / 2
+
+
 def test_what_does_not_fit_is_an_error_of_the_pager():
     with pytest.raises(zeropage.BudgetError, match="device_memory"):
         zp.dry_run(small(), DISK | {"device_memory": "1MB", "host_memory": "1MB", "tiling": "off"}, HERE)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pathlib
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -125,6 +128,16 @@ class Measured:
             known = self._known[key] = self._measure(func, args, kwargs)
         return known
 
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside, operators of ordinary tensors are timed as they run, each of a kind by its median: where a run of
+        plain PyTorch can be had, this is closer than running each operator alone. Paged tensors take other ways
+        while operators are watched: record a plain run."""
+        times: dict[str, list[float]] = {}
+        with _Recording(times, self._synchronize):
+            yield
+        self._known |= {key: statistics.median(seconds) for key, seconds in times.items()}
+
     def __len__(self) -> int:
         return len(self._known)
 
@@ -160,6 +173,11 @@ class Measured:
         torch.set_num_threads(self._threads)  # a dry run has one
         try:
             return self._measure_here(func, args, kwargs)
+        except RuntimeError as error:
+            raise _core.SettingError(
+                f"{_signature(func, args, kwargs)} cannot be measured here: {str(error).splitlines()[0]}; plan with "
+                "--machine, or with costs of a larger one"
+            ) from None
         finally:
             torch.set_num_threads(threads)
 
@@ -190,13 +208,30 @@ class Measured:
             torch.accelerator.synchronize(self._device)
 
 
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, times: dict[str, list[float]], synchronize: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._times, self._synchronize = times, synchronize
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_free(func):
+            return func(*args, **(kwargs or {}))
+        self._synchronize()
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self._synchronize()
+        self._times.setdefault(_signature(func, args, kwargs or {}), []).append(time.perf_counter() - start)
+        return out
+
+
 def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     def text(leaf: Any) -> str:
         if isinstance(leaf, torch.Tensor):
             dense = leaf.is_contiguous()
             strides = "" if dense else f"/{','.join(map(str, leaf.stride()))}"
             return f"{str(leaf.dtype).removeprefix('torch.')}[{','.join(map(str, leaf.shape))}]{strides}"
-        return str(leaf)
+        # Where it runs, and by which generator, makes it no other operator.
+        return "" if isinstance(leaf, torch.device | torch.Generator) else str(leaf)
 
     leaves, _ = tree_flatten((list(args), dict(kwargs)))
     return f"{func}({'; '.join(text(leaf) for leaf in leaves)})"
