@@ -15,7 +15,7 @@ MAY_USE = {
     "kernels": [],
     "tensor": ["base", "page", "comm", "pager"],
     "rules": ["base", "page", "comm", "plan", "pager", "kernels", "tensor"],
-    "train": ["base", "page", "comm", "pager", "tensor", "rules"],
+    "train": ["base", "page", "comm", "plan", "pager", "tensor", "rules"],
     "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
     "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules"],
     "space": ["base", "io", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules", "train", "fault"],

@@ -104,6 +104,7 @@ class MachineSpeeds:
     download: float
     link_latency: float
     memory: float
+    copy: float
     device_memory: float
     network: float
     network_latency: float
@@ -117,6 +118,8 @@ class Machine:
     now: float
     computed_seconds: float
     updated_seconds: float
+    idle_for_link: float
+    idle_for_network: float
     disk_seconds: float
     upload_seconds: float
     download_seconds: float

@@ -99,6 +99,11 @@ class Report:
         )
         return between
 
+    def add_waits(self, **seconds: float) -> None:
+        """Of "disk", "upload", "gather", "memory": what something other than a thread waited for."""
+        for cause, more in seconds.items():
+            self._values[f"waited_for_{cause}"] += more
+
     def per(self, steps: int) -> Report:
         """Of what since() gave of so many steps, a step's share."""
         values = {n: v / steps if n in _COUNTERS else v for n, v in self._values.items()}

@@ -220,6 +220,7 @@ void bind_machine(py::module_& module) {
       .def_readwrite("download", &MachineSpeeds::download)
       .def_readwrite("link_latency", &MachineSpeeds::link_latency)
       .def_readwrite("memory", &MachineSpeeds::memory)
+      .def_readwrite("copy", &MachineSpeeds::copy)
       .def_readwrite("device_memory", &MachineSpeeds::device_memory)
       .def_readwrite("network", &MachineSpeeds::network)
       .def_readwrite("network_latency", &MachineSpeeds::network_latency)
@@ -237,6 +238,8 @@ void bind_machine(py::module_& module) {
       .def_property_readonly("now", &PlannedMachine::now)
       .def_readonly("computed_seconds", &Machine::computed_seconds)
       .def_readonly("updated_seconds", &Machine::updated_seconds)
+      .def_readonly("idle_for_link", &Machine::idle_for_link)
+      .def_readonly("idle_for_network", &Machine::idle_for_network)
       .def_property_readonly("disk_seconds", [](const Machine& m) { return m.disk.busy_seconds(); })
       .def_property_readonly("upload_seconds", [](const Machine& m) { return m.uploads.busy_seconds(); })
       .def_property_readonly("download_seconds", [](const Machine& m) { return m.downloads.busy_seconds(); })
@@ -338,7 +341,8 @@ PYBIND11_MODULE(_core, module) {
       .def_readonly("details", &LongWait::details)
       .def_readonly("activity", &LongWait::activity)
       .def_readonly("seconds", &LongWait::seconds);
-  module.def("long_waits", &LongWait::under_way);  // by a daemon thread: it must not give up the lock and want it again
+  module.def("long_waits",
+             &LongWait::under_way);  // by a daemon thread: it must not give up the lock and want it again
   module.def("start_trace", &Trace::start);
   module.def("stop_trace", &Trace::stop, py::call_guard<py::gil_scoped_release>());
   module.def("trace_span", [](const std::string& category, const std::string& name, const std::string& args) {

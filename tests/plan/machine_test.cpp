@@ -30,8 +30,8 @@ struct PlanFixture {
     entered = std::make_unique<VirtualClock::Entered>(machine->clock);
     CacheOptions options{
         .device_bytes = device_bytes, .host_bytes = host_bytes, .disk_path = "nowhere", .page_bytes = kMiB};
-    options.hollow_disk_bytes = disk_bytes;
-    cache = FrameCache::make(options, make_planned_io(*machine, options.io));
+    options.hollow = {disk_bytes, 1e15};
+    cache = FrameCache::make(options, make_planned_io(machine, options.io));
   }
   ~PlanFixture() { cache.reset(); }
 

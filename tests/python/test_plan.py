@@ -1,6 +1,7 @@
 """Plans against runs: what a dry run says of bytes is what the run does."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -121,7 +122,8 @@ def test_a_step_that_the_disk_binds_takes_what_its_bytes_take():
 def test_a_step_that_nothing_binds_takes_what_its_operators_take():
     fast = zp.Machine(**HERE.to_dict() | {"disk_read_gbs": 1000, "disk_write_gbs": 1000, "disk_latency_us": 0})
     plan = zp.dry_run(small(), DISK | SMALL, fast)
-    assert plan.seconds == pytest.approx(plan.computed_seconds, rel=0.02)
+    # Beside its operators, pages are put together into whole tensors.
+    assert plan.computed_seconds <= plan.seconds < 1.05 * plan.computed_seconds
 
 
 def test_operators_are_counted_by_arithmetic():
@@ -235,7 +237,7 @@ def test_costs_are_recorded_in_a_plain_run():
     recorded = set(costs._known)
     assert len(recorded) > 20
     plan = zp.dry_run(program, IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
-    # What paging and clipping add: gradients go into pages, norms are taken. All else a planned run asks as a real one.
+    # Gradients go into pages and norms are taken. All else a planned run asks as a real one does.
     added = {key.split("(")[0].split(".")[1] for key in set(costs._known) - recorded}
     assert "copy_" in added and not added & {"mm", "addmm", "native_layer_norm", "gelu", "embedding"}, added
     assert plan.computed_seconds > sum(costs._known.values()) / 2
@@ -266,15 +268,60 @@ def test_machines_that_cannot_be_are_refused(fields, what):
         zp.Machine.of(HERE.to_dict() | fields)
 
 
-def test_a_failed_plan_leaves_nothing_behind():
-    class Broken(Exception):
+def test_a_failed_plan_leaves_nothing_behind(tmp_path):
+    class BrokenError(Exception):
         pass
 
     def loss(model):
-        raise Broken
+        raise BrokenError
 
+    attention, threads = torch.nn.functional.scaled_dot_product_attention, torch.get_num_threads()
     for _ in range(2):
-        with pytest.raises(Broken):
-            zp.dry_run(zp.Program("broken", small().make_model, loss, 1), DISK | SMALL, HERE)
-    zp.dry_run(small(), DISK | SMALL, HERE, steps=1, warm_up=1)
-    assert torch.empty(1).device.type == "cpu"
+        with pytest.raises(BrokenError):
+            program = zp.Program("broken", small().make_model, loss, 1)
+            zp.dry_run(program, DISK | SMALL, HERE, warm_up=0, trace=tmp_path / "broken.json")
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+    assert torch.get_num_threads() == threads and torch.empty(1).device.type == "cpu"
+    begin = time.perf_counter()
+    with zeropage.trace(tmp_path / "real.json"), zeropage.init(DISK | SMALL, device="cpu", disk_path=tmp_path):
+        torch.nn.Linear(256, 256)
+    assert time.perf_counter() > begin
+
+
+@pytest.mark.parametrize("activations", ["host", "disk"])
+def test_activations_are_paged_in_plans_too(activations, disk):
+    program = small(layers=8, batch=4)
+    settings = DISK | SMALL | {"host_memory": "60MB", "activations": activations, "disk_path": disk}
+    planned = zp.dry_run(program, settings, HERE, steps=1, warm_up=2)
+    _, total = run(program, 1, 2, **settings)
+    assert homes(planned.total) == homes(total)
+    assert ("activation", activations) in homes(total)
+    assert planned.ordinary_peak < zp.dry_run(program, DISK | SMALL, HERE, steps=1, warm_up=2).ordinary_peak / 2
+
+
+@pytest.mark.parametrize("link, host", [(25, 40), (10, 40)])
+def test_updates_go_where_a_space_would_measure_them_to_be_faster(link, host):
+    """An update reads and writes seven arrays in the host, or takes the way up of three: space/bandwidth.h."""
+    machine = zp.Machine(**GPU.to_dict() | {"link_gbs": link, "host_gbs": host})
+    settings = dict.fromkeys(DISK, "host") | {"host_memory": "300MB", "device_memory": "8MB", "page_size": "256KiB"}
+    plan = zp.dry_run(small(), settings, machine, steps=1, warm_up=1)
+    in_host = plan.total.updated_in_host > plan.total.updated_on_device
+    assert in_host == (7 / host < 3 / link)
+
+
+def test_a_stream_that_waits_for_the_link_is_not_called_busy():
+    slow = zp.Machine(**GPU.to_dict() | {"link_gbs": 0.1})
+    settings = dict.fromkeys(DISK, "host") | {"host_memory": "300MB", "device_memory": "8MB", "page_size": "256KiB"}
+    plan = zp.dry_run(small(layers=6), settings, slow)
+    assert plan.seconds > 5 * plan.computed_seconds
+    assert plan.hidden()["link"] < 0.5
+    assert plan.step.bound_by()[0] in ("upload", "memory")
+
+
+def test_autocast_is_refused_not_ignored():
+    def loss(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return small().loss(model)
+
+    with pytest.raises(zeropage.SettingError, match="visible_dtype"):
+        zp.dry_run(zp.Program("autocast", small().make_model, loss, 1), DISK | SMALL, HERE)

@@ -121,6 +121,7 @@ def run_command(
 @click.option("--save-costs", type=_FOLDER, help="A file for those that are measured.")
 @click.option("--trace", type=_FOLDER, help="A file for a timeline of the planned steps: see zeropage trace.")
 @click.option("--json", "json_file", type=_FOLDER, help="A file for the plan as JSON.")
+@click.option("--quick", is_flag=True, help="One step, the first: sizes, and a time that knows of no habits yet.")
 @click.option("--least", is_flag=True, help="Also the least budgets that work.")
 @click.option("--fit", is_flag=True, help="Find the fastest settings that fit.")
 @click.option("--out", type=_FOLDER, help="With --fit: a file for these settings.")

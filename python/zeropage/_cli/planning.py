@@ -31,6 +31,7 @@ from zeropage.plan import (
     load_program,
     transformer,
 )
+from zeropage.plan._dry_run import WARM_UP
 from zeropage.plan._fit import table
 
 _ALIKE = 0.01
@@ -58,6 +59,7 @@ class Request:
     save_costs: pathlib.Path | None
     trace: pathlib.Path | None
     json_file: pathlib.Path | None
+    quick: bool
     least: bool
     fit: bool
     out: pathlib.Path | None
@@ -66,7 +68,11 @@ class Request:
 
     def given(self, *names: str) -> list[str]:
         """Of `names`, the flags that were given."""
-        return [_flag(name) for name in names if getattr(self, name) not in (None, False)]
+        return [_flag(name) for name in names if self.has(name)]
+
+    def has(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and value is not False
 
 
 _SHAPE = ("layers", "hidden", "vocabulary", "heads")
@@ -105,9 +111,7 @@ def plan(request: Request, config: str | None, settings: dict[str, str]) -> None
 
 def program_of(request: Request) -> Program:
     """Raises SettingError."""
-    options: dict[str, Any] = {
-        name: getattr(request, name) for name in _FEED if getattr(request, name) not in (None, False)
-    }
+    options: dict[str, Any] = {name: getattr(request, name) for name in _FEED if request.has(name)}
     if request.program is not None:
         return load_program(request.program)
     if request.model_config is not None:
@@ -160,9 +164,8 @@ def _dry_run(
 ) -> Plan:
     try:
         with _steps("steps planned") as progress:
-            return dry_run(
-                program, config, machine, ranks, costs, progress=progress, trace=request.trace, alike=_ALIKE
-            )
+            steps, warm_up = (1, 0) if request.quick else (2, WARM_UP)
+            return dry_run(program, config, machine, ranks, costs, steps, warm_up, progress, request.trace, _ALIKE)
     except _core.BudgetError as error:
         if not request.least:
             raise

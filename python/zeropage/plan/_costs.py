@@ -34,6 +34,8 @@ _FREE = {
     aten._unsafe_view.default,
     aten._reshape_alias.default,
 }
+_LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+
 #: The CPU's kernels of attention do what a GPU's do.
 _OPERATIONS = {
     **flop_registry,
@@ -94,7 +96,9 @@ class Roofline:
         if is_free(func):
             return 0.0
         read = tensors_in(*args, *kwargs.values())
-        moved = sum(t.nbytes for t in read) + sum(t.nbytes for t in tensors_in(*_results(out)))
+        written = sum(t.nbytes for t in tensors_in(*_results(out)))
+        # Of a table, the rows that are asked for are read.
+        moved = written + (written if func._overloadpacket in _LOOKUPS else sum(t.nbytes for t in read))
         seconds = moved / self._bandwidth
         if (count := _flops_of(func)) is not None and read:
             operations = count(*args, **kwargs, out_val=out)
@@ -113,6 +117,7 @@ class Measured:
     def __init__(self, device: str | torch.device = "cpu", least_seconds: float = 0.02) -> None:
         self._device, self._least = torch.device(device), least_seconds
         self._threads = torch.get_num_threads()
+        self._flush: torch.Tensor | None = None
         self._known: dict[str, float] = {}
         self._is_open = True
 
@@ -189,10 +194,11 @@ class Measured:
             real_args, real_kwargs = tree_map(
                 lambda leaf: _real(leaf, self._device, limit), (list(args), dict(kwargs))
             )
-            flush = torch.empty(1 << 24, device=self._device)  # 64 MB: weights are not in a cache when they are used
+            if self._flush is None:
+                self._flush = torch.empty(1 << 24, device=self._device)  # weights are in no cache when they are used
             spent, least, rounds = 0.0, float("inf"), 0
             while rounds < 3 or (spent < self._least and rounds < 20):
-                flush.fill_(rounds)
+                self._flush.fill_(rounds)
                 self._synchronize()
                 start = time.perf_counter()
                 func(*real_args, **real_kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -80,7 +81,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _value(self, tensor: torch.Tensor) -> bool | float:
-        """What is read of a tensor that holds nothing: a program's check of its numbers is passed."""
+        """What is read of a tensor that holds nothing: a program's check of its numbers is passed. A device is waited
+        for, as for a value that it has."""
+        self._machine.synchronize()
         if tensor.dtype == torch.bool:
             held = self._held() if self._held is not None else None
             return held is not None and held._cdata == tensor.untyped_storage()._cdata
@@ -247,6 +250,25 @@ def dry_run(
     much.
     """
     costs = costs if costs is not None else Roofline(machine, ranks)
+    with _one_at_a_time:
+        return _dry_run(program, config, machine, ranks, costs, steps, warm_up, progress, trace, alike)
+
+
+_one_at_a_time = threading.Lock()  # attention, and the number of threads, are the process's
+
+
+def _dry_run(
+    program: Program,
+    config: ConfigLike,
+    machine: Machine,
+    ranks: int,
+    costs: Costs,
+    steps: int,
+    warm_up: int,
+    progress: Callable[[int, int], None] | None,
+    trace: str | os.PathLike[str] | None,
+    alike: float,
+) -> Plan:
     planned = _core.Machine(machine.speeds(ranks))
     with _entered(planned):
         space = Space.planned(Config.of(config), planned, ranks)
@@ -287,31 +309,34 @@ def _run(
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = program.make_optimizer(model.parameters())
     counting = _Counting(planned, costs, machine.unified)
-    marks: list[tuple[Report, _Times]] = []
-    for step in range(warm_up + steps):
-        if progress is not None:
-            progress(step, warm_up + steps)
-        marks.append((space.report(), _Times(planned)))
-        if trace is not None and step == warm_up:
-            _core.start_trace(os.fspath(trace))
-        try:
-            _step(program, model, optimizer, counting)
-        except BaseException as error:
-            if trace is not None and step >= warm_up:
-                _core.stop_trace()
-            if isinstance(error, NotImplementedError):  # an operator whose result depends on values
-                raise _core.SettingError(f"{program.name} cannot be planned: {str(error).splitlines()[0]}") from None
-            raise
-        planned.synchronize()
-        if trace is None and len(marks) > steps and _are_alike(marks, planned.now, alike):
-            break
-    if trace is not None:
-        _core.stop_trace()
+    for module in model.modules():
+        if not any(module.children()):
+            module.register_forward_pre_hook(_refuse_autocast)
+    marks = [(space.report(), _Times(planned))]
+    with contextlib.ExitStack() as ending:
+        for step in range(warm_up + steps):
+            if progress is not None:
+                progress(step, warm_up + steps)
+            if trace is not None and step == warm_up:
+                _core.start_trace(os.fspath(trace))
+                ending.callback(_core.stop_trace)
+            try:
+                _step(program, model, optimizer, counting)
+            except NotImplementedError as error:  # of an operator whose result depends on values
+                text = str(error).splitlines()[0]
+                raise _core.SettingError(f"{program.name} cannot be planned: {text}") from None
+            planned.synchronize()
+            marks.append((space.report(), _Times(planned)))
+            if trace is None and len(marks) > max(steps, 4) and _are_alike(marks, alike):
+                break
+    space.wait()  # what the last step left to do: that it can be done, too
     if progress is not None:
         progress(warm_up + steps, warm_up + steps)
-    before, begun = marks[-steps]
-    total, ended = space.report(), _Times(planned)
+    (before, begun), (total, ended) = marks[-1 - steps], marks[-1]
     times = {name: (ended.of[name] - begun.of[name]) / steps for name in ended.of}
+    step_report = total.since(before).per(steps)
+    # On a device of its own the stream waits for the link and for ranks, and no thread does.
+    step_report.add_waits(upload=times.pop("idle_for_link"), gather=times.pop("idle_for_network"))
     return Plan(
         program=program.name,
         machine=machine,
@@ -322,22 +347,35 @@ def _run(
         **times,
         ordinary_peak=counting.ordinary_peak,
         settings=space.config,
-        step=total.since(before).per(steps),
+        step=step_report,
         total=total,
     )
 
 
-def _are_alike(marks: list[tuple[Report, _Times]], now: float, alike: float) -> bool:
-    """The last two of the steps that began at `marks`."""
-    (_, one), (_, other) = marks[-2:]
-    earlier, last = other.of["now"] - one.of["now"], now - other.of["now"]
-    return alike > 0 and abs(last - earlier) <= alike * last
+def _are_alike(marks: list[tuple[Report, _Times]], alike: float) -> bool:
+    """The last two of the steps between `marks`: they take as long, and move and update as much."""
+
+    def of_step(begin: tuple[Report, _Times], end: tuple[Report, _Times]) -> list[float]:
+        moved = end[0].since(begin[0])
+        seconds = end[1].of["now"] - begin[1].of["now"]
+        return [seconds, moved.read_bytes, moved.written_bytes, moved.updates_committed]
+
+    earlier, last = of_step(marks[-3], marks[-2]), of_step(marks[-2], marks[-1])
+    return alike > 0 and all(abs(a - b) <= alike * b for a, b in zip(earlier, last, strict=True))
 
 
 class _Times:
     def __init__(self, planned: _core.Machine) -> None:
-        names = ("now", *_BUSY)
+        names = ("now", *_BUSY, "idle_for_link", "idle_for_network")
         self.of: dict[str, float] = {name: getattr(planned, name) for name in names}
+
+
+def _refuse_autocast(_module: torch.nn.Module, _inputs: Any) -> None:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise _core.SettingError(
+            "torch.autocast casts nothing in a dry run, so it would be planned in float32: plan with "
+            'visible_dtype="bfloat16" and without it'
+        )
 
 
 def _step(program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer, counting: _Counting) -> None:

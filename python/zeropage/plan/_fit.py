@@ -29,6 +29,8 @@ _SECONDARY = ("activations", "page_size", "tiling", "device_share")
 _LEFT = 0.05
 _FEW = 3
 _ALIKE = 0.02
+#: What a setting must save to be said.
+_GAIN = 0.005
 
 
 @dataclass
@@ -251,20 +253,21 @@ class _Search:
         self._to_try = len(cases)
         found = self._ranked(cases)
         for name in _SECONDARY:
-            others = [
-                {**case, name: value}
-                for case, _ in found[:_FEW]
-                for value in self._grid.get(name, [])
-                if self._may_fit({**case, name: value})
-            ]
-            self._to_try += sum(_key(case) not in self._tried for case in others)
-            seen = {_key(case) for case, _ in found}
-            found = self._sorted(found + [f for f in self._ranked(others) if _key(f[0]) not in seen])
+            found = self._sorted(found + [better for one in found[:_FEW] for better in self._improved(*one, name)])
         if not found:
             raise self._nothing_fits()
         self._to_try += min(len(found), 5)
-        whole = [self._plan(case, WARM_UP) for case, _ in found[:5]]
-        return [fitted for _, fitted in self._sorted([(f.settings, f) for f in whole if f is not None])]
+        whole = [(case, self._plan(case, WARM_UP)) for case, _ in found[:5]]
+        return [fitted for _, fitted in self._sorted([(c, f) for c, f in whole if f is not None])]
+
+    def _improved(self, case: Settings, fitted: Fitted, name: str) -> list[tuple[Settings, Fitted]]:
+        """The case with other values of `name`, where that is a gain."""
+        others = [{**case, name: value} for value in self._grid.get(name, []) if value != case[name]]
+        others = [other for other in others if self._may_fit(other)]
+        self._to_try += sum((*_key(other), 2) not in self._tried for other in others)
+        found = [(other, self._plan(other, 2)) for other in others]
+        limit = fitted.seconds_per_token * (1 - _GAIN)
+        return [(other, plan) for other, plan in found if plan is not None and plan.seconds_per_token < limit]
 
     def settings_of(self, case: Settings) -> tuple[int, Settings] | None:
         """The number of ranks, and settings with budgets: what the machine has, without what ordinary tensors need.
@@ -326,8 +329,21 @@ class _Search:
         return self._sizes[key]
 
     def _ranked(self, cases: list[Settings]) -> list[tuple[Settings, Fitted]]:
-        found = [(case, self._plan(case, 2)) for case in cases]
-        return self._sorted([(case, fitted) for case, fitted in found if fitted is not None])
+        """In few steps. Where what moves between tiers is hidden, homes that are further away are no gain."""
+        found: list[tuple[Settings, Fitted]] = []
+        hidden: list[Settings] = []
+        for case in sorted(cases, key=lambda case: sum(_distances(case))):
+            if any(_is_further(case, than) for than in hidden):
+                self._to_try -= 1
+                continue
+            fitted = self._plan(case, 2)
+            if fitted is None:
+                continue
+            found.append((case, fitted))
+            step = fitted.plan.step
+            if step.waited_for_disk + step.waited_for_upload + step.waited_for_memory < 0.05 * step.seconds:
+                hidden.append(case)
+        return self._sorted(found)
 
     @staticmethod
     def _sorted(found: list[tuple[Settings, Fitted]]) -> list[tuple[Settings, Fitted]]:
@@ -386,6 +402,16 @@ class _Search:
 
 def _key(case: Settings) -> tuple[Any, ...]:
     return tuple(sorted(case.items()))
+
+
+def _distances(case: Settings) -> list[int]:
+    return [_TIERS.index(case[role]) if case[role] in _TIERS else len(_TIERS) for role in _ROLES]
+
+
+def _is_further(case: Settings, than: Settings) -> bool:
+    """Whether they differ in homes alone, and none of `case` is nearer."""
+    same = all(case[name] == value for name, value in than.items() if name not in _ROLES)
+    return same and all(a >= b for a, b in zip(_distances(case), _distances(than), strict=True)) and case != than
 
 
 def _order(name: str) -> tuple[int, str]:

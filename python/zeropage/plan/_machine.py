@@ -25,6 +25,7 @@ class Machine:
     tflops: dict[str, float]  # of one device, in matrix products, by dtype
     host_memory_gb: float  # of the node
     host_gbs: float  # of the node: what updates on the processor read and write
+    copy_gbs: float = 0.0  # that one thread reads and writes on the host; 0: half of host_gbs
     disk_gb: float = 0.0  # of the node, as the other disk_*
     disk_read_gbs: float = 0.0
     disk_write_gbs: float = 0.0
@@ -116,6 +117,7 @@ class Machine:
         speeds.disk_bytes = int(self.disk_gb * 1e9 / here)
         speeds.host_bytes = int(self.host_memory_gb * 1e9 / here)
         speeds.memory = self.host_gbs * 1e9 / here
+        speeds.copy = min((self.copy_gbs or self.host_gbs / 2) * 1e9, speeds.memory)
         speeds.is_unified = self.unified
         if not self.unified:
             speeds.device_bytes = int(self.device_memory_gb * 1e9)

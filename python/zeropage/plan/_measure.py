@@ -28,6 +28,7 @@ def machine(directory: pathlib.Path, device: str) -> Machine:
         "tflops": {name: _products(where, dtype) / 1e12 for name, dtype in _dtypes(where).items()},
         "host_memory_gb": _core.available_memory() / 1e9,
         "host_gbs": _update_rate(torch.device("cpu")) / 1e9,
+        "copy_gbs": _copy_rate() / 1e9,
         "disk_gb": shutil.disk_usage(directory).free / 1e9,
         "disk_read_gbs": disk.read / 1e9,
         "disk_write_gbs": disk.write / 1e9,
@@ -91,6 +92,16 @@ def _update_rate(where: torch.device) -> float:
         )  # fmt: skip
 
     return 7 * 4 * _ELEMENTS / _seconds(update, where)
+
+
+def _copy_rate() -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        one, other = torch.rand(_ELEMENTS), torch.rand(_ELEMENTS)
+        return 2 * 4 * _ELEMENTS / _seconds(lambda: one.copy_(other), torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _link(where: torch.device) -> float:

@@ -132,8 +132,17 @@ def from_transformers(
         config = _transformers_config(pathlib.Path(config))
     from transformers import AutoModelForCausalLM
 
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if heads and hidden and not getattr(config, "head_dim", None) and hidden % heads:
+        raise _core.SettingError(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
+
     def make_model() -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise _core.SettingError(
+                f"transformers makes no causal model of this {config.model_type}: {error}"
+            ) from None
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})  # type: ignore[operator]
         return model.train()
@@ -154,9 +163,11 @@ def _transformers_config(path: pathlib.Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-        return AutoConfig.for_model(**fields)
-    except (OSError, ValueError, TypeError) as error:
-        raise _core.SettingError(f"{file} is no transformers config: {error}") from None
+        config = AutoConfig.for_model(**fields)
+    except Exception as error:  # transformers checks configs in its own ways
+        said = " ".join(str(error).split())
+        raise _core.SettingError(f"{file} is no transformers config: {said}") from None
+    return config
 
 
 def load_program(path: str | os.PathLike[str]) -> Program:

@@ -31,6 +31,7 @@ bool VirtualClock::run_next() {
 
 void VirtualClock::advance_to(Time when) {
   run_postponed();
+  when = std::max(when, after(now_, std::exchange(owed_, 0)));
   while (!events_.empty() && events_.top().when <= when) {
     Event next = std::move(const_cast<Event&>(events_.top()));  // its place in the queue is given up at once
     events_.pop();
@@ -40,6 +41,6 @@ void VirtualClock::advance_to(Time when) {
   now_ = std::max(now_, when);
 }
 
-void VirtualClock::advance(double seconds) { advance_to(after(now_, seconds)); }
+void VirtualClock::advance(double seconds) { advance_to(after(now_, seconds + std::exchange(owed_, 0))); }
 
 }  // namespace zeropage

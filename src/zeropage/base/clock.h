@@ -42,6 +42,8 @@ class VirtualClock {
   bool run_next();
   /// The thread waits until then.
   void advance_to(Time when);
+  /// The thread computes for so long, under a lock: what comes due meanwhile runs when it next computes or waits.
+  void owe(double seconds) { owed_ += seconds; }
   /// `event` needs what this thread holds as it waits: it runs when the thread next computes or waits.
   void postpone(std::function<void()> event) { postponed_.push_back(std::move(event)); }
 
@@ -80,6 +82,7 @@ class VirtualClock {
   Time now_{};
   std::uint64_t asked_for_ = 0;
   std::priority_queue<Event> events_;
+  double owed_ = 0;
   std::vector<std::function<void()>> postponed_;
 };
 

@@ -1,17 +1,24 @@
 // While it lives, operators of this thread see the tensors that paging itself makes as ordinary ones: neither our
-// fallback nor autograd takes part.
+// fallback nor autograd takes part; nor, in a planned run, the mode that counts the program's operators.
 #pragma once
 
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/base/torch_compat.h"
 
 namespace zeropage {
 
 struct NoPagingGuard {
-  c10::impl::ExcludeDispatchKeyGuard ordinary{kPagedKey};
+  c10::impl::ExcludeDispatchKeyGuard ordinary{excluded()};
   c10::NoGradGuard no_grad;
+
+  static c10::DispatchKeySet excluded() {
+    const c10::DispatchKeySet paged(kPagedKey);
+    const c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
+    return VirtualClock::current() ? paged | modes : paged;
+  }
 };
 
 }  // namespace zeropage

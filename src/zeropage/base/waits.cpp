@@ -12,8 +12,9 @@ ListedWait* latest_listed = nullptr;
 std::uint64_t listed_so_far = 0;
 const std::uint64_t listing_process = process_generation();
 
-/// A forked child has one thread, and the list may be another's: it lists nothing.
-bool lists() { return listing_process == process_generation(); }
+/// A forked child has one thread, and the list may be another's: it lists nothing. Nor do planned runs, whose time is
+/// not the watching thread's.
+bool lists() { return listing_process == process_generation() && !VirtualClock::current(); }
 
 }  // namespace
 
@@ -27,7 +28,7 @@ ListedWait::ListedWait(std::string_view what, std::string_view details) : what_(
 }
 
 ListedWait::~ListedWait() {
-  if (!lists()) return;
+  if (number_ == 0 || listing_process != process_generation()) return;
   std::lock_guard lock(listed_mutex);
   (after_ ? after_->before_ : latest_listed) = before_;
   if (before_) before_->after_ = after_;

@@ -44,15 +44,15 @@ std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache
 FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
     : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
       memory_(options.device_bytes + (options.device ? 0 : options.host_bytes), options.device,
-              register_slab(options, registered_), options.hollow_disk_bytes.has_value()),
+              register_slab(options, registered_), options.hollow),
       budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false),
       lower_(options.device ? make_host(options, std::move(io)) : nullptr),
       io_(lower_ || options.disk_path.empty() ? nullptr
           : io                                ? std::move(io)
                                               : make_io(options.io)),
-      swap_(!io_                        ? nullptr
-            : options.hollow_disk_bytes ? SwapFile::make_hollow(*options.hollow_disk_bytes)
-                                        : std::make_unique<SwapFile>(options.disk_path, *io_)),
+      swap_(!io_             ? nullptr
+            : options.hollow ? SwapFile::make_hollow(options.hollow->disk_bytes)
+                             : std::make_unique<SwapFile>(options.disk_path, *io_)),
       home_(lower_ ? std::make_unique<LowerCacheHome>(*lower_, *options.device)
             : io_  ? make_disk_home(*io_, *swap_)
                    : nullptr) {
@@ -66,7 +66,7 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
                        std::shared_ptr<DeviceMemory> device)
     : page_bytes_(local->page_bytes_),
-      memory_(bytes, device, {}, local->memory_.is_hollow()),
+      memory_(bytes, device, {}, local->memory_.hollow()),
       budgets_(memory_, bytes, 0, /*gathered=*/true),
       lower_(std::move(local)),
       ranks_(std::move(ranks)),

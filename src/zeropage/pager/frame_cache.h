@@ -81,9 +81,7 @@ struct CacheOptions {
   std::shared_ptr<DeviceMemory> device = nullptr;  // null: operators run on the CPU
   /// Called for each slab of host memory when it is first used; the handle is kept as long as the slab.
   std::function<std::shared_ptr<void>(std::span<std::byte>)> register_memory = nullptr;
-  /// If there is a number, nothing is stored: memory is addresses alone, and the disk that many bytes, which the
-  /// engine that is given moves in its own time ([Note: virtual time] in base/clock.h).
-  std::optional<std::size_t> hollow_disk_bytes = std::nullopt;
+  std::optional<Hollow> hollow = std::nullopt;  // with an engine that moves what lies nowhere, in its own time
 };
 
 struct CacheStats {

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
 
 FrameMemory::FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use,
-                         bool hollow)
+                         std::optional<Hollow> hollow)
     : device_(std::move(device)),
       hollow_(hollow),
       budget_("memory", bytes),
@@ -104,13 +105,18 @@ std::vector<Frame*> FrameMemory::window(std::size_t bytes, const std::function<b
 }
 
 void FrameMemory::copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
-  if (hollow_) return;
-  device_ ? device_->copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
+  if (device_) return device_->copy(to, from, bytes);
+  hollow_ ? take(2 * bytes) : void(std::memcpy(to, from, bytes));
 }
 
 void FrameMemory::clear(std::byte* at, std::size_t bytes) const {
-  if (hollow_) return;
-  device_ ? device_->clear(at, bytes) : void(std::memset(at, 0, bytes));
+  if (device_) return device_->clear(at, bytes);
+  hollow_ ? take(bytes) : void(std::memset(at, 0, bytes));
+}
+
+/// The time that so many bytes take, from the thread that has its lock now.
+void FrameMemory::take(std::size_t bytes) const {
+  if (VirtualClock* const planned = VirtualClock::current()) planned->owe(bytes / hollow_->copy_rate);
 }
 
 // [Note: streams and frames] in store/device_memory.h.

@@ -3,16 +3,24 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "zeropage/page/page.h"
 
 namespace zeropage {
 
+/// Of a cache that stores nothing: memory is addresses alone, and what is done to its content only takes time
+/// ([Note: virtual time] in base/clock.h).
+struct Hollow {
+  std::size_t disk_bytes;  // what the disk would hold
+  double copy_rate;        // bytes a second that a thread reads and writes
+};
+
 class FrameMemory {
  public:
-  /// `hollow`: frames are addresses alone, and what is done to their content is not done.
-  FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use, bool hollow);
+  FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use,
+              std::optional<Hollow> hollow);
 
   /// A frame with one pin, or null: no budget for it, or no hole that is large enough (then `fragmented`).
   Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
@@ -24,7 +32,7 @@ class FrameMemory {
   /// Whether all that is free serves any frame: else frames need a hole, and `window` finds what makes one.
   bool joins_holes() const { return arena_->joins_holes(); }
   const std::shared_ptr<DeviceMemory>& device() const { return device_; }
-  bool is_hollow() const { return hollow_; }
+  const std::optional<Hollow>& hollow() const { return hollow_; }
   const Budget& budget() const { return budget_; }
   std::size_t free() const { return budget_.limit() - budget_.used(); }
   const std::map<std::byte*, std::unique_ptr<Frame>>& frames() const { return frames_; }
@@ -44,8 +52,10 @@ class FrameMemory {
   static std::byte* address(const Run& run, std::size_t page);
 
  private:
+  void take(std::size_t bytes) const;
+
   std::shared_ptr<DeviceMemory> device_;  // null: the CPU's
-  const bool hollow_;
+  const std::optional<Hollow> hollow_;
   Budget budget_;
   std::unique_ptr<Arena> arena_;
   std::map<std::byte*, std::unique_ptr<Frame>> frames_;

@@ -44,12 +44,11 @@ class Monitor {
   /// which may hold the lock as it waits for a device: then `book` runs later.
   template <class Book>
   void run_at_end(Book book) {
-    VirtualClock* const planned = VirtualClock::current();
     Lock lock(mutex_, std::defer_lock);
-    if (!planned) {
+    if (!planned_) {
       lock.lock();
     } else if (!lock.try_lock()) {
-      return planned->postpone([this, book] { run_at_end(book); });
+      return planned_->postpone([this, book] { run_at_end(book); });
     }
     book(lock);
   }
@@ -82,6 +81,7 @@ class Monitor {
  private:
   friend class Inside;
   friend class Waiting;
+  VirtualClock* const planned_ = VirtualClock::current();  // its time, if it was made for a planned run
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   const std::uint64_t generation_ = process_generation();

@@ -37,7 +37,7 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
     if (Trace::is_on()) trace(/*begins=*/true, /*reads=*/true, run, i);
     std::byte* const into = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     auto done = [this, &run, &frame, i](Home::Outcome outcome) {
-      on_end([&] { read_ended(run, frame, i, std::move(outcome)); });
+      on_end([this, &run, &frame, i, outcome = std::move(outcome)] { read_ended(run, frame, i, outcome); });
     };
     std::optional<Home::Outcome> outcome;
     try {
@@ -103,7 +103,9 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
   }
   const bool blocks = home_->blocks() && (priority == Priority::demanded || frames_.is_gathered());
   for (const std::size_t i : pages) {
-    auto done = [this, &run, i](Home::Outcome outcome) { on_end([&] { write_ended(run, i, outcome); }); };
+    auto done = [this, &run, i](Home::Outcome outcome) {
+      on_end([this, &run, i, outcome = std::move(outcome)] { write_ended(run, i, outcome); });
+    };
     std::byte* const from = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     const auto after = frame.last_used ? frame.last_used : frame.ready;
     std::optional<Home::Outcome> outcome;

@@ -6,6 +6,8 @@
 #include <functional>
 #include <mutex>
 
+#include "zeropage/base/clock.h"
+
 namespace zeropage {
 
 class UpperCache {
@@ -29,7 +31,13 @@ class UpperCache {
   bool connected() const { return connected_; }
 
   void progress() {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    // In virtual time the thread that tidies is the one on which transfers end.
+    if (VirtualClock* const planned = VirtualClock::current(); !planned) {
+      lock.lock();
+    } else if (!lock.try_lock()) {
+      return planned->postpone([this] { progress(); });
+    }
     if (connected_) progress_();
   }
   bool tidy() {

@@ -22,12 +22,13 @@ struct MachineSpeeds {
   double disk_read = 3e9, disk_write = 3e9, disk_latency = 100e-6;
   std::size_t disk_bytes = std::size_t{1} << 40;
   double upload = 20e9, download = 20e9, link_latency = 10e-6;
-  double memory = 20e9;          // what updates on the host read and write
-  double device_memory = 1e12;   // the same on the device
+  double memory = 20e9;                            // what updates on the host read and write
+  double copy = 10e9;                              // what one thread reads and writes
+  double device_memory = 1e12;                     // the same on the device
   double network = 10e9, network_latency = 20e-6;  // what a rank sends in a collective
-  bool is_unified = true;        // operators run on the host's memory
-  double launch = 5e-6;          // seconds of this thread an operator, on a device of its own
-  std::size_t device_bytes = 0;  // of a device with memory of its own: what there is
+  bool is_unified = true;                          // operators run on the host's memory
+  double launch = 5e-6;                            // seconds of this thread an operator, on a device of its own
+  std::size_t device_bytes = 0;                    // of a device with memory of its own: what there is
   std::size_t host_bytes = std::size_t{1} << 40;
 };
 
@@ -57,11 +58,24 @@ class Machine {
 
   /// Until when the device of its own computes what was asked of it.
   Clock::time_point stream_free{};
+  /// That the stream had nothing to do, for what it waited for was on the link, or on its way between ranks. (The
+  /// program's thread does not wait for these.)
+  double idle_for_link = 0, idle_for_network = 0;
+  /// The stream goes on no sooner than then.
+  void stream_waits(Clock::time_point until, double& idle) {
+    const Clock::time_point from = std::max(stream_free, clock.now());
+    if (until <= from) return;
+    idle += std::chrono::duration<double>(until - from).count();
+    stream_free = until;
+  }
+
   /// Operators took so long; and of that, updates.
   double computed_seconds = 0, updated_seconds = 0;
 
   /// Work of the device's stream, asked for by a thread that may hold locks.
-  void compute_later(double seconds) { stream_free = VirtualClock::after(std::max(stream_free, clock.now()), seconds); }
+  void compute_later(double seconds) {
+    stream_free = VirtualClock::after(std::max(stream_free, clock.now()), seconds);
+  }
   /// An operator of so many seconds. On a device of its own it runs in the order of its stream, beside this thread.
   void compute(double seconds) {
     computed_seconds += seconds;
@@ -78,16 +92,19 @@ class Machine {
     computed_seconds += seconds;
     clock.advance(seconds);
   }
-  /// Of an optimizer with two states: what it reads and writes in the host, or their way up and back.
-  bool updates_are_faster_in_host() const {
-    return 7 / speeds.memory < 3 / speeds.upload + 3 / speeds.download + 7 / speeds.device_memory;
+  /// As space/bandwidth.h measures it: what an update with two states reads and writes in the host, or the way up of
+  /// three arrays, beside which they come down.
+  bool updates_are_faster_in_host() const { return 7 / speeds.memory < 3 / speeds.upload; }
+  /// Bytes are read and written where operators run.
+  void copy(std::size_t bytes) {
+    compute(2 * static_cast<double>(bytes) / (speeds.is_unified ? speeds.copy : speeds.device_memory));
   }
   /// Returns when all that operators were asked is done.
   void synchronize() { clock.advance_to(std::max(stream_free, clock.now())); }
 };
 
-/// The machine's disk, as `options` cut and bound requests. The machine must outlive it.
-std::unique_ptr<Io> make_planned_io(Machine& machine, const IoOptions& options);
+/// The machine's disk, as `options` cut and bound requests.
+std::unique_ptr<Io> make_planned_io(std::shared_ptr<Machine> machine, const IoOptions& options);
 
 /// Memory of the machine's device.
 std::shared_ptr<DeviceMemory> make_planned_device(std::shared_ptr<Machine> machine, std::size_t bytes);

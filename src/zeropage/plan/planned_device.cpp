@@ -34,7 +34,7 @@ class PlannedDevice final : public DeviceMemory {
   }
   Event record() override { return event(std::max(machine_->stream_free, now())); }
   void stream_wait(const Event& event) override {
-    if (event) machine_->stream_free = std::max(machine_->stream_free, time_of(event));
+    if (event) machine_->stream_waits(time_of(event), machine_->idle_for_link);
   }
 
   Event upload(std::byte* to, const std::byte*, std::size_t bytes) override {
@@ -50,7 +50,7 @@ class PlannedDevice final : public DeviceMemory {
     retired_.push_back({memory, time_of(event)});
   }
   void reuse(std::span<std::byte> memory) override {
-    machine_->stream_free = std::max(machine_->stream_free, after_uses(memory));
+    machine_->stream_waits(after_uses(memory), machine_->idle_for_link);
   }
 
   bool done(const Event& event) override { return !event || time_of(event) <= now(); }

@@ -8,8 +8,8 @@ namespace {
 
 class PlannedIo final : public Io {
  public:
-  PlannedIo(Machine& machine, const IoOptions& options)
-      : machine_(machine), queue_(options.depth ? options.depth : kDepth, options.block_bytes) {}
+  PlannedIo(std::shared_ptr<Machine> machine, const IoOptions& options)
+      : machine_(std::move(machine)), queue_(options.depth ? options.depth : kDepth, options.block_bytes) {}
   ~PlannedIo() override { wait_all(); }
 
   void start(const Transfer& transfer, Priority priority, Completion completion) override {
@@ -21,8 +21,8 @@ class PlannedIo final : public Io {
     start_requests();
   }
   void wait_all() override {
-    const VirtualClock::Entered entered(machine_.clock);
-    while (!queue_.idle() && machine_.clock.run_next()) {
+    const VirtualClock::Entered entered(machine_->clock);
+    while (!queue_.idle() && machine_->clock.run_next()) {
     }
   }
   std::string_view name() const override { return "planned"; }
@@ -32,12 +32,12 @@ class PlannedIo final : public Io {
 
   void start_requests() {
     while (auto request = queue_.pop()) {
-      const MachineSpeeds& speeds = machine_.speeds;
+      const MachineSpeeds& speeds = machine_->speeds;
       const bool reads = request->state->transfer.direction == Direction::read;
       const double seconds = static_cast<double>(request->bytes) / (reads ? speeds.disk_read : speeds.disk_write);
-      const auto served = machine_.disk.serve(machine_.clock.now(), seconds);
-      machine_.clock.at(VirtualClock::after(served, speeds.disk_latency),
-                        [this, request = std::make_shared<Request>(std::move(*request))] { end(*request); });
+      const auto served = machine_->disk.serve(machine_->clock.now(), seconds);
+      machine_->clock.at(VirtualClock::after(served, speeds.disk_latency),
+                         [this, request = std::make_shared<Request>(std::move(*request))] { end(*request); });
     }
   }
 
@@ -51,14 +51,14 @@ class PlannedIo final : public Io {
     queue_.finished();
   }
 
-  Machine& machine_;
+  const std::shared_ptr<Machine> machine_;
   TransferQueue queue_;
 };
 
 }  // namespace
 
-std::unique_ptr<Io> make_planned_io(Machine& machine, const IoOptions& options) {
-  return std::make_unique<PlannedIo>(machine, options);
+std::unique_ptr<Io> make_planned_io(std::shared_ptr<Machine> machine, const IoOptions& options) {
+  return std::make_unique<PlannedIo>(std::move(machine), options);
 }
 
 }  // namespace zeropage

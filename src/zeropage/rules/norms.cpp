@@ -12,6 +12,7 @@
 #include <cmath>
 #include <mutex>
 
+#include "zeropage/plan/machine.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/windows.h"
@@ -41,13 +42,20 @@ class NormOfParts {
   double ord_, sum_;
 };
 
+/// Returns when the device has it. In a planned run no gradient is clipped.
+double value_of(const at::Tensor& norm, const Domain& domain) {
+  if (!domain.planned_on) return norm.item<double>();
+  domain.planned_on->synchronize();
+  return 0;
+}
+
 /// Of the whole tensor, or of this rank's share of it.
 NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
   NormOfParts total(ord);
   std::mutex mutex;
   const auto add = [&](c10::ArrayRef<at::Tensor> slices) {
     const at::Tensor norm = at::linalg_vector_norm(slices[0], ord, std::nullopt, false, c10::kDouble);
-    const double part = norm.is_meta() ? 0.0 : norm.item<double>();
+    const double part = value_of(norm, *segment_of(self)->domain());
     std::lock_guard lock(mutex);
     total.add_norm(part);
   };

@@ -300,6 +300,8 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
   const bool on_cpu = device_is_cpu || where == Where::in_host;
   const std::size_t threads = device_is_cpu ? at::get_num_threads() : 1;  // of a whole tensor's operator
   const std::size_t vector = on_cpu ? kVector : 1;
+  const bool is_planned = std::any_of(operands.begin(), operands.end(),
+                                      [](auto& o) { return o.segment && o.segment->domain()->planned_on; });
   for (std::size_t& at = progress.done; at < elements;) {
     const Cut chunk = chunk_of(elements, at, chunking, threads);
     std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, vector);
@@ -311,7 +313,8 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
     if (straddling) {
       run_straddling(cursors, window, run);
     } else {
-      on_cpu ? run_window(cursors, window, run) : run_part(cursors, window, run);
+      // Virtual time is this thread's.
+      on_cpu && !is_planned ? run_window(cursors, window, run) : run_part(cursors, window, run);
     }
     at = window.end;
   }

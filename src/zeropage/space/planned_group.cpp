@@ -17,7 +17,7 @@ class PlannedWork final : public c10d::Work {
   /// On a device of its own, what operators are asked for next comes after; else this thread waits.
   bool wait(std::chrono::milliseconds = kNoTimeout) override {
     if (on_stream_ && !machine_->speeds.is_unified) {
-      machine_->stream_free = std::max(machine_->stream_free, end_);
+      machine_->stream_waits(end_, machine_->idle_for_network);
     } else {
       machine_->clock.advance_to(end_);
     }

@@ -284,8 +284,7 @@ std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool 
 std::map<std::string, std::size_t> memory_of(const Config& config, c10::Device device, bool over_ranks,
                                              const Machine* planned = nullptr) {
   const std::size_t free = free_memory(over_ranks, planned);
-  const std::size_t device_share =
-      is_on_host(device, planned) ? free / 4 : free_memory_of(device, planned) / 5 * 4;
+  const std::size_t device_share = is_on_host(device, planned) ? free / 4 : free_memory_of(device, planned) / 5 * 4;
   return {{"device_memory", size_of("device_memory", config.device_memory, device_share)},
           {"host_memory", size_of("host_memory", config.host_memory, free / 2)}};
 }
@@ -375,8 +374,9 @@ std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, c
   }
   Agreement agreement(ranks, replicas ? &*replicas : nullptr);
   const std::map<std::string, std::size_t> unknown{{"device_memory", SIZE_MAX}, {"host_memory", SIZE_MAX}};
-  const auto memory = agreement.settle(settings_of_all_ranks(config),
-                                       or_else([&] { return memory_of(config, device, true, planned.get()); }, unknown));
+  const auto memory =
+      agreement.settle(settings_of_all_ranks(config),
+                       or_else([&] { return memory_of(config, device, true, planned.get()); }, unknown));
   std::shared_ptr<Space> made;
   try {
     made = make_here(config, groups, {planned, memory});
@@ -481,7 +481,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     if (planned) return make_planned_device(planned, bytes);
     return domain->device.is_cpu() ? make_cpu_apart(bytes) : make_torch_device(domain->device, bytes);
   };
-  if (planned) options.hollow_disk_bytes = planned->speeds.disk_bytes;
+  if (planned) options.hollow = {planned->speeds.disk_bytes, planned->speeds.copy};
   options.device = device_memory(options.device_bytes);
   if (domain->moments != Moments::as_they_are && !domain->on_host) {
     config.update_on = "host";
@@ -495,7 +495,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   if (groups.shard && (domain->partition.reduces_whole || groups.replica)) domain->updates_in_host = false;
   domain->updates_where_all_fits = config.update_on == "auto";
   const bool has_disk = planned && !options.disk_path.empty();
-  domain->cache = FrameCache::make(options, has_disk ? make_planned_io(*planned, options.io) : nullptr);
+  domain->cache = FrameCache::make(options, has_disk ? make_planned_io(planned, options.io) : nullptr);
   if (groups.shard) {
     domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check, groups.keep);
     if (groups.replica && groups.replica->getSize() > 1) {

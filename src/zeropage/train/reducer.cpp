@@ -15,6 +15,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/units.h"
+#include "zeropage/plan/machine.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -385,6 +386,8 @@ at::TensorOptions Reducer::options(c10::ScalarType dtype) const {
 void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) ++part.reduction->pieces_left;
   bytes_under_way_ += piece->bytes;
+  // What was packed and scaled for it.
+  if (domain_.planned_on && piece->scaled) domain_.planned_on->copy(2 * piece->bytes);
   under_way_.push_back(std::move(piece));
   try {
     make_room();
