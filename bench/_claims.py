@@ -149,6 +149,12 @@ def line(
     return _line(few, many, machine, nodes, ranks, hidden, batch, tuple(sorted(settings.items())))
 
 
+def checkpoints(layers: int, batch: int, hidden: int = HIDDEN, group: int = 1) -> float:
+    """Bytes a rank of what goes into each group of layers, in two bytes. Where nothing else is at its peak, the
+    peak of ordinary tensors grows by as much."""
+    return layers / group * batch * 1024 * hidden * 2
+
+
 def tflops(step: dict[str, float], batch: int) -> float:
     """A GPU's, as such papers count: eight operations a parameter and token, two of them computed again."""
     return 8 * step["parameters"] * batch * 1024 / step["seconds"] / 1e12

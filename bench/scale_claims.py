@@ -90,7 +90,7 @@ def stages(figures: dict[str, object]) -> Iterator[Row]:
 
 def one_node(figures: dict[str, object]) -> Iterator[Row]:
     of = line().of(LAYERS)
-    kept = line().per_layer["ordinary"] * LAYERS * 16 / TERA
+    kept = claims.checkpoints(LAYERS, BATCH) * 16 / TERA
     states = of["held"] * 16 / TERA
     beside = of["ordinary"] / 1e9 - kept / 16 * 1e3
     figures["tiers"] = {"states": states, "checkpoints": kept}
@@ -117,7 +117,7 @@ def many_nodes(figures: dict[str, object]) -> Iterator[Row]:
         layers = round(layers_of(trillions * TERA) / group) * group
         by_layer = line(machine="as one", nodes=nodes, batch=1, group=group)
         of = by_layer.of(layers)
-        states, kept = of["held"] * 16 / nodes / TERA, by_layer.per_layer["ordinary"] * layers * 16 / TERA
+        states, kept = of["held"] * 16 / nodes / TERA, claims.checkpoints(layers, 1, group=group) * 16 / TERA
         fits = "fits" if states + kept < NODE.disk_gb / 1e3 else "does not fit"
         of_layers = "each layer" if group == 1 else f"{group} layers"
         yield Row(
@@ -160,7 +160,7 @@ def single_gpu(figures: dict[str, object]) -> Iterator[Row]:
     ):
         by_layer = line(*few, ranks=1, hidden=hidden, host_memory="16GB")
         of = by_layer.of(layers)
-        kept = by_layer.per_layer["ordinary"] * layers / 1e9
+        kept = claims.checkpoints(layers, BATCH, hidden) / 1e9
         yield Row(
             f"{name} on one GPU of a DGX-2 ({layers} layers of {hidden:,}; {few[0]} and {few[1]} planned)",
             "trains",
@@ -249,7 +249,7 @@ def efficiency(figures: dict[str, object]) -> Iterator[Row]:
         for batch in (8, 4, 2, 1):
             by_layer = line(machine="as one", nodes=32, batch=batch)
             of = by_layer.of(layers)
-            if (of["held"] / 32 + by_layer.per_layer["ordinary"] * layers) * 16 < NODE.disk_gb * 1e9:
+            if (of["held"] / 32 + claims.checkpoints(layers, batch)) * 16 < NODE.disk_gb * 1e9:
                 by_size[str(trillions)] = batch, claims.tflops(of, batch)
                 break
     figures["by_size"] = by_size
