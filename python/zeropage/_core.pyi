@@ -100,6 +100,7 @@ class MachineSpeeds:
     disk_write: float
     disk_latency: float
     disk_bytes: int
+    disk_beside: float
     upload: float
     download: float
     link_latency: float

@@ -216,6 +216,7 @@ void bind_machine(py::module_& module) {
       .def_readwrite("disk_write", &MachineSpeeds::disk_write)
       .def_readwrite("disk_latency", &MachineSpeeds::disk_latency)
       .def_readwrite("disk_bytes", &MachineSpeeds::disk_bytes)
+      .def_readwrite("disk_beside", &MachineSpeeds::disk_beside)
       .def_readwrite("upload", &MachineSpeeds::upload)
       .def_readwrite("download", &MachineSpeeds::download)
       .def_readwrite("link_latency", &MachineSpeeds::link_latency)

@@ -30,6 +30,7 @@ class Machine:
     disk_read_gbs: float = 0.0
     disk_write_gbs: float = 0.0
     disk_latency_us: float = 100.0
+    disk_beside_ms: float = 0.0  # that a GB through the disk takes of operators on the processor
     disk_endurance_tb: float = 0.0  # written before it is worn; 0: not known
     devices: int = 1  # of the node: as many ranks
     unified: bool = False
@@ -114,6 +115,7 @@ class Machine:
             max(gbs, 1e-9) * 1e9 / here for gbs in (self.disk_read_gbs, self.disk_write_gbs)
         )
         speeds.disk_latency = self.disk_latency_us * 1e-6
+        speeds.disk_beside = self.disk_beside_ms * 1e-12
         speeds.disk_bytes = int(self.disk_gb * 1e9 / here)
         speeds.host_bytes = int(self.host_memory_gb * 1e9 / here)
         speeds.memory = self.host_gbs * 1e9 / here

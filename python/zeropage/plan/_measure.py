@@ -6,6 +6,8 @@ import os
 import pathlib
 import platform
 import shutil
+import statistics
+import threading
 import time
 from collections.abc import Callable
 
@@ -33,6 +35,9 @@ def machine(directory: pathlib.Path, device: str) -> Machine:
         "disk_read_gbs": disk.read / 1e9,
         "disk_write_gbs": disk.write / 1e9,
         "disk_latency_us": _latency(directory) * 1e6,
+        "disk_beside_ms": statistics.median(_beside(directory) for _ in range(3)) * 1e12
+        if where.type == "cpu"
+        else 0.0,
         "operator_us": _seconds(lambda: torch.ones(1, device=where).add_(1), where) * 1e6,
         "unified": where.type == "cpu",
         "source": f"measured with torch {torch.__version__}",
@@ -92,6 +97,46 @@ def _update_rate(where: torch.device) -> float:
         )  # fmt: skip
 
     return 7 * 4 * _ELEMENTS / _seconds(update, where)
+
+
+def _beside(directory: pathlib.Path) -> float:
+    """Seconds that a byte through the disk takes of operators which run on all cores meanwhile: reads and writes in
+    turns, as a step has them."""
+    side, piece, pieces = 512, 16 << 20, 32
+    a, b = torch.randn(side, side), torch.randn(side, side)
+
+    def rate(seconds: float) -> float:
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            a @ b
+            count += 1
+        return count / (time.perf_counter() - begin)
+
+    path = directory / f".zeropage-beside-{os.getpid()}"
+    try:
+        with zio.open(path, "w", size=piece * pieces) as file:
+            buffer = zio.empty(piece * pieces, dtype=torch.uint8)
+            file.write(buffer)
+            rate(0.2)
+            alone, moved, ended = rate(0.5), 0, threading.Event()
+
+            def move() -> None:
+                nonlocal moved
+                while not ended.is_set():
+                    starts = [file.start_read, file.start_write] * (pieces // 2)
+                    zio.wait(start(buffer[i * piece : (i + 1) * piece], i * piece) for i, start in enumerate(starts))
+                    moved += piece * pieces
+
+            mover = threading.Thread(target=move)
+            begin = time.perf_counter()
+            mover.start()
+            beside = rate(1.0)
+            ended.set()
+            mover.join()
+            through = moved / (time.perf_counter() - begin)
+        return max(0.0, 1 - beside / alone) / through
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _copy_rate() -> float:

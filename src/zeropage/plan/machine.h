@@ -21,6 +21,7 @@ namespace zeropage {
 struct MachineSpeeds {
   double disk_read = 3e9, disk_write = 3e9, disk_latency = 100e-6;
   std::size_t disk_bytes = std::size_t{1} << 40;
+  double disk_beside = 0;  // seconds that a byte through the disk takes of a thread that computes meanwhile
   double upload = 20e9, download = 20e9, link_latency = 10e-6;
   double memory = 20e9;                            // what updates on the host read and write
   double copy = 10e9;                              // what one thread reads and writes

@@ -43,6 +43,7 @@ class PlannedIo final : public Io {
 
   void end(Request& request) {
     queue_.over(request);
+    if (machine_->speeds.is_unified) machine_->clock.owe(machine_->speeds.disk_beside * request.bytes);
     const auto state = request.state;
     const bool is_over = advance(request, static_cast<long>(request.bytes)) == Advance::transfer_over;
     start_requests();

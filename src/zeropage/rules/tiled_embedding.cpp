@@ -79,10 +79,26 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
   }
 
   static void check(const at::Tensor& flat, const at::Tensor& weight) {
-    if (flat.numel() == 0) return;
+    if (flat.numel() == 0 || flat.is_meta()) return;
     const std::int64_t low = flat.min().item<std::int64_t>(), high = flat.max().item<std::int64_t>();
     TORCH_CHECK_INDEX(low >= 0 && high < weight.size(0), "index out of range in self: ", low < 0 ? low : high,
                       " of an embedding of ", weight.size(0), " rows");
+  }
+
+  /// The same of a planned run, which has no indices: as many as there are, spread evenly over the rows.
+  template <class Run>
+  static void for_each_planned(const Rows& all, std::int64_t step, const at::Tensor& flat, Access access, Run run) {
+    const auto before = [&](std::int64_t row) { return row * flat.numel() / all.rows; };
+    for (std::int64_t begin = 0; begin < all.rows; begin += step) {
+      Rows some = all;
+      some.begin += static_cast<std::size_t>(begin * all.columns);
+      some.rows = std::min(step, all.rows - begin);
+      if (before(begin + some.rows) == before(begin)) continue;
+      for_each_tile(some, access, [&](std::int64_t row, const at::Tensor& tile) {
+        const std::int64_t first = begin + row, count = before(first + tile.size(0)) - before(first);
+        if (count > 0) run(first, tile, at::empty({count}, flat.options().dtype(c10::kLong)));
+      });
+    }
   }
 
   /// Calls `run` for tiles of which rows are used, with the places in `flat` that ask for them, in order.
@@ -93,6 +109,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     const std::size_t row_bytes = all.columns * weight.itemsize();
     // As many rows as a page has, wherever pages are cut.
     const auto step = static_cast<std::int64_t>(std::max<std::size_t>(all.segment->page_bytes() / row_bytes, 1));
+    if (flat.is_meta()) return for_each_planned(all, step, flat, access, run);
     // Stable, so that of equal indices the order, and so the sum, stays.
     const auto [sorted, order] = flat.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
     const at::Tensor on_host = sorted.to(c10::kCPU, c10::kLong).contiguous();
