@@ -1,7 +1,7 @@
 """How good plans are: seconds, bytes and peaks of a step, planned and measured, on this machine.
 
-The machine is measured first, and each distinct operator of a program once; then each case is planned and run. Half of
-the cases ("later") were chosen after the model of the machine was fixed.
+The machine is measured first, and each distinct operator of a program once; then each case is planned and run. What
+the model of the machine holds was fixed by the first half of the cases; the others are "later".
 """
 
 from __future__ import annotations

@@ -332,7 +332,9 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subje
   traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
   Staging staging(is_staged_);
   std::vector<at::Tensor> tensors{staging.in_out(sum)};
-  return start<Pending>([&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.allreduce(tensors); }); }, tensors, std::move(staging));
+  return start<Pending>(
+      [&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.allreduce(tensors); }); }, tensors,
+      std::move(staging));
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
@@ -341,7 +343,9 @@ void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   Staging staging(is_staged_);
   std::vector<at::Tensor> tensors{staging.in_out(tensor)};
-  start<Pending>([&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.broadcast(tensors); }); }, tensors, std::move(staging))->wait();
+  start<Pending>([&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.broadcast(tensors); }); },
+                 tensors, std::move(staging))
+      ->wait();
 }
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {

@@ -99,8 +99,8 @@ bool TransferQueue::may_start_background() {
   const auto& background = lane(Priority::background);
   if (background.empty() || background_in_flight_ >= kMostBackground) return false;
   const bool others_wait = !lane(Priority::ahead).empty() || !lane(Priority::behind).empty();
-  const bool is_idle = in_flight_ == background_in_flight_ && !others_wait &&
-                       Clock::now() - others_ended_ >= kUntilIdle;
+  const bool is_idle =
+      in_flight_ == background_in_flight_ && !others_wait && Clock::now() - others_ended_ >= kUntilIdle;
   if (is_idle) return true;
   if (credit_ < background.front().bytes) return false;
   credit_ -= background.front().bytes;

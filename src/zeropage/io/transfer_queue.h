@@ -78,7 +78,7 @@ class TransferQueue {
   std::size_t most_, block_;
   std::size_t in_flight_ = 0, background_in_flight_ = 0;  // requests
   std::size_t credit_ = 0;                                // bytes that may go in the background
-  Clock::time_point others_ended_;    // the latest that did not go there
+  Clock::time_point others_ended_;                        // the latest that did not go there
   std::size_t unfinished_ = 0;                            // transfers
   bool write_next_ = false;
   std::deque<Request> lanes_[kPriorities];

@@ -50,7 +50,8 @@ SharesInUse::~SharesInUse() {
   monitor_.changed().notify_all();
 }
 
-ShardedHome::ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, const FrameMemory& memory)
+ShardedHome::ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks,
+                         const FrameMemory& memory)
     : gathered_(gathered), local_(local), ranks_(std::move(ranks)), memory_(memory) {}
 
 ShardedHome::~ShardedHome() = default;
@@ -127,7 +128,8 @@ void ShardedHome::launch_all() {
 void ShardedHome::launch(Gather& g) {
   const Subject subject{name_of(g.run.role), g.run.number, g.page};
   if (memory_.device())
-    memory_.device()->reuse({g.into, g.run.bytes_of(g.page)});  // on this stream, which may not be the frame's maker's
+    memory_.device()->reuse(
+        {g.into, g.run.bytes_of(g.page)});  // on this stream, which may not be the frame's maker's
   if (g.run.packed()) {
     try {
       pack(g);
@@ -167,8 +169,8 @@ void ShardedHome::deal_out(Gather& g) {
   for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (share.offset >= g.packed_bytes) continue;
     for (std::size_t rank = 0; rank < ranks; ++rank) {
-      memory_.copy(g.into + share.offset + rank * share.part_bytes, g.parts.get() + rank * bytes + share.offset / ranks,
-           share.part_bytes);
+      memory_.copy(g.into + share.offset + rank * share.part_bytes,
+                   g.parts.get() + rank * bytes + share.offset / ranks, share.part_bytes);
     }
   }
 }

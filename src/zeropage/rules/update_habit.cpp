@@ -25,7 +25,8 @@ bool append_numbers(const c10::IValue& value, std::vector<double>& numbers) {
   } else if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (!tensor.defined()) return true;
-    if (tensor.is_meta() && tensor.numel() == 1) return numbers.push_back(1), true;  // planned: no gradient is clipped
+    if (tensor.is_meta() && tensor.numel() == 1)
+      return numbers.push_back(1), true;  // planned: no gradient is clipped
     if (tensor.numel() != 1 || !tensor.is_cpu() || tensor.is_complex()) return false;
     numbers.push_back(tensor.item<double>());
   } else if (value.isList()) {

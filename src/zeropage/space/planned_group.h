@@ -1,5 +1,5 @@
-// Ranks that are not there: a group of c10d for a space on a planned machine (plan/machine.h). This process is rank 0,
-// and all others do as it does, so what they send is what it sends.
+// Ranks that are not there: a group of c10d for a space on a planned machine (plan/machine.h). This process is rank
+// 0, and all others do as it does, so what they send is what it sends.
 #pragma once
 
 #include <memory>

@@ -252,9 +252,10 @@ void SwapFile::grow(std::size_t bytes) {
     }
   }
   if (hollow_capacity_) {
-    throw DiskError(fmt::format("the planned disk of {} cannot hold {} more beside the {} on it; plan with a larger "
-                                "disk, or move a role to another tier",
-                                format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(size_)));
+    throw DiskError(
+        fmt::format("the planned disk of {} cannot hold {} more beside the {} on it; plan with a larger "
+                    "disk, or move a role to another tier",
+                    format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(size_)));
   }
   const std::size_t share = bytes_on(static_cast<std::size_t>(failed - disks_.data()), size_ + bytes) - failed->size;
   struct statvfs disk {};

@@ -143,7 +143,7 @@ struct Domain {
   std::shared_ptr<FrameCache> cache;     // of what this rank holds
   std::shared_ptr<FrameCache> gathered;  // of wholes that are gathered from all ranks' shares; null: none
   c10::Device device{c10::kCPU};
-  bool on_host = true;  // operators run on the host's memory
+  bool on_host = true;             // operators run on the host's memory
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   Placement placement[kRoles] = {};
   Partition partition;
