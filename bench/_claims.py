@@ -1,14 +1,9 @@
 """Dry runs for scale_claims.py: machines, models, and what grows by the layer."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from unittest import mock
 
-import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from zeropage.plan import Machine, Plan, Program, dry_run, transformer
 
@@ -44,22 +39,8 @@ def as_one(nodes: int) -> Machine:
     return dataclasses.replace(base, **faster)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
-    fused = torch.ops.aten._scaled_dot_product_efficient_attention
-    result: torch.Tensor = fused(q, k, v, None, True, 0.0, is_causal)[0]
-    return result
-
-
-@contextlib.contextmanager
-def fused_attention() -> Iterator[None]:
-    """As a GPU has it. On "meta" torch takes the general form: float32, and all scores at once."""
-    with mock.patch.object(F, "scaled_dot_product_attention", _attention):
-        yield
-
-
 def run(program: Program, machine: Machine, ranks: int, warm_up: int = 3, **settings: object) -> Plan:
-    with fused_attention():
-        return dry_run(program, {**SETTINGS, **settings}, machine, ranks, steps=1, warm_up=warm_up)
+    return dry_run(program, {**SETTINGS, **settings}, machine, ranks, steps=1, warm_up=warm_up)
 
 
 def model(layers: int, hidden: int = HIDDEN, batch: int = BATCH, group: int = 1) -> Program:

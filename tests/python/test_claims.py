@@ -1,14 +1,11 @@
 """Sizes and messages that ZeRO is known for, in dry runs and over ranks: rows of docs/scale.md."""
 
-import contextlib
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from ranks import space
 
 import zeropage
@@ -22,21 +19,9 @@ def homes(tier):
     return dict.fromkeys(["parameters", "gradients", "optimizer"], tier)
 
 
-@contextlib.contextmanager
-def fused_attention():
-    """On "meta" torch takes the general form, whose scores are as large as a GPU never makes them."""
-
-    def attention(q, k, v, is_causal):
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
-
-    with mock.patch.object(F, "scaled_dot_product_attention", attention):
-        yield
-
-
 def plan(program, ranks, tier, warm_up=1, machine=None, **settings):
     machine = machine or dataclasses.replace(Machine.load("dgx-2"), device_memory_gb=320)
-    with fused_attention():
-        return dry_run(program, homes(tier) | HALVES | settings, machine, ranks, steps=1, warm_up=warm_up)
+    return dry_run(program, homes(tier) | HALVES | settings, machine, ranks, steps=1, warm_up=warm_up)
 
 
 def held(plan, *roles):

@@ -4,6 +4,7 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_moments_in_fewer_bits_with_effect_are_none(config, recwarn):
     assert not [w for w in recwarn if "optimizer_dtype" in str(w.message)]
 
 
-def test_an_operator_that_comes_in_whole_at_each_step_is_said_once(config, caplog):
+def test_an_operator_that_comes_in_whole_at_each_step_is_said_once(config, caplog, monkeypatch):
     class Sorting(torch.optim.SGD):
         def step(self, closure=None):
             for group in self.param_groups:
@@ -83,6 +84,8 @@ def test_an_operator_that_comes_in_whole_at_each_step_is_said_once(config, caplo
                     p.grad.mul_(torch.ones(p.shape[-1], device=p.device))
             return super().step(closure)
 
+    monkeypatch.setattr(_notices.steps, "_calls", {})
+    monkeypatch.setattr(_notices.steps, "_steps_with", Counter())  # other tests may have had it said
     with caplog.at_level(logging.WARNING, "zeropage"):
         steps(config, lambda p: Sorting(p, lr=1e-3), count=6)
     messages = [r.getMessage() for r in caplog.records if "brings whole tensors in" in r.getMessage()]

@@ -329,10 +329,13 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
     for (const auto& [reduction, page] : alike) {
       const Stripes& stripes = reduction->stripes;
       const auto part = static_cast<std::int64_t>(stripes.part(page));
-      for (int rank = 0; rank < ranks_.size() && reduction->gradient.defined(); ++rank) {
-        const auto begin = static_cast<std::int64_t>(stripes.page_begin(page)) + rank * part;
-        const auto elements = std::min(part, static_cast<std::int64_t>(stripes.elements()) - begin);
-        if (elements > 0) packed[rank].narrow(0, at, elements).copy_(reduction->gradient.narrow(0, begin, elements));
+      if (reduction->gradient.defined()) {
+        const auto begin = static_cast<std::int64_t>(stripes.page_begin(page));
+        const auto elements = std::min(part * ranks_.size(), static_cast<std::int64_t>(stripes.elements()) - begin);
+        const std::int64_t full = elements / part, rest = elements % part;  // ranks whose part is full; and one's
+        const at::Tensor all = reduction->gradient.narrow(0, begin, elements);
+        packed.narrow(0, 0, full).narrow(1, at, part).copy_(all.narrow(0, 0, full * part).view({full, part}));
+        if (rest > 0) packed[full].narrow(0, at, rest).copy_(all.narrow(0, full * part, rest));
       }
       piece->parts.push_back(
           {reduction, static_cast<std::size_t>(at), stripes.part_begin(page), static_cast<std::size_t>(part)});
