@@ -173,8 +173,12 @@ def main() -> None:
         for number in chosen:
             case = CASES[number]
             config = settings(case, directory)
-            planned = plan(case, config, machine, costs)
-            measured = _in_a_process(run, case, config, args.steps, 5)
+            try:
+                planned = plan(case, config, machine, costs)
+                measured = _in_a_process(run, case, config, args.steps, 5)
+            except zeropage.Error as error:  # one that cannot be planned or run leaves the others
+                rows.append([describe(case), "", None, None, "", "", "", str(error).splitlines()[0]])
+                continue
             seconds = distance(planned["seconds"], measured["seconds"])
             moved = [distance(planned[what], measured[what]) for what in ("read", "written")]
             peaks = [distance(planned["peaks"][name], peak) for name, peak in measured["peaks"].items() if peak]
