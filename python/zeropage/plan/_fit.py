@@ -107,8 +107,8 @@ def least_budgets(
     progress: Progress | None = None,
 ) -> Budgets:
     """The least device_memory with all of the host's memory, and the least host_memory beside it, with which a step
-    goes through: to within a page or 1 %. Each is tried by a dry run of one step. Where tiles and the place of updates
-    follow from the budgets, less than that may be enough again.
+    goes through: to within a page or 1 %. Each is tried by a dry run of one step. Where tiles and the place of
+    updates follow from the budgets, less than that may be enough again.
 
     Raises BudgetError if a step does not go through with all the memory that the machine has.
     """
