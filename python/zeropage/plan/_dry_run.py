@@ -251,32 +251,16 @@ def dry_run(
     much.
     """
     costs = costs if costs is not None else Roofline(machine, ranks)
-    with _one_at_a_time:
-        return _dry_run(program, config, machine, ranks, costs, steps, warm_up, progress, trace, alike)
-
-
-_one_at_a_time = threading.Lock()  # attention, and the number of threads, are the process's
-
-
-def _dry_run(
-    program: Program,
-    config: ConfigLike,
-    machine: Machine,
-    ranks: int,
-    costs: Costs,
-    steps: int,
-    warm_up: int,
-    progress: Callable[[int, int], None] | None,
-    trace: str | os.PathLike[str] | None,
-    alike: float,
-) -> Plan:
     planned = _core.Machine(machine.speeds(ranks))
-    with _entered(planned):
+    with _one_at_a_time, _entered(planned):
         space = Space.planned(Config.of(config), planned, ranks)
         try:
             return _run(program, machine, ranks, costs, planned, space, steps, warm_up, progress, trace, alike)
         finally:
             space.close()
+
+
+_one_at_a_time = threading.Lock()  # attention, and the number of threads, are the process's
 
 
 @contextlib.contextmanager
