@@ -1,6 +1,6 @@
 // Which threads wait, for what and since when, so that a watching thread can say that a disk or a rank has stalled.
-// A thread may list itself under any lock: the list has a lock of its own, and inside of it only CurrentActivity is
-// asked, what the waiting thread does.
+// A thread may list itself under any lock. The list has a lock of its own; under that lock the watching thread asks
+// only CurrentActivity, for what the waiting thread does.
 #pragma once
 
 #include <chrono>

@@ -114,7 +114,7 @@ void FrameMemory::clear(std::byte* at, std::size_t bytes) const {
   hollow_ ? take(bytes) : void(std::memset(at, 0, bytes));
 }
 
-/// The time that so many bytes take, from the thread that has its lock now.
+/// In a planned run: the thread owes the time that so many bytes take, and pays when it next computes or waits.
 void FrameMemory::take(std::size_t bytes) const {
   if (VirtualClock* const planned = VirtualClock::current()) planned->owe(bytes / hollow_->copy_rate);
 }

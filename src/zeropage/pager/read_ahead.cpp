@@ -87,7 +87,8 @@ void ReadAhead::run(Lock& lock) {
     const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
     const std::size_t read_before = transfers_.read_bytes();
     while (!monitor_.closed()) {
-      // All of memory has come anew: what still comes would leave for what came, and so on, under the lock.
+      // This call has read as much as memory holds. More would evict what it read, perhaps without end, and the
+      // thread holds the lock.
       if (transfers_.read_bytes() - read_before > limit) break;
       const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
       if (wanted >= most && (wanted >= latest || !hurries())) break;

@@ -127,9 +127,8 @@ void ShardedHome::launch_all() {
 
 void ShardedHome::launch(Gather& g) {
   const Subject subject{name_of(g.run.role), g.run.number, g.page};
-  if (memory_.device())
-    memory_.device()->reuse(
-        {g.into, g.run.bytes_of(g.page)});  // on this stream, which may not be the frame's maker's
+  // On this stream, which may not be that of the frame's maker.
+  if (memory_.device()) memory_.device()->reuse({g.into, g.run.bytes_of(g.page)});
   if (g.run.packed()) {
     try {
       pack(g);
