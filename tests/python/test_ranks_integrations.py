@@ -204,7 +204,8 @@ DATA_PARALLEL = """
     say(rank, list(net.state_dict())[0], sum(p.double().abs().sum().item() for p in net.parameters()))
     if "zeropage" in sys.modules:
         import zeropage
-        print("paged:", all(zeropage.is_paged(p) for p in net.parameters()), zeropage.report().ranks, file=sys.stderr)
+        paged = all(zeropage.is_paged(p) for p in net.parameters())
+        sys.stderr.write(f"paged: {paged} {zeropage.report().ranks}\\n")
     dist.destroy_process_group()
 """
 
@@ -249,7 +250,7 @@ LIGHTNING = """
     if "zeropage" in sys.modules:
         import zeropage
         paged = all(zeropage.is_paged(p) for p in module.parameters())
-        print("paged:", paged, zeropage.report().ranks, file=sys.stderr)
+        sys.stderr.write(f"paged: {paged} {zeropage.report().ranks}\\n")
 """
 
 
@@ -275,7 +276,8 @@ ACCELERATE = """
         say(accelerator.process_index, step, loss.item(), accelerator.gather(loss.detach()).tolist())
     if "zeropage" in sys.modules:
         import zeropage
-        print("paged:", all(zeropage.is_paged(p) for p in net.parameters()), zeropage.report().ranks, file=sys.stderr)
+        paged = all(zeropage.is_paged(p) for p in net.parameters())
+        sys.stderr.write(f"paged: {paged} {zeropage.report().ranks}\\n")
     accelerator.end_training()
 """
 
