@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "device_fixture.h"
+#include "random_program.h"
 #include "zeropage/base/errors.h"
 
 using namespace zeropage;
@@ -247,4 +248,24 @@ TEST_CASE_FIXTURE(DeviceFixture, "what passes from disk to device in rounds is r
   const CacheStats after = cache->stats();
   CHECK(after.read_bytes - before.read_bytes <= 4 * bytes);
   CHECK(after.uploaded_bytes - before.uploaded_bytes <= 4 * bytes);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "pages that are uploaded ahead do not take turns in leaving for each other") {
+  std::size_t most = 0;
+  for (const unsigned most_members : {3u, 24u, 150u}) {
+    for (unsigned seed = 0; seed < 10; ++seed) {
+      make_apart(48 * kPage, 400 * kPage);
+      RandomProgram program(*cache, kPage, seed, most_members);
+      for (int step = 0; step < 4; ++step) {
+        for (const auto& group : program.groups()) {
+          program.run(group);
+          device->finish();
+          const auto before = cache->stats();
+          cache->wait();
+          most = std::max(most, cache->stats().uploaded_bytes - before.uploaded_bytes);
+        }
+      }
+    }
+  }
+  CHECK(most <= 24 * kPage);
 }

@@ -2,11 +2,12 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "pager/cache_fixture.h"
+#include "pager/random_program.h"
 #include "zeropage/base/clock.h"
 #include "zeropage/base/errors.h"
 
@@ -26,6 +27,7 @@ struct PlanFixture {
     MachineSpeeds speeds;
     speeds.disk_read = kMiB / 1e-3, speeds.disk_write = kMiB / 2e-3, speeds.disk_latency = 0;
     speeds.disk_bytes = disk_bytes;
+    entered.reset();
     machine = std::make_shared<Machine>(speeds);
     entered = std::make_unique<VirtualClock::Entered>(machine->clock);
     CacheOptions options{
@@ -158,4 +160,26 @@ TEST_CASE_FIXTURE(PlanFixture, "a hollow cache takes no memory") {
   use(*a, Access::overwrite);
   use(*a, Access::read);
   CHECK(cache->usage(Pool::device).peak == std::size_t{16} << 30);
+}
+
+TEST_CASE_FIXTURE(PlanFixture, "while the program stands still, what is read ahead comes to rest") {
+  constexpr std::size_t kMemory = 48 * kMiB;
+  std::size_t most = 0;
+  for (const unsigned most_members : {3u, 24u, 150u}) {
+    for (unsigned seed = 0; seed < 40; ++seed) {
+      make(kMemory, 0);
+      RandomProgram program(*cache, kMiB, seed, most_members);
+      for (int step = 0; step < 4; ++step) {
+        for (const auto& group : program.groups()) {
+          program.run(group);
+          CAPTURE(seed);
+          CAPTURE(most_members);
+          const auto before = cache->stats();
+          for (int event = 0; machine->clock.run_next(); ++event) REQUIRE(event < 20'000);
+          most = std::max(most, cache->stats().read_bytes - before.read_bytes);
+        }
+      }
+    }
+  }
+  CHECK(most <= kMemory / 2);
 }

@@ -288,6 +288,15 @@ def test_a_failed_plan_leaves_nothing_behind(tmp_path):
     assert time.perf_counter() > begin
 
 
+def test_memory_that_an_operator_waits_for_is_not_taken_for_what_comes_later():
+    """Gradients at home in host memory need holes there, which reading ahead filled again as each read ended: for
+    ever, as long as its ends started the next."""
+    program = zp.transformer(layers=4, hidden=192, vocabulary=1000, heads=4, length=32, batch=4)
+    settings = DISK | {"gradients": "host", "device_memory": "4MB", "host_memory": "8MB", "page_size": "64KiB"}
+    planned = zp.dry_run(program, settings | {"resident_below": "1"}, zp.Machine.load("dgx-2"))
+    assert planned.step.uploaded_bytes > 0
+
+
 @pytest.mark.parametrize("activations", ["host", "disk"])
 def test_activations_are_paged_in_plans_too(activations, disk):
     program = small(layers=8, batch=4)

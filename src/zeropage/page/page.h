@@ -107,6 +107,8 @@ struct Frame {
   bool permanent = false;
   bool assembling = false;        // not all of its pages point to it
   bool ahead = false;             // it was read ahead, and has not been used
+  std::uint64_t ahead_for = 0;    // the use it was read for, in the plan's time
+  std::uint64_t ahead_in = 0;     // surprises of the plan that said so
   bool transient = false;         // its last user says that it will not be used soon
   int pins = 0;                   // of operators and rules
   int whole_pins = 0;             // of them, of operators

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 
 #include "zeropage/base/clock.h"
 #include "zeropage/base/units.h"
@@ -66,37 +67,41 @@ void FrameMemory::drop(Frame& frame) noexcept {
   frames_.erase(frame.memory.data());
 }
 
+/// Of those neighbours that make `bytes` the ones whose earliest use is latest. Both ends go along the memory once.
 std::vector<Frame*> FrameMemory::window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const {
-  struct Candidate {
+  struct Place {
     std::byte* begin;
     std::byte* end;
     Frame* frame;  // null: a hole
+    std::uint64_t next_use;
   };
-  std::vector<Candidate> line;
+  std::vector<Place> line;
+  std::size_t first = 0, best_first = 0, best_last = 0;
+  std::uint64_t best = 0;
+  std::deque<std::size_t> earliest;  // from `first` on: the one used earliest, that of those behind it, and so on
+  const auto add = [&](std::byte* begin, std::byte* end, Frame* frame) {
+    line.push_back({begin, end, frame, frame ? frame->next_use : ~std::uint64_t{0}});
+    while (!earliest.empty() && line[earliest.back()].next_use >= line.back().next_use) earliest.pop_back();
+    earliest.push_back(line.size() - 1);
+    for (; first < line.size() && end - line[first].begin >= static_cast<std::ptrdiff_t>(bytes); ++first) {
+      const std::uint64_t use = line[earliest.front()].next_use;
+      if (best_last == 0 || use > best) best = use, best_first = first, best_last = line.size();
+      if (earliest.front() == first) earliest.pop_front();
+    }
+  };
   std::byte* at = arena_->base();
   for (const auto& [data, frame] : frames_) {
-    if (data > at) line.push_back({at, data, nullptr});
+    if (data > at) add(at, data, nullptr);
     at = data + frame->memory.bytes();
-    line.push_back({data, at, frame.get()});
-  }
-  if (std::byte* end = arena_->base() + arena_->capacity(); end > at) line.push_back({at, end, nullptr});
-
-  std::uint64_t best = 0;
-  std::size_t best_first = 0, best_last = 0;
-  for (std::size_t first = 0; first < line.size(); ++first) {
-    std::uint64_t earliest = ~std::uint64_t{0};
-    for (std::size_t last = first; last < line.size(); ++last) {
-      if (Frame* frame = line[last].frame) {
-        if (!may_leave(*frame)) break;
-        earliest = std::min(earliest, frame->next_use);
-      }
-      if (best_last > 0 && earliest <= best) break;
-      if (line[last].end - line[first].begin >= static_cast<std::ptrdiff_t>(bytes)) {
-        best = earliest, best_first = first, best_last = last + 1;
-        break;
-      }
+    if (may_leave(*frame)) {
+      add(data, at, frame.get());
+    } else {
+      first = line.size();
+      earliest.clear();
     }
   }
+  if (std::byte* const end = arena_->base() + arena_->capacity(); end > at) add(at, end, nullptr);
+
   std::vector<Frame*> frames;
   for (std::size_t i = best_first; i < best_last; ++i) {
     if (line[i].frame) frames.push_back(line[i].frame);

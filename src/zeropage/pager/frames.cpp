@@ -116,6 +116,7 @@ void Frames::consider(Frame& frame) noexcept {
       run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
     time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
   }
+  if (frame.ahead && frame.ahead_in == timeline_.plan().surprises()) time = std::min(time, frame.ahead_for);
   victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
 }
 
@@ -127,8 +128,10 @@ void Frames::give_up(Frame& frame) {
   drop(frame);
 }
 
-void Frames::set_ahead(Frame& frame) {
+void Frames::set_ahead(Frame& frame, AccessPlan::Time time) {
   frame.ahead = true;
+  frame.ahead_for = time;
+  frame.ahead_in = timeline_.plan().surprises();
   ahead_bytes_ += frame.memory.bytes();
 }
 

@@ -65,8 +65,10 @@ class Frames {
   const VictimQueue& victims() const { return victims_; }
   std::size_t evictions() const { return evictions_; }
 
-  /// The frame is read ahead.
-  void set_ahead(Frame& frame);
+  /// The frame is read ahead, for a use at that time in the plan. As long as the plan holds it leaves for no page that
+  /// is used later than that, whatever else is known of its next use: pages would take turns in leaving for each
+  /// other.
+  void set_ahead(Frame& frame, AccessPlan::Time time);
   /// Read ahead, and not used yet.
   std::size_t ahead_bytes() const { return ahead_bytes_; }
   LookedAhead& looked_ahead() { return looked_ahead_; }

@@ -72,6 +72,7 @@ void ReadAhead::restart() {
 void ReadAhead::run(Lock& lock) {
   if (running_ || monitor_.closed() || !timeline_.plan().knows())
     return;  // running: where a read of ranks gave up the lock
+  if (room_.is_demanded()) return;
   // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
   if (transfers_.has_failed_write() && !frames_.is_gathered()) return;
   running_ = true;
@@ -85,11 +86,7 @@ void ReadAhead::run(Lock& lock) {
     const auto most = static_cast<std::int64_t>(window());
     bool all = false;  // that comes soon was looked at
     const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
-    const std::size_t read_before = transfers_.read_bytes();
     while (!monitor_.closed()) {
-      // This call has read as much as memory holds. More would evict what it read, perhaps without end, and the
-      // thread holds the lock.
-      if (transfers_.read_bytes() - read_before > limit) break;
       const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
       if (wanted >= most && (wanted >= latest || !hurries())) break;
       if (frames_.looked_ahead().again) restart();
@@ -222,7 +219,7 @@ ReadAhead::Result ReadAhead::read(Run& run, std::size_t first_page, std::size_t 
   }
   Frame* const frame = room_.try_make_frame(lock, run, first_page, pages, time);
   if (!frame) return Result::blocked;
-  frames_.set_ahead(*frame);
+  frames_.set_ahead(*frame, time);
   transfers_.start_reads(lock, *frame, Priority::ahead);
   frames_.drop_pin(*frame);
   return Result::there;

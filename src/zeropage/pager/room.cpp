@@ -18,6 +18,11 @@ constexpr std::chrono::milliseconds kUntilTidied{5};
 }  // namespace
 
 Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
+  struct Demand {
+    int& count;
+    explicit Demand(int& demands) : count(demands) { ++count; }
+    ~Demand() { --count; }
+  } const demand(demands_);
   const std::size_t failed_before = transfers_.failed_writes();
   const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
   if (bytes > memory_.budget().limit()) throw Shortage{};
@@ -114,6 +119,7 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
 
 Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
                             AccessPlan::Time before) {
+  if (is_demanded()) return nullptr;
   bool fragmented = false;
   Frame* frame = frames_.try_make(run, first_page, pages, false, fragmented);
   if (!frame && fragmented && !memory_.joins_holes() &&
