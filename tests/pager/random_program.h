@@ -13,8 +13,8 @@ class RandomProgram {
  public:
   struct Group {
     std::vector<unsigned> members;
-    std::size_t turns = 0;  // pages of each that are taken; 0: the members one after another, whole
-    Access access = Access::read;
+    std::vector<Access> access = {};  // of each
+    std::size_t turns = 0;            // pages of each that are taken; 0: the members one after another, whole
   };
 
   /// Of segments of up to 7 pages, in groups of up to `most_members`.
@@ -27,9 +27,12 @@ class RandomProgram {
     for (unsigned g = 0; g < 12; ++g) {
       Group group;
       const unsigned members = 1 + below(below(3) ? 3 : most_members);
-      for (unsigned m = 0; m < members; ++m) group.members.push_back(below(segments_.size()));
+      for (unsigned m = 0; m < members; ++m) {
+        group.members.push_back(below(segments_.size()));
+        constexpr Access kAccess[] = {Access::read, Access::read, Access::write, Access::overwrite};
+        group.access.push_back(kAccess[below(4)]);
+      }
       if (members > 3 || below(2)) group.turns = 1 + below(7);
-      group.access = below(3) ? Access::read : Access::write;
       groups_.push_back(group);
     }
   }
@@ -37,7 +40,9 @@ class RandomProgram {
 
   void run(const Group& group) {
     std::vector<PinRequest> requests;
-    for (const unsigned i : group.members) requests.push_back({segments_[i].get(), group.access});
+    for (std::size_t i = 0; i < group.members.size(); ++i) {
+      requests.push_back({segments_[group.members[i]].get(), group.access[i]});
+    }
     if (group.turns == 0) {
       for (const PinRequest& request : requests) {
         cache_.pin({&request, 1});
@@ -49,7 +54,7 @@ class RandomProgram {
     for (std::size_t page = 0; page < group.turns; ++page) {
       for (const PinRequest& request : requests) {
         if (page * page_bytes_ < request.segment->bytes()) {
-          cache_.pin_page(*request.segment, page, group.access).wait();
+          cache_.pin_page(*request.segment, page, request.access).wait();
         }
       }
     }

@@ -196,18 +196,16 @@ class Measured:
             )
             if self._flush is None:
                 self._flush = torch.empty(1 << 24, device=self._device)  # weights are in no cache when they are used
-            spent, least, rounds = 0.0, float("inf"), 0
-            while rounds < 3 or (spent < self._least and rounds < 20):
-                self._flush.fill_(rounds)
+            spent, times = 0.0, list[float]()
+            while len(times) < 4 or (spent < self._least and len(times) < 20):
+                self._flush.fill_(len(times))
                 self._synchronize()
                 start = time.perf_counter()
                 func(*real_args, **real_kwargs)
                 self._synchronize()
-                taken = time.perf_counter() - start
-                if rounds:  # the first makes what libraries make once
-                    least = min(least, taken)
-                spent, rounds = spent + taken, rounds + 1
-        return least
+                times.append(time.perf_counter() - start)
+                spent += times[-1]
+        return statistics.median(times[1:])  # the first makes what libraries make once
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

@@ -59,7 +59,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._machine, self._costs = machine, costs
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._held: weakref.ref[torch.UntypedStorage] | None = None  # the latest condition that holds
-        self.ordinary = self.ordinary_peak = 0
+        self.ordinary = self.ordinary_peak = self.peak_since = self.least_since = 0
         self.attention = Attention(on_cpu)
 
     @classmethod
@@ -103,11 +103,18 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def gone(_: object) -> None:
             self.ordinary -= size
+            self.least_since = min(self.least_since, self.ordinary)
             self._alive.pop(key, None)
 
         self._alive[key] = weakref.ref(storage, gone)
         self.ordinary += size
         self.ordinary_peak = max(self.ordinary_peak, self.ordinary)
+        self.peak_since = max(self.peak_since, self.ordinary)
+
+    def have_anew(self, seconds_per_byte: float) -> None:
+        """Since this was called, what was in use at once, but for what was never freed, went back to the system."""
+        self._machine.compute((self.peak_since - self.least_since) * seconds_per_byte)
+        self.peak_since = self.least_since = self.ordinary
 
 
 @dataclass
@@ -299,6 +306,7 @@ def _run(
     for module in model.modules():
         if not any(module.children()):
             module.register_forward_pre_hook(_refuse_autocast)
+    new_memory = machine.new_memory_ms * 1e-12 if machine.unified and _gives_memory_back(space.config) else 0.0
     marks = [(space.report(), _Times(planned))]
     with contextlib.ExitStack() as ending:
         for step in range(warm_up + steps):
@@ -309,6 +317,7 @@ def _run(
                 ending.callback(_core.stop_trace)
             try:
                 _step(program, model, optimizer, counting)
+                counting.have_anew(new_memory)
             except NotImplementedError as error:  # of an operator whose result depends on values
                 text = str(error).splitlines()[0]
                 raise _core.SettingError(f"{program.name} cannot be planned: {text}") from None
@@ -349,6 +358,12 @@ def _are_alike(marks: list[tuple[Report, _Times]], alike: float) -> bool:
 
     earlier, last = of_step(marks[-3], marks[-2]), of_step(marks[-2], marks[-1])
     return alike > 0 and all(abs(a - b) <= alike * b for a, b in zip(earlier, last, strict=True))
+
+
+def _gives_memory_back(settings: dict[str, str]) -> bool:
+    """Whether ordinary memory that is freed in backward goes back to the system: as gradients go to disk, and where
+    activations are paged (base/heap.h)."""
+    return settings["gradients"] == "disk" or settings["activations"] != "device"
 
 
 class _Times:

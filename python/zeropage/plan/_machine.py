@@ -31,6 +31,7 @@ class Machine:
     disk_write_gbs: float = 0.0
     disk_latency_us: float = 100.0
     disk_beside_ms: float = 0.0  # that a GB through the disk takes of operators on the processor
+    new_memory_ms: float = 0.0  # that a GB of ordinary tensors on the processor takes to be had from the system
     disk_endurance_tb: float = 0.0  # written before it is worn; 0: not known
     devices: int = 1  # of the node: as many ranks
     unified: bool = False

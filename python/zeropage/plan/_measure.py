@@ -38,6 +38,7 @@ def machine(directory: pathlib.Path, device: str) -> Machine:
         "disk_beside_ms": statistics.median(_beside(directory) for _ in range(3)) * 1e12
         if where.type == "cpu"
         else 0.0,
+        "new_memory_ms": _new_memory() * 1e12 if where.type == "cpu" else 0.0,
         "operator_us": _seconds(lambda: torch.ones(1, device=where).add_(1), where) * 1e6,
         "unified": where.type == "cpu",
         "source": f"measured with torch {torch.__version__}",
@@ -139,9 +140,16 @@ def _beside(directory: pathlib.Path) -> float:
             ended.set()
             mover.join()
             through = moved / (time.perf_counter() - begin)
-        return max(0.0, 1 - beside / alone) / through
+        return max(0.0, 1 - beside / alone) / max(through, 1.0)
     finally:
         path.unlink(missing_ok=True)
+
+
+def _new_memory() -> float:
+    """Seconds that a byte takes on all cores the first time."""
+    old = torch.zeros(_ELEMENTS)
+    first = _seconds(lambda: torch.empty(_ELEMENTS).fill_(1.0), torch.device("cpu"))
+    return max(0.0, first - _seconds(lambda: old.fill_(1.0), torch.device("cpu"))) / (4 * _ELEMENTS)
 
 
 def _copy_rate() -> float:

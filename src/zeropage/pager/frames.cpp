@@ -116,7 +116,9 @@ void Frames::consider(Frame& frame) noexcept {
       run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
     time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
   }
-  if (frame.ahead && frame.ahead_in == timeline_.plan().surprises()) time = std::min(time, frame.ahead_for);
+  if (frame.ahead && frame.ahead_in == timeline_.plan().surprises() && frame.ahead_for >= timeline_.now()) {
+    time = std::min(time, frame.ahead_for);
+  }
   victims_.insert(frame, time, static_cast<int>(dirty) + static_cast<int>(is_read));
 }
 

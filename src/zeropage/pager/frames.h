@@ -65,8 +65,8 @@ class Frames {
   const VictimQueue& victims() const { return victims_; }
   std::size_t evictions() const { return evictions_; }
 
-  /// The frame is read ahead, for a use at that time in the plan. As long as the plan holds it leaves for no page that
-  /// is used later than that, whatever else is known of its next use: pages would take turns in leaving for each
+  /// The frame is read ahead, for a use at that time in the plan. As long as the plan holds it leaves for no page
+  /// that is used later than that, whatever else is known of its next use: pages would take turns in leaving for each
   /// other.
   void set_ahead(Frame& frame, AccessPlan::Time time);
   /// Read ahead, and not used yet.

@@ -51,6 +51,7 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
       page.frame = held = &frame;
       frame.claimer = std::this_thread::get_id();
       if (access != Access::overwrite) bring_claimed(lock, run, index);
+      if (!frames_.is_gathered()) ahead_.run(lock);  // it rested meanwhile
       break;
     }
   } catch (const Shortage&) {

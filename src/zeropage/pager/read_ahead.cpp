@@ -72,7 +72,6 @@ void ReadAhead::restart() {
 void ReadAhead::run(Lock& lock) {
   if (running_ || monitor_.closed() || !timeline_.plan().knows())
     return;  // running: where a read of ranks gave up the lock
-  if (room_.is_demanded()) return;
   // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
   if (transfers_.has_failed_write() && !frames_.is_gathered()) return;
   running_ = true;
@@ -87,14 +86,18 @@ void ReadAhead::run(Lock& lock) {
     bool all = false;  // that comes soon was looked at
     const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
     while (!monitor_.closed()) {
+      if (room_.is_demanded()) break;
       const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
       if (wanted >= most && (wanted >= latest || !hurries())) break;
       if (frames_.looked_ahead().again) restart();
       // What is gone through now is looked at to its end.
       if (group_ < timeline_.plan().latest_group()) group_ = timeline_.plan().latest_group(), members_.clear();
-      const auto next = target();
+      auto next = target();
       all = !next || next->time > timeline_.now() + limit;
       if (all) break;
+      // Within a group times go up and down a little. What was brought for one must not leave for the next, or this
+      // would not end.
+      if (const auto reached = frames_.looked_ahead().reached) next->time = std::max(next->time, reached - 1);
       if (bring(*next, lock) == Result::blocked) break;
       frames_.looked_ahead().reached = next->time + 1;
       advance();

@@ -15,14 +15,19 @@ constexpr std::chrono::seconds kLongestWait{5};
 /// Meanwhile other threads' transfers to and from a device end without a word.
 constexpr std::chrono::milliseconds kUntilTidied{5};
 
+/// While it lives a thread is owed the memory that it frees.
+struct Demand {
+  explicit Demand(int& demands) : count(demands) { ++count; }
+  ~Demand() { --count; }
+  Demand(const Demand&) = delete;
+  Demand& operator=(const Demand&) = delete;
+  int& count;
+};
+
 }  // namespace
 
 Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
-  struct Demand {
-    int& count;
-    explicit Demand(int& demands) : count(demands) { ++count; }
-    ~Demand() { --count; }
-  } const demand(demands_);
+  const Demand demand(demands_);
   const std::size_t failed_before = transfers_.failed_writes();
   const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
   if (bytes > memory_.budget().limit()) throw Shortage{};
@@ -136,6 +141,7 @@ Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::s
 }
 
 void Room::empty(Lock& lock) {
+  const Demand demand(demands_);
   const std::size_t failed_before = transfers_.failed_writes();
   while (true) {
     if (Frame* victim = frames_.victims().best(timeline_.now())) {

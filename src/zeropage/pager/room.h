@@ -32,8 +32,9 @@ class Room {
   /// The same without waiting; what leaves is clean and used later than `before`. Null if that is not enough, or a
   /// thread is in make_frame.
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
-  /// A thread is in make_frame. What it has freed it needs, so nothing is brought ahead: as one transfer's end starts
-  /// the next, that could go on for ever. Not over ranks, where what is brought must not depend on threads.
+  /// A thread is in make_frame or empty. What it has freed it needs, so nothing is brought ahead: as one transfer's
+  /// end starts the next, that could go on for ever. Not over ranks, where what is brought must not depend on
+  /// threads.
   bool is_demanded() const { return demands_ > 0 && !frames_.is_gathered(); }
 
   /// Everything that can leave does. Throws DiskError.
@@ -52,7 +53,7 @@ class Room {
   Frames& frames_;
   Transfers& transfers_;
   UpperCache& upper_;
-  int demands_ = 0;  // threads in make_frame
+  int demands_ = 0;  // threads in make_frame or empty
 };
 
 }  // namespace zeropage
