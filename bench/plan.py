@@ -7,6 +7,8 @@ the model of the machine holds was fixed by the first half of the cases; the oth
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import gc
 import json
 import multiprocessing
@@ -18,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from _common import finish
 from _gpt import SHAPES
 
@@ -58,6 +61,9 @@ CASES = [
     Case("125m", 4, DISK | {"memory": "separate"}, of_states=0.5, later=True),
     Case("125m", 4, DISK | {"gradients": "host"}, of_states=0.6, later=True),
     Case("350m", 4, DISK | {"update_ahead": "never"}, later=True),
+    Case("1.2b", 4, DISK, later=True),
+    Case("125m", 4, DISK, ranks=2, later=True),
+    Case("125m", 4, HOST, of_states=2.0, ranks=2, later=True),
 ]
 
 
@@ -90,11 +96,37 @@ def describe(case: Case) -> str:
     words = [f"{case.model}, {128 * case.sequences} tokens, budgets {case.of_states:.2f}"]
     words += [f"{name} = {value}" for name, value in case.settings.items() if value != "disk"]
     words += ["recomputed"] * case.recompute + [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1)
+    words += [f"{case.ranks} ranks"] * (case.ranks > 1)
     return ", ".join(words)
 
 
-def run(case: Case, config: dict[str, object], steps: int, warm_up: int) -> dict[str, object]:
-    """The program for real."""
+def join(rank: int, ranks: int, meeting: str) -> None:
+    """Each rank computes on its share of the cores."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+
+
+def network(ranks: int, rank: int, meeting: str) -> float:
+    """Bytes a second that a rank sends in an all-gather of 64 MiB."""
+    join(rank, ranks, meeting)
+    part = torch.ones((64 << 20) // 4 // ranks)
+    whole = torch.empty(part.numel() * ranks)
+    seconds = []
+    for _ in range(8):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(whole, part)
+        seconds.append(time.perf_counter() - start)
+    dist.destroy_process_group()
+    return (ranks - 1) * part.nbytes / statistics.median(seconds[1:])
+
+
+def run(
+    case: Case, config: dict[str, object], steps: int, warm_up: int, rank: int, meeting: str
+) -> dict[str, object]:
+    """The program for real, on one rank."""
+    join(rank, case.ranks, meeting)
     made = program(case)
     space = zeropage.init(config, device="cpu")
     with space:
@@ -125,11 +157,13 @@ def run(case: Case, config: dict[str, object], steps: int, warm_up: int) -> dict
     del model, optimizer
     gc.collect()
     space.close()
+    if case.ranks > 1:
+        dist.destroy_process_group()
     return result
 
 
 def plan(case: Case, config: dict[str, object], machine: zp.Machine, costs: zp.Measured) -> dict[str, object]:
-    planned = zp.dry_run(program(case), config, machine, costs=costs)
+    planned = zp.dry_run(program(case), config, machine, ranks=case.ranks, costs=costs)
     return {
         "seconds": planned.seconds,
         "read": planned.read_bytes,
@@ -142,9 +176,31 @@ def plan(case: Case, config: dict[str, object], machine: zp.Machine, costs: zp.M
     }
 
 
-def _in_a_process(what, *args):  # so that peaks of one case are not those of another
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(what, args)
+def _in_processes(ranks: int, what, *args):
+    """Of rank 0. In processes, so that peaks of one case are not those of another."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as pool:
+        each = [(*args, rank, f"{folder}/meeting") for rank in range(ranks)]
+        return pool.starmap(what, each, chunksize=1)[0]
+
+
+@functools.cache
+def costs_of(ranks: int) -> zp.Measured:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // ranks))
+    costs = zp.Measured()
+    torch.set_num_threads(threads)
+    return costs
+
+
+@functools.cache
+def network_gbs(ranks: int) -> float:
+    return _in_processes(ranks, network, ranks) / 1e9
+
+
+def over_ranks(machine: zp.Machine, ranks: int) -> zp.Machine:
+    if ranks == 1:
+        return machine
+    return dataclasses.replace(machine, devices=ranks, network_gbs=network_gbs(ranks))
 
 
 def distance(planned: float, measured: float) -> float:
@@ -155,7 +211,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cases", help="numbers from 0 on, with ',' between; all are left out: all")
-    parser.add_argument("--costs", type=pathlib.Path, help="a file of operators' seconds, kept")
     parser.add_argument("--machine", type=pathlib.Path, help="a file of the machine, kept")
     parser.add_argument("--directory", default="build", help="on the disk to measure")
     args = parser.parse_args()
@@ -167,15 +222,14 @@ def main() -> None:
             if args.machine:
                 args.machine.write_text(json.dumps(machine.to_dict(), indent=1))
         print(machine, file=sys.stderr)
-        costs = zp.Measured()
         rows, figures = [], []
         chosen = range(len(CASES)) if args.cases is None else map(int, args.cases.split(","))
         for number in chosen:
             case = CASES[number]
             config = settings(case, directory)
             try:
-                planned = plan(case, config, machine, costs)
-                measured = _in_a_process(run, case, config, args.steps, 5)
+                planned = plan(case, config, over_ranks(machine, case.ranks), costs_of(case.ranks))
+                measured = _in_processes(case.ranks, run, case, config, args.steps, 5)
             except zeropage.Error as error:  # one that cannot be planned or run leaves the others
                 rows.append([describe(case), "", None, None, "", "", "", str(error).splitlines()[0]])
                 continue
