@@ -315,7 +315,7 @@ def test_looked_at_inside_the_scope(config):
 
 
 def test_two_threads_on_one_product(config):
-    with zeropage.init(config, **BUDGET | {"host_memory": "768KB"}):  # three threads hold pages at once
+    with zeropage.init(config, **BUDGET):
         layer = head()
     for _ in range(5):
         logits = layer(input_of(TOKENS, WIDTH))

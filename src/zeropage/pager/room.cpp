@@ -97,12 +97,16 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
       continue;
     }
     if (upper_.connected()) {  // transfers of the cache above hold pages here, and may have ended without a word
+      const std::size_t pins = frames_.pins(), queued = frames_.victims().size(), free = memory_.free();
       bool ended = false;
       {
         const Unlocked unlocked(lock);
         ended = upper_.tidy();
       }
-      if (ended) continue;
+      // Other threads may have let go of frames, or begun to write them, while this one had no lock.
+      if (ended || frames_.pins() != pins || frames_.victims().size() != queued || memory_.free() != free ||
+          transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0)
+        continue;
     }
     // ShardedHome frees what its gathers hold when it is refused.
     if ((!upper_.serves() || upper_.connected()) && frames_.pins() > frames_.pins_of_this_thread()) {
