@@ -210,7 +210,7 @@ def distance(planned: float, measured: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--cases", help="numbers from 0 on, with ',' between; all are left out: all")
+    parser.add_argument("--cases", help="numbers from 0 on, with ',' between; by default all")
     parser.add_argument("--machine", type=pathlib.Path, help="a file of the machine, kept")
     parser.add_argument("--directory", default="build", help="on the disk to measure")
     args = parser.parse_args()

@@ -20,15 +20,12 @@ TEST_CASE("of all neighbours that make a hole those leave whose earliest use is 
     std::vector<std::unique_ptr<Run>> runs;
     FrameMemory memory(kUnits * kUnit, std::make_shared<QueuedDevice>(kUnits * kUnit), {}, std::nullopt);
     std::vector<Frame*> frames;
-    for (bool fragmented = false; !fragmented && memory.free() > 0;) {
-      auto run = std::make_unique<Run>();
-      run->bytes = run->page_bytes = (1 + below(4)) * kUnit;
-      run->pages = std::vector<Page>(1);
-      if (Frame* frame = memory.try_make(*run, 0, 1, false, fragmented))
-        frames.push_back(frame);
-      else
-        break;
-      runs.push_back(std::move(run));
+    bool fragmented = false;
+    for (Frame* frame = nullptr;; frames.push_back(frame)) {
+      runs.push_back(std::make_unique<Run>());
+      runs.back()->bytes = runs.back()->page_bytes = (1 + below(4)) * kUnit;
+      runs.back()->pages = std::vector<Page>(1);
+      if (!(frame = memory.try_make(*runs.back(), 0, 1, false, fragmented))) break;
     }
     std::set<const Frame*> held;
     for (Frame* frame : frames) {
@@ -76,11 +73,6 @@ TEST_CASE("of all neighbours that make a hole those leave whose earliest use is 
         longest = std::max(longest, hole = is_free ? hole + 1 : 0);
       }
       CHECK(longest >= wanted);
-    }
-    for (const auto& frame : std::vector<Frame*>(frames)) {
-      if (std::ranges::any_of(memory.frames(), [&](const auto& f) { return f.second.get() == frame; })) {
-        memory.drop(*frame);
-      }
     }
   }
 }

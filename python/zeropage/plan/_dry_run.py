@@ -112,7 +112,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_since = max(self.peak_since, self.ordinary)
 
     def have_anew(self, seconds_per_byte: float) -> None:
-        """Since this was called, what was in use at once, but for what was never freed, went back to the system."""
+        """Takes the time in which the system gives ordinary memory again: as much as was in use at once since
+        the last call, less what was never freed."""
         self._machine.compute((self.peak_since - self.least_since) * seconds_per_byte)
         self.peak_since = self.least_since = self.ordinary
 
@@ -339,7 +340,7 @@ def _run(
         ranks=ranks,
         parameters=parameters,
         tokens=program.tokens * program.micro_batches * ranks,
-        seconds=times.pop("now"),
+        seconds=round(times.pop("now") * steps, 9) / steps,  # the clock counts whole nanoseconds
         **times,
         ordinary_peak=counting.ordinary_peak,
         settings=space.config,
@@ -361,8 +362,8 @@ def _are_alike(marks: list[tuple[Report, _Times]], alike: float) -> bool:
 
 
 def _gives_memory_back(settings: dict[str, str]) -> bool:
-    """Whether ordinary memory that is freed in backward goes back to the system: as gradients go to disk, and where
-    activations are paged (base/heap.h)."""
+    """Whether the space gives the holes of malloc's heap back to the system (base/heap.h): where gradients go to
+    disk, or activations are paged."""
     return settings["gradients"] == "disk" or settings["activations"] != "device"
 
 

@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -133,14 +134,16 @@ def _beside(directory: pathlib.Path) -> float:
             pass_through()  # memory that is new to the system costs more than the disk
             rate(0.2)
             alone, moved = rate(0.5), 0
-            mover = threading.Thread(target=move)
             begin = time.perf_counter()
-            mover.start()
-            beside = rate(1.0)
-            ended.set()
-            mover.join()
+            with ThreadPoolExecutor(1) as pool:
+                mover = pool.submit(move)
+                try:
+                    beside = rate(1.0)
+                finally:
+                    ended.set()
+                mover.result()  # raises what the disk raised
             through = moved / (time.perf_counter() - begin)
-        return max(0.0, 1 - beside / alone) / max(through, 1.0)
+        return max(0.0, 1 - beside / alone) / through
     finally:
         path.unlink(missing_ok=True)
 

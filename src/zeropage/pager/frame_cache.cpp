@@ -166,7 +166,7 @@ void FrameCache::bind_once(Segment& segment, const SegmentSpec& spec) {
     attach(segment, run, offset, spec.bytes);
     if (!run.slots) run.only = &segment;
     used_before = run.slots && run.pages[0].state != Residency::zero;
-    if (!ranks_ && !memory_.device()) ahead_.run(lock);  // it rested while memory was waited for
+    ahead_.resume(lock);
   }
   if (!used_before) return;
   try {

@@ -51,8 +51,7 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
       page.frame = held = &frame;
       frame.claimer = std::this_thread::get_id();
       if (access != Access::overwrite) bring_claimed(lock, run, index);
-      // It rested meanwhile. A device is not given more now: uploads hold pages that other threads may want below.
-      if (!frames_.is_gathered() && !memory_.device()) ahead_.run(lock);
+      ahead_.resume(lock);
       break;
     }
   } catch (const Shortage&) {

@@ -86,7 +86,7 @@ void ReadAhead::run(Lock& lock) {
     bool all = false;  // that comes soon was looked at
     const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
     while (!monitor_.closed()) {
-      if (room_.is_demanded()) break;
+      if ((rested_ = room_.is_demanded())) break;
       const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
       if (wanted >= most && (wanted >= latest || !hurries())) break;
       if (frames_.looked_ahead().again) restart();

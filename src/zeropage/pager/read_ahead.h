@@ -44,6 +44,11 @@ class ReadAhead {
 
   /// Starts what should be on its way. Gives the lock up only where a transfer of gathered tensors does.
   void run(Lock& lock);
+  /// Goes on, if it rested for a thread that waited for memory, and no thread does now. Not on a device: uploads hold
+  /// pages below that other threads may wait for.
+  void resume(Lock& lock) {
+    if (rested_ && !memory_.device()) run(lock);
+  }
   /// The plan is another one.
   void restart();
 
@@ -94,6 +99,7 @@ class ReadAhead {
   std::deque<Kept> kept_;
   std::int64_t kept_bytes_ = 0;
   bool running_ = false;
+  bool rested_ = false;                        // for a thread that waited for memory
   std::uint64_t asked_at_ = 0, asked_of_ = 0;  // uses and group_ when would_be_late() was asked
   bool late_ = false;                          // what it said
   std::uint64_t scan_ = 0;                     // how often it was asked

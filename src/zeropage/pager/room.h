@@ -29,8 +29,8 @@ class Room {
   /// A frame with one pin. Waits for what must be written, and for what other threads hold. Throws Shortage if
   /// nothing is left that could leave, DiskError if what should leave cannot be written.
   Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
-  /// The same without waiting; what leaves is clean and used later than `before`. Null if that is not enough, or a
-  /// thread is in make_frame.
+  /// The same without waiting; what leaves is clean and used later than `before`. Null if that is not enough, or
+  /// is_demanded().
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
   /// A thread is in make_frame or empty. What it has freed it needs, so nothing is brought ahead: as one transfer's
   /// end starts the next, that could go on for ever. Not over ranks, where what is brought must not depend on
