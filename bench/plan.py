@@ -1,7 +1,7 @@
 """How good plans are: seconds, bytes and peaks of a step, planned and measured, on this machine.
 
-The machine is measured first, and each distinct operator of a program once; then each case is planned and run. What
-the model of the machine holds was fixed by the first half of the cases; the others are "later".
+For each case the machine is measured, and the operators of a plain run of two of the model's layers; then the case is
+planned and run. What the model of the machine holds was fixed by the first half of the cases; the others are "later".
 """
 
 from __future__ import annotations
@@ -122,6 +122,19 @@ def network(ranks: int, rank: int, meeting: str) -> float:
     return (ranks - 1) * part.nbytes / statistics.median(seconds[1:])
 
 
+def record(case: Case, rank: int, meeting: str) -> zp.Measured:
+    """Operators' seconds, as the ranks of a run have them that compute at once."""
+    join(rank, case.ranks, meeting)
+    costs = zp.Measured()
+    if case.ranks > 1:
+        dist.barrier()
+    costs.record(program(case))
+    if case.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return costs
+
+
 def run(
     case: Case, config: dict[str, object], steps: int, warm_up: int, rank: int, meeting: str
 ) -> dict[str, object]:
@@ -137,9 +150,7 @@ def run(
         if step == warm_up:
             before = space.report()
         start = time.perf_counter()
-        for _ in range(made.micro_batches):
-            made.loss(model).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        made.forward_and_backward(model)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
@@ -176,7 +187,7 @@ def plan(case: Case, config: dict[str, object], machine: zp.Machine, costs: zp.M
     }
 
 
-def _in_processes(ranks: int, what, *args):
+def in_processes(ranks: int, what, *args):
     """Of rank 0. In processes, so that peaks of one case are not those of another."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as pool:
         each = [(*args, rank, f"{folder}/meeting") for rank in range(ranks)]
@@ -184,17 +195,8 @@ def _in_processes(ranks: int, what, *args):
 
 
 @functools.cache
-def costs_of(ranks: int) -> zp.Measured:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // ranks))
-    costs = zp.Measured()
-    torch.set_num_threads(threads)
-    return costs
-
-
-@functools.cache
 def network_gbs(ranks: int) -> float:
-    return _in_processes(ranks, network, ranks) / 1e9
+    return in_processes(ranks, network, ranks) / 1e9
 
 
 def over_ranks(machine: zp.Machine, ranks: int) -> zp.Machine:
@@ -211,25 +213,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cases", help="numbers from 0 on, with ',' between; by default all")
-    parser.add_argument("--machine", type=pathlib.Path, help="a file of the machine, kept")
+    parser.add_argument("--machine", type=pathlib.Path, help="a file of the machine, instead of measuring it")
     parser.add_argument("--directory", default="build", help="on the disk to measure")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        if args.machine and args.machine.exists():
-            machine = zp.Machine.load(args.machine)
-        else:
-            machine = zp.Machine.measure(directory)
-            if args.machine:
-                args.machine.write_text(json.dumps(machine.to_dict(), indent=1))
-        print(machine, file=sys.stderr)
         rows, figures = [], []
         chosen = range(len(CASES)) if args.cases is None else map(int, args.cases.split(","))
         for number in chosen:
             case = CASES[number]
             config = settings(case, directory)
             try:
-                planned = plan(case, config, over_ranks(machine, case.ranks), costs_of(case.ranks))
-                measured = _in_processes(case.ranks, run, case, config, args.steps, 5)
+                machine = zp.Machine.load(args.machine) if args.machine else zp.Machine.measure(directory)
+                costs = in_processes(case.ranks, record, case)
+                planned = plan(case, config, over_ranks(machine, case.ranks), costs)
+                measured = in_processes(case.ranks, run, case, config, args.steps, 5)
             except zeropage.Error as error:  # one that cannot be planned or run leaves the others
                 rows.append([describe(case), "", None, None, "", "", "", str(error).splitlines()[0]])
                 continue
@@ -250,7 +247,12 @@ def main() -> None:
                 ]
             )
             figures.append({"case": number, "seconds": seconds, "moved": moved, "peaks": peaks, "homes": same})
-            print(rows[-1], json.dumps({"planned": planned, "measured": measured}), file=sys.stderr, flush=True)
+            print(
+                rows[-1],
+                json.dumps({"planned": planned, "measured": measured, "machine": machine.to_dict()}),
+                file=sys.stderr,
+                flush=True,
+            )
     headers = ["", "", "measured, s", "planned, s", "", "read, written", "peaks", "homes"]
     finish(rows, headers, cases=figures)
 

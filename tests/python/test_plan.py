@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 import time
 
 import pytest
@@ -88,6 +89,13 @@ def test_homes_are_planned_to_the_byte(settings, optimizer, disk):
         assert budget.limit == limits[budget.name] and budget.peak <= budget.limit
     if not on_disk:
         assert planned.read_bytes == planned.written_bytes == step.read_bytes == 0
+
+
+def test_gradients_of_a_tied_weight_that_is_made_in_tiles_are_planned_to_the_byte(disk):
+    program, settings = small(), DISK | SMALL | {"tile_above": "256KB"}
+    planned = zp.dry_run(program, settings, HERE)
+    _, total = run(program, disk_path=disk, **settings)
+    assert homes(planned.total) == homes(total)
 
 
 @pytest.mark.parametrize("update_ahead", ["never", "always"])
@@ -212,6 +220,12 @@ def test_a_model_of_hugging_face_is_planned_without_weights():
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert plan.parameters == sum(p.numel() for p in model.parameters())
     assert plan.tokens == 64
+    costs = zp.Measured()
+    costs.record(zp.from_transformers(config, length=32, batch=2))
+    recorded = set(costs._known)
+    zp.dry_run(zp.from_transformers(config, length=32, batch=2), IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
+    added = {key.split("(")[0].split(".")[1] for key in set(costs._known) - recorded}
+    assert not added & {"mm", "bmm", "silu", "mul", "embedding", "nll_loss_forward"}, added
 
 
 def test_measured_costs_are_kept_in_a_file(tmp_path):
@@ -231,17 +245,42 @@ def test_measured_costs_are_kept_in_a_file(tmp_path):
 
 
 def test_costs_are_recorded_in_a_plain_run():
-    program, costs = small(), zp.Measured()
-    model = program.make_model()
-    with costs.recorded():
-        program.loss(model).backward()
+    program, costs = small(layers=3), zp.Measured()
+    costs.record(program)
     recorded = set(costs._known)
     assert len(recorded) > 20
     plan = zp.dry_run(program, IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
-    # Gradients go into pages and norms are taken. All else a planned run asks as a real one does.
+    # Gradients go into pages, and norms are of other numbers of them. All else a planned run asks as the sample does.
     added = {key.split("(")[0].split(".")[1] for key in set(costs._known) - recorded}
     assert "copy_" in added and not added & {"mm", "addmm", "native_layer_norm", "gelu", "embedding"}, added
     assert plan.computed_seconds > sum(costs._known.values()) / 2
+
+
+def test_recorded_costs_take_what_the_program_takes():
+    program, costs = small(layers=2), zp.Measured()
+    assert program.sample is None
+    costs.record(program, steps=8)
+    model, seconds = program.make_model(), []
+    for _ in range(9):
+        start = time.perf_counter()
+        program.forward_and_backward(model)
+        seconds.append(time.perf_counter() - start)
+        model.zero_grad()
+    plan = zp.dry_run(program, IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
+    operators = plan.computed_seconds - plan.updated_seconds
+    assert 0.6 < operators / statistics.median(seconds[1:]) < 1.8
+
+
+def test_what_cannot_be_recorded_is_measured_alone():
+    huge = zp.transformer(layers=2, hidden=1 << 17, batch=1, length=16)
+    with pytest.raises(zeropage.SettingError, match=r"cannot be run here: it takes .* GB of memory"):
+        zp.Measured().record(huge)
+
+    def fails(model):
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(zeropage.SettingError, match="cannot be run here: no such kernel"):
+        zp.Measured().record(dataclasses.replace(small(), sample=None, loss=fails))
 
 
 def test_what_does_not_fit_is_an_error_of_the_pager():

@@ -85,7 +85,7 @@ def plan(request: Request, config: str | None, settings: dict[str, str]) -> None
     device = settings.pop("device", "auto")
     program = program_of(request)
     given = Config.of(config).replace(**settings)
-    machine, costs = _machine(request, given, device)
+    machine, costs = _machine(request, program, given, device)
     if request.fit:
         best = _fit(request, program, given, machine, costs)
         chosen, ranks, planned = Config(**best[0].settings), best[0].ranks, best[0].plan
@@ -145,7 +145,7 @@ def _check(request: Request) -> None:
         raise _core.SettingError("--save-costs: no costs are measured with --machine or --costs; leave these out")
 
 
-def _machine(request: Request, config: Config, device: str) -> tuple[Machine, Costs | None]:
+def _machine(request: Request, program: Program, config: Config, device: str) -> tuple[Machine, Costs | None]:
     if request.machine is not None:
         machine = Machine.load(request.machine)
         return machine, Measured.load(request.costs) if request.costs else None
@@ -156,6 +156,11 @@ def _machine(request: Request, config: Config, device: str) -> tuple[Machine, Co
         machine = Machine.measure(pathlib.Path(where), device)
     if costs is None:
         costs = Measured("cpu" if machine.unified else device.replace("auto", "cuda"))
+        with console.status("recording operators") if console.is_terminal else contextlib.nullcontext():
+            try:
+                costs.record(program)
+            except _core.SettingError as error:
+                click.echo(f"each operator is measured alone: {error}", err=True)
     return machine, costs
 
 

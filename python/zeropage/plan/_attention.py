@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 
 
 class Attention:
     """While it is entered, attention without dropout of "meta" tensors goes to the fused kernel that takes such
-    arguments, if one does: on the CPU one for heads of equal number; on a GPU flash attention for half precision
-    without a mask, else the memory-efficient kernel. Attention of other tensors is as ever.
+    arguments, if one does: on the CPU one for heads of equal number or, where PyTorch has that, in groups; on a GPU
+    flash attention for half precision without a mask, else the memory-efficient kernel. Attention of other tensors is
+    as ever.
 
     Replaces the function itself: modes for functions are off where backward computes a block again.
     """
@@ -54,7 +57,7 @@ class Attention:
             return None
         same_heads = query.shape[1] == key.shape[1] == value.shape[1]
         if self._on_cpu:
-            if not same_heads or query.dtype == torch.float16:
+            if query.dtype == torch.float16 or not (same_heads or (enable_gqa and _takes_groups())):
                 return None
             return first(
                 aten._scaled_dot_product_flash_attention_for_cpu(
@@ -76,6 +79,14 @@ class Attention:
                 query, key, value, attn_mask, records, 0.0, is_causal, scale=scale
             )
         )
+
+
+@functools.cache
+def _takes_groups() -> bool:
+    """Whether this PyTorch's kernel for the CPU takes fewer heads of keys and values than of queries."""
+    with _disable_current_modes():
+        query, key = (torch.empty(1, heads, 1, 8, device="cpu") for heads in (2, 1))
+        return bool(torch._fused_sdp_choice(query, key, key, enable_gqa=True) == SDPBackend.FLASH_ATTENTION.value)
 
 
 def first(results: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zeropage import _core
 from zeropage.plan._machine import Machine
+from zeropage.plan._programs import Program
 
 VERSION = 1
 
@@ -133,15 +134,58 @@ class Measured:
             known = self._known[key] = self._measure(func, args, kwargs)
         return known
 
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Inside, operators of ordinary tensors are timed as they run, each of a kind by its median: where a run of
-        plain PyTorch can be had, this is closer than running each operator alone. Paged tensors take other ways
-        while operators are watched: record a plain run."""
+    def record(self, program: Program, steps: int = 4) -> None:
+        """Runs `program`, or its sample, as plain PyTorch, and keeps each operator's median among the others that it
+        runs with: closer than running each alone, which finds its memory and its caches warm. What a step takes
+        beyond its operators, in Python and in autograd, is shared among them.
+
+        Raises SettingError if the host has not the memory for it, or `program` cannot be run here.
+        """
+        program = program.sample or program
+        if self._device.type == "cpu":
+            with torch.device("meta"):
+                wanted = 3 * sum(p.nbytes for p in program.make_model().parameters())  # gradients, and activations
+            if wanted > _core.available_memory():
+                raise _core.SettingError(
+                    f"{program.name} cannot be run here: it takes {wanted / 1e9:.3g} GB of memory, and "
+                    f"{_core.available_memory() / 1e9:.3g} GB are free"
+                )
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            self._known |= self._record(program, steps)
+        except RuntimeError as error:
+            raise _core.SettingError(f"{program.name} cannot be run here: {str(error).splitlines()[0]}") from None
+        finally:
+            torch.set_num_threads(threads)
+
+    def _record(self, program: Program, steps: int) -> dict[str, float]:
+        with self._device:
+            model = program.make_model()
         times: dict[str, list[float]] = {}
-        with _Recording(times, self._synchronize):
-            yield
-        self._known |= {key: statistics.median(seconds) for key, seconds in times.items()}
+
+        def step(watch: contextlib.AbstractContextManager[object]) -> float:
+            self._synchronize()
+            start = time.perf_counter()
+            with self._device, watch:
+                program.forward_and_backward(model)
+            self._synchronize()
+            seconds = time.perf_counter() - start
+            model.zero_grad()
+            return seconds
+
+        step(contextlib.nullcontext())  # makes what libraries make once
+        whole = []
+        for _ in range(steps):  # in turns, as a machine's speed changes
+            step(_Recording(times, self._synchronize))
+            whole.append(step(contextlib.nullcontext()))
+        known = {key: statistics.median(seconds) for key, seconds in times.items()}
+        calls = {key: len(seconds) / steps for key, seconds in times.items()}
+        alone = sum(known[key] * calls[key] for key in known)
+        beyond = statistics.median(whole) - alone
+        if beyond < 0:  # to be watched costs more than that, as on a device that is waited for at each operator
+            return {key: seconds * (1 + beyond / alone) for key, seconds in known.items()}
+        return {key: seconds + beyond / sum(calls.values()) for key, seconds in known.items()}
 
     def __len__(self) -> int:
         return len(self._known)

@@ -382,11 +382,7 @@ def _refuse_autocast(_module: torch.nn.Module, _inputs: Any) -> None:
 
 
 def _step(program: Program, model: torch.nn.Module, optimizer: torch.optim.Optimizer, counting: _Counting) -> None:
-    for _ in range(program.micro_batches):
-        with counting, torch.device("meta"), counting.attention:
-            program.loss(model).backward()  # type: ignore[no-untyped-call]
-    if program.clips:
-        with counting:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with counting, torch.device("meta"), counting.attention:
+        program.forward_and_backward(model)
     optimizer.step()
     optimizer.zero_grad()

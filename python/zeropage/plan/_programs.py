@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pathlib
@@ -30,12 +31,15 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
     "lion": lambda p: Lion(p, lr=1e-4),
 }
 
+_SAMPLE_LAYERS = 2
+
 
 @dataclass(frozen=True)
 class Program:
     """`make_model` is called in a space's scope and makes the model; `loss` is called with it, with grad mode on, and
     gives what backward starts from. A plan runs both on torch's "meta" device, as torch's default device; on another
-    they are a program that can be run. `tokens`: of a micro-batch, of one rank."""
+    they are a program that can be run. `tokens`: of a micro-batch, of one rank. `sample`: a smaller program whose
+    operators are of the same kinds and shapes, to be timed where all of this one is too large."""
 
     name: str
     make_model: Callable[[], nn.Module]
@@ -44,6 +48,14 @@ class Program:
     optimizer: str = "adamw"
     clips: bool = True
     micro_batches: int = 1
+    sample: Program | None = None
+
+    def forward_and_backward(self, model: nn.Module) -> None:
+        """Of a step's micro-batches, with clipping; torch's default device is to be where `model` is."""
+        for _ in range(self.micro_batches):
+            self.loss(model).backward()  # type: ignore[no-untyped-call]
+        if self.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer not in OPTIMIZERS:
@@ -119,6 +131,9 @@ def transformer(
         make_model=lambda: _GPT(layers, hidden, vocabulary, heads, length, recompute),
         loss=loss,
         tokens=batch * length,
+        sample=transformer(_SAMPLE_LAYERS, hidden, vocabulary, heads, length, batch, recompute, **options)
+        if layers > _SAMPLE_LAYERS
+        else None,
         **options,
     )
 
@@ -152,7 +167,14 @@ def from_transformers(
         result: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return result
 
-    return Program(f"{config.model_type}", make_model, loss, batch * length, **options)
+    sample = None
+    if getattr(config, "num_hidden_layers", 0) > _SAMPLE_LAYERS:
+        shallow = copy.deepcopy(config)
+        shallow.num_hidden_layers = _SAMPLE_LAYERS
+        if getattr(config, "layer_types", None):
+            shallow.layer_types = config.layer_types[:_SAMPLE_LAYERS]
+        sample = from_transformers(shallow, length, batch, recompute, **options)
+    return Program(f"{config.model_type}", make_model, loss, batch * length, sample=sample, **options)
 
 
 def _transformers_config(path: pathlib.Path) -> Any:

@@ -95,11 +95,27 @@ bool add_when_it_comes(Call& call) {
   return alpha.isIntegral(true) && alpha.toLong() == 1 && from->pending()->add_to(*into);
 }
 
+/// sum + part, of which autograd keeps the result alone: it adds in place then, but not where a mode is set, as in a
+/// planned run.
+bool adds_in_place_unless_planned(Call& call) {
+  if (call.name() != "aten::add" || call.arguments != 3 || call.paged.size() != 2) return false;
+  const auto& [sum, into, _] = call.paged[0];
+  const auto& [part, from, __] = call.paged[1];
+  constexpr std::size_t kOurs = 2;  // of the references: on the stack, and here
+  return into->domain()->planned_on && into->role() == Role::gradient && from->role() == Role::gradient &&
+         into != from && sum.sizes() == part.sizes() && sum.use_count() == kOurs + 1;
+}
+
 }  // namespace
 
 bool run_pointwise(Call& call) {
   const auto& schema = call.op.schema();
   if (call.needs_autograd() || !Call::plain_modes() || schema.returns().size() != 1) return false;
+  if (adds_in_place_unless_planned(call)) {
+    const at::Tensor sum = call.paged[0].tensor;
+    call.return_value(sum.add_(call.paged[1].tensor, call.argument(2).toScalar()));
+    return true;
+  }
   if (add_when_it_comes(call) || add_nonzero(call)) {
     at::Tensor sum = call.paged[0].tensor;
     bump_version(sum);

@@ -1,0 +1,62 @@
+"""Whether `zeropage plan --fit` finds the fastest settings: each that it chooses from is run on this machine too.
+
+The model's states are larger than the memory that settings may take; homes and parts of the budgets are chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+
+from _common import finish
+from plan import Case, in_processes, program, record, run
+from tqdm import tqdm
+from zeropage.plan._fit import candidates
+
+import zeropage
+import zeropage.plan as zp
+
+SHARES = [0.5, 0.25, 0.75]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="125m")
+    parser.add_argument("--sequences", type=int, default=4, help="of 128 tokens")
+    parser.add_argument("--memory", type=float, default=1.6, help="GB, of budgets and ordinary tensors")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--directory", default="build", help="on the disk to measure")
+    args = parser.parse_args()
+    case = Case(args.model, args.sequences, {})
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        machine = dataclasses.replace(zp.Machine.measure(directory), host_memory_gb=args.memory)
+        print(machine, file=sys.stderr)
+        costs = in_processes(1, record, case)
+        over = {"page_size": ["auto"], "activations": ["device"], "tiling": ["exact"], "device_share": SHARES}
+        found = zp.fit(program(case), machine, over=over, costs=costs)
+        fastest: dict[str, object] = dict(found[0].settings)
+        rows = []
+        for _, settings in tqdm(candidates(program(case), machine, over=over), leave=False, disable=None):
+            settings = dict(settings)
+            is_chosen = settings == fastest
+            if "disk" in settings.values():
+                settings["disk_path"] = directory
+            try:
+                planned = zp.dry_run(program(case), settings, machine, costs=costs).seconds
+                measured = in_processes(1, run, case, settings, args.steps, 5)["seconds"]
+            except zeropage.Error:  # what does not fit is no choice
+                continue
+            homes = [settings[role] for role in ("parameters", "gradients", "optimizer")]
+            share = settings["device_memory"] / (settings["device_memory"] + settings["host_memory"])
+            rows.append([*homes, f"{share:.2f}", planned, measured, "chosen" if is_chosen else ""])
+            print(rows[-1], file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: row[5])
+    chosen = next(row for row in rows if row[6])
+    headers = ["parameters", "gradients", "optimizer", "device's share", "planned, s", "measured, s", ""]
+    finish(rows, headers, chosen=chosen[5], best=rows[0][5], slower=chosen[5] / rows[0][5] - 1)
+
+
+if __name__ == "__main__":
+    main()
