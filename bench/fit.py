@@ -33,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         machine = dataclasses.replace(zp.Machine.measure(directory), host_memory_gb=args.memory)
         print(machine, file=sys.stderr)
-        costs = in_processes(1, record, case)
+        costs = in_processes(1, record, case, zp.Measured())
         over = {"page_size": ["auto"], "activations": ["device"], "tiling": ["exact"], "device_share": SHARES}
         found = zp.fit(program(case), machine, over=over, costs=costs)
         fastest: dict[str, object] = dict(found[0].settings)
@@ -45,7 +45,7 @@ def main() -> None:
                 settings["disk_path"] = directory
             try:
                 planned = zp.dry_run(program(case), settings, machine, costs=costs).seconds
-                measured = in_processes(1, run, case, settings, args.steps, 5)["seconds"]
+                measured = in_processes(1, run, case, settings, args.steps, 6)["seconds"]
             except zeropage.Error:  # what does not fit is no choice
                 continue
             homes = [settings[role] for role in ("parameters", "gradients", "optimizer")]

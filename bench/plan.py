@@ -1,7 +1,8 @@
 """How good plans are: seconds, bytes and peaks of a step, planned and measured, on this machine.
 
-For each case the machine is measured, and the operators of a plain run of two of the model's layers; then the case is
-planned and run. What the model of the machine holds was fixed by the first half of the cases; the others are "later".
+For each case the machine is measured, operators are recorded in a plain run of two of the model's layers, the case is
+run, operators are recorded again, as the machine's speed drifts, and the case is planned. What the model of the machine
+holds was fixed by the first half of the cases; the others are "later".
 """
 
 from __future__ import annotations
@@ -122,10 +123,9 @@ def network(ranks: int, rank: int, meeting: str) -> float:
     return (ranks - 1) * part.nbytes / statistics.median(seconds[1:])
 
 
-def record(case: Case, rank: int, meeting: str) -> zp.Measured:
-    """Operators' seconds, as the ranks of a run have them that compute at once."""
+def record(case: Case, costs: zp.Measured, rank: int, meeting: str) -> zp.Measured:
+    """Operators' seconds, as the ranks of a run have them that compute at once. Adds them to `costs`."""
     join(rank, case.ranks, meeting)
-    costs = zp.Measured()
     if case.ranks > 1:
         dist.barrier()
     costs.record(program(case))
@@ -194,6 +194,14 @@ def in_processes(ranks: int, what, *args):
         return pool.starmap(what, each, chunksize=1)[0]
 
 
+def costs_of(ranks: int) -> zp.Measured:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // ranks))
+    costs = zp.Measured()
+    torch.set_num_threads(threads)
+    return costs
+
+
 @functools.cache
 def network_gbs(ranks: int) -> float:
     return in_processes(ranks, network, ranks) / 1e9
@@ -211,7 +219,7 @@ def distance(planned: float, measured: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cases", help="numbers from 0 on, with ',' between; by default all")
     parser.add_argument("--machine", type=pathlib.Path, help="a file of the machine, instead of measuring it")
     parser.add_argument("--directory", default="build", help="on the disk to measure")
@@ -224,9 +232,10 @@ def main() -> None:
             config = settings(case, directory)
             try:
                 machine = zp.Machine.load(args.machine) if args.machine else zp.Machine.measure(directory)
-                costs = in_processes(case.ranks, record, case)
+                costs = in_processes(case.ranks, record, case, costs_of(case.ranks))
+                measured = in_processes(case.ranks, run, case, config, args.steps, 6)
+                costs = in_processes(case.ranks, record, case, costs)
                 planned = plan(case, config, over_ranks(machine, case.ranks), costs)
-                measured = in_processes(case.ranks, run, case, config, args.steps, 5)
             except zeropage.Error as error:  # one that cannot be planned or run leaves the others
                 rows.append([describe(case), "", None, None, "", "", "", str(error).splitlines()[0]])
                 continue

@@ -105,6 +105,7 @@ class MachineSpeeds:
     download: float
     link_latency: float
     memory: float
+    update: float
     copy: float
     device_memory: float
     network: float

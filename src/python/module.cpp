@@ -221,6 +221,7 @@ void bind_machine(py::module_& module) {
       .def_readwrite("download", &MachineSpeeds::download)
       .def_readwrite("link_latency", &MachineSpeeds::link_latency)
       .def_readwrite("memory", &MachineSpeeds::memory)
+      .def_readwrite("update", &MachineSpeeds::update)
       .def_readwrite("copy", &MachineSpeeds::copy)
       .def_readwrite("device_memory", &MachineSpeeds::device_memory)
       .def_readwrite("network", &MachineSpeeds::network)

@@ -253,7 +253,28 @@ def test_costs_are_recorded_in_a_plain_run():
     # Gradients go into pages, and norms are of other numbers of them. All else a planned run asks as the sample does.
     added = {key.split("(")[0].split(".")[1] for key in set(costs._known) - recorded}
     assert "copy_" in added and not added & {"mm", "addmm", "native_layer_norm", "gelu", "embedding"}, added
-    assert plan.computed_seconds > sum(costs._known.values()) / 2
+    operators = sum(seconds for key, seconds in costs._known.items() if key.startswith("aten"))
+    assert plan.computed_seconds > operators / 2
+
+
+def test_updates_take_what_the_optimizer_takes(tmp_path):
+    class Slow(zp.Roofline):
+        def update_gbs(self, program):
+            return 1.0
+
+    usual = zp.dry_run(small(), IN_HOST, HERE, steps=1, warm_up=1)
+    slow = zp.dry_run(small(), IN_HOST, HERE, costs=Slow(HERE), steps=1, warm_up=1)
+    assert slow.updated_seconds == pytest.approx(usual.updated_seconds * HERE.host_gbs, rel=1e-3)
+    # Each optimizer reads and writes other bytes, and its rate is of these.
+    costs = zp.Measured()
+    for name, arrays in (("adamw", 7), ("sgd", 3)):
+        plan = zp.dry_run(small(optimizer=name), IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
+        moved = 4 * arrays * plan.parameters / 1e9
+        assert plan.updated_seconds == pytest.approx(moved / costs.update_gbs(small(optimizer=name)), rel=1e-3)
+    costs.save(tmp_path / "costs.json")
+    kept = zp.Measured.load(tmp_path / "costs.json")
+    assert kept.update_gbs(small()) == costs.update_gbs(small()) > 0
+    assert kept.update_gbs(small(optimizer="lion")) == 0, "that the machine says it"
 
 
 def test_recorded_costs_take_what_the_program_takes():

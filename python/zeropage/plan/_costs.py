@@ -22,6 +22,8 @@ from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
 
 VERSION = 1
+#: Elements that are updated to measure that: more than caches hold.
+_UPDATED = 1 << 23
 
 aten = torch.ops.aten
 #: Operators that move no bytes: views, and what only makes a tensor.
@@ -51,6 +53,10 @@ class Costs(Protocol):
     """Seconds of an operator, which was called with these arguments on "meta" tensors and gave `out`."""
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float: ...
+
+    def update_gbs(self, program: Program) -> float:
+        """What the program's optimizer reads and writes a second in the host, in GB. 0: as the machine says."""
+        ...
 
 
 @functools.cache
@@ -107,10 +113,14 @@ class Roofline:
             seconds = max(seconds, operations / self._machine.flops(dtype))
         return max(seconds, self._least)
 
+    def update_gbs(self, program: Program) -> float:
+        return 0.0
+
 
 class Measured:
-    """Each operator is run here once it is first met, with arguments of the same shapes, strides and dtypes, and its
-    seconds are kept: for models larger than this machine too, as long as each operator alone fits its memory.
+    """Each operator that was not recorded is run here once it is first met, with arguments of the same shapes,
+    strides and dtypes, and its seconds are kept: for models larger than this machine too, as long as each operator
+    alone fits its memory. So are the optimizer's updates.
 
     `device`: where. `save` and `load` keep the seconds in a file of JSON, so that another machine can plan with them.
     """
@@ -120,6 +130,7 @@ class Measured:
         self._threads = torch.get_num_threads()
         self._flush: torch.Tensor | None = None
         self._known: dict[str, float] = {}
+        self._recorded: dict[str, list[float]] = {}
         self._is_open = True
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
@@ -134,10 +145,18 @@ class Measured:
             known = self._known[key] = self._measure(func, args, kwargs)
         return known
 
+    def update_gbs(self, program: Program) -> float:
+        """Measured once an optimizer; 0 if the costs that were loaded have none of it."""
+        key = _update_of(program)
+        if key not in self._known and self._is_open:
+            self._keep({key: self._update(program, torch.randn(_UPDATED) * 1e-3)})
+        return 1 / self._known[key] if key in self._known else 0.0
+
     def record(self, program: Program, steps: int = 4) -> None:
         """Runs `program`, or its sample, as plain PyTorch, and keeps each operator's median among the others that it
         runs with: closer than running each alone, which finds its memory and its caches warm. What a step takes
-        beyond its operators, in Python and in autograd, is shared among them.
+        beyond its operators, in Python and in autograd, is shared among them. Called again, as a machine's speed
+        changes, it keeps the mean.
 
         Raises SettingError if the host has not the memory for it, or `program` cannot be run here.
         """
@@ -153,24 +172,33 @@ class Measured:
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            self._known |= self._record(program, steps)
+            self._keep(self._record(program, steps))
         except RuntimeError as error:
             raise _core.SettingError(f"{program.name} cannot be run here: {str(error).splitlines()[0]}") from None
         finally:
             torch.set_num_threads(threads)
 
+    def _keep(self, seconds: Mapping[str, float]) -> None:
+        for key, value in seconds.items():
+            self._recorded.setdefault(key, []).append(value)
+            self._known[key] = statistics.fmean(self._recorded[key])
+
     def _record(self, program: Program, steps: int) -> dict[str, float]:
         with self._device:
             model = program.make_model()
+        gradients = torch.empty(0)
         times: dict[str, list[float]] = {}
 
         def step(watch: contextlib.AbstractContextManager[object]) -> float:
+            nonlocal gradients
             self._synchronize()
             start = time.perf_counter()
             with self._device, watch:
                 program.forward_and_backward(model)
             self._synchronize()
             seconds = time.perf_counter() - start
+            if gradients.numel() == 0:
+                gradients = _some_gradients(model)
             model.zero_grad()
             return seconds
 
@@ -184,8 +212,20 @@ class Measured:
         alone = sum(known[key] * calls[key] for key in known)
         beyond = statistics.median(whole) - alone
         if beyond < 0:  # to be watched costs more than that, as on a device that is waited for at each operator
-            return {key: seconds * (1 + beyond / alone) for key, seconds in known.items()}
-        return {key: seconds + beyond / sum(calls.values()) for key, seconds in known.items()}
+            known = {key: seconds * (1 + beyond / alone) for key, seconds in known.items()}
+        else:
+            known = {key: seconds + beyond / sum(calls.values()) for key, seconds in known.items()}
+        return known | {_update_of(program): self._update(program, gradients)}
+
+    def _update(self, program: Program, gradients: torch.Tensor) -> float:
+        from zeropage.plan._measure import update
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return update(program, gradients)
+        finally:
+            torch.set_num_threads(threads)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -254,6 +294,16 @@ class Measured:
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+
+def _update_of(program: Program) -> str:
+    return f"a GB of {program.optimizer}'s updates"
+
+
+def _some_gradients(model: torch.nn.Module) -> torch.Tensor:
+    """Elements of all, on the CPU: what some operators take depends on how large numbers are."""
+    given = torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
+    return given.repeat(-(-_UPDATED // len(given)))[:: max(1, len(given) // _UPDATED)][:_UPDATED].clone()
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]

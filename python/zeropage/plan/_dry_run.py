@@ -259,7 +259,9 @@ def dry_run(
     much.
     """
     costs = costs if costs is not None else Roofline(machine, ranks)
-    planned = _core.Machine(machine.speeds(ranks))
+    speeds = machine.speeds(ranks)
+    speeds.update = costs.update_gbs(program) * 1e9
+    planned = _core.Machine(speeds)
     with _one_at_a_time, _entered(planned):
         space = Space.planned(Config.of(config), planned, ranks)
         try:

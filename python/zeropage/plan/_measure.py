@@ -17,7 +17,10 @@ import torch
 import zeropage.io as zio
 from zeropage import _core
 from zeropage._cli.disk_speed import measure as measure_disk
+from zeropage._space import init
+from zeropage.plan._dry_run import dry_run
 from zeropage.plan._machine import Machine
+from zeropage.plan._programs import Program
 
 _ELEMENTS = 1 << 24  # of each array: more than a processor's caches
 _DISK_BYTES = 512 << 20
@@ -153,6 +156,49 @@ def _new_memory() -> float:
     old = torch.zeros(_ELEMENTS)
     first = _seconds(lambda: torch.empty(_ELEMENTS).fill_(1.0), torch.device("cpu"))
     return max(0.0, first - _seconds(lambda: old.fill_(1.0), torch.device("cpu"))) / (4 * _ELEMENTS)
+
+
+class _Weight(torch.nn.Module):
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(elements))
+
+
+def update(program: Program, gradients: torch.Tensor) -> float:
+    """Seconds that each GB takes which the program's optimizer reads and writes in the host, on all cores, updating
+    states whose gradients are these."""
+    settings: dict[str, object] = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
+    settings |= {"host_memory": 24 * gradients.nbytes, "device_memory": 8 * gradients.nbytes}
+    roomy = Machine(
+        name="roomy", tflops={"float32": 1.0}, host_memory_gb=1e3, host_gbs=1.0, disk_gb=0.0, disk_read_gbs=0.0,
+        disk_write_gbs=0.0, unified=True,
+    )  # fmt: skip
+    small = Program(
+        name="one weight",
+        make_model=lambda: _Weight(gradients.numel()),
+        loss=lambda model: (model.weight * torch.ones_like(model.weight)).sum(),  # type: ignore[operator, arg-type]
+        tokens=1,
+        optimizer=program.optimizer,
+        clips=False,
+    )
+    moved_gb = dry_run(small, settings, roomy, steps=1, warm_up=2).updated_seconds  # at 1 GB/s
+    space = init(settings, device="cpu")
+    try:
+        with space:
+            model = small.make_model()
+        optimizer, seconds = program.make_optimizer(model.parameters()), list[float]()
+        for _ in range(6):
+            torch.sum(model.weight * gradients).backward()  # type: ignore[operator, no-untyped-call]
+            space.wait()
+            start = time.perf_counter()
+            optimizer.step()
+            space.wait()
+            seconds.append(time.perf_counter() - start)
+            optimizer.zero_grad()
+        del model, optimizer
+    finally:
+        space.close()
+    return statistics.median(seconds[2:]) / moved_gb
 
 
 def _copy_rate() -> float:

@@ -23,7 +23,8 @@ struct MachineSpeeds {
   std::size_t disk_bytes = std::size_t{1} << 40;
   double disk_beside = 0;  // seconds that a byte through the disk takes of a thread that computes meanwhile
   double upload = 20e9, download = 20e9, link_latency = 10e-6;
-  double memory = 20e9;                            // what updates on the host read and write
+  double memory = 20e9;                            // what updates on the host read and write; or, if it is not 0:
+  double update = 0;                               // the same of this program's optimizer
   double copy = 10e9;                              // what one thread reads and writes
   double device_memory = 1e12;                     // the same on the device
   double network = 10e9, network_latency = 20e-6;  // what a rank sends in a collective
@@ -87,7 +88,8 @@ class Machine {
   /// An update reads and writes so many bytes, in the host, by this thread, or where operators run.
   void update(std::size_t bytes, bool in_host) {
     const bool on_host = in_host || speeds.is_unified;
-    const double seconds = static_cast<double>(bytes) / (on_host ? speeds.memory : speeds.device_memory);
+    const double in_memory = speeds.update > 0 ? speeds.update : speeds.memory;
+    const double seconds = static_cast<double>(bytes) / (on_host ? in_memory : speeds.device_memory);
     updated_seconds += seconds;
     if (!on_host) return compute(seconds);
     computed_seconds += seconds;
