@@ -1,12 +1,14 @@
 """Whether `zeropage plan --fit` finds the fastest settings: each that it chooses from is run on this machine too.
 
 The model's states are larger than the memory that settings may take; homes and parts of the budgets are chosen.
+"inf": was refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import tempfile
 
@@ -43,15 +45,20 @@ def main() -> None:
             is_chosen = settings == fastest
             if "disk" in settings.values():
                 settings["disk_path"] = directory
-            try:
-                planned = zp.dry_run(program(case), settings, machine, costs=costs).seconds
-                measured = in_processes(1, run, case, settings, args.steps, 6)["seconds"]
-            except zeropage.Error:  # what does not fit is no choice
-                continue
             homes = [settings[role] for role in ("parameters", "gradients", "optimizer")]
             share = settings["device_memory"] / (settings["device_memory"] + settings["host_memory"])
-            rows.append([*homes, f"{share:.2f}", planned, measured, "chosen" if is_chosen else ""])
-            print(rows[-1], file=sys.stderr, flush=True)
+            seconds = []
+            try:  # both, as a plan that refuses what would run is a fault too
+                seconds.append(zp.dry_run(program(case), settings, machine, costs=costs).seconds)
+            except zeropage.Error:
+                seconds.append(math.inf)
+            try:
+                seconds.append(in_processes(1, run, case, settings, args.steps, 6)["seconds"])
+            except zeropage.Error:
+                seconds.append(math.inf)
+            if min(seconds) < math.inf:
+                rows.append([*homes, f"{share:.2f}", *seconds, "chosen" if is_chosen else ""])
+                print(rows[-1], file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row[5])
     chosen = next(row for row in rows if row[6])
     headers = ["parameters", "gradients", "optimizer", "device's share", "planned, s", "measured, s", ""]

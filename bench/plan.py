@@ -1,8 +1,8 @@
 """How good plans are: seconds, bytes and peaks of a step, planned and measured, on this machine.
 
 For each case the machine is measured, operators are recorded in a plain run of two of the model's layers, the case is
-run, operators are recorded again, as the machine's speed drifts, and the case is planned. What the model of the machine
-holds was fixed by the first half of the cases; the others are "later".
+run, operators are recorded again, as the machine's speed drifts, and the case is planned. What the model of the
+machine holds was fixed by the first half of the cases; the others are "later".
 """
 
 from __future__ import annotations

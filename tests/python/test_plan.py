@@ -277,6 +277,45 @@ def test_updates_take_what_the_optimizer_takes(tmp_path):
     assert kept.update_gbs(small(optimizer="lion")) == 0, "that the machine says it"
 
 
+def test_ranks_of_one_node_share_what_updates_reach_in_the_host():
+    class Fixed(zp.Roofline):
+        def update_gbs(self, program):
+            return 4.0
+
+    node = zp.Machine(**GPU.to_dict() | {"devices": 2})
+    settings = IN_HOST | {"parameters": "device", "gradients": "device", "stage": 1}
+    alone = zp.dry_run(small(), settings, node, 1, costs=Fixed(node), steps=1, warm_up=1)
+    of_two = zp.dry_run(small(), settings, node, 2, costs=Fixed(node), steps=1, warm_up=1)
+    assert alone.updated_seconds > 0
+    # Half of the states each, at half of the speed.
+    assert of_two.updated_seconds == pytest.approx(alone.updated_seconds, rel=0.05)
+
+
+def test_a_step_of_an_optimizer_takes_what_is_planned_of_it():
+    weight, gradients = 1 << 22, torch.randn(1 << 22)
+    program = zp.Program(
+        "one weight",
+        lambda: torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(weight))]),
+        lambda model: (model[0] * torch.ones_like(model[0])).sum(),
+        tokens=1,
+        clips=False,
+    )
+    planned = zp.dry_run(program, IN_HOST, HERE, costs=zp.Measured(), steps=1, warm_up=1).updated_seconds
+    space = zeropage.init(IN_HOST, device="cpu")
+    with space:
+        model = program.make_model()
+    optimizer, seconds = program.make_optimizer(model.parameters()), []
+    for _ in range(6):
+        (model[0] * gradients).sum().backward()
+        space.wait()
+        start = time.perf_counter()
+        optimizer.step()
+        space.wait()
+        seconds.append(time.perf_counter() - start)
+        optimizer.zero_grad()
+    assert 0.4 < planned / statistics.median(seconds[1:]) < 2.5
+
+
 def test_recorded_costs_take_what_the_program_takes():
     program, costs = small(layers=2), zp.Measured()
     assert program.sample is None
@@ -292,7 +331,22 @@ def test_recorded_costs_take_what_the_program_takes():
     assert 0.6 < operators / statistics.median(seconds[1:]) < 1.8
 
 
+def test_configs_that_cannot_have_fewer_layers_have_no_sample():
+    transformers = pytest.importorskip("transformers")
+    shape = dict(hidden_size=64, num_hidden_layers=4, vocab_size=100)
+    for config in (transformers.MambaConfig(**shape), transformers.GPT2Config(n_embd=64, n_layer=4, n_head=2)):
+        program = zp.from_transformers(config, length=8)
+        assert program.sample is None or program.sample.sample is None
+    assert zp.from_transformers(transformers.GPT2Config(n_embd=64, n_layer=4, n_head=2), length=8).sample is not None
+
+    class Fixed(transformers.LlamaConfig):
+        layer_types = property(lambda self: ["full_attention"] * 4)
+
+    assert zp.from_transformers(Fixed(**shape, num_attention_heads=2), length=8).sample is None
+
+
 def test_what_cannot_be_recorded_is_measured_alone():
+    threads = torch.get_num_threads()
     huge = zp.transformer(layers=2, hidden=1 << 17, batch=1, length=16)
     with pytest.raises(zeropage.SettingError, match=r"cannot be run here: it takes .* GB of memory"):
         zp.Measured().record(huge)
@@ -302,6 +356,13 @@ def test_what_cannot_be_recorded_is_measured_alone():
 
     with pytest.raises(zeropage.SettingError, match="cannot be run here: no such kernel"):
         zp.Measured().record(dataclasses.replace(small(), sample=None, loss=fails))
+
+    def has_no_table(model):
+        return {}["tokens"]
+
+    with pytest.raises(zeropage.SettingError, match="cannot be run here: 'tokens'"):
+        zp.Measured().record(dataclasses.replace(small(), sample=None, loss=has_no_table))
+    assert torch.get_num_threads() == threads
 
 
 def test_what_does_not_fit_is_an_error_of_the_pager():

@@ -146,10 +146,10 @@ class Measured:
         return known
 
     def update_gbs(self, program: Program) -> float:
-        """Measured once an optimizer; 0 if the costs that were loaded have none of it."""
+        """Measured once an optimizer; 0 if the costs that were loaded have none of it, or memory is too little."""
         key = _update_of(program)
         if key not in self._known and self._is_open:
-            self._keep({key: self._update(program, torch.randn(_UPDATED) * 1e-3)})
+            self._keep(self._update(program, torch.randn(_UPDATED) * 1e-3))
         return 1 / self._known[key] if key in self._known else 0.0
 
     def record(self, program: Program, steps: int = 4) -> None:
@@ -158,12 +158,13 @@ class Measured:
         beyond its operators, in Python and in autograd, is shared among them. Called again, as a machine's speed
         changes, it keeps the mean.
 
-        Raises SettingError if the host has not the memory for it, or `program` cannot be run here.
+        Raises SettingError if the host has not the memory for twice the parameters and a reserve for activations, or
+        `program` cannot be run here.
         """
         program = program.sample or program
         if self._device.type == "cpu":
             with torch.device("meta"):
-                wanted = 3 * sum(p.nbytes for p in program.make_model().parameters())  # gradients, and activations
+                wanted = 3 * sum(p.nbytes for p in program.make_model().parameters())
             if wanted > _core.available_memory():
                 raise _core.SettingError(
                     f"{program.name} cannot be run here: it takes {wanted / 1e9:.3g} GB of memory, and "
@@ -173,8 +174,9 @@ class Measured:
         torch.set_num_threads(self._threads)
         try:
             self._keep(self._record(program, steps))
-        except RuntimeError as error:
-            raise _core.SettingError(f"{program.name} cannot be run here: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # of a program of any kind, on real tensors
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            raise _core.SettingError(f"{program.name} cannot be run here: {said}") from error
         finally:
             torch.set_num_threads(threads)
 
@@ -215,15 +217,17 @@ class Measured:
             known = {key: seconds * (1 + beyond / alone) for key, seconds in known.items()}
         else:
             known = {key: seconds + beyond / sum(calls.values()) for key, seconds in known.items()}
-        return known | {_update_of(program): self._update(program, gradients)}
+        return known | self._update(program, gradients)
 
-    def _update(self, program: Program, gradients: torch.Tensor) -> float:
+    def _update(self, program: Program, gradients: torch.Tensor) -> dict[str, float]:
         from zeropage.plan._measure import update
 
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            return update(program, gradients)
+            return {_update_of(program): update(program, gradients)}
+        except _core.SettingError:  # no memory for the states: the machine's speed has to do
+            return {}
         finally:
             torch.set_num_threads(threads)
 
@@ -302,8 +306,10 @@ def _update_of(program: Program) -> str:
 
 def _some_gradients(model: torch.nn.Module) -> torch.Tensor:
     """Elements of all, on the CPU: what some operators take depends on how large numbers are."""
-    given = torch.cat([p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None])
-    return given.repeat(-(-_UPDATED // len(given)))[:: max(1, len(given) // _UPDATED)][:_UPDATED].clone()
+    given = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    step = max(1, sum(map(len, given)) // _UPDATED)
+    some = torch.cat([grad[::step].float().cpu() for grad in given])
+    return some.repeat(-(-_UPDATED // len(some)))[:_UPDATED].clone()
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]

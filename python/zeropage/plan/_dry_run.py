@@ -251,16 +251,17 @@ def dry_run(
     """Plans `program` with these settings on `ranks` ranks of such machines, of which this is the first: the others
     do as it does. Counts the last `steps`, after `warm_up`.
 
-    `costs`: of operators; by default the machine's Roofline. `progress` is called with steps done and to do. `trace`:
-    a file for a timeline of the counted steps, in the planned machine's time. `alike`: ends the warm-up, without a
-    timeline, once two steps in a row take the same but for this share.
+    `costs`: of operators and updates; by default the machine's Roofline. `progress` is called with steps done and to
+    do. `trace`: a file for a timeline of the counted steps, in the planned machine's time. `alike`: ends the warm-up,
+    without a timeline, once two steps in a row take the same but for this share.
 
     Raises SettingError for contradictory settings, BudgetError and DiskError for what does not fit, saying by how
     much.
     """
     costs = costs if costs is not None else Roofline(machine, ranks)
     speeds = machine.speeds(ranks)
-    speeds.update = costs.update_gbs(program) * 1e9
+    # Operators' seconds on the CPU, and so this, are of a rank's share of the cores.
+    speeds.update = costs.update_gbs(program) * 1e9 / (1 if machine.unified else min(ranks, machine.devices))
     planned = _core.Machine(speeds)
     with _one_at_a_time, _entered(planned):
         space = Space.planned(Config.of(config), planned, ranks)

@@ -24,7 +24,7 @@ class Machine:
     name: str
     tflops: dict[str, float]  # of one device, in matrix products, by dtype
     host_memory_gb: float  # of the node
-    host_gbs: float  # of the node: what updates on the processor read and write
+    host_gbs: float  # of the node: what a fused AdamW's updates on the processor read and write
     copy_gbs: float = 0.0  # that one thread reads and writes on the host; 0: half of host_gbs
     disk_gb: float = 0.0  # of the node, as the other disk_*
     disk_read_gbs: float = 0.0

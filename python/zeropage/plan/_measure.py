@@ -17,7 +17,7 @@ import torch
 import zeropage.io as zio
 from zeropage import _core
 from zeropage._cli.disk_speed import measure as measure_disk
-from zeropage._space import init
+from zeropage._space import Config, Space
 from zeropage.plan._dry_run import dry_run
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
@@ -166,9 +166,9 @@ class _Weight(torch.nn.Module):
 
 def update(program: Program, gradients: torch.Tensor) -> float:
     """Seconds that each GB takes which the program's optimizer reads and writes in the host, on all cores, updating
-    states whose gradients are these."""
+    states whose gradients are these. Raises SettingError if there is no memory for them."""
     settings: dict[str, object] = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
-    settings |= {"host_memory": 24 * gradients.nbytes, "device_memory": 8 * gradients.nbytes}
+    settings |= {"host_memory": 5 * gradients.nbytes, "device_memory": 4 * gradients.nbytes}
     roomy = Machine(
         name="roomy", tflops={"float32": 1.0}, host_memory_gb=1e3, host_gbs=1.0, disk_gb=0.0, disk_read_gbs=0.0,
         disk_write_gbs=0.0, unified=True,
@@ -182,7 +182,7 @@ def update(program: Program, gradients: torch.Tensor) -> float:
         clips=False,
     )
     moved_gb = dry_run(small, settings, roomy, steps=1, warm_up=2).updated_seconds  # at 1 GB/s
-    space = init(settings, device="cpu")
+    space = Space(Config.of(settings).replace(device="cpu"))  # of this rank alone
     try:
         with space:
             model = small.make_model()

@@ -32,6 +32,8 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
 }
 
 _SAMPLE_LAYERS = 2
+#: Above what any gradient has: a plan clips none.
+_MOST_NORM = 1e6
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,12 @@ class Program:
     sample: Program | None = None
 
     def forward_and_backward(self, model: nn.Module) -> None:
-        """Of a step's micro-batches, with clipping; torch's default device is to be where `model` is."""
+        """Of a step's micro-batches, and the norm of gradients that clipping takes, which clips none. torch's default
+        device is to be where `model` is."""
         for _ in range(self.micro_batches):
             self.loss(model).backward()  # type: ignore[no-untyped-call]
         if self.clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), _MOST_NORM)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer not in OPTIMIZERS:
@@ -167,14 +170,23 @@ def from_transformers(
         result: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return result
 
-    sample = None
-    if getattr(config, "num_hidden_layers", 0) > _SAMPLE_LAYERS:
+    shallow = _shallow(config)
+    sample = None if shallow is None else from_transformers(shallow, length, batch, recompute, **options)
+    return Program(f"{config.model_type}", make_model, loss, batch * length, sample=sample, **options)
+
+
+def _shallow(config: Any) -> Any:
+    """The same with few layers. None where it has few, or transformers does not let them be fewer."""
+    try:
+        if config.num_hidden_layers <= _SAMPLE_LAYERS:
+            return None
         shallow = copy.deepcopy(config)
         shallow.num_hidden_layers = _SAMPLE_LAYERS
-        if getattr(config, "layer_types", None):
-            shallow.layer_types = config.layer_types[:_SAMPLE_LAYERS]
-        sample = from_transformers(shallow, length, batch, recompute, **options)
-    return Program(f"{config.model_type}", make_model, loss, batch * length, sample=sample, **options)
+        if isinstance(getattr(shallow, "layer_types", None), list):
+            shallow.layer_types = shallow.layer_types[:_SAMPLE_LAYERS]
+        return shallow if shallow.num_hidden_layers == _SAMPLE_LAYERS else None
+    except Exception:  # each model's config has properties of its own
+        return None
 
 
 def _transformers_config(path: pathlib.Path) -> Any:
