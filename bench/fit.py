@@ -20,23 +20,23 @@ from zeropage.plan._fit import candidates
 import zeropage
 import zeropage.plan as zp
 
-SHARES = [0.5, 0.25, 0.75]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="125m")
     parser.add_argument("--sequences", type=int, default=4, help="of 128 tokens")
     parser.add_argument("--memory", type=float, default=1.6, help="GB, of budgets and ordinary tensors")
+    parser.add_argument("--shares", default="0.5,0.25,0.75", help="of budgets that device_memory may have")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--directory", default="build", help="on the disk to measure")
     args = parser.parse_args()
     case = Case(args.model, args.sequences, {})
+    shares = [float(share) for share in args.shares.split(",")]
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         machine = dataclasses.replace(zp.Machine.measure(directory), host_memory_gb=args.memory)
         print(machine, file=sys.stderr)
         costs = in_processes(1, record, case, zp.Measured())
-        over = {"page_size": ["auto"], "activations": ["device"], "tiling": ["exact"], "device_share": SHARES}
+        over = {"page_size": ["auto"], "activations": ["device"], "tiling": ["exact"], "device_share": shares}
         found = zp.fit(program(case), machine, over=over, costs=costs)
         fastest: dict[str, object] = dict(found[0].settings)
         rows = []
