@@ -9,7 +9,7 @@ import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -170,15 +170,13 @@ class Measured:
                     f"{program.name} cannot be run here: it takes {wanted / 1e9:.3g} GB of memory, and "
                     f"{_core.available_memory() / 1e9:.3g} GB are free"
                 )
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
         try:
-            self._keep(self._record(program, steps))
+            with self._on_its_threads():
+                seconds = self._record(program, steps)
         except Exception as error:  # of a program of any kind, on real tensors
             said = next(iter(str(error).splitlines()), type(error).__name__)
             raise _core.SettingError(f"{program.name} cannot be run here: {said}") from error
-        finally:
-            torch.set_num_threads(threads)
+        self._keep(seconds)
 
     def _keep(self, seconds: Mapping[str, float]) -> None:
         for key, value in seconds.items():
@@ -222,14 +220,11 @@ class Measured:
     def _update(self, program: Program, gradients: torch.Tensor) -> dict[str, float]:
         from zeropage.plan._measure import update
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
         try:
-            return {_update_of(program): update(program, gradients)}
+            with self._on_its_threads():
+                return {_update_of(program): update(program, gradients)}
         except _core.SettingError:  # no memory for the states: the machine's speed has to do
             return {}
-        finally:
-            torch.set_num_threads(threads)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -262,15 +257,22 @@ class Measured:
         return costs
 
     def _measure(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)  # a dry run has one
         try:
-            return self._measure_here(func, args, kwargs)
+            with self._on_its_threads():
+                return self._measure_here(func, args, kwargs)
         except RuntimeError as error:
             raise _core.SettingError(
                 f"{_signature(func, args, kwargs)} cannot be measured here: {str(error).splitlines()[0]}; plan with "
                 "--machine, or with costs of a larger one"
             ) from None
+
+    @contextlib.contextmanager
+    def _on_its_threads(self) -> Iterator[None]:
+        """As many as there were when it was made: a dry run has one."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            yield
         finally:
             torch.set_num_threads(threads)
 

@@ -169,10 +169,7 @@ def update(program: Program, gradients: torch.Tensor) -> float:
     states whose gradients are these. Raises SettingError if there is no memory for them."""
     settings: dict[str, object] = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
     settings |= {"host_memory": 5 * gradients.nbytes, "device_memory": 4 * gradients.nbytes}
-    roomy = Machine(
-        name="roomy", tflops={"float32": 1.0}, host_memory_gb=1e3, host_gbs=1.0, disk_gb=0.0, disk_read_gbs=0.0,
-        disk_write_gbs=0.0, unified=True,
-    )  # fmt: skip
+    roomy = Machine(name="roomy", tflops={"float32": 1.0}, host_memory_gb=1e3, host_gbs=1.0, unified=True)
     small = Program(
         name="one weight",
         make_model=lambda: _Weight(gradients.numel()),
