@@ -273,6 +273,7 @@ def test_forked_children_use_files_and_leave_what_is_their_parents(path):
         ended.wait()
         arena = zeropage.io.Arena(1 << 20)
         kept = [arena.empty(1000)]
+        aligned = zeropage.io.empty(SIZE, dtype=torch.uint8)
         many = []
 
         def child():
@@ -282,9 +283,11 @@ def test_forked_children_use_files_and_leave_what_is_their_parents(path):
             with open(path, "rb") as plain:
                 assert plain.read() == back
             ended.wait()
-            for raises in (own.start_read, lambda into: arena.empty(1)):
+            for into in (back, aligned, aligned[1:], aligned[:4096]):  # as one transfer, and as several
                 with pytest.raises(AccessError):
-                    raises(back)
+                    own.start_read(into)
+            with pytest.raises(AccessError):
+                arena.empty(1)
             lost = 0
             for ticket in many:
                 assert ticket.done()

@@ -66,7 +66,9 @@ Ticket DirectFile::start(Io& io, Direction direction, std::uint64_t offset, std:
     try {
       io.start(parts[i], priority, [together](std::exception_ptr error) { together->end(std::move(error)); });
     } catch (...) {  // what has started still ends, and the ticket with it
+      const bool has_started = i > 0;
       for (; i < parts.size(); ++i) together->end(std::current_exception());
+      if (!has_started) throw;
     }
   }
   return std::move(ticket);
