@@ -201,7 +201,7 @@ def refused(*_settings):
 
 def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypatch, fio):
     picture = tmp_path / "disk.png"
-    short = ["--size", str(32 << 20), "--seconds", "0.01"]
+    short = ["--size", str(32 << 20), "--seconds", "0"]
     ended = zeropage_command("io", "tune", disk, *short, "--picture", str(picture))
     assert ended.returncode == 0, ended.stderr
     assert "1,024 KiB" in ended.stdout and "written:" in ended.stdout

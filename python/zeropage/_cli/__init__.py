@@ -241,7 +241,7 @@ def _measure(path: pathlib.Path, size: int, seconds: float) -> tuple[list[Measur
 
     size = max(size >> 24, 1) << 24
     measured = grid(path, seconds, size, BLOCKS, DEPTHS)
-    fio = fio_best(path, max(2 * seconds, 1), size)
+    fio = fio_best(path, 2 * seconds, size)
     show(measured, fio)
     return measured, fio
 

@@ -104,7 +104,7 @@ def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | Non
     try:
         for engine in ("io_uring", "libaio"):
             for direction in ("write", "write", "read"):  # the first lays the file out
-                timed = ["--time_based", f"--runtime={seconds}"]
+                timed = ["--time_based", f"--runtime={max(round(1000 * seconds), 1)}ms"]
                 ended = subprocess.run(
                     ["fio", "--name=fio", f"--rw={direction}", f"--ioengine={engine}", *common, *timed],
                     capture_output=True,
