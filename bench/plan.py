@@ -233,7 +233,7 @@ def main() -> None:
             try:
                 machine = zp.Machine.load(args.machine) if args.machine else zp.Machine.measure(directory)
                 costs = in_processes(case.ranks, record, case, costs_of(case.ranks))
-                measured = in_processes(case.ranks, run, case, config, args.steps, 6)
+                measured = in_processes(case.ranks, run, case, config, args.steps, 9)
                 costs = in_processes(case.ranks, record, case, costs)
                 planned = plan(case, config, over_ranks(machine, case.ranks), costs)
             except zeropage.Error as error:  # one that cannot be planned or run leaves the others

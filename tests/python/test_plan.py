@@ -120,6 +120,23 @@ def test_a_plan_is_the_same_each_time():
     assert plan() == plan()
 
 
+def test_steps_count_once_they_are_alike(tmp_path):
+    def plan(program, settings, **options):
+        planned = []
+        plan = zp.dry_run(program, settings, HERE, progress=lambda done, _: planned.append(done), **options)
+        return plan, planned[-1]
+
+    program = small(layers=8, micro_batches=2)
+    early, _ = plan(program, DISK | SMALL, warm_up=4)
+    usual, steps = plan(program, DISK | SMALL)
+    late, _ = plan(program, DISK | SMALL, warm_up=30)
+    assert usual.read_bytes == late.read_bytes < 0.95 * early.read_bytes and 6 < steps < 14
+    traced, steps_traced = plan(program, DISK | SMALL, trace=tmp_path / "plan.json")
+    assert traced.read_bytes == usual.read_bytes and steps_traced == steps + 2
+    assert plan(small(), IN_HOST)[1] == 4
+    assert plan(small(), IN_HOST, steps=3)[1] == 5
+
+
 def test_a_step_that_the_disk_binds_takes_what_its_bytes_take():
     slow = zp.Machine(**HERE.to_dict() | {"disk_read_gbs": 0.01, "disk_write_gbs": 0.02})
     plan = zp.dry_run(small(), DISK | SMALL, slow, steps=6)

@@ -34,8 +34,6 @@ from zeropage.plan import (
 from zeropage.plan._dry_run import WARM_UP
 from zeropage.plan._fit import table
 
-_ALIKE = 0.01
-
 
 @dataclass
 class Request:
@@ -170,7 +168,7 @@ def _dry_run(
     try:
         with _steps("steps planned") as progress:
             steps, warm_up = (1, 0) if request.quick else (2, WARM_UP)
-            return dry_run(program, config, machine, ranks, costs, steps, warm_up, progress, request.trace, _ALIKE)
+            return dry_run(program, config, machine, ranks, costs, steps, warm_up, progress, request.trace)
     except _core.BudgetError as error:
         if not request.least:
             raise

@@ -43,8 +43,11 @@ _PLAIN = (
     "tokens_per_second",
 )
 
-#: Steps until the plan of accesses, and updates ahead of the step, have been learnt.
-WARM_UP = 5
+#: Steps in which plans of accesses and updates ahead have surely been learnt, and what lies in memory has settled.
+WARM_UP = 12
+_LEAST = 4  # steps, before two are compared: updates ahead begin in the fourth
+_SETTLED = 6  # steps, after which those that never become alike are counted
+_ALIKE = 0.01  # of two steps' seconds, and of what they move
 
 _aten = torch.ops.aten
 #: Of conditions, those that hold where all is well, as a program checks it.
@@ -246,14 +249,13 @@ def dry_run(
     warm_up: int = WARM_UP,
     progress: Callable[[int, int], None] | None = None,
     trace: str | os.PathLike[str] | None = None,
-    alike: float = 0.0,
 ) -> Plan:
     """Plans `program` with these settings on `ranks` ranks of such machines, of which this is the first: the others
-    do as it does. Counts the last `steps`, after `warm_up`.
+    do as it does. Counts the last `steps`, once two in a row take and move the same but for 1 %. If that does not
+    come in `warm_up` steps, all that are planned after the sixth count.
 
     `costs`: of operators and updates; by default the machine's Roofline. `progress` is called with steps done and to
-    do. `trace`: a file for a timeline of the counted steps, in the planned machine's time. `alike`: ends the warm-up,
-    without a timeline, once two steps in a row take the same but for this share.
+    do. `trace`: a file for a timeline of the last `steps`, in the planned machine's time.
 
     Raises SettingError for contradictory settings, BudgetError and DiskError for what does not fit, saying by how
     much.
@@ -266,7 +268,7 @@ def dry_run(
     with _one_at_a_time, _entered(planned):
         space = Space.planned(Config.of(config), planned, ranks)
         try:
-            return _run(program, machine, ranks, costs, planned, space, steps, warm_up, progress, trace, alike)
+            return _run(program, machine, ranks, costs, planned, space, steps, warm_up, progress, trace)
         finally:
             space.close()
 
@@ -300,7 +302,6 @@ def _run(
     warm_up: int,
     progress: Callable[[int, int], None] | None,
     trace: str | os.PathLike[str] | None,
-    alike: float,
 ) -> Plan:
     with space, torch.device("meta"):
         model = program.make_model()
@@ -312,11 +313,12 @@ def _run(
             module.register_forward_pre_hook(_refuse_autocast)
     new_memory = machine.new_memory_ms * 1e-12 if machine.unified and _gives_memory_back(space.config) else 0.0
     marks = [(space.report(), _Times(planned))]
+    end, settled = warm_up + steps, False
     with contextlib.ExitStack() as ending:
-        for step in range(warm_up + steps):
+        while (done := len(marks) - 1) < end:
             if progress is not None:
-                progress(step, warm_up + steps)
-            if trace is not None and step == warm_up:
+                progress(done, end)
+            if trace is not None and done == end - steps:
                 _core.start_trace(os.fspath(trace))
                 ending.callback(_core.stop_trace)
             try:
@@ -327,11 +329,14 @@ def _run(
                 raise _core.SettingError(f"{program.name} cannot be planned: {text}") from None
             planned.synchronize()
             marks.append((space.report(), _Times(planned)))
-            if trace is None and len(marks) > max(steps, 4) and _are_alike(marks, alike):
-                break
+            if not settled and len(marks) > _LEAST and _are_alike(marks):
+                settled = True  # these two count, unless a timeline is yet to begin
+                end = min(end, done + 1 + (steps if trace is not None else max(steps - 2, 0)))
     space.wait()  # what the last step left to do: that it can be done, too
     if progress is not None:
-        progress(warm_up + steps, warm_up + steps)
+        progress(end, end)
+    if not settled:
+        steps = max(steps, end - _SETTLED)
     (before, begun), (total, ended) = marks[-1 - steps], marks[-1]
     times = {name: (ended.of[name] - begun.of[name]) / steps for name in ended.of}
     step_report = total.since(before).per(steps)
@@ -352,7 +357,7 @@ def _run(
     )
 
 
-def _are_alike(marks: list[tuple[Report, _Times]], alike: float) -> bool:
+def _are_alike(marks: list[tuple[Report, _Times]]) -> bool:
     """The last two of the steps between `marks`: they take as long, and move and update as much."""
 
     def of_step(begin: tuple[Report, _Times], end: tuple[Report, _Times]) -> list[float]:
@@ -361,7 +366,7 @@ def _are_alike(marks: list[tuple[Report, _Times]], alike: float) -> bool:
         return [seconds, moved.read_bytes, moved.written_bytes, moved.updates_committed]
 
     earlier, last = of_step(marks[-3], marks[-2]), of_step(marks[-2], marks[-1])
-    return alike > 0 and all(abs(a - b) <= alike * b for a, b in zip(earlier, last, strict=True))
+    return all(abs(a - b) <= _ALIKE * b for a, b in zip(earlier, last, strict=True))
 
 
 def _gives_memory_back(settings: dict[str, str]) -> bool:

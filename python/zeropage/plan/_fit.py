@@ -28,7 +28,6 @@ _SECONDARY = ("activations", "page_size", "tiling", "device_share")
 #: Of memory, what budgets and ordinary tensors leave to the interpreter and to libraries.
 _LEFT = 0.05
 _FEW = 3
-_ALIKE = 0.02
 #: What a setting must save to be said.
 _GAIN = 0.005
 
@@ -360,7 +359,7 @@ class _Search:
         if given is not None:
             ranks, settings = given
             try:
-                plan = dry_run(self._program, settings, self._machine, ranks, self._costs, 2, warm_up, alike=_ALIKE)
+                plan = dry_run(self._program, settings, self._machine, ranks, self._costs, 2, warm_up)
                 fitted = Fitted(settings, ranks, plan)
             except (_core.BudgetError, _core.DiskError, _core.SettingError) as error:
                 self._refused[type(error).__name__] = str(error)
