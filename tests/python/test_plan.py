@@ -309,6 +309,14 @@ def test_ranks_of_one_node_share_what_updates_reach_in_the_host():
     assert 0.9 < of_two.updated_seconds / alone.updated_seconds < 1.3
 
 
+def lies_between(least, ratio, most):
+    """Of times that are measured in turn: a machine that is busy during one of them is given other tries."""
+    ratios = [ratio()]
+    while not least < ratios[-1] < most and len(ratios) < 4:
+        ratios.append(ratio())
+    assert least < ratios[-1] < most, ratios
+
+
 def test_a_step_of_an_optimizer_takes_what_is_planned_of_it():
     weight, gradients = 1 << 22, torch.randn(1 << 22)
     program = zp.Program(
@@ -318,35 +326,42 @@ def test_a_step_of_an_optimizer_takes_what_is_planned_of_it():
         tokens=1,
         clips=False,
     )
-    planned = zp.dry_run(program, IN_HOST, HERE, costs=zp.Measured(), steps=1, warm_up=1).updated_seconds
-    space = zeropage.init(IN_HOST, device="cpu")
-    with space:
-        model = program.make_model()
-    optimizer, seconds = program.make_optimizer(model.parameters()), []
-    for _ in range(6):
-        (model[0] * gradients).sum().backward()
-        space.wait()
-        start = time.perf_counter()
-        optimizer.step()
-        space.wait()
-        seconds.append(time.perf_counter() - start)
-        optimizer.zero_grad()
-    assert 0.4 < planned / statistics.median(seconds[1:]) < 2.5
+
+    def ratio():
+        planned = zp.dry_run(program, IN_HOST, HERE, costs=zp.Measured(), steps=1, warm_up=1).updated_seconds
+        with zeropage.init(IN_HOST, device="cpu") as space:
+            model = program.make_model()
+        optimizer, seconds = program.make_optimizer(model.parameters()), []
+        for _ in range(6):
+            (model[0] * gradients).sum().backward()
+            space.wait()
+            start = time.perf_counter()
+            optimizer.step()
+            space.wait()
+            seconds.append(time.perf_counter() - start)
+            optimizer.zero_grad()
+        return planned / statistics.median(seconds[1:])
+
+    lies_between(0.4, ratio, 2.5)
 
 
 def test_recorded_costs_take_what_the_program_takes():
-    program, costs = small(layers=2), zp.Measured()
+    program = small(layers=2)
     assert program.sample is None
-    costs.record(program, steps=8)
-    model, seconds = program.make_model(), []
-    for _ in range(9):
-        start = time.perf_counter()
-        program.forward_and_backward(model)
-        seconds.append(time.perf_counter() - start)
-        model.zero_grad()
-    plan = zp.dry_run(program, IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
-    operators = plan.computed_seconds - plan.updated_seconds
-    assert 0.6 < operators / statistics.median(seconds[1:]) < 1.8
+
+    def ratio():
+        costs = zp.Measured()
+        costs.record(program, steps=8)
+        model, seconds = program.make_model(), []
+        for _ in range(9):
+            start = time.perf_counter()
+            program.forward_and_backward(model)
+            seconds.append(time.perf_counter() - start)
+            model.zero_grad()
+        plan = zp.dry_run(program, IN_HOST, HERE, costs=costs, steps=1, warm_up=1)
+        return (plan.computed_seconds - plan.updated_seconds) / statistics.median(seconds[1:])
+
+    lies_between(0.6, ratio, 1.8)
 
 
 def test_configs_that_cannot_have_fewer_layers_have_no_sample():
