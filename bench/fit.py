@@ -1,7 +1,7 @@
 """Whether `zeropage plan --fit` finds the fastest settings: each that it chooses from is run on this machine too.
 
-The model's states are larger than the memory that settings may take; homes and parts of the budgets are chosen.
-"inf": was refused.
+The model's states are larger than the memory that settings may take; homes and parts of the budgets are chosen. All
+are run once before one is run again, as the machine's speed drifts; medians of the rounds. "inf": was refused.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 
 from _common import finish
 from plan import Case, in_processes, program, record, run
@@ -21,6 +23,13 @@ import zeropage
 import zeropage.plan as zp
 
 
+def seconds_or_inf(what: Callable[[dict[str, object]], float], settings: dict[str, object]) -> float:
+    try:
+        return what(settings)
+    except zeropage.Error:
+        return math.inf
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="125m")
@@ -28,6 +37,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=1.6, help="GB, of budgets and ordinary tensors")
     parser.add_argument("--shares", default="0.5,0.25,0.75", help="of budgets that device_memory may have")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", default="build", help="on the disk to measure")
     args = parser.parse_args()
     case = Case(args.model, args.sequences, {})
@@ -39,26 +49,32 @@ def main() -> None:
         over = {"page_size": ["auto"], "activations": ["device"], "tiling": ["exact"], "device_share": shares}
         found = zp.fit(program(case), machine, over=over, costs=costs)
         fastest: dict[str, object] = dict(found[0].settings)
-        rows = []
-        for _, settings in tqdm(candidates(program(case), machine, over=over), leave=False, disable=None):
-            settings = dict(settings)
-            is_chosen = settings == fastest
+        tried = [dict(settings) for _, settings in candidates(program(case), machine, over=over)]
+        marks = ["chosen" if settings == fastest else "" for settings in tried]
+        for settings in tried:
             if "disk" in settings.values():
                 settings["disk_path"] = directory
+
+        def plan(settings: dict[str, object]) -> float:
+            return zp.dry_run(program(case), settings, machine, costs=costs).seconds
+
+        def measure(settings: dict[str, object]) -> float:
+            return float(in_processes(1, run, case, settings, args.steps, 6)["seconds"])
+
+        # What a plan refuses is run too: that it could run would be a fault.
+        planned = [seconds_or_inf(plan, settings) for settings in tried]
+        measured: list[list[float]] = [[] for _ in tried]
+        for turn in tqdm(range(args.rounds * len(tried)), leave=False, disable=None):
+            of_this = measured[turn % len(tried)]
+            if math.inf not in of_this:
+                of_this.append(seconds_or_inf(measure, tried[turn % len(tried)]))
+        rows = []
+        for settings, mark, ahead, seconds in zip(tried, marks, planned, measured, strict=True):
             homes = [settings[role] for role in ("parameters", "gradients", "optimizer")]
             share = settings["device_memory"] / (settings["device_memory"] + settings["host_memory"])
-            seconds = []
-            try:  # both, as a plan that refuses what would run is a fault too
-                seconds.append(zp.dry_run(program(case), settings, machine, costs=costs).seconds)
-            except zeropage.Error:
-                seconds.append(math.inf)
-            try:
-                seconds.append(in_processes(1, run, case, settings, args.steps, 6)["seconds"])
-            except zeropage.Error:
-                seconds.append(math.inf)
-            if min(seconds) < math.inf:
-                rows.append([*homes, f"{share:.2f}", *seconds, "chosen" if is_chosen else ""])
-                print(rows[-1], file=sys.stderr, flush=True)
+            if min(ahead, *seconds) < math.inf:
+                rows.append([*homes, f"{share:.2f}", ahead, statistics.median(seconds), mark])
+                print(rows[-1], seconds, file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row[5])
     chosen = next(row for row in rows if row[6])
     headers = ["parameters", "gradients", "optimizer", "device's share", "planned, s", "measured, s", ""]
