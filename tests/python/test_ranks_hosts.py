@@ -11,19 +11,24 @@ import pytest
 import torch
 from models import GPT, gpt_loss
 
+# The hosts' names are the system's: one test at a time.
+pytestmark = pytest.mark.xdist_group("hosts")
+
 HOSTS = ["zeropage-a", "zeropage-b"]
 
 
 def ip(*arguments):
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"network namespaces cannot be made here: {done.stderr.strip()}")
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
 
 
 @pytest.fixture
 def hosts():
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
+    probe = ["unshare", "--net", "ip", "link", "add", "zp-a", "type", "veth", "peer", "name", "zp-b"]
+    if (made := subprocess.run(probe, capture_output=True, text=True)).returncode != 0:
+        pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
     for host in HOSTS:
         subprocess.run(["ip", "netns", "del", host], capture_output=True)
     try:
