@@ -59,7 +59,7 @@ def main() -> None:
             return zp.dry_run(program(case), settings, machine, costs=costs).seconds
 
         def measure(settings: dict[str, object]) -> float:
-            return float(in_processes(1, run, case, settings, args.steps, 6)["seconds"])
+            return float(in_processes(1, run, case, settings, args.steps, 9)["seconds"])
 
         # What a plan refuses is run too: that it could run would be a fault.
         planned = [seconds_or_inf(plan, settings) for settings in tried]
@@ -72,6 +72,7 @@ def main() -> None:
         for settings, mark, ahead, seconds in zip(tried, marks, planned, measured, strict=True):
             homes = [settings[role] for role in ("parameters", "gradients", "optimizer")]
             share = settings["device_memory"] / (settings["device_memory"] + settings["host_memory"])
+            assert len({s == math.inf for s in seconds}) == 1, f"{settings} ran in some rounds alone: {seconds}"
             if min(ahead, *seconds) < math.inf:
                 rows.append([*homes, f"{share:.2f}", ahead, statistics.median(seconds), mark])
                 print(rows[-1], seconds, file=sys.stderr, flush=True)

@@ -27,7 +27,13 @@ def _serve(rank, size, port, timeout, pipe):
     torch.set_num_threads(1)
     devices.use(devices.NAME, devices.SEED and devices.SEED + rank)
     devices.update_on = ["host", "device"][rank % 2]  # each for itself: bits are the same
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+    # On a busy machine ranks begin far apart: the group's timeout begins when all are there.
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=datetime.timedelta(seconds=120))
+    store.set_timeout(datetime.timedelta(seconds=timeout))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
+    )
+    pipe.send((True, None))
     while True:
         try:
             call = pipe.recv()
@@ -65,6 +71,8 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
+        for rank in range(size):
+            self.answer(rank)  # it has joined
 
     def start(self, function, *args):
         for pipe in self._pipes:

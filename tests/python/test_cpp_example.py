@@ -1,5 +1,6 @@
 """The C++ examples, built as programs outside this repository would be, against the installed package."""
 
+import fcntl
 import pathlib
 import re
 import subprocess
@@ -18,12 +19,15 @@ EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 def examples():
     build = EXAMPLES.parent / "build" / "examples"  # kept between runs: libtorch's headers take their time
     prefixes = f"{torch.utils.cmake_prefix_path};{zeropage.cmake_prefix_path}"
-    for command in (
-        ["cmake", "-S", EXAMPLES, "-B", build, "-GNinja", f"-DCMAKE_PREFIX_PATH={prefixes}"],
-        ["ninja", "-C", build],
-    ):
-        ran = subprocess.run(command, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stdout + ran.stderr
+    build.parent.mkdir(exist_ok=True)
+    with open(build.with_suffix(".lock"), "w") as lock:  # other workers of pytest build there too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (
+            ["cmake", "-S", EXAMPLES, "-B", build, "-GNinja", f"-DCMAKE_PREFIX_PATH={prefixes}"],
+            ["ninja", "-C", build],
+        ):
+            ran = subprocess.run(command, capture_output=True, text=True)
+            assert ran.returncode == 0, ran.stdout + ran.stderr
     return build
 
 

@@ -129,12 +129,38 @@ def test_steps_count_once_they_are_alike(tmp_path):
     program = small(layers=8, micro_batches=2)
     early, _ = plan(program, DISK | SMALL, warm_up=4)
     usual, steps = plan(program, DISK | SMALL)
-    late, _ = plan(program, DISK | SMALL, warm_up=30)
-    assert usual.read_bytes == late.read_bytes < 0.95 * early.read_bytes and 6 < steps < 14
+    late, _ = plan(program, DISK | SMALL, steps=20)
+    assert usual.read_bytes == pytest.approx(late.read_bytes, rel=0.02)
+    assert late.read_bytes < 0.95 * early.read_bytes and 6 < steps < 14
     traced, steps_traced = plan(program, DISK | SMALL, trace=tmp_path / "plan.json")
     assert traced.read_bytes == usual.read_bytes and steps_traced == steps + 2
     assert plan(small(), IN_HOST)[1] == 4
     assert plan(small(), IN_HOST, steps=3)[1] == 5
+
+
+def test_of_steps_that_never_become_alike_all_after_the_sixth_count(tmp_path):
+    class Slower(zp.Roofline):  # in each step, by a second
+        done = 0
+
+        def seconds(self, func, *args):
+            return float(self.done) if func is torch.ops.aten.embedding.default else 0.0
+
+    def plan(**options):
+        costs = Slower(HERE)
+
+        def progress(done, _):
+            costs.done = done
+
+        return zp.dry_run(small(layers=1), IN_HOST, HERE, costs=costs, progress=progress, **options)
+
+    # Two embeddings, of words and places, take 2 n seconds in step n; of 0 to 13, 6 to 13 count.
+    assert plan().computed_seconds == pytest.approx(2 * statistics.fmean(range(6, 14)), rel=0.01)
+    assert plan(steps=1, warm_up=2).computed_seconds == pytest.approx(2 * 2, rel=0.01)
+    traced = plan(trace=tmp_path / "plan.json")
+    assert traced.computed_seconds == pytest.approx(2 * statistics.fmean(range(6, 14)), rel=0.01)
+    events = json.loads((tmp_path / "plan.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    assert max(e["ts"] for e in events if "ts" in e) == pytest.approx(2 * (12 + 13) * 1e6, rel=0.02)
 
 
 def test_a_step_that_the_disk_binds_takes_what_its_bytes_take():

@@ -1,6 +1,7 @@
 """Two hosts, made of network namespaces, with two ranks each."""
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -10,9 +11,6 @@ import time
 import pytest
 import torch
 from models import GPT, gpt_loss
-
-# The hosts' names are the system's: one test at a time.
-pytestmark = pytest.mark.xdist_group("hosts")
 
 HOSTS = ["zeropage-a", "zeropage-b"]
 
@@ -26,9 +24,25 @@ def ip(*arguments):
 def hosts():
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    probe = ["unshare", "--net", "ip", "link", "add", "zp-a", "type", "veth", "peer", "name", "zp-b"]
-    if (made := subprocess.run(probe, capture_output=True, text=True)).returncode != 0:
-        pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+    with open("/run/lock/zeropage-hosts", "w") as lock:  # names of hosts are the system's
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        skip_where_there_can_be_none()
+        yield from made_hosts()
+
+
+def skip_where_there_can_be_none():
+    probe = "zeropage-probe"
+    link = ["link", "add", "zp-a", "type", "veth", "peer", "name", "zp-b"]
+    try:
+        for arguments in (["netns", "add", probe], ["netns", "exec", probe, "ip", *link]):
+            made = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+            if made.returncode != 0:
+                pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+    finally:
+        subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+
+
+def made_hosts():
     for host in HOSTS:
         subprocess.run(["ip", "netns", "del", host], capture_output=True)
     try:
@@ -83,8 +97,10 @@ def test_two_hosts_train_as_one_process(hosts, disk):
 
 def test_a_link_that_goes_down_ends_all_ranks_with_a_clear_error(hosts, disk):
     with ranks_on(hosts, 100_000, disk) as processes:
-        while "step 2" not in processes[3].stdout.readline():
-            pass
+        line = ""
+        while "step 2" not in line:
+            line = processes[3].stdout.readline()
+            assert line, "rank 3 has ended"
         ip("-n", hosts[0], "link", "set", "zp-a", "down")
         start = time.monotonic()
         for rank, process in enumerate(processes):
