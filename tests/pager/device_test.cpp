@@ -1,6 +1,7 @@
 // A device with memory of its own: two pagers, and work that runs as late as it may.
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <random>
 #include <thread>
 
@@ -268,4 +269,28 @@ TEST_CASE_FIXTURE(DeviceFixture, "pages that are uploaded ahead do not take turn
     }
   }
   CHECK(most <= 24 * kPage);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a cache is closed while a thread freezes what lies in the one below") {
+  for (int round = 0; round < 40; ++round) {
+    make_apart(16 * kPage, 16 * kPage);
+    auto s = segment(4 * kPage);
+    write_later(*s, 1);
+    std::atomic<bool> has_frozen = false;
+    bool is_told = false;
+    std::thread saver([&] {
+      try {
+        while (true) {
+          const FrozenSegment frozen = cache->freeze(*s);
+          has_frozen = true;
+        }
+      } catch (const AccessError&) {
+        is_told = true;
+      }
+    });
+    while (!has_frozen) std::this_thread::yield();
+    cache->close();
+    saver.join();
+    CHECK(is_told);
+  }
 }

@@ -214,13 +214,17 @@ bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
 
 FrozenSegment FrameCache::freeze(Segment& segment) {
   check_usable();
+  Lock lock(monitor_.mutex());
+  check_usable();
   Run& run = *segment.run();
-  if (!run.below) return snapshots_.freeze(shared_from_this(), segment);
-  {
-    Lock lock(monitor_.mutex());
-    check_usable();
-    snapshots_.write_home(lock, run);
+  if (!run.below) {
+    lock.unlock();
+    return snapshots_.freeze(shared_from_this(), segment);
   }
+  snapshots_.write_home(lock, run);
+  check_usable();
+  const Inside inside(monitor_);
+  const Unlocked unlocked(lock);
   run.home->forget(run);  // what is ready there for transfers
   return lower_->freeze(*run.below);
 }
