@@ -294,7 +294,13 @@ def test_what_is_told_to_end_leaves_no_file(number, fio, disk, tmp_path):
         """
     )
     command = [sys.executable, "-m", "zeropage", "io", "bench", disk, "--size", str(16 << 20), "--seconds", "0"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup, above us, would have it ignored
+    )
     end = time.monotonic() + 120
     while not (tmp_path / "started").exists():
         assert running.poll() is None and time.monotonic() < end
