@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 
 from _common import finish
-from plan import Case, in_processes, program, record, run
+from plan import WARM_UP, Case, in_processes, program, record, run
 from tqdm import tqdm
 from zeropage.plan._fit import candidates
 
@@ -59,7 +59,7 @@ def main() -> None:
             return zp.dry_run(program(case), settings, machine, costs=costs).seconds
 
         def measure(settings: dict[str, object]) -> float:
-            return float(in_processes(1, run, case, settings, args.steps, 9)["seconds"])
+            return float(in_processes(1, run, case, settings, args.steps, WARM_UP)["seconds"])
 
         # What a plan refuses is run too: that it could run would be a fault.
         planned = [seconds_or_inf(plan, settings) for settings in tried]

@@ -42,6 +42,9 @@ class Case:
     name: str = field(default="", compare=False)
 
 
+#: Steps until what lies in memory as a step begins has settled.
+WARM_UP = 9
+
 DISK = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
 HOST = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
 
@@ -233,7 +236,7 @@ def main() -> None:
             try:
                 machine = zp.Machine.load(args.machine) if args.machine else zp.Machine.measure(directory)
                 costs = in_processes(case.ranks, record, case, costs_of(case.ranks))
-                measured = in_processes(case.ranks, run, case, config, args.steps, 9)
+                measured = in_processes(case.ranks, run, case, config, args.steps, WARM_UP)
                 costs = in_processes(case.ranks, record, case, costs)
                 planned = plan(case, config, over_ranks(machine, case.ranks), costs)
             except zeropage.Error as error:  # one that cannot be planned or run leaves the others

@@ -1,23 +1,17 @@
 """A rank on one of two hosts: trains, and says how far it got. Run by test_ranks_hosts.py."""
 
-import datetime
-import os
 import sys
 
 import torch
 import torch.distributed as dist
 from models import GPT, gpt_loss
+from ranks import join
 
 import zeropage
 
 steps = int(sys.argv[1])
 torch.set_num_threads(1)
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-# On a busy machine ranks begin far apart: the group's timeout begins when all are there.
-store = dist.TCPStore(address, port, size, rank == 0, timeout=datetime.timedelta(seconds=120))
-store.set_timeout(datetime.timedelta(seconds=8))
-dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=8))
+join(timeout=8)
 torch.manual_seed(0)
 with zeropage.init(
     device="cpu", parameters="disk", gradients="disk", optimizer="disk", disk_path=sys.argv[2], device_memory="6MB",

@@ -15,6 +15,17 @@ import torch.distributed as dist
 import zeropage
 
 
+def join(timeout):
+    """The Gloo group that the environment names, with a timeout of so many seconds, which begins when all ranks are
+    there: on a busy machine they come far apart."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = datetime.timedelta(seconds=timeout)
+    store = dist.TCPStore(address, port, size, rank == 0, timeout=datetime.timedelta(seconds=120))
+    store.set_timeout(limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+
+
 def _serve(rank, size, port, timeout, pipe):
     os.environ.update(
         RANK=str(rank),
@@ -27,12 +38,7 @@ def _serve(rank, size, port, timeout, pipe):
     torch.set_num_threads(1)
     devices.use(devices.NAME, devices.SEED and devices.SEED + rank)
     devices.update_on = ["host", "device"][rank % 2]  # each for itself: bits are the same
-    # On a busy machine ranks begin far apart: the group's timeout begins when all are there.
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=datetime.timedelta(seconds=120))
-    store.set_timeout(datetime.timedelta(seconds=timeout))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
-    )
+    join(timeout)
     pipe.send((True, None))
     while True:
         try:
@@ -71,8 +77,12 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
-        for rank in range(size):
-            self.answer(rank)  # it has joined
+        try:
+            for rank in range(size):
+                self.answer(rank)  # it has joined
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, function, *args):
         for pipe in self._pipes:

@@ -299,7 +299,7 @@ def test_what_is_told_to_end_leaves_no_file(number, fio, disk, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup, above us, would have it ignored
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # under nohup SIGHUP is ignored
     )
     end = time.monotonic() + 120
     while not (tmp_path / "started").exists():

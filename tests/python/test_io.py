@@ -326,9 +326,8 @@ def test_what_a_graph_has_saved_notices_a_read(path):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.backward()
 
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # a space of an earlier test may still keep what autograd saves on this thread
+    # A space of an earlier test may still keep what autograd saves on this thread.
+    with ThreadPoolExecutor(1) as pool:
         pool.submit(read_what_is_saved).result()
 
 

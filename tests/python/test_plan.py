@@ -158,8 +158,7 @@ def test_of_steps_that_never_become_alike_all_after_the_sixth_count(tmp_path):
     assert plan(steps=1, warm_up=2).computed_seconds == pytest.approx(2 * 2, rel=0.01)
     traced = plan(trace=tmp_path / "plan.json")
     assert traced.computed_seconds == pytest.approx(2 * statistics.fmean(range(6, 14)), rel=0.01)
-    events = json.loads((tmp_path / "plan.json").read_text())
-    events = events["traceEvents"] if isinstance(events, dict) else events
+    events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
     assert max(e["ts"] for e in events if "ts" in e) == pytest.approx(2 * (12 + 13) * 1e6, rel=0.02)
 
 
@@ -238,8 +237,7 @@ def test_ranks_send_what_a_ring_sends():
 
 def test_the_timeline_of_a_plan_says_what_its_report_says(tmp_path):
     plan = zp.dry_run(small(), DISK | SMALL, HERE, trace=tmp_path / "plan.json")
-    events = json.loads((tmp_path / "plan.json").read_text())
-    events = events["traceEvents"] if isinstance(events, dict) else events
+    events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
     waits = sum(e["dur"] for e in events if e.get("cat") == "wait" and e["ph"] == "X") / 1e6
     read = sum(e["args"]["bytes"] for e in events if e.get("cat") == "disk read" and e["ph"] == "b")
     assert waits == pytest.approx(plan.step.waited_seconds * 2, rel=1e-3)
