@@ -18,7 +18,9 @@ void throw_translated(const Error& error, const std::string& before) {
     throw typed;
   };
   if (dynamic_cast<const BudgetError*>(&error)) throw_as(BudgetError(message));
-  if (dynamic_cast<const DiskError*>(&error)) throw_as(DiskError(message));
+  if (const auto* disk = dynamic_cast<const DiskError*>(&error)) {
+    throw_as(DiskError(message, disk->code(), disk->path()));
+  }
   if (dynamic_cast<const AccessError*>(&error)) throw_as(AccessError(message));
   if (dynamic_cast<const RankError*>(&error)) throw_as(RankError(message));
   if (dynamic_cast<const SettingError*>(&error)) throw_as(SettingError(message));

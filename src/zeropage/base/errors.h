@@ -27,7 +27,15 @@ class BudgetError : public Error {
 /// A file could not be opened, grown, read or written as asked.
 class DiskError : public Error {
  public:
-  using Error::Error;
+  /// `code`: the system's errno, 0 if none. `path`: the file or directory, empty if unknown.
+  explicit DiskError(const std::string& message, int code = 0, std::string path = {})
+      : Error(message), code_(code), path_(std::move(path)) {}
+  int code() const { return code_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  int code_;
+  std::string path_;
 };
 
 /// A paged tensor was used where it cannot be: after its space was closed, in a forked child, on another device.

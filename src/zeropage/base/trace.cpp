@@ -72,7 +72,9 @@ void Trace::start(const std::string& path) {
   const std::lock_guard lock(w.mutex);
   if (w.file) throw SettingError(fmt::format("a trace is being recorded to \"{}\": stop it first", w.path));
   w.file.reset(std::fopen(path.c_str(), "wbe"));
-  if (!w.file) throw DiskError(fmt::format("\"{}\" cannot be written: {}", path, std::strerror(errno)));
+  if (!w.file) {
+    throw DiskError(fmt::format("\"{}\" cannot be written: {}", path, std::strerror(errno)), errno, path);
+  }
   // w.text is the only buffer. A forked child that exits would write what stdio's held into the file once more.
   (void)std::setvbuf(w.file.get(), nullptr, _IONBF, 0);
   w.path = path;
@@ -97,7 +99,8 @@ void Trace::stop() {
   if (std::fclose(w.file.release()) != 0 && w.error == 0) w.error = errno;
   if (w.error != 0) {
     throw DiskError(fmt::format("the trace in \"{}\" is not whole: {}; make room on its disk, or write it elsewhere",
-                                w.path, std::strerror(w.error)));
+                                w.path, std::strerror(w.error)),
+                    w.error, w.path);
   }
 }
 

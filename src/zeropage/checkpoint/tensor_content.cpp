@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/checkpoint/segment_parts.h"
@@ -100,7 +101,8 @@ void read_spans(FileReader& reader, std::uint64_t offset, std::span<const Piece>
   for (const Piece& piece : pieces) {
     if (piece.begin != covered || piece.bytes == 0 || piece.bytes > kPieceBytes) {
       throw DiskError(
-          fmt::format("the list of what {} has of \"{}\" is damaged at byte {}", reader.name(), name, covered));
+          fmt::format("the list of what {} has of \"{}\" is damaged at byte {}", reader.name(), name, covered), EIO,
+          reader.name());
     }
     covered += piece.bytes;
     while (first < spans.size() && spans[first].end <= piece.begin) ++first;
@@ -110,16 +112,17 @@ void read_spans(FileReader& reader, std::uint64_t offset, std::span<const Piece>
   }
   if (!spans.empty() && covered < spans.back().end) {
     throw DiskError(fmt::format("{} has only {} of \"{}\"'s {} bytes: it was not written whole", reader.name(),
-                                covered, name, spans.back().end));
+                                covered, name, spans.back().end),
+                    EIO, reader.name());
   }
   first = 0;
   reader.read(ranges, [&](std::size_t index, std::span<const std::byte> data) {
     const Piece& piece = *wanted[index];
     if (crc32c(0, data) != piece.crc) {
-      throw DiskError(
-          fmt::format("\"{}\" is damaged: bytes {} to {} of {} are not what was written; load another "
-                      "checkpoint",
-                      name, offset + piece.begin, offset + piece.begin + piece.bytes, reader.name()));
+      throw DiskError(fmt::format("\"{}\" is damaged: bytes {} to {} of {} are not what was written; load another "
+                                  "checkpoint",
+                                  name, offset + piece.begin, offset + piece.begin + piece.bytes, reader.name()),
+                      EIO, reader.name());
     }
     const std::uint64_t end = piece.begin + piece.bytes;
     while (first < spans.size() && spans[first].end <= piece.begin) ++first;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <mutex>
 #include <vector>
 
@@ -48,7 +49,8 @@ DirectFile DirectFile::create(const std::string& path, std::uint64_t bytes) {
 Ticket DirectFile::start(Io& io, Direction direction, std::uint64_t offset, std::byte* buffer, std::size_t bytes,
                          Priority priority) const {
   if (direction == Direction::write && mode_ == Mode::read) {
-    throw DiskError(fmt::format("\"{}\" was opened for reading: open it for updates to write to it", name()));
+    throw DiskError(fmt::format("\"{}\" was opened for reading: open it for updates to write to it", name()), EBADF,
+                    name());
   }
   const std::uint64_t end = offset + bytes, first = round_up(offset, kBlockBytes),
                       last = round_down(end, kBlockBytes);

@@ -61,20 +61,24 @@ bool is_same_file(int one, int other) {
     throw DiskError(
         fmt::format("disk_path \"{}\" cannot be used: {}; make the directory or set disk_path to one that "
                     "exists",
-                    directory, std::strerror(errno)));
+                    directory, std::strerror(errno)),
+        errno, directory);
   }
   if (!S_ISDIR(info.st_mode)) {
     throw DiskError(
-        fmt::format("disk_path \"{}\" is not a directory; set disk_path to one on a local disk", directory));
+        fmt::format("disk_path \"{}\" is not a directory; set disk_path to one on a local disk", directory), ENOTDIR,
+        directory);
   }
   if (error == EINVAL) {
     throw DiskError(
         fmt::format("disk_path \"{}\" is on a file system without O_DIRECT; set disk_path to a directory on "
                     "a local disk (ext4, xfs, btrfs)",
-                    directory));
+                    directory),
+        error, directory);
   }
   throw DiskError(fmt::format("disk_path \"{}\" cannot be written: {}; set disk_path to a directory you may write to",
-                              directory, std::strerror(error)));
+                              directory, std::strerror(error)),
+                  error, directory);
 }
 
 }  // namespace
@@ -98,26 +102,31 @@ File File::create(const std::string& path, std::uint64_t bytes) {
   File file(descriptor, path);
   if (!file) {
     throw DiskError(
-        fmt::format("\"{}\" cannot be made: {}; choose a folder that you may write to", path, std::strerror(errno)));
+        fmt::format("\"{}\" cannot be made: {}; choose a folder that you may write to", path, std::strerror(errno)),
+        errno, path);
   }
   if (bytes == 0) return file;
-  int error = ::fallocate(file.descriptor(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  int error = 0;
+  do error = ::fallocate(file.descriptor(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  while (error == EINTR);
   if (error == EOPNOTSUPP) error = ::ftruncate(file.descriptor(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   if (error == 0) return file;
   struct statvfs disk {};
   const bool known = ::statvfs(path.c_str(), &disk) == 0;
   // What was there before may be a device, or have other names: it is not ours to remove.
   is_new ? (void)::unlink(path.c_str()) : (void)!::ftruncate(file.descriptor(), 0);
-  throw DiskError(fmt::format(
-      "\"{}\" needs {}, and {}: {}; make room there or choose another disk", path, format_bytes(bytes),
-      known ? format_bytes(disk.f_bavail * disk.f_frsize) + " are free on its disk" : std::string("cannot have it"),
-      std::strerror(error)));
+  throw DiskError(
+      fmt::format("\"{}\" needs {}, and {}: {}; make room there or choose another disk", path, format_bytes(bytes),
+                  known ? format_bytes(disk.f_bavail * disk.f_frsize) + " are free on its disk"
+                        : std::string("cannot have it"),
+                  std::strerror(error)),
+      error, path);
 }
 
 File File::open(const std::string& path, bool writable, bool direct) {
   const int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | (direct ? O_DIRECT : 0);
   File file(::open(path.c_str(), flags), path);
-  if (!file) throw DiskError(fmt::format("\"{}\" cannot be opened: {}", path, std::strerror(errno)));
+  if (!file) throw DiskError(fmt::format("\"{}\" cannot be opened: {}", path, std::strerror(errno)), errno, path);
   return file;
 }
 
@@ -134,7 +143,7 @@ File File::reopen_direct(bool writable) const {
 std::uint64_t File::size() const {
   struct stat info {};
   if (::fstat(descriptor_, &info) != 0) {
-    throw DiskError(fmt::format("the size of {} cannot be told: {}", name_, std::strerror(errno)));
+    throw DiskError(fmt::format("the size of {} cannot be told: {}", name_, std::strerror(errno)), errno, name_);
   }
   return static_cast<std::uint64_t>(info.st_size);
 }
@@ -145,7 +154,8 @@ void File::read(std::uint64_t offset, std::byte* into, std::size_t bytes) const 
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) {
       throw DiskError(fmt::format("reading {} at {} of {} failed: {}", format_bytes(bytes), format_bytes(offset),
-                                  name_, got < 0 ? std::strerror(errno) : "the file ends before"));
+                                  name_, got < 0 ? std::strerror(errno) : "the file ends before"),
+                      got < 0 ? errno : EIO, name_);
     }
     done += static_cast<std::size_t>(got);
   }
@@ -157,7 +167,8 @@ void File::write(std::uint64_t offset, const std::byte* from, std::size_t bytes)
     if (put < 0 && errno == EINTR) continue;
     if (put <= 0) {
       throw DiskError(fmt::format("writing {} at {} of {} failed: {}", format_bytes(bytes), format_bytes(offset),
-                                  name_, put < 0 ? std::strerror(errno) : "nothing was written"));
+                                  name_, put < 0 ? std::strerror(errno) : "nothing was written"),
+                      put < 0 ? errno : EIO, name_);
     }
     done += static_cast<std::size_t>(put);
   }
@@ -165,7 +176,7 @@ void File::write(std::uint64_t offset, const std::byte* from, std::size_t bytes)
 
 void File::sync() const {
   if (::fdatasync(descriptor_) != 0) {
-    throw DiskError(fmt::format("syncing {} failed: {}; check the disk", name_, std::strerror(errno)));
+    throw DiskError(fmt::format("syncing {} failed: {}; check the disk", name_, std::strerror(errno)), errno, name_);
   }
 }
 
@@ -180,7 +191,8 @@ void exchange_paths(const std::string& one, const std::string& other) {
     moved = false;
   }
   if (!moved || ::rename(aside.c_str(), one.c_str()) != 0) {
-    throw DiskError(fmt::format("\"{}\" cannot take the place of \"{}\": {}", one, other, std::strerror(errno)));
+    throw DiskError(fmt::format("\"{}\" cannot take the place of \"{}\": {}", one, other, std::strerror(errno)),
+                    errno, other);
   }
 }
 

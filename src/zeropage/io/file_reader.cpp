@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "zeropage/base/errors.h"
 
@@ -23,9 +24,10 @@ FileReader::FileReader(Io& io, const std::string& path, std::shared_ptr<Blocks> 
 
 /// Whole disk blocks go past the page cache. The file's last one, if it is not whole, cannot.
 void FileReader::start(Block& block, const Range& range) {
-  if (range.offset + range.bytes > size_) {
+  if (range.bytes > size_ || range.offset > size_ - range.bytes) {
     throw DiskError(fmt::format("{} ends at byte {}, and {} more are expected at {}: it was cut short", file_.name(),
-                                size_, range.bytes, range.offset));
+                                size_, range.bytes, range.offset),
+                    EIO, file_.name());
   }
   const std::uint64_t begin = round_down(range.offset, kBlockBytes);
   const std::uint64_t end = std::min<std::uint64_t>(round_up(range.offset + range.bytes, kBlockBytes), size_);

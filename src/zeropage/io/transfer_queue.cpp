@@ -32,7 +32,8 @@ void TransferState::finish() {
         fmt::format("{} {} at offset {} of {} failed: {}; check the disk",
                     transfer.direction == Direction::read ? "reading" : "writing", format_bytes(transfer.bytes),
                     transfer.offset, transfer.file->name(),
-                    number ? std::strerror(number) : fmt::format("only {} were transferred", format_bytes(moved)))));
+                    number ? std::strerror(number) : fmt::format("only {} were transferred", format_bytes(moved))),
+        number ? number : EIO, transfer.file->name()));
   }
   // What the completion holds must be free before the next wait can return.
   std::exchange(completion, nullptr)(std::move(failure));

@@ -15,7 +15,8 @@ struct stat stat_of(const File& file) {
   struct stat info {};
   if (::fstat(file.descriptor(), &info) != 0) {
     throw DiskError(fmt::format("{}, in which tensors lie, cannot be read any more: {}; load the model again",
-                                file.name(), std::strerror(errno)));
+                                file.name(), std::strerror(errno)),
+                    errno, file.name());
   }
   return info;
 }
@@ -39,10 +40,12 @@ void SourceFile::check() const {
   const bool same = static_cast<std::uint64_t>(info.st_size) == size_ && info.st_mtim.tv_sec == changed_.tv_sec &&
                     info.st_mtim.tv_nsec == changed_.tv_nsec;
   if (same) return;
-  throw DiskError(fmt::format(
-      "{} was written, while tensors that were loaded from it lie there (it had {}, now {}): their content "
-      "is lost. Load the model again; file_homes = false copies what is loaded",
-      file_.name(), format_bytes(size_), format_bytes(info.st_size)));
+  throw DiskError(
+      fmt::format(
+          "{} was written, while tensors that were loaded from it lie there (it had {}, now {}): their content "
+          "is lost. Load the model again; file_homes = false copies what is loaded",
+          file_.name(), format_bytes(size_), format_bytes(info.st_size)),
+      ESTALE, file_.name());
 }
 
 }  // namespace zeropage

@@ -49,7 +49,8 @@ double measure_speed(const File& file, Io& io) {
   while (result != 0 && errno == EINTR);
   if (result != 0) {
     throw DiskError(fmt::format("{} cannot hold {} ({}): free some space, or leave this disk out of disk_path",
-                                file.name(), format_bytes(bytes), std::strerror(errno)));
+                                file.name(), format_bytes(bytes), std::strerror(errno)),
+                    errno, file.name());
   }
   Arena memory(bytes);
   const Block block = memory.try_allocate(bytes).value();
@@ -61,7 +62,8 @@ double measure_speed(const File& file, Io& io) {
   double seconds = seconds_of(Direction::write, file, block.data(), bytes, io);
   seconds += seconds_of(Direction::read, file, block.data(), bytes, io);
   if (::ftruncate(file.descriptor(), 0) != 0) {
-    throw DiskError(fmt::format("{} cannot be emptied: {}; check the disk", file.name(), std::strerror(errno)));
+    throw DiskError(fmt::format("{} cannot be emptied: {}; check the disk", file.name(), std::strerror(errno)), errno,
+                    file.name());
   }
   return 2.0 * bytes / seconds;
 }
@@ -252,20 +254,21 @@ void SwapFile::grow(std::size_t bytes) {
     }
   }
   if (hollow_capacity_) {
-    throw DiskError(
-        fmt::format("the planned disk of {} cannot hold {} more beside the {} on it; plan with a larger "
-                    "disk, or move a role to another tier",
-                    format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(size_)));
+    throw DiskError(fmt::format("the planned disk of {} cannot hold {} more beside the {} on it; plan with a larger "
+                                "disk, or move a role to another tier",
+                                format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(size_)),
+                    ENOSPC);
   }
   const std::size_t share = bytes_on(static_cast<std::size_t>(failed - disks_.data()), size_ + bytes) - failed->size;
   struct statvfs disk {};
   const std::size_t available = ::fstatvfs(failed->file.descriptor(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
-  throw DiskError(fmt::format(
-      "disk_path \"{}\" cannot hold {} more{} ({}): the swap file has {}, the disk {} free; free some space, set "
-      "disk_path to a larger disk, or move a role to another tier",
-      failed->directory, format_bytes(share),
-      disks_.size() > 1 ? fmt::format(", its share of {}", format_bytes(bytes)) : "", std::strerror(error),
-      format_bytes(failed->size), format_bytes(available)));
+  throw DiskError(
+      fmt::format("disk_path \"{}\" cannot hold {} more{} ({}): the swap file has {}, the disk {} free; free some "
+                  "space, set disk_path to a larger disk, or move a role to another tier",
+                  failed->directory, format_bytes(share),
+                  disks_.size() > 1 ? fmt::format(", its share of {}", format_bytes(bytes)) : "",
+                  std::strerror(error), format_bytes(failed->size), format_bytes(available)),
+      error, failed->directory);
 }
 
 void SwapFile::for_each_piece(std::uint64_t offset, std::size_t bytes,
