@@ -28,6 +28,7 @@ from zeropage import (
     _space,
     _state_dicts,
     _step_numbers,
+    _steps,
     _torch_save,
     _wrappers,
 )
@@ -111,6 +112,7 @@ def install() -> None:
     register_optimizer_step_post_hook(_step_ended)
     register_optimizer_step_post_hook(_notices.steps.ended)
     _step_numbers.install()
+    _steps.install()
     _patch_tensor()
     _identity.install()
     _patch_recurrent()

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <cstring>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "io_module.h"
@@ -11,6 +12,7 @@
 #include "zeropage/base/trace.h"
 #include "zeropage/base/waits.h"
 #include "zeropage/rules/mixed.h"
+#include "zeropage/rules/placement.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/zeropage.h"
 
@@ -40,9 +42,35 @@ struct OperatorError final : torch::PyTorchError {
   PyObject* type;
 };
 
-PyObject* make_exception(py::module_& module, const char* name, py::tuple bases) {
+/// A DiskError for Python: an OSError that knows its errno and file, and whose text is `message` alone.
+py::object make_disk_error(const std::string& message, int code, const std::string& path) {
+  py::object error = py::reinterpret_borrow<py::object>(exceptions.disk)(message);
+  if (code != 0) error.attr("errno") = code, error.attr("strerror") = std::strerror(code);
+  if (!path.empty()) error.attr("filename") = path;
+  return error;
+}
+
+void set_error(const Error& error) {
+  if (const auto* disk = dynamic_cast<const DiskError*>(&error)) {
+    PyErr_SetObject(exceptions.disk, make_disk_error(disk->what(), disk->code(), disk->path()).ptr());
+  } else {
+    PyErr_SetString(type_of(error), error.what());
+  }
+}
+
+/// Throws `error` out of an operator.
+void throw_from_operator(const Error& error) {
+  if (!dynamic_cast<const DiskError*>(&error)) throw OperatorError(error);
+  const py::gil_scoped_acquire gil;
+  set_error(error);
+  python_error pending;
+  pending.persist();
+  throw pending;
+}
+
+PyObject* make_exception(py::module_& module, const char* name, py::tuple bases, py::dict members = {}) {
   const std::string qualified = std::string("zeropage.") + name;
-  PyObject* type = PyErr_NewException(qualified.c_str(), bases.ptr(), nullptr);
+  PyObject* type = PyErr_NewException(qualified.c_str(), bases.ptr(), members.ptr());
   module.attr(name) = py::reinterpret_borrow<py::object>(type);
   return type;
 }
@@ -56,19 +84,30 @@ void bind_exceptions(py::module_& module) {
   };
   exceptions.setting = make_exception(module, "SettingError", with(PyExc_ValueError));
   exceptions.budget = make_exception(module, "BudgetError", with(PyExc_MemoryError));
-  exceptions.disk = make_exception(module, "DiskError", with(PyExc_OSError));
+  // OSError would print errno and file once more.
+  py::dict members;
+  members["__str__"] = py::cpp_function(
+      [](const py::object& self) {
+        const auto args = self.attr("args").cast<py::tuple>();
+        return args.empty() ? py::str() : py::str(args[0]);
+      },
+      py::is_method(py::none()), py::name("__str__"));
+  exceptions.disk = make_exception(module, "DiskError", with(PyExc_OSError), members);
+  module.def("make_disk_error", &make_disk_error, py::arg("message"), py::arg("code"), py::arg("path"));
   exceptions.access = make_exception(module, "AccessError", py::make_tuple(base));
   exceptions.rank = make_exception(module, "RankError", py::make_tuple(base));
   py::register_exception_translator([](std::exception_ptr pending) {
     try {
       std::rethrow_exception(pending);
+    } catch (python_error& error) {
+      error.restore();
     } catch (OperatorError& error) {
       PyErr_SetString(error.type, error.what());
     } catch (const Error& error) {
-      PyErr_SetString(type_of(error), error.what());
+      set_error(error);
     }
   });
-  set_error_translator([](const Error& error) { throw OperatorError(error); });
+  set_error_translator(&throw_from_operator);
 }
 
 /// An init scope that Python enters and leaves, and that may be entered again.
@@ -296,6 +335,7 @@ PYBIND11_MODULE(_core, module) {
       .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
       .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())
       .def("report", &Space::report)
+      .def("holds", &Space::holds, py::arg("tensor"))
       .def_property_readonly("config", &Space::config);
 
   py::class_<TensorPin>(module, "TensorPin")
@@ -317,6 +357,14 @@ PYBIND11_MODULE(_core, module) {
       py::arg("tensor"), py::arg("write") = true, py::call_guard<py::gil_scoped_release>());
   module.def(
       "hold", [](const std::vector<at::Tensor>& tensors) { return std::make_unique<TensorPin>(hold(tensors)); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def("announce_steps", &announce_steps);
+  py::class_<StepScope>(module, "StepScope").def(py::init<>());
+  module.def(
+      "before_step", [](const std::vector<at::Tensor>& parameters) { return before_step(parameters); },
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "note_states", [](const std::vector<at::Tensor>& states) { note_states(states); },
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "step_ended", [](const std::vector<at::Tensor>& parameters) { step_ended(parameters); },

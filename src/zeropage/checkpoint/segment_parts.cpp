@@ -69,7 +69,7 @@ at::Tensor in_between(const at::Tensor& tensor, c10::ScalarType dtype) {
   const auto* segment = segment_of(tensor);
   if (!segment) return at::empty(tensor.sizes(), at::TensorOptions().dtype(dtype));
   return make_paged(segment->domain(), tensor.sizes(), c10::contiguous_strides(tensor.sizes()),
-                    c10::scalarTypeToTypeMeta(dtype), Role::optimizer);
+                    c10::scalarTypeToTypeMeta(dtype), Role::optimizer, {.like = segment});
 }
 
 std::vector<Piece> write_memory(const std::byte* data, std::size_t bytes, FileWriter& writer, std::uint64_t offset) {

@@ -150,9 +150,25 @@ class Collectives::Summing final : public Pending {
  private:
   void take_result() override {
     at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
-    parts.size(0) == 1 ? out.copy_(parts[0]) : at::add_out(out, parts[0], parts[1]);
-    for (std::int64_t i = 2; i < parts.size(0); ++i) out.add_(parts[i]);
+    at::Tensor sum = c10::isReducedFloatingType(out.scalar_type()) ? at::empty(out.sizes(), at::kFloat) : out;
+    sum.copy_(parts[0]);
+    for (std::int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
+    sum.mul_(1.0 / owner_.size());
+    if (!sum.is_same(out)) out.copy_(sum);
     kept_.clear();  // memory
+  }
+};
+
+/// A sum, kept_[0], of which the mean goes to kept_[1].
+class Collectives::Scaling final : public Pending {
+ public:
+  using Pending::Pending;
+
+ private:
+  void take_result() override {
+    kept_[0].mul_(1.0 / owner_.size());
+    if (!kept_[1].is_same(kept_[0])) kept_[1].copy_(kept_[0]);
+    kept_.clear();
   }
 };
 
@@ -214,7 +230,7 @@ void Collectives::enter(std::string_view kind, const Subject& subject, std::size
 /// ones still meet.
 at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   NoPagingGuard no_paging;
-  constexpr std::int64_t kWords = 4;
+  constexpr std::int64_t kWords = 1 + std::tuple_size_v<Words>;
   at::Tensor mine = at::zeros({kWords}, at::kLong);
   for (std::size_t i = 0; i < words.size(); ++i) mine[i] = words[i];
   mine = mine.to(control_device_);
@@ -253,7 +269,7 @@ std::vector<std::string> Collectives::all_gather_text(const std::string& mine, c
 std::vector<std::uint64_t> Collectives::common(const std::vector<std::uint64_t>& mine, const Subject& subject) {
   std::uint64_t hash = 0;
   for (const std::uint64_t number : mine) hash = mix(hash, number);
-  const Words words{static_cast<std::int64_t>(mine.size()), static_cast<std::int64_t>(hash), 0};
+  const Words words{static_cast<std::int64_t>(mine.size()), static_cast<std::int64_t>(hash)};
   const std::vector<Words> all_words = agree(words, subject);
   if (std::all_of(all_words.begin(), all_words.end(), [&](const Words& w) { return w == words; })) return mine;
   std::int64_t most = 0;
@@ -284,13 +300,16 @@ void Collectives::differ(const std::string& what) {
 
 std::vector<Collectives::Words> Collectives::agree(const Words& mine, const Subject& subject) {
   record("agreement", subject, 0);
-  const at::Tensor all = gather_words({static_cast<std::int64_t>(history_), mine[0], mine[1], mine[2]});
+  std::vector<std::int64_t> said{static_cast<std::int64_t>(history_)};
+  said.insert(said.end(), mine.begin(), mine.end());
+  const at::Tensor all = gather_words(said);
   std::vector<Words> words;
   bool together = true;
   for (int i = 0; i < size(); ++i) {
     const auto* row = all.const_data_ptr<std::int64_t>() + i * all.size(1);
     together = together && row[0] == static_cast<std::int64_t>(history_);
-    words.push_back({row[1], row[2], row[3]});
+    Words& of_rank = words.emplace_back();
+    std::copy(row + 1, row + 1 + of_rank.size(), of_rank.begin());
   }
   if (!together) differ("");
   return words;
@@ -318,7 +337,12 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
   enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
   if (!device_.is_cpu() && !is_staged_) {
-    return start<Pending>([&] { return scatter_flat(*group(), out, in); }, {out, in}, Staging(false));
+    // What is added there in its own dtype must not overflow.
+    const bool is_wide = in.scalar_type() != at::kHalf;
+    if (!is_wide) in = in.mul(1.0 / size());
+    const auto scatter = [&] { return scatter_flat(*group(), out, in); };
+    return is_wide ? start<Scaling>(scatter, {out, out, in}, Staging(false))
+                   : start<Pending>(scatter, {out, in}, Staging(false));
   }
   Staging staging(is_staged_);
   in = staging.in(in), out = staging.out(out);
@@ -326,15 +350,16 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
   return start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in}, std::move(staging));
 }
 
-std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor sum, const Subject& subject) {
+std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subject& subject) {
   NoPagingGuard no_paging;
-  enter("all-reduce", subject, sum.nbytes());
-  traffic_.reduced += 2 * sum.nbytes() * (size() - 1) / size();
+  enter("all-reduce", subject, mean.nbytes());
   Staging staging(is_staged_);
-  std::vector<at::Tensor> tensors{staging.in_out(sum)};
-  return start<Pending>(
-      [&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.allreduce(tensors); }); }, tensors,
-      std::move(staging));
+  const at::Tensor result = staging.in_out(mean);
+  std::vector<at::Tensor> tensors{c10::isReducedFloatingType(result.scalar_type()) ? result.to(at::kFloat) : result};
+  traffic_.reduced += 2 * tensors[0].nbytes() * (size() - 1) / size();
+  return start<Scaling>(
+      [&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.allreduce(tensors); }); },
+      {tensors[0], result}, std::move(staging));
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {

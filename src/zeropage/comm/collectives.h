@@ -51,11 +51,11 @@ class Collectives final : public Ranks {
                                    const Subject& subject) override;
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override;
 
-  /// `out` becomes the sum over ranks, in rank order on the CPU, of part rank() of `in`; in.numel() is
-  /// size() * out.numel(). Both are kept until the work was waited for.
+  /// `out` becomes the mean over ranks of part rank() of `in`; in.numel() is size() * out.numel(). On the CPU it is
+  /// summed in rank order, 16-bit values in float32, and rounded once. Both are kept until the work was waited for.
   [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject);
-  /// In place.
-  [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor sum, const Subject& subject);
+  /// `mean` becomes the mean over ranks. 16-bit values are summed in float32.
+  [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor mean, const Subject& subject);
   /// Rank 0's content everywhere, at once.
   void broadcast(at::Tensor tensor, const Subject& subject);
   /// What each rank's small CPU tensor holds, in rank order: [ranks, numel]. At once.
@@ -63,7 +63,7 @@ class Collectives final : public Ranks {
 
   /// Words that ranks tell each other, in rank order. Words differ, the history of collectives must not: throws
   /// RankError on every rank if it does.
-  using Words = std::array<std::int64_t, 3>;
+  using Words = std::array<std::int64_t, 4>;
   std::vector<Words> agree(const Words& mine, const Subject& subject);
   /// What each rank says, in rank order. At once.
   std::vector<std::string> all_gather_text(const std::string& mine, const Subject& subject);
@@ -79,6 +79,7 @@ class Collectives final : public Ranks {
   class Staging;
   class Pending;
   class Summing;
+  class Scaling;
   void enter(std::string_view kind, const Subject& subject, std::size_t bytes);
   void record(std::string_view kind, const Subject& subject, std::size_t bytes);
   at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);

@@ -1,6 +1,7 @@
 // The page fault: a boxed fallback on kPagedKey, which runs before autograd and autocast for every operator that
 // touches a paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header:
 // linking the library registers it.
+#include <c10/core/Allocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -15,6 +16,7 @@
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/mixed.h"
+#include "zeropage/rules/placement.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/train/gradients.h"
@@ -56,13 +58,27 @@ c10::SmallVector<LeafHold, 4> hook_leaves(const Call& call) {
   return holds;
 }
 
-/// Inside an init scope, what was made from no tensor, or from paged ones without autograd, becomes paged.
+/// Whether torch's own allocator made the tensor's memory. An array's memory, which from_numpy() shares, stays the
+/// array's.
+bool has_memory_of_torch(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return false;
+  const auto& data = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
+  const auto made_by_torch = c10::GetAllocator(tensor.device().type())->raw_deleter();
+  return !made_by_torch || data.get_deleter() == made_by_torch;
+}
+
+/// Inside an init scope, what was made from no tensor, or from paged ones without autograd, becomes paged. An
+/// argument that the operator wrote and returns stays what it is.
 void adopt_results(Call& call, bool from_paged) {
   const auto& domain = scope_domain();
   if (!domain || !Call::plain_modes()) return;
   if (!from_paged && call.info.takes_tensors && call.name() != "aten::lift_fresh") return;
+  const auto& returns = call.op.schema().returns();
   for (std::size_t i = call.first; i < call.stack.size(); ++i) {
-    if (call.stack[i].isTensor()) adopt(domain, call.stack[i].toTensor(), Role::parameter);
+    const auto* alias = returns[i - call.first].alias_info();
+    if (!call.stack[i].isTensor() || (alias && alias->isWrite())) continue;
+    const at::Tensor result = call.stack[i].toTensor();
+    if (has_memory_of_torch(result)) adopt(domain, result, Role::parameter);
   }
 }
 
@@ -113,7 +129,10 @@ void run(Call& call) {
     return adopt_results(call, false);
   }
   // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
-  if (call.info.kind == OperatorKind::data) call.paged[0].segment->domain()->cache->check_usable();
+  if (call.info.kind == OperatorKind::data) {
+    call.paged[0].segment->domain()->cache->check_usable();
+    settle_placements(call);
+  }
   if (takes_quantised(call)) return run_dequantised(call, run);
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) {

@@ -29,6 +29,12 @@ bool is_tensor_type(const c10::TypePtr& type) {
   return false;
 }
 
+bool is_number_type(const c10::TypePtr& type) {
+  if (auto optional = type->cast<c10::OptionalType>()) return is_number_type(optional->getElementType());
+  if (auto list = type->cast<c10::ListType>()) return is_number_type(list->getElementType());
+  return type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType;
+}
+
 bool is_view(const c10::FunctionSchema& schema) {
   for (const auto& result : schema.returns()) {
     if (!result.alias_info() || result.alias_info()->isWrite()) return false;
@@ -88,22 +94,24 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
     info.takes_tensors |= tensor;
     info.writes.push_back((argument.alias_info() && argument.alias_info()->isWrite()) ||
                           (tensor && writes_in_secret(argument.name())));
+    info.numbers.push_back(is_number_type(argument.type()));
   }
+  info.seeded = op.hasTag(at::Tag::nondeterministic_seeded);
   if (is_view(schema)) info.kind = OperatorKind::view;
   if (!aten && !ours) return info;
   info.moves = name == "to";
   info.sets = name == "set_" || name == "set_data";
   info.cuts_by_content = name == "tensor_split" && schema.overload_name() == "tensor_indices_or_sections";
   if (asks_metadata(name)) info.kind = OperatorKind::metadata;
-  const bool random = op.hasTag(at::Tag::nondeterministic_seeded);
   const bool in_place = !info.writes.empty() && info.writes[0] && schema.returns().size() == 1;
-  info.fills = random && in_place && name.back() == '_';
+  info.fills = info.seeded && in_place && name.back() == '_';
   info.fused = ours || starts_with(name, "_fused_adam") || starts_with(name, "_fused_sgd") ||
                starts_with(name, "_fused_adagrad");
   info.list = info.fused || starts_with(name, "_foreach_");
   const bool returns_tensor =
       schema.returns().size() == 1 && is_tensor_type(schema.returns()[0].type());  // not equal()
-  info.pointwise = op.hasTag(at::Tag::pointwise) && returns_tensor && !random && !info.list && !cut_otherwise(name);
+  info.pointwise =
+      op.hasTag(at::Tag::pointwise) && returns_tensor && !info.seeded && !info.list && !cut_otherwise(name);
   info.rule = find_rule(std::string(name), schema.overload_name(), info);
   info.tile = find_tile_rule(std::string(name), schema.overload_name());
   return info;

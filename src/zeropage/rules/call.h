@@ -31,9 +31,11 @@ struct OperatorInfo {
   bool fills = false;            // overwrites its first argument at random
   bool sets = false;             // gives its first argument another storage
   bool cuts_by_content = false;  // a view whose cuts are the content of its second argument
+  bool seeded = false;           // draws random numbers
   Rule rule = nullptr;
-  Rule tile = nullptr;                // for operands that are too large to be whole (tiles.h)
-  c10::SmallVector<bool, 16> writes;  // by argument
+  Rule tile = nullptr;                 // for operands that are too large to be whole (tiles.h)
+  c10::SmallVector<bool, 16> writes;   // by argument
+  c10::SmallVector<bool, 16> numbers;  // by argument: a value to compute with, or a list of them
 };
 
 /// Found once an operator and thread; the reference stays, also when the operator's library is unloaded.

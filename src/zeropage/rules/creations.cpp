@@ -55,6 +55,7 @@ Role role_beside(Role role) { return role == Role::activation ? role : Role::opt
 /// Fills a new tensor with what the factory `name` would: run as the in-place operator of the same meaning, through
 /// the dispatcher, so that its rule and its generator apply.
 void fill_created(Call& call, at::Tensor& created) {
+  const SameValues same;  // where they are not, `created` is this rank's own
   const std::string& name = call.name();
   const auto named = [&](const char* argument) -> const c10::IValue* {
     for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -78,6 +79,18 @@ bool random_needs_floating(const std::string& name, c10::ScalarType dtype) {
 
 }  // namespace
 
+namespace {
+
+/// Over ranks, the content of `like` counts for nothing: what is filled with zeros is the same on all.
+Creation creation_like(Call& call, const StorageSegment& like) {
+  if (!like.domain()->partition.ranks || values_are_same()) return {};
+  const std::string& name = call.name();
+  const bool is_own = call.info.seeded || name.find("full") != std::string::npos;
+  return {.like = &like, .placement = is_own ? Placement::own : Placement::same};
+}
+
+}  // namespace
+
 bool make_like(Call& call) {
   if (call.paged.size() != 1 || !Call::plain_modes()) return false;
   const auto& [self, segment, _] = call.paged[0];
@@ -87,7 +100,7 @@ bool make_like(Call& call) {
   if (!self.is_non_overlapping_and_dense() || !keeps_layout(call, self)) return false;
   if (random_needs_floating(call.name(), request.dtype)) return false;
   auto created = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(request.dtype),
-                            role_beside(segment->role()));
+                            role_beside(segment->role()), creation_like(call, *segment));
   fill_created(call, created);
   call.return_value(std::move(created));
   return true;
@@ -102,7 +115,8 @@ bool make_new(Call& call) {
   const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
   if (!request.plain || request.device != segment->domain()->device || !segment->domain()->pages(bytes)) return false;
   auto created = make_paged(segment->domain(), self.sizes(), c10::contiguous_strides(self.sizes()),
-                            c10::scalarTypeToTypeMeta(request.dtype), role_beside(segment->role()));
+                            c10::scalarTypeToTypeMeta(request.dtype), role_beside(segment->role()),
+                            creation_like(call, *segment));
   fill_created(call, created);
   call.return_value(std::move(created));
   return true;
@@ -117,8 +131,13 @@ bool copy_into_new(Call& call, c10::ScalarType dtype) {
   if (self.dim() == 0 || !is_operand(self, self) || !keeps_layout(call, self) || !segment->domain()->pages(bytes)) {
     return false;
   }
-  auto copy = make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype),
-                         segment->role(), {.layout = segment->layout()});
+  const bool is_parameter = segment->role() == Role::parameter;
+  if (segment->is_stale() && is_parameter && !values_are_same()) segment->refresh(Access::read);
+  auto copy =
+      make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype), segment->role(),
+                 {.layout = segment->layout(),
+                  .like = segment,
+                  .placement = segment->is_own() ? Placement::own : Placement::same});
   copy_windows(copy, self);
   call.return_value(std::move(copy));
   return true;

@@ -134,7 +134,7 @@ at::Tensor preview(const at::Tensor& tensor) {
   if (!program || !program->makes_only(*segment)) return {};
   try {
     at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
-                                 {.layout = segment->layout()});
+                                 {.layout = segment->layout(), .like = segment});
     const PinRequest request{segment_of(copy), Access::overwrite};
     const TensorPin in_one_frame(request);
     program->run_into(copy, *segment);
@@ -162,7 +162,7 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
   const Operand& like = call.operands[0];
   if (dtype) {
     result = make_paged(domain, like.tensor.sizes(), like.tensor.strides(), *dtype, like.segment->role(),
-                        {.layout = like.segment->layout(), .unallocated = true});
+                        {.layout = like.segment->layout(), .like = like.segment, .unallocated = true});
     result_slot = program->add_temporary(result);
   }
   Substitution kept = call;

@@ -55,7 +55,7 @@ at::Tensor join_hi_lo(const at::Tensor& high, const at::Tensor& low) {
   call.add(low, false, high, Access::read);
   if (auto value = defer(op, call, Chunking::iterator, caffe2::TypeMeta::Make<float>())) return *value;
   at::Tensor value = make_paged(segment_of(high)->domain(), high.sizes(), high.strides(),
-                                caffe2::TypeMeta::Make<float>(), Role::optimizer);
+                                caffe2::TypeMeta::Make<float>(), Role::optimizer, {.like = segment_of(high)});
   const Operand operands[] = {{value, segment_of(value), Access::overwrite},
                               {high, segment_of(high), Access::read},
                               {low, segment_of(low), Access::read}};

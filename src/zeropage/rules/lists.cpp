@@ -1,6 +1,7 @@
 // _foreach_ and _fused_ operators: element i of the lists is a call of its own, so tensors are taken one after
 // another. A tensor that fits the windows is run page by page; another is brought in whole; those that are not paged
 // go together.
+#include "zeropage/rules/placement.h"
 #include "zeropage/rules/pointwise.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
@@ -35,6 +36,8 @@ class Element {
     }
     return value;
   }
+
+  std::size_t index() const { return index_; }
 
   std::size_t length() {
     for (std::size_t i = 0; i < call_.arguments; ++i) {
@@ -106,10 +109,11 @@ at::Tensor run_element(Call& call, Element element, bool returns) {
     if (written < 0 && call.info.writes[i]) written = static_cast<int>(substitution.operands.size());
     cut = substitution.add(element.tensor_or_value(i), element.is_list(i), shape, access);
   }
-  cut = cut && !(returns && substitution.holds_ranks_own_data());
   if (cut && substitution.has_paged_operand() && (written >= 0) != returns) {
+    const bool over_ranks = call.paged[0].segment->domain()->partition.ranks != nullptr;
     return run_pointwise_windows(call.op, substitution, written,
-                                 call.info.fused ? Chunking::vectors : Chunking::iterator);
+                                 call.info.fused ? Chunking::vectors : Chunking::iterator,
+                                 returns && over_ranks ? placement_of(call, element.index()) : Placement::same);
   }
   c10::IValue result = run_element_whole(call, element);
   return returns ? result.toTensorVector()[0] : at::Tensor();
@@ -125,15 +129,35 @@ bool has_paged_element(Call& call, std::size_t index) {
   return false;
 }
 
+/// Whether every list has an element for each of `length` tensors. A list of tensors may be empty.
+bool lists_agree(Call& call, std::size_t length) {
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (!value.isList()) {
+      const bool scalars = call.argument_name(i) == "scalars" && value.isTensor() && value.toTensor().defined();
+      if (scalars && (value.toTensor().dim() != 1 || value.toTensor().size(0) != static_cast<std::int64_t>(length))) {
+        return false;
+      }
+      continue;
+    }
+    const std::size_t size = value.toListRef().size();
+    const bool may_be_empty = value.isTensorList() && size == 0 && i > 0;
+    const bool is_list = value.isTensorList() || call.argument_name(i).find("scalar") == 0;
+    if (is_list && size != length && !may_be_empty) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 bool run_list(Call& call) {
   const auto& returns = call.op.schema().returns();
   if (call.needs_autograd() || !Call::plain_modes() || returns.size() > 1) return false;
   if (call.name() == "aten::_foreach_norm" && run_norms(call)) return true;
+  const std::size_t length = Element(call, 0).length();
+  if (!lists_agree(call, length)) return false;  // PyTorch's own error
   const OneCall one_call;
   const bool has_result = returns.size() == 1;
-  const std::size_t length = Element(call, 0).length();
   std::vector<at::Tensor> results(has_result ? length : 0);
   // Elements without a paged tensor keep PyTorch's own speed for lists only if all are such; then we are not here.
   for (std::size_t i = 0; i < length; ++i) {

@@ -37,7 +37,7 @@ at::Tensor master_of(const at::Tensor& tensor, bool asks) {
   if (!asks) return join_hi_lo(tensor.detach(), kept);
   const auto* segment = segment_of(tensor);
   return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), caffe2::TypeMeta::Make<float>(),
-                    Role::optimizer, {.layout = segment_of(kept)->layout(), .unallocated = true});
+                    Role::optimizer, {.layout = segment_of(kept)->layout(), .like = segment, .unallocated = true});
 }
 
 const c10::OperatorHandle& copy_operator() {
@@ -216,7 +216,7 @@ WrittenMasters::WrittenMasters(const Call& call) {
     if (is_hi_lo(master)) {  // what was materialised is about to be written
       written.before =
           make_paged(argument.segment->domain(), master.sizes(), master.strides(), argument.tensor.dtype(),
-                     argument.segment->role(), {.layout = argument.segment->layout()});
+                     argument.segment->role(), {.layout = argument.segment->layout(), .like = argument.segment});
       copy_windows(written.before, written.visible);
     }
     written_.push_back(std::move(written));
@@ -249,7 +249,8 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
   const auto* segment = segment_of(tensor);
   if (!segment || segment->master().defined() || !is_whole(tensor)) return;
   const auto like = [&](c10::ScalarType dtype, Role role) {
-    return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role);
+    return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role,
+                      {.like = segment});
   };
   // As ZeRO has it, what is more precise than operators need is the optimizer's.
   at::Tensor master = like(domain.keeps_hi_lo ? c10::kShort : domain.master_dtype, Role::optimizer);
@@ -261,6 +262,7 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
     domain.keeps_hi_lo ? split_hi_lo(visible, master, tensor.detach()) : materialise(visible, master);
   }
   segment_of(visible)->set_master(master);
+  for (const at::Tensor& kept : {visible, master}) segment_of(kept)->set_keeps_same(true);
   if (!domain.keeps_hi_lo) segment_of(master)->set_visible(*segment_of(visible));
   if (changes) tensor.set_data(visible);
 }

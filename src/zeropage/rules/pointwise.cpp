@@ -5,6 +5,7 @@
 #include <ATen/ops/ones.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "zeropage/rules/placement.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 
@@ -46,13 +47,27 @@ std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substit
   return result;
 }
 
+/// Outside of steps, what is made of parameters is made of whole ones, which ranks bring together at the first use of
+/// any: where only some ranks compute this, the others need take no part.
+void refresh_stale(const Substitution& call) {
+  if (values_are_same()) return;
+  for (const Operand& operand : call.operands) {
+    if (operand.segment && operand.segment->is_stale() && operand.segment->role() == Role::parameter) {
+      operand.segment->refresh(Access::read);
+    }
+  }
+}
+
 }  // namespace
 
 at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
-                                 Chunking chunking) {
+                                 Chunking chunking, Placement placement) {
   // Also while the call is only deferred: its dtype and its scalars' values are asked for now.
   TensorPin scalars(call.scalars);
-  if (auto result = run_later(op, call, written, chunking)) return *result;
+  if (written < 0) refresh_stale(call);
+  if (placement == Placement::same) {
+    if (auto result = run_later(op, call, written, chunking)) return *result;
+  }
   if (written >= 0) {
     for_each_window(call.operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
       auto stack = call.stack(slices);
@@ -62,8 +77,9 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
   }
   const caffe2::TypeMeta dtype = result_dtype(op, call);
   const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
-  at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype,
-                                 like->segment->role(), {.layout = like->segment->layout()});
+  at::Tensor result =
+      make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype, like->segment->role(),
+                 {.layout = like->segment->layout(), .like = like->segment, .placement = placement});
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({result, segment_of(result), Access::overwrite});
   for_each_window(operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {
@@ -134,8 +150,10 @@ bool run_pointwise(Call& call) {
   }
   // `out=` beside scalars alone has not the result's shape: PyTorch resizes it, or says what is wrong.
   if (written >= 0 && !call.info.writes[0] && substitution.operands.size() == 1) return false;
-  if (!substitution.has_paged_operand() || (written < 0 && substitution.holds_ranks_own_data())) return false;
-  at::Tensor result = run_pointwise_windows(call.op, substitution, written, Chunking::iterator);
+  if (!substitution.has_paged_operand()) return false;
+  const bool over_ranks = call.paged[0].segment->domain()->partition.ranks != nullptr;
+  const Placement placement = over_ranks && written < 0 ? placement_of(call) : Placement::same;
+  at::Tensor result = run_pointwise_windows(call.op, substitution, written, Chunking::iterator, placement);
   if (written >= 0) bump_version(result);
   call.return_value(std::move(result));
   return true;

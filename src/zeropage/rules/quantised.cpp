@@ -65,8 +65,9 @@ at::Tensor decode(const at::Tensor& quantised) {
   add_codes(call, quantisation, quantisation.codes, Access::read);
   call.add(quantisation.is_signed, false, quantisation.codes, Access::read);
   if (auto value = defer(op, call, kChunking, caffe2::TypeMeta::Make<float>())) return *value;
-  at::Tensor value = make_paged(segment_of(quantised)->domain(), quantisation.codes.sizes(),
-                                quantisation.codes.strides(), caffe2::TypeMeta::Make<float>(), Role::optimizer);
+  at::Tensor value =
+      make_paged(segment_of(quantised)->domain(), quantisation.codes.sizes(), quantisation.codes.strides(),
+                 caffe2::TypeMeta::Make<float>(), Role::optimizer, {.like = segment_of(quantised)});
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({value, segment_of(value), Access::overwrite});
   for_each_window(
@@ -113,7 +114,7 @@ void quantise(at::Tensor moment, bool is_signed) {
   const bool alone = domain->updates_in_host || domain->update_ahead != UpdateAhead::never;
   const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool unallocated) {
     return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
-                      {.unallocated = unallocated, .alone = alone});
+                      {.like = segment, .unallocated = unallocated, .alone = alone});
   };
   auto quantisation = std::make_unique<Quantisation>();
   quantisation->is_signed = is_signed;

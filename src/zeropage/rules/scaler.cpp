@@ -32,7 +32,8 @@ bool run_unscale(Call& call) {
   std::shared_ptr<Collectives> ranks;
   for (const at::Tensor& gradient : gradients) {
     auto* segment = segment_of(gradient);
-    if (segment && holds_share_only(segment)) ranks = segment->domain()->partition.ranks;
+    if (segment) segment->complete();  // only then it is known whether this rank holds its share alone
+    if (segment && (holds_share_only(segment) || segment->is_own())) ranks = segment->domain()->partition.ranks;
     if (segment && gradient.dim() > 0) {
       for_each_window(Operand{gradient, segment, Access::write}, Chunking::iterator,
                       [&](c10::ArrayRef<at::Tensor> slices) { unscale(slices[0]); });

@@ -45,12 +45,6 @@ torch::jit::Stack Substitution::stack(c10::ArrayRef<at::Tensor> slices) const {
   return stack;
 }
 
-bool Substitution::holds_ranks_own_data() const {
-  const auto is_own = [](const Operand& o) { return !o.segment || !o.segment->is_shareable(); };
-  return std::any_of(operands.begin(), operands.end(), is_own) &&
-         std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return holds_share_only(o.segment); });
-}
-
 bool Substitution::has_paged_operand() const {
   return std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.segment; });
 }

@@ -20,9 +20,6 @@ struct Substitution {
   /// The stack for one window: `slices` in place of operands.
   torch::jit::Stack stack(c10::ArrayRef<at::Tensor> slices) const;
   bool has_paged_operand() const;
-  /// True if a result would mix what lies over the ranks with what each rank has of its own: it must not be
-  /// partitioned.
-  bool holds_ranks_own_data() const;
 
  private:
   c10::SmallVector<bool, 16> list_;

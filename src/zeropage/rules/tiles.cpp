@@ -210,19 +210,34 @@ void copy_back(const at::Tensor& copy, const at::Tensor& tensor) {
                 [&](std::int64_t row, at::Tensor tile) { tile.copy_(flat.narrow(0, row, tile.size(0))); });
 }
 
+namespace {
+
+/// Also while its segment has no home, whose bytes() are none yet.
+std::size_t bytes_of_storage(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
+}
+
+}  // namespace
+
 bool is_part(const at::Tensor& tensor) {
-  const auto* segment = segment_of(tensor);
-  if (!segment || segment->quantisation() || segment->bytes() <= segment->page_bytes()) return false;
+  auto* segment = segment_of(tensor);
+  if (!segment || segment->quantisation()) return false;
   const Domain& domain = *segment->domain();
-  if (domain.tiling == Tiling::off || domain.partition.ranks || 2 * tensor.nbytes() > segment->bytes()) return false;
-  return !domain.cache->holds_everything();
+  if (domain.tiling == Tiling::off || domain.partition.ranks) return false;
+  if (2 * tensor.nbytes() > bytes_of_storage(tensor) || domain.cache->holds_everything()) return false;
+  if (segment->is_unallocated()) segment->complete();  // its operator reads it now; only then it has pages
+  return segment->bytes() > segment->page_bytes();
 }
 
 bool is_tiled(const at::Tensor& tensor) {
-  const auto* segment = segment_of(tensor);
+  auto* segment = segment_of(tensor);
   if (!segment || segment->quantisation()) return false;
   const Domain& domain = *segment->domain();
-  return domain.tiling != Tiling::off && !domain.partition.ranks && segment->bytes() > domain.tile_above;
+  if (domain.tiling == Tiling::off || domain.partition.ranks || bytes_of_storage(tensor) <= domain.tile_above) {
+    return false;
+  }
+  if (segment->is_unallocated()) segment->complete();
+  return true;
 }
 
 }  // namespace zeropage

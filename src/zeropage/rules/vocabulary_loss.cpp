@@ -153,7 +153,7 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     const auto& domain = segment_of(weight)->domain();
     const std::int64_t t = x.size(1), columns = weight.size(0);
     // Activations that stay on the device are smaller than it.
-    const bool stays = domain->placement[static_cast<int>(Role::activation)] == Placement::device;
+    const bool stays = domain->tiers[static_cast<int>(Role::activation)] == TierChoice::device;
     const at::Tensor pages = make_paged(domain, t * columns, 1, x.dtype(), stays ? Role::gradient : Role::activation,
                                         {.alone = true, .is_local = true});
     const BlockedLogits logits(pages, t, columns, computed);

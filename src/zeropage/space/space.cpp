@@ -22,6 +22,7 @@
 #include "zeropage/base/memory_limits.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/mixed.h"
+#include "zeropage/rules/placement.h"
 #include "zeropage/space/agreement.h"
 #include "zeropage/space/bandwidth.h"
 #include "zeropage/space/planned_group.h"
@@ -97,11 +98,11 @@ bool has_separate_memory(const Config& config, bool on_host) {
                                  config.memory, config.device, on_host ? ", or \"unified\"" : ""));
 }
 
-Placement placement_of(std::string_view setting, const std::string& tier) {
-  if (tier == "auto") return Placement::automatic;
-  if (tier == "device") return Placement::device;
-  if (tier == "host") return Placement::host;
-  if (tier == "disk") return Placement::disk;
+TierChoice tier_choice_of(std::string_view setting, const std::string& tier) {
+  if (tier == "auto") return TierChoice::automatic;
+  if (tier == "device") return TierChoice::device;
+  if (tier == "host") return TierChoice::host;
+  if (tier == "disk") return TierChoice::disk;
   throw SettingError(
       fmt::format("{} = \"{}\" is not a tier; write \"device\", \"host\", \"disk\" or \"auto\"", setting, tier));
 }
@@ -273,7 +274,7 @@ void partition_roles(const Config& config, Partition& partition) {
 std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool separate) {
   const auto& partitioned = domain.partition.partitions;
   if (std::none_of(std::begin(partitioned), std::end(partitioned), [](bool s) { return s; })) return 0;
-  const bool homes = std::find(domain.placement, domain.placement + 3, Placement::device) != domain.placement + 3;
+  const bool homes = std::find(domain.tiers, domain.tiers + 3, TierChoice::device) != domain.tiers + 3;
   std::size_t share = device_bytes / 4;
   if (partitioned[static_cast<int>(Role::parameter)] && !homes)
     share = separate ? device_bytes / 2 : device_bytes / 8 * 7;
@@ -401,18 +402,18 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   const char* const names[] = {"parameters", "gradients", "optimizer"};
   bool to_disk = false, may_go_to_disk = false;
   for (int i = 0; i < 3; ++i) {
-    const Placement placement = placement_of(names[i], roles[i].second);
-    domain->placement[static_cast<int>(roles[i].first)] = placement;
-    to_disk |= placement == Placement::disk;
-    may_go_to_disk |= placement == Placement::disk || placement == Placement::automatic;
+    const TierChoice placement = tier_choice_of(names[i], roles[i].second);
+    domain->tiers[static_cast<int>(roles[i].first)] = placement;
+    to_disk |= placement == TierChoice::disk;
+    may_go_to_disk |= placement == TierChoice::disk || placement == TierChoice::automatic;
   }
-  const Placement activations = placement_of("activations", config.activations);
-  if (activations == Placement::automatic) {
+  const TierChoice activations = tier_choice_of("activations", config.activations);
+  if (activations == TierChoice::automatic) {
     throw SettingError("activations = \"auto\"; write \"device\", \"host\" or \"disk\"");
   }
-  domain->placement[static_cast<int>(Role::activation)] = activations;
-  to_disk |= activations == Placement::disk;
-  may_go_to_disk |= activations == Placement::disk;
+  domain->tiers[static_cast<int>(Role::activation)] = activations;
+  to_disk |= activations == TierChoice::disk;
+  may_go_to_disk |= activations == TierChoice::disk;
   if (!config.disk_path.empty() && !may_go_to_disk) {
     throw SettingError(
         fmt::format("disk_path = \"{}\" is set but no role is on disk; set a role to \"disk\" or \"auto\", or "
@@ -486,8 +487,8 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   if (domain->moments != Moments::as_they_are && !domain->on_host) {
     config.update_on = "host";
     domain->shares_pages = false;  // so that all can be reached there
-    auto& of_optimizer = domain->placement[static_cast<int>(Role::optimizer)];
-    if (of_optimizer == Placement::automatic) of_optimizer = Placement::automatic_below;
+    auto& of_optimizer = domain->tiers[static_cast<int>(Role::optimizer)];
+    if (of_optimizer == TierChoice::automatic) of_optimizer = TierChoice::automatic_below;
   }
   domain->updates_in_host = updates_in_host(config, options.device.get(), *domain);
   // Where several ranks update the same, all do so with the device's arithmetic: which pages can be had in a host is
@@ -507,6 +508,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     }
     domain->reducer = std::make_shared<Reducer>(*domain);
   }
+  list_domain(domain);
 
   config.device = domain->device.str();
   config.disk_path = options.disk_path;
@@ -524,29 +526,20 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
 
 namespace {
 
+void know(const at::Tensor& tensor, Domain& domain) {
+  auto* segment = segment_of(tensor);
+  if (!tensor.requires_grad() || !tensor.is_leaf()) return;
+  segment->leaf_known = true;
+  domain.leaves.know(tensor);
+}
+
 /// Space::page(), of any space.
 bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role) {
-  c10::NoGradGuard no_grad;
-  bool paged = adopt(domain, tensor, role);
-  if (!paged && tensor.defined() && tensor.layout() == c10::kStrided && tensor.is_leaf() &&
-      !tensor.key_set().has(c10::DispatchKey::Python) && (!tensor.is_meta() || domain->planned_on)) {
-    if (domain->pages(tensor.nbytes())) {
-      const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
-      const Creation creation{.source = domain->find_source(tensor)};
-      at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role, creation);
-      const bool is_there = creation.source && segment_of(own)->tier() == Tier::disk;
-      compat::become(tensor, is_there ? own : own.copy_(tensor));
-      paged = true;
-    } else if (tensor.device() != domain->device) {
-      compat::become(tensor, tensor.to(domain->device));
-    }
-  }
+  const bool paged = page_tensor(domain, tensor, role);
   if (paged && tensor.grad().defined()) page_in(domain, tensor.mutable_grad(), Role::gradient);
   auto* segment = segment_of(tensor);
-  if (segment && segment->domain() == domain && domain->reducer && tensor.requires_grad()) {
-    segment->leaf_known = true;
-    reducer_of(*domain).know(tensor);
-  }
+  if (segment && role == Role::parameter) segment->set_keeps_same(true);
+  if (segment && segment->domain() == domain) know(tensor, *domain);
   if (segment && segment->domain() == domain && domain->partition.ranks && !scope_domain()) {
     std::lock_guard lock(domain->sharing_mutex);
     domain->created.push_back(segment->storage());  // start_equal() is for the caller
@@ -561,17 +554,17 @@ bool Space::page(at::Tensor& tensor, Role role) { return page_in(domain_, tensor
 bool Space::mix(at::Tensor& parameter) {
   const auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
+  const SameValues same;  // all ranks do it together
   give_master(parameter, *domain_);
+  know(parameter, *domain_);
   return true;
 }
 
 void Space::keep_whole(at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
-  if (!segment || !segment->is_partitioned() || !is_whole(tensor)) return;
-  c10::NoGradGuard no_grad;
-  at::Tensor whole = make_paged(domain_, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
-                                {.layout = Layout::replicated});
-  tensor.set_data(whole.copy_(tensor));
+  if (!segment || segment->domain() != domain_ || !domain_->partition.ranks) return;
+  make_whole(tensor);
+  segment_of(tensor)->set_keeps_same(false);
 }
 
 void Space::wait() {
@@ -597,7 +590,7 @@ void Space::close() {
 }
 
 std::shared_ptr<Activations> Space::activations() const {
-  const bool page = domain_->placement[static_cast<int>(Role::activation)] != Placement::device;
+  const bool page = domain_->tiers[static_cast<int>(Role::activation)] != TierChoice::device;
   return page ? std::make_shared<Activations>(domain_) : nullptr;
 }
 
@@ -661,6 +654,11 @@ Report Space::report() const {
     report.budgets.push_back(memory);
   }
   return report;
+}
+
+bool Space::holds(const at::Tensor& tensor) const {
+  const auto* segment = segment_of(tensor);
+  return segment && segment->domain() == domain_;
 }
 
 bool is_paged(const at::Tensor& tensor) { return segment_of(tensor) != nullptr; }
@@ -741,6 +739,24 @@ RegionPin::RegionPin(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>&
 void RegionPin::release() { pin_.release(); }
 void RegionPin::drop() { pin_ = TensorPin(); }
 
+bool before_step(c10::ArrayRef<at::Tensor> parameters) {
+  std::vector<std::shared_ptr<Domain>> domains;
+  for (at::Tensor parameter : parameters) {
+    const auto* segment = segment_of(parameter);
+    if (!segment && parameter.is_leaf()) {
+      if (const auto domain = domain_that_knows(parameter); domain && page_again(parameter, domain)) {
+        segment = segment_of(parameter);
+      }
+    }
+    if (!segment || !segment->domain()->partition.ranks) continue;
+    if (std::find(domains.begin(), domains.end(), segment->domain()) == domains.end()) {
+      domains.push_back(segment->domain());
+    }
+  }
+  for (const auto& domain : domains) reducer_of(*domain).average(parameters);
+  return !domains.empty();
+}
+
 TensorPin hold(c10::ArrayRef<at::Tensor> tensors) {
   std::vector<PinRequest> requests;
   for (const at::Tensor& tensor : tensors) {
@@ -768,6 +784,7 @@ bool page_like(at::Tensor& tensor, const at::Tensor& other) {
   const auto domain = segment->domain();
   if (!page_in(domain, tensor, segment->role())) return false;
   if (segment->master().defined()) give_master(tensor, *domain);
+  know(tensor, *domain);
   return true;
 }
 

@@ -106,6 +106,8 @@ class Space : public std::enable_shared_from_this<Space> {
   std::shared_ptr<Activations> activations() const;
 
   Report report() const;
+  /// Whether the tensor is paged here.
+  bool holds(const at::Tensor& tensor) const;
   const Config& config() const { return config_; }  // as resolved: no "auto" left but for tiers
 
  private:
@@ -143,6 +145,11 @@ std::uint64_t virtual_address(const at::Tensor& tensor);
 /// An ordinary tensor with the same content, layout and history-free, for code that must have raw memory of its own.
 at::Tensor plain_copy(const at::Tensor& tensor);
 
+/// Before an optimizer's step over these parameters, and before their gradients are clipped. A parameter whose
+/// `.data` the program has set to an ordinary tensor is paged again. Over ranks, gradients that are each rank's own,
+/// as those that the program has set, become their mean: all ranks call it together. Whether any parameter lies over
+/// ranks.
+bool before_step(c10::ArrayRef<at::Tensor> parameters);
 /// An optimizer's step over these parameters is over. Where async_step is off, what it left to do is done now.
 void step_ended(c10::ArrayRef<at::Tensor> parameters);
 

@@ -2,6 +2,8 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/VariableHooksInterface.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -26,18 +28,18 @@ std::size_t row_bytes(c10::IntArrayRef sizes, std::size_t item_bytes) {
 }
 
 Tier tier_for(const Domain& domain, Role role, std::size_t bytes) {
-  switch (domain.placement[static_cast<int>(role)]) {
-    case Placement::device:
+  switch (domain.tiers[static_cast<int>(role)]) {
+    case TierChoice::device:
       return Tier::device;
-    case Placement::host:
+    case TierChoice::host:
       return Tier::host;
-    case Placement::disk:
+    case TierChoice::disk:
       return Tier::disk;
-    case Placement::automatic:
-    case Placement::automatic_below:
+    case TierChoice::automatic:
+    case TierChoice::automatic_below:
       break;
   }
-  const bool below = domain.placement[static_cast<int>(role)] == Placement::automatic_below;
+  const bool below = domain.tiers[static_cast<int>(role)] == TierChoice::automatic_below;
   if (!below && domain.cache->has_separate_memory() && domain.cache->has_room(Tier::device, bytes))
     return Tier::device;
   const bool to_disk = !domain.cache->has_room(Tier::host, bytes) && domain.cache->has_room(Tier::disk, bytes);
@@ -66,7 +68,10 @@ struct SegmentBuilder {
     const std::size_t elements = bytes / dtype.itemsize();
     auto segment = std::make_unique<StorageSegment>(owner, &storage, role, elements);
     if (is_over_ranks()) {
-      segment->number_ = creation.number ? creation.number : ++domain->creations;
+      segment->own_ = creation.placement == Placement::own;
+      segment->number_ = creation.number ? creation.number
+                         : is_apart()    ? creation.like->derived_number()
+                                         : ++domain->creations;
       segment->stripes_ = domain->stripes(elements);
       segment->shareable_ = !domain->keeps_whole(elements);
       if (scope_domain()) {
@@ -91,14 +96,15 @@ struct SegmentBuilder {
       domain->cache->bind(segment, {bytes, row_bytes, role, tier, /*page_bytes=*/0, is_alone() || source,
                                     /*is_staging=*/false, source});
     } else {
-      const Layout layout = creation.layout.value_or(domain->layout_for(role, segment.elements_));
-      layout == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
+      segment.layout_of(*this) == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
     }
   }
 
  private:
   bool is_over_ranks() const { return domain->partition.ranks && !creation.is_local; }
   bool is_alone() const { return creation.alone || !domain->shares_pages; }
+  /// Other ranks may make other tensors meanwhile.
+  bool is_apart() const { return creation.like && !values_are_same(); }
   std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 
   Tier memory_tier() const { return domain->cache->has_separate_memory() ? Tier::device : Tier::host; }
@@ -126,7 +132,7 @@ struct SegmentBuilder {
     domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page, is_alone()});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
     // What is created at another time on other ranks, or finds its home later, shares no page.
-    const bool alone = creation.number != 0 || creation.unallocated;
+    const bool alone = creation.number != 0 || creation.unallocated || is_apart();
     domain->gathered->bind_gathered(segment, {bytes, stripes.padded() * item_bytes, page_bytes(stripes), role,
                                               &segment.share_segment(), segment.number_, alone});
   }
@@ -200,6 +206,12 @@ at::Tensor StorageSegment::whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef
   return tensor_over(*domain_, storage().lock(), sizes, strides, dtype);
 }
 
+std::uint64_t StorageSegment::derived_number() const {
+  std::uint64_t hash = number_ * 0x9e3779b97f4a7c15 + ++derived_;
+  hash = (hash ^ (hash >> 30)) * 0xbf58476d1ce4e5b9;
+  return (hash ^ (hash >> 31)) | (std::uint64_t{1} << 62);  // not one that is counted
+}
+
 StorageSegment& StorageSegment::share_segment() const { return *segment_of(share_); }
 
 void StorageSegment::point_to(void* data) { compat::set_data(*storage_, data); }
@@ -234,8 +246,13 @@ void StorageSegment::find_home() {
   unallocated_.store(false, std::memory_order_release);
 }
 
+Layout StorageSegment::layout_of(const SegmentBuilder& builder) const {
+  if (own_) return Layout::replicated;
+  return builder.creation.layout.value_or(domain_->layout_for(role_, elements_));
+}
+
 Layout StorageSegment::layout() const {
-  if (is_unallocated()) return builder_->creation.layout.value_or(domain_->layout_for(role_, elements_));
+  if (is_unallocated()) return layout_of(*builder_);
   return is_partitioned() ? Layout::partitioned : Layout::replicated;
 }
 
@@ -331,7 +348,28 @@ SourceRange Domain::find_source(const at::TensorBase& tensor) const {
   return cache->find_source(tensor.const_data_ptr(), tensor.nbytes());
 }
 
-bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role) {
+void take_segment(const at::Tensor& tensor, const at::Tensor& made) {
+  auto& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  StorageSegment& old = *segment_of(storage);
+  if (old.is_pinned()) {
+    throw AccessError(
+        "a paged tensor is written here while zeropage.pinned() or another thread holds it; let go of it");
+  }
+  auto& other = *made.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  StorageSegment& segment = *segment_of(other);
+  const bool is_stale = segment.is_stale();
+  segment.set_stale(false);  // domains list what is stale by storage
+  (void)other._mutable_data_ptr_no_checks().release_context();
+  segment.storage_ = &storage;
+  segment.set_stale(is_stale);
+  segment.virtual_address_ = old.virtual_address_;
+  segment.writes_ = old.writes_.load();
+  attach(std::unique_ptr<StorageSegment>(&segment), storage);  // the old one dies
+}
+
+namespace {
+
+bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role, std::uint64_t number) {
   if (segment_of(tensor)) return true;
   if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.device() != domain->device ||
       !tensor.has_storage() || tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_quantized() ||
@@ -347,7 +385,7 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
                                row_bytes(tensor.sizes(), tensor.itemsize()),
                                tensor.dtype(),
                                role,
-                               {.source = domain->find_source(tensor)}};
+                               {.number = number, .source = domain->find_source(tensor)}};
   auto segment = builder(domain, impl);
   if (builder.creation.source && segment->tier() == Tier::disk) {
     // It is there.
@@ -360,6 +398,35 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   impl.set_resizable(false);
   attach(std::move(segment), impl);
   compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
+  return true;
+}
+
+}  // namespace
+
+bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role) {
+  return adopt(domain, tensor, role, /*number=*/0);
+}
+
+bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role, std::uint64_t number) {
+  c10::NoGradGuard no_grad;
+  if (adopt(domain, tensor, role, number)) return true;
+  if (!tensor.defined() || tensor.layout() != c10::kStrided || !tensor.is_leaf() ||
+      tensor.key_set().has(c10::DispatchKey::Python) || (tensor.is_meta() && !domain->planned_on)) {
+    return false;
+  }
+  if (!domain->pages(tensor.nbytes())) {
+    if (tensor.device() != domain->device) compat::become(tensor, tensor.to(domain->device));
+    return false;
+  }
+  const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
+  const Creation creation{.number = number, .source = domain->find_source(tensor)};
+  at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role, creation);
+  if (creation.source && segment_of(own)->tier() == Tier::disk) {
+    compat::become(tensor, own);  // it is there
+  } else {
+    const SameValues same;  // `own` is not made by this rank's data, but of what all ranks are to have
+    compat::become(tensor, own.copy_(tensor));
+  }
   return true;
 }
 

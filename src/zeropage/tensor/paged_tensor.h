@@ -20,12 +20,14 @@
 #include "zeropage/comm/stripes.h"
 #include "zeropage/pager/frame_cache.h"
 #include "zeropage/tensor/foreseen_norm.h"
+#include "zeropage/tensor/leaves.h"
+#include "zeropage/tensor/placement.h"
 
 namespace zeropage {
 
 /// Where a role's tensors are created. `automatic`: on the device if it has memory of its own, and in the host, while
 /// half of their budgets has room; else on disk. `automatic_below`: the same, and never on the device.
-enum class Placement : std::uint8_t { device, host, disk, automatic, automatic_below };
+enum class TierChoice : std::uint8_t { device, host, disk, automatic, automatic_below };
 
 /// Operators that brought their tensors in whole although a rule is there for their kind: no slow path is silent.
 class GeneralPath {
@@ -145,7 +147,7 @@ struct Domain {
   c10::Device device{c10::kCPU};
   bool on_host = true;             // operators run on the host's memory
   std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
-  Placement placement[kRoles] = {};
+  TierChoice tiers[kRoles] = {};
   Partition partition;
   // Of parameters, where what operators see differs from the master; Undefined: nowhere.
   c10::ScalarType visible_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
@@ -178,6 +180,8 @@ struct Domain {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in a scope; ranks have yet to make them equal
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
   std::uint64_t creations = 0;
+  ContractLog contract;  // of what is to stay the same on all ranks
+  Leaves leaves;         // that operators have met
 
   /// Where the content of a tensor lies that a loader mapped from a file, if its home may be there; else none.
   SourceRange find_source(const at::TensorBase& tensor) const;
@@ -279,10 +283,25 @@ class StorageSegment final : public Segment {
   // --- over ranks ---
 
   bool is_partitioned() const { return share_.defined(); }
+  /// What ranks know of its value (placement.h).
+  Placement placement() const { return pending_ ? Placement::sum : own_ ? Placement::own : Placement::same; }
+  bool is_own() const { return own_; }
+  /// Of one that is whole here: it is this rank's own from now on.
+  void become_own() { own_ = true; }
+  /// Whether the program keeps it the same on all ranks, whatever it writes: a parameter, or an optimizer's state.
+  bool keeps_same() const { return keeps_same_; }
+  void set_keeps_same(bool keeps) { keeps_same_ = keeps; }
+  /// Whether it is a gradient that the reducer made.
+  bool is_reduced() const { return is_reduced_; }
+  void set_reduced() { is_reduced_ = true; }
+  /// Whether anything but zeros was ever written to it.
+  bool is_touched() const { return touched_; }
+  /// A number for a tensor that is made like this one, where not all ranks may make as many others.
+  std::uint64_t derived_number() const;
   bool is_stale() const { return stale_; }
   void set_stale(bool stale);
   /// Whether the ranks' shares of it can be written one by one.
-  bool is_shareable() const { return shareable_; }
+  bool is_shareable() const { return shareable_ && !own_; }
   const Stripes& stripes() const { return stripes_; }
   std::uint64_t number() const { return number_; }
   std::size_t elements() const { return elements_; }
@@ -303,7 +322,7 @@ class StorageSegment final : public Segment {
   void open_share(Access access);
   /// The same for the reducer, which brings what is to come.
   void claim_share(Access access);
-  /// Whether the reducer knows the leaf that lies in it.
+  /// Whether the domain knows the leaf that lies in it.
   bool leaf_known = false;
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
   Layout layout() const;
@@ -320,7 +339,9 @@ class StorageSegment final : public Segment {
 
  private:
   friend struct SegmentBuilder;
+  friend void take_segment(const at::Tensor& tensor, const at::Tensor& made);
   void point_to(void* data);
+  Layout layout_of(const SegmentBuilder& builder) const;
   std::shared_ptr<Domain> domain_;
   c10::StorageImpl* storage_;  // null: it died, and deferred operators keep the segment
   Role role_;
@@ -333,6 +354,8 @@ class StorageSegment final : public Segment {
   at::Tensor share_;
   bool shareable_ = false;
   bool stale_ = false;
+  bool own_ = false, keeps_same_ = false, is_reduced_ = false, touched_ = false;
+  mutable std::atomic<std::uint64_t> derived_ = 0;
   std::shared_ptr<Pending> pending_;
   std::atomic<bool> is_deferred_ = false, is_deferred_in_host_ = false;
   std::shared_ptr<Deferred> deferred_;
@@ -366,6 +389,10 @@ struct Creation {
   std::optional<Layout> layout = std::nullopt;  // the role's, unless it is said
   /// What it is called on all ranks. Given where ranks may make tensors in another order, as gradients; else counted.
   std::uint64_t number = 0;
+  /// What it is made like. Outside of steps and scopes its number comes from this one's: there ranks may make
+  /// different tensors, as in a layer that only some of them run.
+  const StorageSegment* like = nullptr;
+  Placement placement = Placement::same;
   /// Has no home until find_home(): a temporary, which may die before an operator needs its content.
   bool unallocated = false;
   /// Shares no page with other tensors, however small.
@@ -380,6 +407,11 @@ struct Creation {
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                       caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
+/// The storage of `tensor` holds the segment of `made` from now on: what `made` holds, wherever that is, becomes the
+/// content of all views of `tensor`. Both are paged, with as many bytes; nothing else may use `made`. Throws
+/// AccessError if `tensor` is pinned.
+void take_segment(const at::Tensor& tensor, const at::Tensor& made);
+
 /// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
 void run_deferred(Domain& domain);
 /// With ranks: what was created in a scope becomes the same on all of them. Shares are what their ranks made of them;
@@ -390,6 +422,9 @@ void start_equal(Domain& domain);
 /// it is: too small, another device, not strided, a subclass, or its storage is shared with tensors we do not know
 /// of.
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role);
+/// The same, and where its storage is shared, as Module::to does: by giving it a storage of its own. One on another
+/// device moves to the domain's. `number`: over ranks, what it is called on all of them; 0: it is counted.
+bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role, std::uint64_t number = 0);
 
 /// Segments of a set of tensors held in memory, exposed, while the guard lives.
 class TensorPin {

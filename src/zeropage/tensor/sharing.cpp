@@ -13,6 +13,7 @@
 #include <set>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/no_paging_guard.h"
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -72,6 +73,7 @@ class Refresh {
   explicit Refresh(Domain& domain) : domain_(domain), ranks_(*domain.partition.ranks) {}
 
   void run(const std::vector<StorageSegment*>& segments) {
+    const NoPagingGuard no_paging;  // also in a scope
     std::vector<StorageSegment*> small;
     std::size_t bytes = 0;
     for (StorageSegment* segment : segments) {
@@ -175,8 +177,6 @@ void gather_stale_parameters(Domain& domain) {
     segments.push_back(segment_of(*alive.at(number)));
   }
   for (StorageSegment* segment : segments) segment->complete();
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-  c10::NoGradGuard no_grad;
   Refresh(domain).run(segments);
   for (StorageSegment* segment : segments) segment->set_stale(false);
 }
@@ -223,6 +223,7 @@ void StorageSegment::complete_pending() {
 
 void StorageSegment::refresh(Access access) {
   complete();
+  touched_ = touched_ || access != Access::read;
   if (stale_ && access != Access::overwrite) {
     // After a step, whichever parameter is used first: which that is may differ between ranks.
     role() == Role::parameter ? gather_stale_parameters(*domain_) : Refresh(*domain_).run({this});
@@ -248,6 +249,7 @@ void StorageSegment::open_share(Access access) {
 }
 
 void StorageSegment::claim_share(Access access) {
+  touched_ = touched_ || access != Access::read;
   if (is_partitioned()) {
     access == Access::read ? cache()->store(*this) : cache()->share_changes(*this);
   } else if (access != Access::read) {

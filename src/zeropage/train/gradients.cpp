@@ -10,6 +10,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/heap.h"
+#include "zeropage/rules/mixed.h"
 #include "zeropage/rules/norms.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/rules/widened.h"
@@ -23,7 +24,8 @@ using torch::autograd::variable_list;
 
 class PageGradient final : public torch::autograd::FunctionPreHook {
  public:
-  explicit PageGradient(torch::autograd::AccumulateGrad* node) : node_(node) {}
+  PageGradient(torch::autograd::AccumulateGrad* node, std::weak_ptr<Domain> domain)
+      : node_(node), domain_(std::move(domain)) {}
 
   variable_list operator()(const variable_list& gradients) override {
     try {
@@ -45,6 +47,11 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const at::Tensor& leaf = node_->variable;
     const at::Tensor& gradient = gradients[0];
     auto* segment = segment_of(leaf);
+    if (!segment && gradient.defined()) {  // `leaf.data = an ordinary tensor`, since the operator met it
+      const auto domain = domain_.lock();
+      at::Tensor same = leaf;
+      if (domain && domain->partition.ranks && page_again(same, domain)) segment = segment_of(leaf);
+    }
     if (segment && gradient.defined() && segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     if (!segment || !gradient.defined()) return gradients;
     const bool is_last = note_arrival(*segment);
@@ -106,8 +113,6 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       throw RankError(
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
-    // Made of nothing but tensors that lie over the ranks, it is the same on all of them: its own mean.
-    if (holds_share_only(segment_of(gradient))) return {gradient};
     return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
   }
 
@@ -137,6 +142,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
   }
 
   torch::autograd::AccumulateGrad* node_;  // which owns this hook
+  std::weak_ptr<Domain> domain_;           // in which its leaf was paged
 };
 
 }  // namespace
@@ -149,16 +155,23 @@ caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
                                                 : leaf.dtype();
 }
 
+bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
+  const std::uint64_t key = domain->leaves.key_of(leaf);
+  if (key == 0 || !page_tensor(domain, leaf, Role::parameter, domain->partition.ranks ? key : 0)) return false;
+  if (domain->mixes()) give_master(leaf, *domain);
+  StorageSegment& segment = *segment_of(leaf);
+  segment.set_keeps_same(true);
+  segment.leaf_known = true;
+  domain->leaves.know(leaf);
+  return true;
+}
+
 LeafHold hook_gradient(const at::Tensor& leaf) {
   // Threads may meet one leaf at once: the node gets one hook.
   static std::mutex mutex;
   auto& segment = *segment_of(leaf);
   std::unique_lock lock(mutex);
-  if (segment.domain()->partition.ranks && !std::exchange(segment.leaf_known, true)) {
-    lock.unlock();
-    reducer_of(*segment.domain()).know(leaf);
-    lock.lock();
-  }
+  if (!std::exchange(segment.leaf_known, true)) segment.domain()->leaves.know(leaf);
   auto node = c10::GradMode::is_enabled() ? torch::autograd::impl::grad_accumulator(leaf)
                                           : torch::autograd::impl::try_get_grad_accumulator(leaf);
   if (!node) return node;
@@ -166,7 +179,7 @@ LeafHold hook_gradient(const at::Tensor& leaf) {
     if (dynamic_cast<PageGradient*>(hook.get())) return node;
   }
   if (auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
-    node->add_pre_hook(std::make_unique<PageGradient>(accumulate));
+    node->add_pre_hook(std::make_unique<PageGradient>(accumulate, segment.domain()));
   }
   return node;
 }

@@ -16,6 +16,10 @@ Reducer& reducer_of(const Domain& domain);
 /// In what a leaf's gradient is summed and kept.
 caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf);
 
+/// Pages a leaf of the domain whose `.data` was set to an ordinary tensor; false if it cannot be. Over ranks all of
+/// them do it together.
+bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain);
+
 /// What keeps a leaf's hook alive until the operator that met the leaf has made its own edge to the node: without it
 /// the node, held weakly by the leaf, would die at once; held longer, it would keep the parameter alive.
 using LeafHold = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));

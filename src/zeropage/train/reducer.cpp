@@ -23,6 +23,7 @@ namespace {
 
 constexpr std::size_t kBucketBytes = 16 * kMiB;
 constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
+constexpr std::size_t kSpillBytes = 256 * kKiB;  // smaller ones stay in memory
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return (hash ^ value) * 0x100000001b3; }  // FNV-1a
 
@@ -48,7 +49,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   }
 
   bool add_to(StorageSegment& sum) override {
-    if (sum.layout() != layout || sum.elements() != stripes.elements()) return false;
+    if (sum.is_own() || sum.layout() != layout || sum.elements() != stripes.elements()) return false;
     sum.run_deferred();
     if (arrived) return false;
     add_target(sum, /*add=*/true);
@@ -62,7 +63,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   }
 
   std::uint64_t number;  // of the leaf
-  at::Tensor gradient;   // flat, in memory order; undefined: zeros, and once it was sent
+  at::Tensor gradient;   // flat, in memory order, of this rank alone; undefined: zeros, and once it was sent
   c10::ScalarType dtype;
   at::Tensor created;  // the first target, until it is handed out
   std::size_t bytes;
@@ -90,7 +91,7 @@ struct Reducer::PiecePart {
 struct Reducer::Piece {
   std::unique_ptr<Ranks::Work> work;
   at::Tensor result;
-  bool scaled = false;  // divided by the number of ranks already
+  bool is_packed = false;
   std::size_t bytes;
   std::vector<PiecePart> parts;
   // How far it came. An error leaves it here, and the next attempt goes on from here: nothing is added twice.
@@ -98,28 +99,44 @@ struct Reducer::Piece {
   std::size_t part = 0, target = 0, element = 0;
 };
 
-Reducer::Reducer(const Domain& domain)
+Reducer::Reducer(Domain& domain)
     : domain_(domain), ranks_(*domain.partition.ranks), replicas_(domain.partition.replicas.get()) {}
 
 Reducer::~Reducer() = default;
 
-void Reducer::know(const at::Tensor& leaf) {
-  std::lock_guard lock(mutex_);
-  leaves_.insert_or_assign(segment_of(leaf)->number(), leaf.getIntrusivePtr());
-}
-
 Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient) {
   const auto* segment = segment_of(leaf);
+  const std::uint64_t key = domain_.leaves.know(leaf);
   at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
-                                {.number = segment->number()});
-  auto reduction = std::make_shared<Reduction>(*this, segment->number(), std::move(gradient), paged.scalar_type(),
-                                               *segment_of(paged));
+                                {.number = key});
+  segment_of(paged)->set_reduced();
+  auto reduction =
+      std::make_shared<Reduction>(*this, key, std::move(gradient), paged.scalar_type(), *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
   reduction->created = std::move(paged);
   return reduction;
 }
 
+namespace {
+
+/// The gradient in the leaf's layout and gradients' dtype, in memory of its own where it is paged.
+at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
+  c10::NoGradGuard no_grad;
+  const OutsideScopes outside;
+  const at::Tensor given = gradient.detach();
+  if (given.strides() == leaf.strides() && !segment_of(given) && given.dtype() == gradient_dtype(leaf)) return given;
+  const auto options = leaf.options().dtype(gradient_dtype(leaf)).requires_grad(false);
+  at::Tensor own = [&] {
+    const NoPagingGuard no_paging;
+    return at::empty_strided(leaf.sizes(), leaf.strides(), options);
+  }();
+  return own.copy_(given);  // which faults, if that is paged
+}
+
+}  // namespace
+
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
+  at::Tensor own = laid_out(leaf, gradient);
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
   const CurrentActivity activity(
@@ -128,19 +145,32 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
                            fmt::join(static_cast<const at::Tensor*>(leaf)->sizes(), ", "));
       },
       &leaf);
-  at::Tensor laid_out = gradient;
-  if (gradient.strides() != leaf.strides() || segment_of(gradient) || gradient.dtype() != gradient_dtype(leaf)) {
-    laid_out = at::empty_strided(leaf.sizes(), leaf.strides(),
-                                 leaf.options().dtype(gradient_dtype(leaf)).requires_grad(false));
-    c10::impl::IncludeDispatchKeyGuard fault_on_paged(kPagedKey);
-    laid_out.copy_(gradient);
-  }
-  auto reduction = start(leaf, laid_out.as_strided(leaf.numel(), 1));
+  auto reduction = start(leaf, own.as_strided(leaf.numel(), 1));
   at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
   add(std::move(reduction));
   make_room();
   return paged;
+}
+
+void Reducer::average(c10::ArrayRef<at::Tensor> leaves) {
+  bool any = false;
+  for (const at::Tensor& leaf : leaves) {
+    const auto* segment = segment_of(leaf);
+    if (!segment || segment->domain().get() != &domain_ || !leaf.grad().defined()) continue;
+    const auto* made = segment_of(leaf.grad());
+    if (made && !made->is_own()) continue;
+    if (leaf.grad().layout() != c10::kStrided) {
+      throw RankError(fmt::format(
+          "the gradient of a parameter [{}] was set to a sparse tensor, which is not summed over ranks; set it to "
+          "gradient.to_dense()",
+          fmt::join(leaf.sizes(), ", ")));
+    }
+    const at::Tensor mean = reduce(leaf, leaf.grad());
+    leaf.mutable_grad() = mean;
+    any = true;
+  }
+  if (any) settle();
 }
 
 /// Runs `exchange`, which all ranks do together. If it fails half-way, the other ranks may have gone further: no
@@ -179,95 +209,182 @@ void Reducer::watch_backward() {
 }
 
 void Reducer::settle() {
-  std::lock_guard lock(mutex_);
-  NoPagingGuard no_paging;
-  const CurrentActivity activity([](const void*) { return std::string("the sums of backward's last gradients"); },
-                                 nullptr);
-  together([&] { piling_ ? settle_pile() : send_open(Why::end); });
-  make_room();
-}
-
-void Reducer::send_open(Why why) {
-  auto bucket = std::exchange(open_, {});
-  open_bytes_ = 0;
-  if (!piling_) {
-    std::uint64_t content = 0xcbf29ce484222325;
-    for (const ReductionPtr& reduction : bucket) content = mix(mix(content, reduction->number), reduction->bytes);
-    piling_ = !all_have({static_cast<std::int64_t>(why), static_cast<std::int64_t>(content),
-                         static_cast<std::int64_t>(bucket.size())});
-    if (!piling_) return send(bucket);
+  std::vector<std::pair<at::Tensor, at::Tensor>> to_add;
+  {
+    std::lock_guard lock(mutex_);
+    NoPagingGuard no_paging;
+    const CurrentActivity activity([](const void*) { return std::string("the sums of backward's last gradients"); },
+                                   nullptr);
+    together([&] { send_open(Why::end); });
+    make_room();
+    to_add.swap(to_add_);
   }
-  pile_.insert(pile_.end(), bucket.begin(), bucket.end());
-  if (why == Why::end) settle_pile();
-}
-
-/// Whether the same is in every rank's bucket, here and among replicas.
-bool Reducer::all_have(Collectives::Words mine) {
-  const Subject subject{"gradients", 0, 0};
-  const auto same = [&](const std::vector<Collectives::Words>& all) {
-    return std::all_of(all.begin(), all.end(), [&](const auto& words) { return words == mine; });
-  };
-  const bool here = same(ranks_.agree(mine, subject));
-  if (!replicas_) return here;
-  mine[2] = here ? mine[2] : -1;
-  return same(replicas_->agree(mine, subject)) && here;
-}
-
-/// The numbers that some rank of the group has.
-std::set<std::uint64_t> Reducer::union_over(Collectives& group, const std::set<std::uint64_t>& mine) {
-  const Subject subject{"gradients that not all ranks have", 0, 0};
-  std::int64_t most = 0;
-  for (const auto& words : group.agree({static_cast<std::int64_t>(mine.size()), 0, 0}, subject)) {
-    most = std::max(most, words[0]);
-  }
-  if (most == 0) return {};
-  at::Tensor numbers = at::zeros({most}, at::kLong);
-  std::copy(mine.begin(), mine.end(), numbers.mutable_data_ptr<std::int64_t>());
-  const at::Tensor all = group.all_gather_small(numbers, subject).contiguous();
-  const auto* first = all.const_data_ptr<std::int64_t>();
-  std::set<std::uint64_t> known(first, first + all.numel());
-  known.erase(0);  // padding: numbers count from one
-  return known;
+  c10::NoGradGuard no_grad;
+  for (const auto& [sum, mean] : to_add) sum.add_(mean);
 }
 
 /// [Note: buckets and ranks]
-void Reducer::settle_pile() {
-  pile_.insert(pile_.end(), open_.begin(), open_.end());
-  open_.clear(), open_bytes_ = 0;
-  std::set<std::uint64_t> known;
-  for (const ReductionPtr& reduction : pile_) known.insert(reduction->number);
-  known = union_over(ranks_, known);
-  if (replicas_) known = union_over(*replicas_, known);
-  std::vector<ReductionPtr> together;
-  auto pile = std::exchange(pile_, {});
-  for (const std::uint64_t number : known) {
-    const auto mine = std::find_if(pile.begin(), pile.end(), [&](const auto& r) { return r->number == number; });
-    together.push_back(mine != pile.end() ? *mine : missing(number));
+void Reducer::send_open(Why why) {
+  while (true) {
+    const auto [same, all_ended] = agree(why);
+    auto bucket = std::exchange(open_, {});
+    open_bytes_ = 0;
+    if (same) {
+      send(bucket);
+    } else {
+      pile_.insert(pile_.end(), bucket.begin(), bucket.end());
+      const Counts counts = count_over_ranks();
+      send_what_all_have(counts);
+      if (all_ended) return send_the_rest(counts);
+      spill_pile();
+    }
+    if (why == Why::full || all_ended) return;
   }
-  piling_ = false;
-  send(together);
+}
+
+/// What ranks have in their buckets and piles, here and among replicas.
+Reducer::Agreed Reducer::agree(Why why) {
+  const Subject subject{"gradients", 0, 0};
+  std::uint64_t content = 0xcbf29ce484222325;
+  for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->number), reduction->bytes);
+  Collectives::Words mine{static_cast<std::int64_t>(why), static_cast<std::int64_t>(content),
+                          static_cast<std::int64_t>(open_.size()),
+                          static_cast<std::int64_t>(domain_.contract.hash())};
+  if (!pile_.empty()) mine[2] = -1;  // there is something to be counted
+  Agreed agreed{pile_.empty(), why == Why::end};
+  for (Collectives* group : {&ranks_, replicas_}) {
+    if (!group) continue;
+    const auto all = group->agree(mine, subject);
+    check_contract(all, *group, mine[3]);
+    for (const auto& words : all) {
+      agreed.all_ended = agreed.all_ended && words[0] == static_cast<std::int64_t>(Why::end);
+      agreed.same = agreed.same && words[0] == mine[0] && words[1] == mine[1] && words[2] == mine[2] && words[2] >= 0;
+    }
+    // What the replicas of other shards are told.
+    mine[0] = static_cast<std::int64_t>(agreed.all_ended ? Why::end : Why::full);
+    mine[2] = agreed.same ? mine[2] : -1;
+  }
+  domain_.contract.clear();
+  return agreed;
+}
+
+/// Throws on every rank if ranks wrote different values to what is to stay the same.
+void Reducer::check_contract(const std::vector<Collectives::Words>& all, Collectives& group, std::int64_t mine) {
+  if (std::all_of(all.begin(), all.end(), [&](const auto& words) { return words[3] == mine; })) return;
+  const auto texts = group.all_gather_text(domain_.contract.text(), {"what was written by contract", 0, 0});
+  const std::string difference = ContractLog::difference(texts);
+  if (difference.empty()) return;
+  throw RankError(fmt::format(
+      "ranks wrote different values into one tensor:{}\nParameters, their gradients and optimizers' states must be "
+      "written alike on all ranks: draw random numbers from one seed, and compute from what all ranks have",
+      difference));
+}
+
+Reducer::Counts Reducer::count_over(Collectives& group, const Counts& mine) {
+  const Subject subject{"gradients that not all ranks have", 0, 0};
+  std::int64_t most = 0;
+  for (const auto& words : group.agree({static_cast<std::int64_t>(mine.most.size())}, subject)) {
+    most = std::max(most, words[0]);
+  }
+  if (most == 0) return {};
+  at::Tensor rows = at::zeros({most, 3}, at::kLong);  // key, least, most; a key is not zero
+  auto* row = rows.mutable_data_ptr<std::int64_t>();
+  for (const auto& [key, count] : mine.most) {
+    const auto least = mine.least.find(key);
+    *row++ = static_cast<std::int64_t>(key);
+    *row++ = least == mine.least.end() ? 0 : static_cast<std::int64_t>(least->second);
+    *row++ = static_cast<std::int64_t>(count);
+  }
+  const at::Tensor all = group.all_gather_small(rows, subject).contiguous();
+  std::map<std::uint64_t, int> holders;
+  Counts counts;
+  const auto* of_all = all.const_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < group.size() * most; ++i) {
+    const auto key = static_cast<std::uint64_t>(of_all[3 * i]);
+    if (key == 0) continue;
+    const auto least = static_cast<std::size_t>(of_all[3 * i + 1]),
+               count = static_cast<std::size_t>(of_all[3 * i + 2]);
+    const bool is_first = holders[key]++ == 0;
+    counts.least[key] = is_first ? least : std::min(counts.least[key], least);
+    counts.most[key] = std::max(counts.most[key], count);
+  }
+  for (const auto& [key, count] : holders) {
+    if (count < group.size()) counts.least[key] = 0;
+  }
+  return counts;
+}
+
+Reducer::Counts Reducer::count_over_ranks() const {
+  Counts counts;
+  for (const ReductionPtr& reduction : pile_) ++counts.most[reduction->number];
+  counts.least = counts.most;
+  counts = count_over(ranks_, counts);
+  return replicas_ ? count_over(*replicas_, counts) : counts;
+}
+
+/// In the order of keys; of one key, in the order in which they came.
+void Reducer::send_what_all_have(const Counts& counts) {
+  std::map<std::uint64_t, std::vector<ReductionPtr>> by_key;
+  std::map<std::uint64_t, std::size_t> taken;
+  std::vector<ReductionPtr> left;
+  for (const ReductionPtr& reduction : pile_) {
+    const auto least = counts.least.find(reduction->number);
+    const bool have_all = least != counts.least.end() && taken[reduction->number] < least->second;
+    if (have_all) ++taken[reduction->number];
+    (have_all ? by_key[reduction->number] : left).push_back(reduction);
+  }
+  pile_ = std::move(left);
+  std::vector<ReductionPtr> common;
+  for (auto& [_, reductions] : by_key) common.insert(common.end(), reductions.begin(), reductions.end());
+  send(common);
+}
+
+void Reducer::send_the_rest(const Counts& counts) {
+  auto pile = std::exchange(pile_, {});
+  std::vector<ReductionPtr> rest;
+  for (const auto& [key, most] : counts.most) {
+    const auto least = counts.least.find(key);
+    std::size_t wanted = most - (least == counts.least.end() ? 0 : least->second);
+    for (const ReductionPtr& mine : pile) {
+      if (mine->number == key && wanted > 0) rest.push_back(mine), --wanted;
+    }
+    for (; wanted > 0; --wanted) rest.push_back(missing(key));
+  }
+  send(rest);
+}
+
+/// What waits for other ranks waits in pages.
+void Reducer::spill_pile() {
+  for (const ReductionPtr& reduction : pile_) {
+    at::Tensor& gradient = reduction->gradient;
+    const auto storage = reduction->targets[0].storage.lock();
+    const auto* segment = storage ? segment_of(*storage) : nullptr;
+    if (!segment || !gradient.defined() || segment_of(gradient) || gradient.nbytes() < kSpillBytes) continue;
+    const at::Tensor paged = make_paged(segment->domain(), gradient.sizes(), gradient.strides(), gradient.dtype(),
+                                        Role::gradient, {.is_local = true});
+    std::size_t done = 0;
+    write(*segment_of(paged), 0, gradient, reduction->dtype, /*add=*/false, done);
+    gradient = paged;
+  }
 }
 
 /// Zeros, for a gradient that this rank has not and others have; the leaf gets the mean all the same.
-Reducer::ReductionPtr Reducer::missing(std::uint64_t number) {
-  const auto known = leaves_.find(number);
-  const auto leaf =
-      known == leaves_.end() ? c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>() : known->second.lock();
-  if (!leaf) {
+Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
+  const at::Tensor parameter = domain_.leaves.find(key);
+  if (!parameter.defined() || !segment_of(parameter)) {
     throw RankError(
         fmt::format("other ranks have a gradient for parameter {}, which this rank has never used; let every rank "
                     "use it, or call "
                     "zeropage.together(module) on its module",
-                    number));
+                    key));
   }
-  const at::Tensor parameter(leaf);
   auto reduction = start(parameter, {});
   at::Tensor created = std::exchange(reduction->created, {});
-  if (auto* sum = segment_of(parameter.grad())) {
-    if (!reduction->add_to(*sum))
-      throw RankError("a gradient that this rank lacks does not fit p.grad; clear p.grad");
-  } else {
+  const at::Tensor& before = parameter.grad();
+  if (!before.defined()) {
     parameter.mutable_grad() = std::move(created);
+  } else if (auto* sum = segment_of(before); !sum || !reduction->add_to(*sum)) {
+    to_add_.emplace_back(before, std::move(created));  // one that the program set
   }
   return reduction;
 }
@@ -293,21 +410,45 @@ c10::ScalarType Reducer::wire_dtype(c10::ScalarType dtype) const {
   return chosen == c10::ScalarType::Undefined || !c10::isFloatingType(dtype) ? dtype : chosen;
 }
 
-/// Pages that lie as they are to be sent go as they are; the others are to be packed. Half precision is divided
-/// before it is summed, so it must be packed.
+/// `elements` of the gradient from `begin` on, in memory, and zeros up to `length`.
+at::Tensor Reducer::part_of(const Reduction& reduction, std::size_t begin, std::size_t elements,
+                            std::size_t length) const {
+  const auto n = static_cast<std::int64_t>(length);
+  if (!reduction.gradient.defined()) return at::zeros({n}, options(reduction.dtype));
+  auto* segment = segment_of(reduction.gradient);
+  if (!segment && elements == length) return reduction.gradient.narrow(0, static_cast<std::int64_t>(begin), n);
+  at::Tensor part = at::zeros({n}, options(reduction.dtype));
+  at::Tensor filled = part.narrow(0, 0, static_cast<std::int64_t>(elements));
+  if (!segment) {
+    filled.copy_(reduction.gradient.narrow(0, static_cast<std::int64_t>(begin), filled.numel()));
+    return part;
+  }
+  const std::size_t page_elements = segment->page_bytes() / part.itemsize(), end = begin + elements;
+  for (std::size_t at = begin, next = 0; at < end; at = next) {
+    const std::size_t page = at / page_elements;
+    next = std::min(end, (page + 1) * page_elements);
+    PagePin pin = segment->cache()->pin_page(*segment, page, Access::read);
+    pin.wait();
+    const at::Tensor piece = at::from_blob(
+        pin.data() + (at - page * page_elements) * part.itemsize(), {static_cast<std::int64_t>(next - at)},
+        [](void*) {}, part.options(), domain_.device);
+    part.narrow(0, static_cast<std::int64_t>(at - begin), piece.numel()).copy_(piece);
+  }
+  return part;
+}
+
+/// Pages that lie as they are to be sent go as they are, on every rank; the others are to be packed.
 void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>& to_pack) {
   const Stripes& stripes = reduction->stripes;
-  const at::Tensor& gradient = reduction->gradient;
-  const bool as_it_is =
-      gradient.defined() && wire_dtype(reduction->dtype) == reduction->dtype && reduction->dtype != c10::kHalf;
+  const bool as_it_is = wire_dtype(reduction->dtype) == reduction->dtype;
   for (std::size_t page = 0; page < stripes.pages(); ++page) {
     const std::size_t part = stripes.part(page), begin = stripes.page_begin(page), all = part * stripes.ranks();
     if (!as_it_is || begin + all > stripes.elements()) {
       to_pack.push_back({reduction, page});
       continue;
     }
-    at::Tensor sum = at::empty({static_cast<std::int64_t>(part)}, gradient.options());
-    at::Tensor whole = gradient.narrow(0, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(all));
+    at::Tensor sum = at::empty({static_cast<std::int64_t>(part)}, options(reduction->dtype));
+    at::Tensor whole = part_of(*reduction, begin, all, all);
     const Subject subject{"gradient", reduction->number, page};
     auto piece = std::make_unique<Piece>();
     piece->work = ranks_.reduce_scatter(sum, whole, subject);
@@ -333,7 +474,7 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
         const auto begin = static_cast<std::int64_t>(stripes.page_begin(page));
         const auto elements = std::min(part * ranks_.size(), static_cast<std::int64_t>(stripes.elements()) - begin);
         const std::int64_t full = elements / part, rest = elements % part;  // ranks whose part is full; and one's
-        const at::Tensor all = reduction->gradient.narrow(0, begin, elements);
+        const at::Tensor all = part_of(*reduction, begin, elements, elements);
         packed.narrow(0, 0, full).narrow(1, at, part).copy_(all.narrow(0, 0, full * part).view({full, part}));
         if (rest > 0) packed[full].narrow(0, at, rest).copy_(all.narrow(0, full * part, rest));
       }
@@ -341,11 +482,10 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
           {reduction, static_cast<std::size_t>(at), stripes.part_begin(page), static_cast<std::size_t>(part)});
       at += part;
     }
-    packed.mul_(1.0 / domain_.partition.world());
     piece->result = at::empty({length}, packed.options());
     piece->work =
         ranks_.reduce_scatter(piece->result, packed.view({-1}), {"gradients", alike[0].reduction->number, 0});
-    piece->scaled = true;
+    piece->is_packed = true;
     piece->bytes = packed.nbytes();
     push(std::move(piece));
   });
@@ -360,14 +500,16 @@ void Reducer::send_packed_wholes(const std::vector<PackedPart>& wholes) {
     std::int64_t at = 0;
     for (const auto& [reduction, _] : alike) {
       const auto elements = static_cast<std::int64_t>(reduction->stripes.elements());
-      if (reduction->gradient.defined()) packed.narrow(0, at, elements).copy_(reduction->gradient);
+      if (reduction->gradient.defined()) {
+        const auto all = static_cast<std::size_t>(elements);
+        packed.narrow(0, at, elements).copy_(part_of(*reduction, 0, all, all));
+      }
       piece->parts.push_back({reduction, static_cast<std::size_t>(at), 0, static_cast<std::size_t>(elements)});
       at += elements;
     }
-    packed.mul_(1.0 / domain_.partition.world());
     piece->result = packed;
     piece->work = ranks_.all_reduce(packed, {"gradients", alike[0].reduction->number, 0});
-    piece->scaled = true;
+    piece->is_packed = true;
     piece->bytes = packed.nbytes();
     push(std::move(piece));
   });
@@ -389,8 +531,8 @@ at::TensorOptions Reducer::options(c10::ScalarType dtype) const {
 void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) ++part.reduction->pieces_left;
   bytes_under_way_ += piece->bytes;
-  // What was packed and scaled for it.
-  if (domain_.planned_on && piece->scaled) domain_.planned_on->copy(2 * piece->bytes);
+  // What was packed for it.
+  if (domain_.planned_on && piece->is_packed) domain_.planned_on->copy(2 * piece->bytes);
   under_way_.push_back(std::move(piece));
   try {
     make_room();
@@ -407,8 +549,13 @@ void Reducer::make_room() {
 void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
-  if (!reduction.sent) together([&] { piling_ ? settle_pile() : send_open(Why::full); });
-  if (!reduction.sent) together([&] { settle_pile(); });
+  if (!reduction.sent) together([&] { send_open(Why::full); });
+  if (!reduction.sent && torch::autograd::get_current_graph_task_id() >= 0) {
+    throw RankError(
+        "a gradient is read in backward, and not all ranks have it yet: read it after backward, or call "
+        "zeropage.together(module) on the module of which ranks run different parts");
+  }
+  if (!reduction.sent) together([&] { send_open(Why::end); });
   while (reduction.pieces_left > 0) complete_oldest();
 }
 
@@ -420,8 +567,6 @@ void Reducer::complete_oldest() {
     replicas_->all_reduce(piece.result, {"gradients", piece.parts[0].reduction->number, 0})->wait();
     piece.over_replicas = true;
   }
-  if (!piece.scaled) piece.result.mul_(1.0 / domain_.partition.world());
-  piece.scaled = true;
   for (; piece.part < piece.parts.size(); ++piece.part) {
     deliver(piece);
     piece.target = 0;

@@ -5,9 +5,11 @@
 // memory as every rank's part of it, and is sent as it lies; what is left is packed. Where gradients are whole on
 // every rank (stage 0, small tensors), they are packed and all-reduced. Sums are means, as DistributedDataParallel's.
 //
-// [Note: buckets and ranks] Ranks tell each other what is in a bucket before they send it. If one lacks a gradient
-// that others have, the rest of this backward is piled up, and at its end ranks sum over the union, zeros for what a
-// rank lacks. The parameter then has a gradient on every rank, as it would have with the whole batch on one.
+// [Note: buckets and ranks] Ranks tell each other what is in a bucket before they send it. If a rank lacks a gradient
+// that others have, they send what all of them have; the rest is piled up, in pages that can leave memory. A rank
+// whose backward has ended answers the others until theirs have. Then ranks sum over the union of their piles, page
+// by page, zeros for what a rank lacks. The parameter has a gradient on every rank then, as it would have with the
+// whole batch on one. A gradient is known by its leaf's key ([Note: keys of leaves] in tensor/leaves.h).
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -17,7 +19,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "zeropage/tensor/paged_tensor.h"
@@ -26,13 +27,14 @@ namespace zeropage {
 
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
-  explicit Reducer(const Domain& domain);
+  explicit Reducer(Domain& domain);
   ~Reducer();
 
-  /// Remembers a leaf, so that it gets a gradient when other ranks have one and this one has not.
-  void know(const at::Tensor& leaf);
-  /// A paged gradient like `leaf` whose content, the mean over ranks, is still to come.
+  /// A paged gradient like `leaf` whose content, the mean over ranks, is still to come. `gradient` may be paged.
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
+  /// Gives every one of `leaves` whose gradient is this rank's own, as one that the program has set, the mean over
+  /// ranks instead. All ranks call it together, with the same leaves.
+  void average(c10::ArrayRef<at::Tensor> leaves);
   /// Sends what came so far, over the union of what ranks have. All ranks call it at the same place.
   void settle();
 
@@ -53,10 +55,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void watch_backward();
   enum class Why : std::int64_t { full, end };
   void send_open(Why why);
-  bool all_have(Collectives::Words mine);
-  static std::set<std::uint64_t> union_over(Collectives& group, const std::set<std::uint64_t>& mine);
-  void settle_pile();
-  ReductionPtr missing(std::uint64_t number);
+  struct Agreed {
+    bool same;       // in every rank's bucket and pile
+    bool all_ended;  // every rank is at the end of its backward
+  };
+  Agreed agree(Why why);
+  void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, std::int64_t mine);
+  struct Counts {
+    std::map<std::uint64_t, std::size_t> least, most;  // of gradients of each key, over ranks
+  };
+  Counts count_over_ranks() const;
+  static Counts count_over(Collectives& group, const Counts& mine);
+  void send_what_all_have(const Counts& counts);
+  void send_the_rest(const Counts& counts);
+  void spill_pile();
+  ReductionPtr missing(std::uint64_t key);
 
   void send(std::vector<ReductionPtr>& reductions);
   c10::ScalarType wire_dtype(c10::ScalarType dtype) const;
@@ -66,6 +79,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void for_each_dtype(const std::vector<PackedPart>& parts,
                       c10::function_ref<void(c10::ScalarType, const std::vector<PackedPart>&)> send) const;
   at::TensorOptions options(c10::ScalarType dtype) const;
+  at::Tensor part_of(const Reduction& reduction, std::size_t begin, std::size_t elements, std::size_t length) const;
 
   void push(std::unique_ptr<Piece> piece);
   void complete(const Reduction& reduction);
@@ -76,14 +90,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype, bool add,
              std::size_t& done);
 
-  const Domain& domain_;
+  Domain& domain_;
   Collectives& ranks_;
   Collectives* replicas_;
   std::recursive_mutex mutex_;
-  std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> leaves_;  // by number
   std::vector<ReductionPtr> open_;  // the bucket being filled
   std::vector<ReductionPtr> pile_;
-  bool piling_ = false;
+  std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // to gradients that the program set, means of others
   std::size_t open_bytes_ = 0, bytes_under_way_ = 0;
   std::deque<std::unique_ptr<Piece>> under_way_;
   std::exception_ptr failure_;  // of an exchange that ranks did not end together

@@ -1,0 +1,108 @@
+"""What an optimizer's step is to the core: a place where all ranks compute with the same values.
+
+Inside a step, ordinary tensors and Python numbers are the same on all ranks, and elsewhere each rank's own; results of
+the two lie in different ways over ranks. Before a step, and before gradients are clipped, gradients that the program
+has set itself are averaged, and parameters whose `.data` it has set are paged again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zeropage import _core
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [
+        value
+        for state in optimizer.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and _core.is_paged(value)
+    ]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if _core.before_step(parameters):
+        _core.note_states(_states(optimizer))
+
+
+def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of an optimizer's class, as one for the core."""
+
+    @functools.wraps(step)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return step(*args, **kwargs)
+        scope = _core.StepScope()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            del scope  # here and now, on this thread
+
+    wrapped.zeropage = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _wrap_step(cls: Any) -> None:
+    # The class that has the method: PyTorch hooks it there, once.
+    owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
+    if owner is not None and owner is not torch.optim.Optimizer and not hasattr(owner.step, "zeropage"):
+        owner.step = _in_step(owner.step)
+
+
+def _subclasses(cls: type) -> Iterable[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def clipping(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        parameters = list(parameters)
+        _core.before_step(parameters)
+        return clip(parameters, *args, **kwargs)
+
+    return clipping
+
+
+def install() -> None:
+    _core.announce_steps()
+    register_optimizer_step_pre_hook(_before_step)
+    optimizer: Any = torch.optim.Optimizer
+    hook = optimizer._patch_step_function
+
+    @functools.wraps(hook)
+    def patch_step(self: torch.optim.Optimizer) -> None:
+        hook(self)
+        _wrap_step(type(self))
+
+    optimizer._patch_step_function = patch_step
+    for made in _subclasses(torch.optim.Optimizer):
+        if hasattr(getattr(made, "step", None), "hooked"):  # some optimizer of the class is there already
+            _wrap_step(made)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        functions: Any = module
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            setattr(functions, name, _averaged_first(getattr(functions, name)))
+    scaler: Any = torch.amp.GradScaler
+    name = "_unscale_grads_" if hasattr(scaler, "_unscale_grads_") else "unscale_"
+    unscale = getattr(scaler, name)
+
+    @functools.wraps(unscale)
+    def unscale_(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _core.before_step([p for group in optimizer.param_groups for p in group["params"]])
+        return unscale(self, optimizer, *args, **kwargs)
+
+    setattr(scaler, name, unscale_)

@@ -1,0 +1,202 @@
+#include "zeropage/rules/placement.h"
+
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "zeropage/base/no_paging_guard.h"
+#include "zeropage/rules/windows.h"
+
+namespace zeropage {
+namespace {
+
+/// What a call takes beside the tensor that it writes.
+struct Taken {
+  bool own_tensor = false, own_number = false;
+  bool is_own() const { return own_tensor || own_number; }
+};
+
+void take(Taken& taken, const at::Tensor& tensor, bool values_same) {
+  if (!tensor.defined()) return;
+  const auto* segment = segment_of(tensor);
+  const bool own = segment ? segment->placement() == Placement::own : !values_same;
+  if (own) (tensor.numel() <= 1 ? taken.own_number : taken.own_tensor) = true;
+}
+
+/// Whether the argument is a number that the caller chose.
+bool is_number(Call& call, std::size_t i) {
+  if (!call.info.numbers[i]) return false;
+  const c10::IValue& value = call.argument(i);
+  if (value.isNone()) return false;
+  const auto& usual = call.op.schema().arguments()[i].default_value();
+  if (!usual || !value.isScalar() || !usual->isScalar()) return true;
+  return !value.toScalar().equal(usual->toScalar().toComplexDouble()) ||
+         value.toScalar().isBoolean() != usual->toScalar().isBoolean();
+}
+
+/// `written`: the tensor that is written; undefined for what the call returns.
+Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
+  Taken taken;
+  const bool values_same = values_are_same();
+  if (call.info.seeded && !values_same) taken.own_tensor = true;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (value.isTensor()) {
+      if (!value.toTensor().is_same(written)) take(taken, value.toTensor(), values_same);
+    } else if (value.isTensorList()) {
+      const auto list = value.toListRef();
+      for (std::size_t k = 0; k < list.size(); ++k) {
+        if (call.info.list && k != element) continue;
+        if (!list[k].toTensor().is_same(written)) take(taken, list[k].toTensor(), values_same);
+      }
+    } else if (!values_same && is_number(call, i)) {
+      taken.own_number = true;
+    }
+  }
+  return taken;
+}
+
+/// One element of a tensor that this rank holds, near its middle.
+double sample(at::Tensor tensor) {
+  const NoPagingGuard no_paging;
+  while (tensor.dim() > 0) tensor = tensor.select(0, tensor.size(0) / 2);
+  return tensor.is_complex() ? std::abs(tensor.item().toComplexDouble()) : tensor.item().toDouble();
+}
+
+/// Notes what is written by contract, for ranks to compare.
+void note_contract(Call& call, std::size_t element, const at::Tensor& written, StorageSegment& segment) {
+  ContractLog& log = segment.domain()->contract;
+  if (!log.samples() || scope_domain()) return;
+  const auto note = [&](double value) {
+    log.note(segment.number(), value,
+             fmt::format("{} on a {} [{}]", call.name(), name_of(segment.role()), fmt::join(written.sizes(), ", ")));
+  };
+  const auto note_tensor = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || segment_of(tensor) || !tensor.is_cpu() || tensor.layout() != c10::kStrided) return;
+    if (tensor.numel() > 0 && !tensor._is_zerotensor() && !tensor.is_quantized()) note(sample(tensor));
+  };
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    const c10::IValue& value = call.argument(i);
+    if (value.isTensor()) {
+      note_tensor(value.toTensor());
+    } else if (value.isTensorList()) {
+      const auto list = value.toListRef();
+      if (element < list.size()) note_tensor(list[element].toTensor());
+    } else if (call.info.numbers[i] && value.isScalar() && !value.toScalar().isComplex()) {
+      note(value.toScalar().toDouble());
+    }
+  }
+}
+
+bool overwrites_all(const Call& call, const at::Tensor& written) {
+  const std::string& name = call.name();
+  const bool overwrites = name == "aten::copy_" || name == "aten::fill_" || name == "aten::zero_" ||
+                          name == "aten::_foreach_copy_" || name == "aten::_foreach_zero_" || call.info.fills;
+  return overwrites && is_whole(written);
+}
+
+/// True if the tensor's segment may be another one now.
+bool settle(Call& call, std::size_t element, const at::Tensor& written) {
+  auto* segment = segment_of(written);
+  if (!segment || !segment->domain()->partition.ranks || segment->is_own()) return false;
+  const Taken taken = taken_by(call, element, written);
+  if (segment->keeps_same() || (segment->is_reduced() && !taken.own_tensor)) {
+    note_contract(call, element, written, *segment);
+    return false;
+  }
+  if (!taken.is_own()) return false;
+  make_own(written, overwrites_all(call, written));
+  return true;
+}
+
+/// All of a tensor's storage, flat, and in the way of no operator.
+at::Tensor flat(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  const auto elements = static_cast<std::int64_t>(segment->elements());
+  const std::size_t item =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() / std::max<std::int64_t>(elements, 1);
+  const auto dtype = item == 1   ? at::kByte
+                     : item == 2 ? at::kShort
+                     : item == 4 ? at::kInt
+                     : item == 8 ? at::kLong
+                                 : at::kComplexDouble;
+  return segment->whole_tensor({elements}, {1}, c10::scalarTypeToTypeMeta(dtype));
+}
+
+/// The tensor's content moves to a home that `creation` says.
+void move(const at::Tensor& tensor, const Creation& creation, bool with_content) {
+  c10::NoGradGuard no_grad;
+  StorageSegment& segment = *segment_of(tensor);
+  const at::Tensor content = flat(tensor);
+  const at::Tensor made =
+      make_paged(segment.domain(), content.sizes(), content.strides(), content.dtype(), segment.role(), creation);
+  if (with_content) copy_windows(made, content);
+  segment_of(made)->set_keeps_same(segment.keeps_same());
+  take_segment(tensor, made);
+}
+
+}  // namespace
+
+Placement placement_of(Call& call, std::size_t element) {
+  return taken_by(call, element, {}).is_own() ? Placement::own : Placement::same;
+}
+
+void settle_placements(Call& call) {
+  const auto is_over_ranks = [](const PagedArgument& argument) {
+    return argument.access != Access::read && argument.segment->domain()->partition.ranks;
+  };
+  if (std::none_of(call.paged.begin(), call.paged.end(), is_over_ranks)) return;
+  bool moved = false;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (!call.info.writes[i]) continue;
+    const c10::IValue value = call.argument(i);
+    if (value.isTensor()) moved = settle(call, 0, value.toTensor()) || moved;
+    if (!value.isTensorList()) continue;
+    const auto list = value.toTensorVector();
+    for (std::size_t k = 0; k < list.size(); ++k) moved = settle(call, k, list[k]) || moved;
+  }
+  if (!moved) return;
+  call.paged.clear();
+  call.find_paged();
+}
+
+void make_own(const at::Tensor& tensor, bool overwritten) {
+  StorageSegment& segment = *segment_of(tensor);
+  if (segment.is_own()) return;
+  if (segment.is_unallocated()) {  // what is to be made of it is made whole
+    segment.become_own();
+    segment.complete();
+    return segment.find_home();
+  }
+  segment.complete();
+  if (!segment.is_partitioned()) {
+    segment.refresh(overwritten ? Access::overwrite : Access::write);
+    return segment.become_own();
+  }
+  move(tensor, {.number = segment.number(), .placement = Placement::own}, !overwritten && segment.is_touched());
+}
+
+void make_same(const at::Tensor& tensor) {
+  StorageSegment& segment = *segment_of(tensor);
+  if (!segment.is_own()) return;
+  segment.complete();
+  move(tensor, {.number = segment.number()}, /*with_content=*/true);
+}
+
+void make_whole(const at::Tensor& tensor) {
+  StorageSegment& segment = *segment_of(tensor);
+  if (segment.is_own() || segment.layout() == Layout::replicated) return;
+  segment.complete();
+  move(tensor, {.layout = Layout::replicated, .number = segment.number()}, segment.is_touched());
+}
+
+void note_states(c10::ArrayRef<at::Tensor> states) {
+  for (const at::Tensor& state : states) {
+    auto* segment = segment_of(state);
+    if (!segment || !segment->domain()->partition.ranks || segment->keeps_same()) continue;
+    make_same(state);
+    segment_of(state)->set_keeps_same(true);
+  }
+}
+
+}  // namespace zeropage

@@ -1,0 +1,44 @@
+// The leaves of one space: parameters that require gradients, known by keys that are the same on all ranks.
+//
+// [Note: keys of leaves] A leaf's key is the number of its storage; leaves over one storage are told apart by what
+// part of it they are, and by the order in which they were met. A leaf keeps its key when `p.data = other` gives it
+// an ordinary storage, so that it can be paged again.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+namespace zeropage {
+
+struct Domain;
+
+class Leaves {
+ public:
+  /// Knows a paged leaf from now on. Its key.
+  std::uint64_t know(const at::Tensor& leaf);
+  /// Undefined if there is none, or it died.
+  at::Tensor find(std::uint64_t key) const;
+  /// The key of a leaf that was known, paged or not; 0: it was not.
+  std::uint64_t key_of(const at::Tensor& leaf) const;
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  std::uint64_t free_key(const at::Tensor& leaf) const;
+  void forget_dead();
+
+  mutable std::mutex mutex_;
+  std::map<std::uint64_t, Weak> by_key_;
+  std::unordered_map<const c10::TensorImpl*, std::uint64_t> keys_;
+  std::size_t forget_at_ = 1024;  // entries
+};
+
+/// Domains whose leaves domain_that_knows() looks through, while they live.
+void list_domain(const std::shared_ptr<Domain>& domain);
+/// Where a tensor that is not paged was a paged leaf; null: nowhere.
+std::shared_ptr<Domain> domain_that_knows(const at::Tensor& leaf);
+
+}  // namespace zeropage

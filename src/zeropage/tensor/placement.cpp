@@ -1,0 +1,100 @@
+#include "zeropage/tensor/placement.h"
+
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <sstream>
+
+#include "zeropage/tensor/paged_tensor.h"
+
+namespace zeropage {
+namespace {
+
+thread_local int steps = 0;  // under way on this thread
+thread_local int same_values = 0;
+std::atomic<bool> are_announced = false;
+
+/// Ranks on different processors round differently.
+constexpr double kTolerance = 1e-3;
+
+}  // namespace
+
+StepScope::StepScope() { ++steps; }
+StepScope::~StepScope() { --steps; }
+SameValues::SameValues() { ++same_values; }
+SameValues::~SameValues() { --same_values; }
+
+void announce_steps() { are_announced.store(true, std::memory_order_relaxed); }
+
+bool values_are_same() {
+  if (scope_domain() || same_values > 0) return true;
+  const bool may_be_step = steps > 0 || !are_announced.load(std::memory_order_relaxed);
+  return may_be_step && !c10::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() < 0;
+}
+
+void ContractLog::note(std::uint64_t number, double value, std::string what) {
+  std::lock_guard lock(mutex_);
+  if (entries_.size() < kMostEntries) entries_.push_back({number, value, std::move(what)});
+}
+
+std::uint64_t ContractLog::hash() const {
+  std::lock_guard lock(mutex_);
+  std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const Entry& entry : entries_) {
+    hash = (hash ^ entry.number) * 0x100000001b3;
+    hash = (hash ^ std::bit_cast<std::uint64_t>(entry.value)) * 0x100000001b3;
+  }
+  return hash;
+}
+
+std::string ContractLog::text() const {
+  std::lock_guard lock(mutex_);
+  std::string text;
+  for (const Entry& entry : entries_) text += fmt::format("{} {:.17g} {}\n", entry.number, entry.value, entry.what);
+  return text;
+}
+
+void ContractLog::clear() {
+  std::lock_guard lock(mutex_);
+  entries_.clear();
+}
+
+std::string ContractLog::difference(const std::vector<std::string>& texts) {
+  std::vector<std::istringstream> lines(texts.begin(), texts.end());
+  while (true) {
+    std::vector<Entry> entries(lines.size());
+    bool is_over = false, differs = false;
+    for (std::size_t i = 0; i < lines.size(); ++i) {
+      std::string line;
+      if (!std::getline(lines[i], line)) {
+        is_over = true;
+        continue;
+      }
+      std::istringstream words(line);
+      std::string value;
+      words >> entries[i].number >> value >> std::ws;
+      entries[i].value = std::strtod(value.c_str(), nullptr);  // also of nan and inf, which streams do not read
+      std::getline(words, entries[i].what);
+    }
+    if (is_over) return "";  // a rank that wrote less often is found by what it writes next
+    const double first = entries[0].value;
+    for (const Entry& entry : entries) {
+      const bool close =
+          entry.value == first || (std::isnan(entry.value) && std::isnan(first)) ||
+          std::abs(entry.value - first) <= kTolerance * std::max(std::abs(first), std::abs(entry.value));
+      differs = differs || entry.number != entries[0].number || !close;
+    }
+    if (!differs) continue;
+    std::string text;
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      text += fmt::format("\n  rank {}: {:.6g} by {}", i, entries[i].value, entries[i].what);
+    }
+    return text;
+  }
+}
+
+}  // namespace zeropage
