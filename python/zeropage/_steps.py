@@ -35,18 +35,33 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _core.note_states(_states(optimizer))
 
 
-def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of an optimizer's class, as one for the core."""
+def _inside(scope_type: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run while a scope of the core lives on its thread."""
 
-    @functools.wraps(step)
+    @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return step(*args, **kwargs)
-        scope = _core.StepScope()
+        scope = scope_type()
         try:
-            return step(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             del scope  # here and now, on this thread
+
+    return wrapped
+
+
+def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of an optimizer's class, as one for the core. A closure that it is given trains, and is none."""
+    inside = _inside(_core.StepScope, step)
+
+    @functools.wraps(step)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return step(self, *args, **kwargs)
+        if args and callable(args[0]):
+            args = (_inside(_core.OutsideSteps, args[0]), *args[1:])
+        if callable(kwargs.get("closure")):
+            kwargs["closure"] = _inside(_core.OutsideSteps, kwargs["closure"])
+        return inside(self, *args, **kwargs)
 
     wrapped.zeropage = True  # type: ignore[attr-defined]
     return wrapped

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/rules/windows.h"
@@ -23,16 +24,8 @@ void take(Taken& taken, const at::Tensor& tensor, bool values_same) {
   if (own) (tensor.numel() <= 1 ? taken.own_number : taken.own_tensor) = true;
 }
 
-/// Whether the argument is a number that the caller chose.
-bool is_number(Call& call, std::size_t i) {
-  if (!call.info.numbers[i]) return false;
-  const c10::IValue& value = call.argument(i);
-  if (value.isNone()) return false;
-  const auto& usual = call.op.schema().arguments()[i].default_value();
-  if (!usual || !value.isScalar() || !usual->isScalar()) return true;
-  return !value.toScalar().equal(usual->toScalar().toComplexDouble()) ||
-         value.toScalar().isBoolean() != usual->toScalar().isBoolean();
-}
+/// A number that is the schema's default may be one that another rank has chosen otherwise.
+bool is_number(Call& call, std::size_t i) { return call.info.numbers[i] && !call.argument(i).isNone(); }
 
 /// `written`: the tensor that is written; undefined for what the call returns.
 Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
@@ -63,10 +56,11 @@ double sample(at::Tensor tensor) {
   return tensor.is_complex() ? std::abs(tensor.item().toComplexDouble()) : tensor.item().toDouble();
 }
 
-/// Notes what is written by contract, for ranks to compare.
+/// Notes what is written by contract, for ranks to compare. Autograd's own sums are not the program's writes: ranks
+/// may make different ones.
 void note_contract(Call& call, std::size_t element, const at::Tensor& written, StorageSegment& segment) {
   ContractLog& log = segment.domain()->contract;
-  if (!log.samples() || scope_domain()) return;
+  if (torch::autograd::get_current_graph_task_id() >= 0 || scope_domain() || !log.samples()) return;
   const auto note = [&](double value) {
     log.note(segment.number(), value,
              fmt::format("{} on a {} [{}]", call.name(), name_of(segment.role()), fmt::join(written.sizes(), ", ")));
@@ -82,7 +76,7 @@ void note_contract(Call& call, std::size_t element, const at::Tensor& written, S
     } else if (value.isTensorList()) {
       const auto list = value.toListRef();
       if (element < list.size()) note_tensor(list[element].toTensor());
-    } else if (call.info.numbers[i] && value.isScalar() && !value.toScalar().isComplex()) {
+    } else if (is_number(call, i) && value.isScalar() && !value.toScalar().isComplex()) {
       note(value.toScalar().toDouble());
     }
   }

@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <sstream>
+#include <utility>
 
 #include "zeropage/tensor/paged_tensor.h"
 
@@ -25,6 +26,8 @@ constexpr double kTolerance = 1e-3;
 
 StepScope::StepScope() { ++steps; }
 StepScope::~StepScope() { --steps; }
+OutsideSteps::OutsideSteps() : outer_(std::exchange(steps, 0)) {}
+OutsideSteps::~OutsideSteps() { steps = outer_; }
 SameValues::SameValues() { ++same_values; }
 SameValues::~SameValues() { --same_values; }
 

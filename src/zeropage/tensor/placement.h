@@ -39,6 +39,18 @@ class StepScope {
   StepScope& operator=(const StepScope&) = delete;
 };
 
+/// While it lives, this thread is in no step: in the closure that a step calls, which computes as training does.
+class OutsideSteps {
+ public:
+  OutsideSteps();
+  ~OutsideSteps();
+  OutsideSteps(const OutsideSteps&) = delete;
+  OutsideSteps& operator=(const OutsideSteps&) = delete;
+
+ private:
+  int outer_;
+};
+
 /// While it lives, they are the same on this thread in any case.
 class SameValues {
  public:
