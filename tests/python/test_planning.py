@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from zeropage._cli import main, planning
 
 import zeropage
 import zeropage.plan as zp
-from zeropage.plan import _fit
+from zeropage.plan import _fit, _measure
 
 pytestmark = [pytest.mark.cpu, pytest.mark.states_only]
 
@@ -94,6 +95,17 @@ def test_a_llama_is_planned_from_its_config(tmp_path):
 class Briefly(zp.Measured):
     def __init__(self, device="cpu"):
         super().__init__(device, least_seconds=0)
+
+
+def test_measuring_a_disk_writes_to_no_file_that_is_there(disk):
+    folder = pathlib.Path(disk)
+    victim = folder / "victim"
+    victim.write_text("precious")
+    for what in ("beside", "latency"):
+        (folder / f".zeropage-{what}-{os.getpid()}").symlink_to(victim)
+    links = sorted(os.listdir(folder))
+    assert _measure._latency(folder) > 0 and _measure._beside(folder) >= 0
+    assert victim.read_text() == "precious" and sorted(os.listdir(folder)) == links
 
 
 def test_operators_are_measured_where_no_machine_is_named(tmp_path, monkeypatch):

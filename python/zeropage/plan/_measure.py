@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import platform
 import shutil
@@ -17,6 +16,7 @@ import torch
 import zeropage.io as zio
 from zeropage import _core
 from zeropage._cli.disk_speed import measure as measure_disk
+from zeropage._cli.disk_speed import scratch_file
 from zeropage._space import Config, Space
 from zeropage.plan._dry_run import dry_run
 from zeropage.plan._machine import Machine
@@ -117,38 +117,34 @@ def _beside(directory: pathlib.Path) -> float:
             count += 1
         return count / (time.perf_counter() - begin)
 
-    path = directory / f".zeropage-beside-{os.getpid()}"
-    try:
-        with zio.open(path, "w", size=piece * pieces) as file:
-            buffer = zio.empty(piece * pieces, dtype=torch.uint8)
-            file.write(buffer)
-            moved, ended = 0, threading.Event()
+    with scratch_file(directory, piece * pieces) as file:
+        buffer = zio.empty(piece * pieces, dtype=torch.uint8)
+        file.write(buffer)
+        moved, ended = 0, threading.Event()
 
-            def pass_through() -> None:
-                nonlocal moved
-                starts = [file.start_read, file.start_write] * (pieces // 2)
-                zio.wait(start(buffer[i * piece : (i + 1) * piece], i * piece) for i, start in enumerate(starts))
-                moved += piece * pieces
+        def pass_through() -> None:
+            nonlocal moved
+            starts = [file.start_read, file.start_write] * (pieces // 2)
+            zio.wait(start(buffer[i * piece : (i + 1) * piece], i * piece) for i, start in enumerate(starts))
+            moved += piece * pieces
 
-            def move() -> None:
-                while not ended.is_set():
-                    pass_through()
+        def move() -> None:
+            while not ended.is_set():
+                pass_through()
 
-            pass_through()  # memory that is new to the system costs more than the disk
-            rate(0.2)
-            alone, moved = rate(0.5), 0
-            begin = time.perf_counter()
-            with ThreadPoolExecutor(1) as pool:
-                mover = pool.submit(move)
-                try:
-                    beside = rate(1.0)
-                finally:
-                    ended.set()
-                mover.result()  # raises what the disk raised
-            through = moved / (time.perf_counter() - begin)
-        return max(0.0, 1 - beside / alone) / through
-    finally:
-        path.unlink(missing_ok=True)
+        pass_through()  # memory that is new to the system costs more than the disk
+        rate(0.2)
+        alone, moved = rate(0.5), 0
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(1) as pool:
+            mover = pool.submit(move)
+            try:
+                beside = rate(1.0)
+            finally:
+                ended.set()
+            mover.result()  # raises what the disk raised
+        through = moved / (time.perf_counter() - begin)
+    return max(0.0, 1 - beside / alone) / through
 
 
 def _new_memory() -> float:
@@ -216,13 +212,9 @@ def _link(where: torch.device) -> float:
 
 def _latency(directory: pathlib.Path) -> float:
     """Of one request of 1 MiB, beyond what its bytes take."""
-    path = directory / f".zeropage-latency-{os.getpid()}"
-    try:
-        with zio.open(path, "w", size=64 << 20) as file:
-            buffer = zio.empty(64 << 20, dtype=torch.uint8)
-            file.write(buffer)
-            whole = _seconds(lambda: file.read(buffer), torch.device("cpu"))
-            one = _seconds(lambda: file.read(buffer[: 1 << 20]), torch.device("cpu"), 20)
-        return max(one - whole / 64, 1e-6)
-    finally:
-        path.unlink(missing_ok=True)
+    with scratch_file(directory, 64 << 20) as file:
+        buffer = zio.empty(64 << 20, dtype=torch.uint8)
+        file.write(buffer)
+        whole = _seconds(lambda: file.read(buffer), torch.device("cpu"))
+        one = _seconds(lambda: file.read(buffer[: 1 << 20]), torch.device("cpu"), 20)
+    return max(one - whole / 64, 1e-6)
