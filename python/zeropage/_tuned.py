@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import stat
 
 from zeropage import _core
 
@@ -24,16 +25,20 @@ def has_uring() -> bool:
 def add_tuned(config: _core.Config) -> None:
     """Sets what is left to us of how requests go to the disk as the first directory of disk_path has it written.
 
-    A file of another user does not count, nor one for an engine that cannot be had here. Raises SettingError for one
-    that `zeropage io tune` has not written.
+    A file of another user does not count, nor a link, nor one for an engine that cannot be had here. Raises
+    SettingError for one that `zeropage io tune` has not written.
     """
     given = dict(config.items())
     disk = (given["disk_path"] or "/var/tmp").split(":")[0]
     path = pathlib.Path(disk, TUNED_NAME)
     try:
-        if path.stat().st_uid not in (0, os.getuid()):
-            return
-        tuned = json.loads(path.read_text())
+        # Any user may put a link or a pipe there, or change the file after a look at its owner.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags), encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in (0, os.getuid()) or not stat.S_ISREG(found.st_mode):
+                return
+            tuned = json.load(file)
         settings = {name: str(tuned[name]) for name in _SETTINGS}
     except OSError:
         return

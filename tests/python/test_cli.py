@@ -234,6 +234,21 @@ def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypat
     assert set(json.loads(tuned.read_text())) == {"io", "io_block", "io_depth"}
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_of_settings_counts_for_no_disk(kind, disk, tmp_path):
+    place = pathlib.Path(disk) / "zeropage-io.json"
+    if kind == "link":  # another user's may lead to any file
+        (tmp_path / "other.json").write_text('{"io": "threads", "io_block": 65536, "io_depth": 4}')
+        place.symlink_to(tmp_path / "other.json")
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+    code = f"import zeropage; print(zeropage.init(device='cpu', disk_path={str(disk)!r}).config['io_block'])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert ended.stdout == "auto\n", ended.stderr
+
+
 def test_as_much_is_under_way_as_the_grid_says():
     most = max(disk_speed.BLOCKS) * max(disk_speed.DEPTHS)
     under_way, found = 0, []
