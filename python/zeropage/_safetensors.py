@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from zeropage import _core, _one_saves
+from zeropage._partial import Partial, remove_dead_files
 
 #: Names of dtypes in the format. Its library writes the last of these first.
 DTYPES = {
@@ -91,22 +93,25 @@ class Layout:
 def save_file(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
     """As safetensors.torch.save_file(), with a page of a paged tensor in memory at a time; over ranks, a tensor.
 
-    The file appears whole: the one that was there may be what the tensors are read from.
+    The file appears whole: the one that was there may be what the tensors are read from. If two processes save to one
+    path, the file of the last one stays.
     """
     layout = Layout.of(tensors, metadata)
-    partial = f"{os.path.realpath(path)}.zeropage-partial"
-    try:
-        file = _core.TensorFileWriter(partial, layout.size)
-        file.write_bytes(0, layout.header)
-        for name, offset in layout.offsets.items():
-            _one_saves.about_to_pin(tensors[name])
-            file.write_whole(tensors[name], offset)
-        file.finish()
-        os.replace(partial, os.path.realpath(path))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    place = pathlib.Path(os.path.realpath(path))
+    remove_dead_files(place)
+    with Partial(place) as partial:
+        try:
+            file = _core.TensorFileWriter(os.fspath(partial.path), layout.size)
+            file.write_bytes(0, layout.header)
+            for name, offset in layout.offsets.items():
+                _one_saves.about_to_pin(tensors[name])
+                file.write_whole(tensors[name], offset)
+            file.finish()
+            partial.path.replace(place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.path.unlink()
+            raise
 
 
 class _Streamed:
