@@ -298,7 +298,7 @@ def test_two_processes_do_not_save_to_one_folder_at_once(config, folder):
     from zeropage._checkpoint.folders import PartialFolder
 
     model, _ = trained(config)
-    under_way = PartialFolder(folder, replaces="zeropage.json")
+    under_way = PartialFolder(folder, listed=None)
     with pytest.raises(zeropage.Error, match="another process is saving"):
         zeropage.save(folder, model)
     zeropage.save(folder.with_name("other"), model)  # and does not take it for a dead one's

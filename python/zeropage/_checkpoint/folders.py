@@ -1,6 +1,8 @@
 """Folders that appear whole, or not at all: made beside their place under another name, and moved there at the end.
 
-A process that dies leaves nothing but such a half-made folder, which the next one removes.
+Nothing depends on locks, or on folders that change places in one step: some network file systems have neither. If a
+process dies between two steps, the folder that stood at the place is whole and close by, and recover() moves it back.
+All else that a dead process leaves is half-made or has been replaced, and the next process removes it.
 """
 
 from __future__ import annotations
@@ -10,96 +12,184 @@ import fcntl
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
-from typing import IO
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import TypeAlias
 
 from zeropage import _core
+from zeropage._partial import SILENCE, Leftover, Partial, leftovers, touch
 
-_SUFFIX = ".zeropage-partial"
-_LOCK = "lock"
+#: Gives the names of the files that make up a folder which may be replaced; None for any other folder.
+Listed: TypeAlias = Callable[[pathlib.Path], "Collection[str] | None"]
+
+_POLL = 0.2  # seconds
 
 
 class PartialFolder:
     """A folder under way to `place`. While it lives, no other process takes it for a dead one's."""
 
-    def __init__(self, place: pathlib.Path, replaces: str | None) -> None:
-        """`replaces`: a folder that is there must have a file of this name, or be empty; None: it must be empty."""
-        self._lock: IO[str] | None = None
+    def __init__(self, place: pathlib.Path, listed: Listed | None) -> None:
+        """Make it.
+
+        Without `listed`, the place must be free, or an empty folder. Otherwise a folder of which `listed` gives the
+        files may be there, too: its other files will be in the new folder.
+
+        Raises Error if anything else is there, or if another process is saving to `place`; DiskError.
+        """
         self.place = place
-        self.path = place.parent / f".{place.name}{_SUFFIX}"
-        if place.exists() and not (place.is_dir() and (_has(place, replaces) or not any(place.iterdir()))):
-            what = ", and is no checkpoint" if replaces else ""
-            raise _core.Error(f'"{place}" is there already{what}; save to another folder')
-        try:
+        self._listed = listed
+        self._partial: Partial | None = None
+        with self._disk_errors():
             place.parent.mkdir(parents=True, exist_ok=True)
+            recover(place.parent, place.name)
+            self._strangers()
             with _alone_in(place.parent):
+                self._wait_for_others()
                 _remove_dead(place.parent)
-                self.path.mkdir()
-                self._lock = (self.path / _LOCK).open("w")
-                _try_lock(self._lock)
-        except OSError as error:
-            if isinstance(error, FileExistsError) and self.path.exists():
-                raise _core.Error(f'another process is saving to "{place}" now; save to another folder') from None
-            raise _core.DiskError(f'"{place}" cannot be written: {error.strerror}') from None
+                partial = Partial(place)
+                try:
+                    partial.path.mkdir()
+                except OSError:
+                    partial.release()
+                    raise
+        self._partial, self.path = partial, partial.path
+
+    def check_names(self) -> set[str]:
+        """Give the names of what is at the place and is to stay.
+
+        Raises Error if the new folder has a file of such a name, or if the place may not be replaced.
+        """
+        strangers = self._strangers()
+        if both := sorted(strangers & set(os.listdir(self.path))):
+            raise _core.Error(
+                f'"{self.place / both[0]}" is no file of the checkpoint there, and the new one has a file of that '
+                "name: move it, or save to another folder"
+            )
+        return strangers
 
     def appear(self) -> None:
-        """It is at its place, and survives a crash of the machine. What was there is gone, once it is."""
-        with _alone_in(self.place.parent):
-            (self.path / _LOCK).unlink()
+        """Move it to its place, where it survives a crash of the machine; then remove what was there."""
+        with self._disk_errors(), _alone_in(self.place.parent):
+            for name in self.check_names():
+                _link(self.place / name, self.path / name)
             sync(self.path)
             if self.place.exists():
-                _core.exchange_paths(os.fspath(self.path), os.fspath(self.place))
+                self._replace()
             else:
                 self.path.rename(self.place)
             sync(self.place.parent)
             self.discard()
 
-    def discard(self) -> None:
-        if self._lock is not None:  # else another process may have one of that name by now
-            shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.close()
-            self._lock = None
-
     def appear_as_file(self, name: str) -> None:
-        """The file of that name in it is at its place. Nothing may be there."""
-        sync(self.path / name)
-        with _alone_in(self.place.parent):
+        """Move the file of that name in it to its place, where nothing may be."""
+        with self._disk_errors(), _alone_in(self.place.parent):
+            sync(self.path / name)
             if self.place.exists():
                 raise _core.Error(f'"{self.place}" is there already; name another file')
             (self.path / name).rename(self.place)
             sync(self.place.parent)
             self.discard()
 
+    def discard(self) -> None:
+        """Remove what is left under its name."""
+        if self._partial is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._partial.release()
+            self._partial = None
 
-def _has(place: pathlib.Path, name: str | None) -> bool:
-    return name is not None and (place / name).exists()
+    def _replace(self) -> None:
+        """It has changed places with the folder that is there."""
+        assert self._partial is not None
+        touch(self.place)  # what is moved aside shows by its time that a living process did so
+        with contextlib.suppress(_core.DiskError):
+            _core.exchange_paths(os.fspath(self.path), os.fspath(self.place))
+            return
+        # Not here: in steps. Between the first and the second, recover() finds the folder that was there.
+        aside = self._partial.aside
+        if not aside.exists():  # else the attempt has left it there
+            self.place.rename(aside)
+        if self.path.exists():  # else the attempt has come so far
+            try:
+                self.path.rename(self.place)
+            except OSError:
+                aside.rename(self.place)
+                raise
+        sync(self.place.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _strangers(self) -> set[str]:
+        """Names of what is at the place and is not of a checkpoint. Raises Error if that may not be replaced."""
+        place = self.place
+        if not place.exists():
+            return set()
+        if not place.is_dir():
+            raise _core.Error(f'"{place}" is there already, and is a file; save to another folder, or remove it')
+        found = set(os.listdir(place))
+        listed = self._listed(place) if self._listed is not None and found else ()
+        if listed is None:
+            raise _core.Error(
+                f'"{place}" is there already, with "{min(found)}" in it, and is no checkpoint; save to another '
+                "folder, or remove this one"
+            )
+        if found and self._listed is None:
+            raise _core.Error(f'"{place}" is there already, with "{min(found)}" in it; name another folder')
+        return found - set(listed)
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except _core.Error:
+            raise
+        except OSError as error:
+            raise _core.DiskError(f'"{self.place}" cannot be written: {error.strerror or error}') from None
+
+    def _wait_for_others(self) -> None:
+        """Until none that may live is under way to this place. Raises Error once one shows that it does."""
+        seen: dict[pathlib.Path, float | None] = {}
+        while others := [
+            other for other in _folders_in(self.place.parent) if other.place == self.place and other.is_alive()
+        ]:
+            for other in others:
+                touched = other.touched()
+                if other.has_process() or touched != seen.setdefault(other.path, touched):
+                    raise _core.Error(f'another process is saving to "{self.place}" now; save to another folder')
+            time.sleep(_POLL)
 
 
-def _try_lock(file: IO[str]) -> bool:
-    """False if another process has it. Where the file system has no locks, none has."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+def recover(parent: pathlib.Path, name: str | None = None) -> None:
+    """Move back the folder `name`, or every folder, that a dead process has moved aside and not replaced.
+
+    Wait for a living process that is about to replace it. Raises DiskError, naming it, for one that cannot be moved.
+    """
+    until = time.monotonic() + SILENCE
+    for aside in _folders_in(parent, aside=True):
+        if name not in (None, aside.place.name):
+            continue
+        while not aside.place.exists() and aside.path.exists():
+            if aside.is_alive() and time.monotonic() < until:
+                time.sleep(_POLL)  # its owner is about to fill the place
+                continue
+            try:
+                aside.path.rename(aside.place)
+            except FileNotFoundError:
+                pass  # another process has done so
+            except OSError as error:
+                raise _core.DiskError(
+                    f'a process died while it replaced "{aside.place}". What was there is in "{aside.path}", and '
+                    f"cannot be moved back: {error.strerror}; move it by hand"
+                ) from None
 
 
-@contextlib.contextmanager
-def _alone_in(folder: pathlib.Path) -> Iterator[None]:
-    """No other process makes, moves or removes partial folders here meanwhile."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # of file systems without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def remove(path: pathlib.Path) -> None:
+    """Remove a folder. It leaves its place at once; if this process dies meanwhile, the next one does the rest."""
+    with Partial(path) as partial:
+        path.rename(partial.path)
+        shutil.rmtree(partial.path, ignore_errors=True)
 
 
 def sync(path: pathlib.Path) -> None:
-    """What was written to the file, or which files the folder has, has reached the disk when this returns."""
+    """Return when the content of the file, or the list of the folder's files, has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -107,16 +197,8 @@ def sync(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def remove(path: pathlib.Path) -> None:
-    """It is gone from its place at once; a process that dies meanwhile leaves what the next one removes."""
-    aside = path.parent / f".{path.name}{_SUFFIX}"
-    with _alone_in(path.parent):
-        path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def write_file(path: pathlib.Path, data: bytes) -> None:
-    """It has reached the disk when this returns."""
+    """Write a file; return when it has reached the disk."""
     try:
         with path.open("wb") as file:
             file.write(data)
@@ -126,19 +208,41 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
         raise _core.DiskError(f'"{path}" of {len(data)} bytes cannot be written: {error.strerror}') from None
 
 
+@contextlib.contextmanager
+def _alone_in(folder: pathlib.Path) -> Iterator[None]:
+    """No other process makes, moves or removes partial folders here meanwhile, if the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _folders_in(parent: pathlib.Path, aside: bool = False) -> list[Leftover]:
+    return [found for found in leftovers(parent) if found.is_aside == aside and found.path.is_dir()]
+
+
 def _remove_dead(parent: pathlib.Path) -> None:
-    for aside in parent.glob(f".*{_SUFFIX}.aside"):  # of a file system where two folders change places in steps
-        place = parent / aside.name[1 : -len(f"{_SUFFIX}.aside")]
-        if place.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.rename(place)
-    for path in parent.glob(f".*{_SUFFIX}"):
-        try:
-            lock = (path / _LOCK).open("r+")
-        except OSError:  # replaced, or its process died before it had one
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        with lock:
-            if _try_lock(lock):
-                shutil.rmtree(path, ignore_errors=True)
+    for aside in _folders_in(parent, aside=True):
+        if aside.place.exists() and not aside.is_alive():
+            aside.remove()
+    for found in _folders_in(parent):
+        if not found.is_alive():
+            found.remove()
+
+
+def _link(source: pathlib.Path, target: pathlib.Path) -> None:
+    """The file or folder has a second name, or is copied if the file system has no such."""
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True, copy_function=_link_file)
+    else:
+        _link_file(source, target)
+
+
+def _link_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)

@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from zeropage import _core
-from zeropage._checkpoint import tree
+from zeropage._checkpoint import folders, tree
 from zeropage._checkpoint.contents import INDEX, Progress
 from zeropage._checkpoint.names import FORMAT, MANIFEST, identity, names_of_parameters
 
 
 def latest(folder: str | os.PathLike[str]) -> pathlib.Path | None:
-    """The latest checkpoint in `folder`, or None."""
+    """Find the latest checkpoint in `folder`; None if there is none.
+
+    Raises DiskError if a process died while it replaced a checkpoint there, and the older one cannot be moved back.
+    """
+    folders.recover(pathlib.Path(folder))
     found = checkpoints_in(pathlib.Path(folder))
     return found[-1] if found else None
 
@@ -41,7 +45,8 @@ def _time_of(manifest: pathlib.Path) -> int:
 
 
 def find(folder: pathlib.Path) -> pathlib.Path:
-    """`folder` itself, or the latest in it."""
+    """Give `folder` itself, or the latest checkpoint in it."""
+    folders.recover(folder.resolve().parent, folder.resolve().name)
     path = folder if (folder / MANIFEST).exists() else latest(folder)
     if path is None:
         raise _core.DiskError(f'"{folder}" is no checkpoint, and holds none: there is no {MANIFEST} in it')

@@ -91,7 +91,7 @@ class Saving:
         try:
             with self._ranks.together():
                 if self._ranks.first:
-                    self._partial = folders.PartialFolder(self.folder, replaces=MANIFEST)
+                    self._partial = folders.PartialFolder(self.folder, _names_of_checkpoint)
                     self._contents.create(self._partial.path, model)
             self._path = pathlib.Path(self._ranks.of_first(os.fspath(self._partial.path) if self._partial else ""))
         except BaseException:
@@ -212,6 +212,10 @@ def _hear(path: pathlib.Path, rank: int, timeout: float) -> dict[str, Any]:
     file.unlink()
     said: dict[str, Any] = json.loads(text) if text else {"error": "its disk is full; its own error says more"}
     return said
+
+
+def _names_of_checkpoint(folder: pathlib.Path) -> list[str] | None:
+    return os.listdir(folder) if (folder / MANIFEST).exists() else None
 
 
 def _remove_old(place: pathlib.Path, keep: int | None) -> None:

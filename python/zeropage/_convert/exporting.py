@@ -75,7 +75,7 @@ def _to_torch(checkpoint: Checkpoint, out: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _partial(out: pathlib.Path) -> Iterator[folders.PartialFolder]:
-    partial = folders.PartialFolder(out, replaces=None)
+    partial = folders.PartialFolder(out, listed=None)
     try:
         yield partial
     except (_core.Error, MemoryError):
