@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 
 import pytest
 import torch
 from test_saving import FORMS, PRECISIONS, build, make_optimizer, run_steps, same
 from torch import nn
+from zeropage._convert import export_checkpoint
 
 import zeropage
 
@@ -219,7 +221,7 @@ def test_what_does_not_fit_is_an_error_before_anything_changes(config, folder):
     refused("bytes and was written with", model, optimizer, kind=zeropage.DiskError)
     (folder / "optimizer.safetensors").unlink()
     refused("is missing", model, optimizer, kind=zeropage.DiskError)
-    (folder / "zeropage.json").unlink()
+    (folder / "zeropage-checkpoint.json").unlink()
     refused("is no checkpoint", model, optimizer, kind=zeropage.DiskError)
     with pytest.raises(zeropage.Error, match="is no checkpoint; save to another folder"):
         zeropage.save(folder, model)  # it may be the user's
@@ -376,8 +378,187 @@ def test_the_latest_is_that_which_was_written_last_whatever_copies_do_to_times(c
     for step in range(3):
         zeropage.save(folder / f"step-{step}", model, extra={"step": step})
     for i, path in enumerate(sorted(folder.iterdir(), reverse=True)):
-        os.utime(path / "zeropage.json", (i + 1, i + 1))
+        os.utime(path / "zeropage-checkpoint.json", (i + 1, i + 1))
     assert zeropage.load(folder, model) == {"step": 2}
+
+
+def program(code, *arguments):
+    """Another process: what it wrote to stdout."""
+    command = [sys.executable, "-c", f"import sys, zeropage\n{code}", *map(os.fspath, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def test_a_project_with_settings_in_it_is_left_alone(folder):
+    project = folder / "project"
+    project.mkdir(parents=True)
+    (project / "train.py").write_text("mine")
+    for settings in ('{"stage": 1}', '{\n  "stage": 1\n}', "{}", "[]", ""):
+        (project / "zeropage.json").write_text(settings)  # as docs/migration.md advises
+        with pytest.raises(zeropage.Error, match=r'project".*"train\.py".*is no checkpoint; save to another folder'):
+            zeropage.save(project, extra={"step": 1})
+        zeropage.save(folder / "step-1", extra={"step": 1}, keep=1)
+        zeropage.save(folder / "step-2", extra={"step": 2}, keep=1)
+        assert names(folder) == ["project", "step-2"] and names(project) == ["train.py", "zeropage.json"]
+        assert zeropage.load(folder) == {"step": 2} and zeropage.latest(folder) == folder / "step-2"
+    with pytest.raises(zeropage.DiskError, match="is no checkpoint"):
+        zeropage.load(project)
+
+
+@pytest.mark.cpu
+def test_what_another_run_or_another_name_saved_is_not_removed(folder):
+    other = "for i in (1, 2): zeropage.save(f'{sys.argv[1]}/step-{i}', extra={})"
+    program(other, folder)
+    zeropage.save(folder / "best", extra={"step": 0}, keep=1)
+    for step in (3, 4):
+        zeropage.save(folder / f"step-{step}", extra={"step": step}, keep=1)
+    zeropage.save(folder / "last", extra={"step": 4}, keep=1)
+    assert names(folder) == ["best", "last", "step-1", "step-2", "step-4"]
+    zeropage.save(folder / "step-2", extra={"step": 5})  # by its name, one of another run may be replaced
+    assert zeropage.load(folder) == {"step": 5}
+
+
+@pytest.mark.cpu
+def test_a_run_that_goes_on_owns_its_earlier_checkpoints(config, folder):
+    resumed = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+folder, first, last, resume = sys.argv[1:]
+if resume:
+    zeropage.load(folder, model, optimizer if resume == "all" else None)
+for step in range(int(first), int(last)):
+    zeropage.save(f"{folder}/step-{step}", model, optimizer, keep=2)
+"""
+    program(resumed, folder, "0", "3", "")
+    assert names(folder) == ["step-1", "step-2"]
+    program(resumed, folder, "3", "4", "all")
+    assert names(folder) == ["step-2", "step-3"]
+    program(resumed, folder, "4", "7", "model")  # another run, which begins with these weights
+    assert names(folder) == ["step-2", "step-3", "step-5", "step-6"]
+
+
+def test_an_older_checkpoint_with_a_file_that_was_added_stays_and_a_warning_names_both(folder):
+    zeropage.save(folder / "step-1", extra={"step": 1}, keep=1)
+    (folder / "step-1" / "tokenizer.json").write_text("mine")
+    with pytest.warns(RuntimeWarning, match=r'step-1" is not removed: "tokenizer\.json" in it is no file of'):
+        zeropage.save(folder / "step-2", extra={"step": 2}, keep=1)
+    zeropage.save(folder / "step-3", extra={"step": 3}, keep=2)
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+    assert (folder / "step-1" / "tokenizer.json").read_text() == "mine"
+    assert zeropage.load(folder / "step-1") == {"step": 1}
+
+
+def test_what_was_added_to_a_checkpoint_stays_when_another_takes_its_place(config, folder):
+    model, optimizer = trained(config)
+    zeropage.save(folder, model, optimizer)
+    (folder / "tokenizer.json").write_text("mine")
+    (folder / "notes" / "deep").mkdir(parents=True)
+    (folder / "notes" / "deep" / "a.txt").write_text("deep")
+    (folder / "link").symlink_to("notes/deep")
+    zeropage.save(folder, extra={"step": 2})
+    assert names(folder) == ["link", "notes", "state.safetensors", "tokenizer.json", "zeropage-checkpoint.json"]
+    assert (folder / "tokenizer.json").read_text() == "mine" and (folder / "link" / "a.txt").read_text() == "deep"
+    assert zeropage.load(folder) == {"step": 2} and names(folder.parent) == ["checkpoint"]
+    (folder / "model.safetensors").write_text("mine")
+    with pytest.raises(zeropage.Error, match=r"model\.safetensors\" is no file of the checkpoint there.*move it"):
+        zeropage.save(folder, model)
+    assert (folder / "model.safetensors").read_text() == "mine" and zeropage.load(folder) == {"step": 2}
+    assert names(folder.parent) == ["checkpoint"]
+
+
+def test_a_file_or_a_damaged_checkpoint_at_the_place_is_not_replaced(folder):
+    folder.write_text("mine")
+    with pytest.raises(zeropage.Error, match=r'checkpoint" is there already, and is a file; save to another'):
+        zeropage.save(folder, extra={})
+    assert folder.read_text() == "mine"
+    folder.unlink()
+    zeropage.save(folder, extra={})
+    flip(folder / "zeropage-checkpoint.json", 200)
+    with pytest.raises(zeropage.Error, match=r"is there already.*is no checkpoint; save to another"):
+        zeropage.save(folder, extra={})
+    with pytest.raises(zeropage.DiskError, match="is damaged"):
+        zeropage.load(folder)
+
+
+def test_what_comes_to_the_place_while_a_checkpoint_is_written_is_not_replaced(config, folder):
+    model, _ = trained(config)
+
+    def project(_passed, _size):
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text("mine")
+
+    with pytest.raises(zeropage.Error, match=r'"train\.py" in it, and is no checkpoint'):
+        zeropage.save(folder, model, progress=project)
+    assert names(folder) == ["train.py"] and names(folder.parent) == ["checkpoint"]
+
+
+def test_links_to_checkpoints_are_not_counted_as_others(folder):
+    zeropage.save(folder / "step-1", extra={"step": 1})
+    (folder / "step-0").symlink_to("step-1")
+    zeropage.save(folder / "step-0", extra={"step": 2}, keep=1)
+    assert names(folder) == ["step-0", "step-1"] and (folder / "step-0").is_symlink()
+    assert zeropage.load(folder) == {"step": 2}
+
+
+def to_format_1(folder):
+    """As earlier versions wrote it."""
+    head, body, _ = (folder / "zeropage-checkpoint.json").read_bytes().splitlines()
+    old = {"format": 1, "crc": zlib.crc32(body), "time_ns": json.loads(head)["time_ns"]}
+    (folder / "zeropage.json").write_bytes(json.dumps(old).encode() + b"\n" + body + b"\n")
+    (folder / "zeropage-checkpoint.json").unlink()
+
+
+def test_checkpoints_of_earlier_versions_are_loaded_replaced_and_kept(config, folder):
+    model, optimizer = trained(config)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in (1, 2):
+        zeropage.save(folder / f"step-{step}", model, optimizer, extra={"step": step})
+        to_format_1(folder / f"step-{step}")
+    again = build(zeropage.init(config))
+    optimizer_again = make_optimizer(again, "AdamW-fused")
+    assert zeropage.latest(folder) == folder / "step-2"
+    assert zeropage.load(folder, again, optimizer_again) == {"step": 2}
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+    zeropage.save(folder / "step-2", again, extra={"step": 3}, keep=1)
+    assert zeropage.load(folder, again) == {"step": 3}
+    assert "zeropage.json" not in names(folder / "step-2") and names(folder) == ["step-1", "step-2"]
+    flip(folder / "step-1" / "zeropage.json", 100)
+    with pytest.raises(zeropage.DiskError, match=r"zeropage\.json\" is damaged"):
+        zeropage.load(folder / "step-1", again)
+
+
+def resigned(folder, change):
+    """The manifest says otherwise, and is whole."""
+    path = folder / "zeropage-checkpoint.json"
+    head, body, _ = path.read_bytes().splitlines()
+    manifest = json.loads(body)
+    change(manifest)
+    covered = head + b"\n" + json.dumps(manifest).encode()
+    path.write_bytes(covered + b'\n{"crc": %d}\n' % zlib.crc32(covered))
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", ".", "", "a/b", "a\0b"])
+@pytest.mark.parametrize("part", ["files", "others"])
+def test_a_checkpoint_that_names_files_outside_its_folder_is_refused(part, name, folder):
+    zeropage.save(folder, extra={"t": torch.zeros(3, device="cpu")})
+    (folder.parent / "outside").write_text("x")
+
+    def change(manifest):
+        manifest[part][name] = zlib.crc32(b"x") if part == "others" else manifest["files"]["state.safetensors"]
+
+    resigned(folder, change)
+    with pytest.raises(zeropage.Error, match="names a file outside its folder") as raised:
+        zeropage.load(folder)
+    assert repr(name) in str(raised.value)
+    for to in ("torch", "deepspeed-fp32"):
+        with pytest.raises(zeropage.Error, match="names a file outside its folder"):
+            export_checkpoint(folder, folder.parent / "out", to)
+    with pytest.raises(zeropage.Error, match="is no checkpoint"):
+        zeropage.save(folder, extra={})
 
 
 def test_names_with_slashes_are_two_places(config, folder):

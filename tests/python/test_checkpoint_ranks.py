@@ -202,3 +202,25 @@ def fails_and_loads(path, precision):
 def test_after_a_load_that_failed_on_one_rank_another_checkpoint_loads(precision, two, disk):
     for expected, resumed in two.run(fails_and_loads, disk, precision):
         assert resumed == expected
+
+
+def save_in_one_run(path):
+    from zeropage._checkpoint import manifest
+
+    with space(stage=2) as made:
+        model = build(made)
+        optimizer = make_optimizer(model, "AdamW-fused")
+        manifest._run = f"of rank {dist.get_rank()}"
+        for step in range(3):
+            zeropage.save(path / f"step-{step}", model, optimizer, keep=2)
+        first = manifest.run_id()
+        manifest._run = ""
+        zeropage.load(path, model, optimizer)
+        zeropage.save(path / "step-3", model, optimizer, keep=2)
+        return first, manifest.run_id()
+
+
+def test_a_run_is_one_on_all_ranks_and_goes_on_when_it_is_loaded(disk, two):
+    runs = two.run(save_in_one_run, pathlib.Path(disk) / "run")
+    assert runs == [("of rank 0", "of rank 0")] * 2
+    assert sorted(path.name for path in (pathlib.Path(disk) / "run").iterdir()) == ["step-2", "step-3"]

@@ -7,7 +7,7 @@ A folder of safetensors files and JSON:
     optimizer.safetensors, or shards               "<parameter>/<state>"
     state.safetensors                              small tensors of the rest
     config.json, ...                               of a Hugging Face model: from_pretrained() opens the folder
-    zeropage.json                                  what lies where, checksums, and all that is not a tensor
+    zeropage-checkpoint.json                       what lies where, checksums, and all that is not a tensor
 
 Nothing in it depends on ranks, stages, tiers, page sizes or budgets: each rank writes and reads its own parts of
 whole tensors. The folder must be one that all ranks see.
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from zeropage import _core
-from zeropage._checkpoint import random_state
+from zeropage._checkpoint import manifest, random_state
 from zeropage._checkpoint.contents import Contents, Progress
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import Checkpoint, find, latest
@@ -48,13 +48,21 @@ def save(
     wait: bool = True,
     progress: Progress | None = None,
 ) -> Saving:
-    """Writes a checkpoint to `folder`, which appears whole or not at all; one that is there is replaced.
+    """Writes a checkpoint to `folder`, which appears whole or not at all.
+
+    It replaces a checkpoint that is there; files that were added to that one stay. Anything else that is there is an
+    error, and is left alone.
 
     Over ranks, all of them call it. `extra` holds numbers, text, lists, dicts and tensors, and objects with
     state_dict() and load_state_dict(), as GradScaler and torchdata's loaders; each rank its own. The states of random
     number generators are saved too. `visible`: with mixed precision, the model's files hold what operators see, and
-    masters lie beside them. `keep`: of the checkpoints beside this one, as many of the latest stay, this one counted.
-    `progress` is called with the bytes that are behind, and all; left out, a terminal gets a bar where tqdm is there.
+    masters lie beside them. `progress` is called with the bytes that are behind, and all; left out, a terminal gets a
+    bar where tqdm is there.
+
+    `keep` leaves this checkpoint and the `keep - 1` latest before it, and removes older ones. It counts those that
+    this run has saved in the same folder under the same name except for numbers, like step-1000 and step-2000. A run
+    begins with the process; a process that loads an optimizer goes on with the run of that checkpoint. A checkpoint
+    with files that were added to it stays, and a warning names it.
 
     `wait=False` returns soon, and the checkpoint, of what everything is now, is written while training goes on;
     Saving.wait() tells whether it was. Meanwhile the swap file may grow by what training writes, and states at home
@@ -95,7 +103,8 @@ def load(
 
     `folder` is a checkpoint, or holds some, of which the latest is taken. Over ranks, all of them call it; how many
     they are, and how tensors lie over ranks, tiers and pages, need not be what it was. Objects in `extra` that have
-    load_state_dict() are loaded in place. `random`: generators go on where they were.
+    load_state_dict() are loaded in place. `random`: generators go on where they were. With an optimizer, this process
+    goes on with the run that saved the checkpoint: `keep` of save() counts its earlier ones.
 
     Raises Error, before anything is changed, if names or shapes are others; DiskError, naming the tensor, for bytes
     that are not what was written: then what was loaded until then stays.
@@ -116,6 +125,8 @@ def load(
                 step()
             mine = checkpoint.of_rank(ranks.rank)
             checkpoint.raise_first_error()
+    if optimizer is not None:
+        manifest.go_on_with(checkpoint.run)
     if scheduler is not None:
         if "scheduler" not in mine:
             raise _core.Error(f'"{checkpoint.path}" holds no scheduler; save one with it, or load without')

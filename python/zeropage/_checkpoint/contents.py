@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import re
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -16,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from zeropage import _core
-from zeropage._checkpoint import folders, random_state, tree
-from zeropage._checkpoint.names import FORMAT, MANIFEST, identity, names_of_parameters
+from zeropage._checkpoint import folders, manifest, random_state, tree
+from zeropage._checkpoint.names import identity, names_of_parameters
 from zeropage._safetensors import Content, Layout
 
 Pieces: TypeAlias = "list[tuple[int, int, int]]"  # begin, bytes, checksum
@@ -201,9 +200,9 @@ class Contents:
             writer.finish()
         return pieces
 
-    def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]]) -> None:
-        """On the first rank: all that is not in safetensors files."""
-        manifest: dict[str, Any] = {"files": {}, "aliases": self.aliases, "optimizer": self.optimizer}
+    def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]], run: str) -> None:
+        """Write, on the first rank, all that is not in safetensors files. `run`: see manifest.py."""
+        body: dict[str, Any] = {"files": {}, "aliases": self.aliases, "optimizer": self.optimizer}
         for file in self.files:
             tensors = {}
             for name, offset in file.layout.offsets.items():
@@ -214,16 +213,16 @@ class Contents:
                 dtype = str(source.dtype).removeprefix("torch.")
                 tensors[name] = {"dtype": dtype, "shape": list(source.shape), "offset": offset, "pieces": pieces}
             header = {"bytes": len(file.layout.header), "crc": zlib.crc32(file.layout.header)}
-            manifest["files"][file.name] = {"size": file.layout.size, "header": header, "tensors": tensors}
-        manifest["ranks"] = self.rests
+            body["files"][file.name] = {"size": file.layout.size, "header": header, "tensors": tensors}
+        body["ranks"] = self.rests
         others = list(self.others)
         shards = [file for file in self.files if file.name.startswith("model-")]
         if shards:
             size = sum(file.layout.size - len(file.layout.header) for file in shards)
             folders.write_file(path / INDEX, index_of({file.name: file.sources for file in shards}, size))
             others.append(INDEX)
-        manifest["others"] = {name: zlib.crc32((path / name).read_bytes()) for name in others}
-        folders.write_file(path / MANIFEST, _with_checksum(manifest))
+        body["others"] = {name: zlib.crc32((path / name).read_bytes()) for name in others}
+        folders.write_file(path / manifest.NAME, manifest.encode(body, run))
 
 
 def _batches(sources: Mapping[str, Source], order: Iterable[str]) -> Iterator[list[str]]:
@@ -261,16 +260,6 @@ def _check_whole(name: str, pieces: Pieces, size: int) -> None:
         raise _core.Error(
             f'"{name}" was written by ranks that do not hold it whole: {at} of {size} bytes; save what all ranks have'
         )
-
-
-def _with_checksum(body: dict[str, Any]) -> bytes:
-    text = _canonical(body)
-    head = {"format": FORMAT, "crc": zlib.crc32(text.encode()), "time_ns": time.time_ns()}
-    return f"{json.dumps(head)}\n{text}\n".encode()
-
-
-def _canonical(body: Any) -> str:
-    return json.dumps(body, separators=(",", ":"))
 
 
 def _write_hugging_face(path: pathlib.Path, model: Any) -> list[str]:

@@ -8,10 +8,6 @@ import torch
 
 from zeropage import _core
 
-#: The file that says what lies where.
-MANIFEST = "zeropage.json"
-FORMAT = 1
-
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The same for tensors that are one and the same memory."""

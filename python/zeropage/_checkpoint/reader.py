@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import mmap
 import os
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 
 from zeropage import _core
-from zeropage._checkpoint import folders, tree
+from zeropage._checkpoint import folders, manifest, tree
 from zeropage._checkpoint.contents import INDEX, Progress
-from zeropage._checkpoint.names import FORMAT, MANIFEST, identity, names_of_parameters
+from zeropage._checkpoint.names import identity, names_of_parameters
 
 
 def latest(folder: str | os.PathLike[str]) -> pathlib.Path | None:
@@ -32,24 +31,27 @@ def latest(folder: str | os.PathLike[str]) -> pathlib.Path | None:
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
     """From the oldest to the latest."""
-    manifests = [path for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
+    manifests = [
+        found
+        for path in folder.glob("*")
+        if not path.name.startswith(".") and (found := manifest.find(path)) is not None
+    ]
     return [path.parent for path in sorted(manifests, key=lambda path: (_time_of(path), path))]
 
 
-def _time_of(manifest: pathlib.Path) -> int:
+def _time_of(path: pathlib.Path) -> int:
     try:
-        with manifest.open("rb") as file:
-            return int(json.loads(file.readline())["time_ns"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(manifest.head_of(path)["time_ns"])
+    except (ValueError, KeyError, TypeError):
         return 0  # damaged: loading it says so
 
 
 def find(folder: pathlib.Path) -> pathlib.Path:
     """Give `folder` itself, or the latest checkpoint in it."""
     folders.recover(folder.resolve().parent, folder.resolve().name)
-    path = folder if (folder / MANIFEST).exists() else latest(folder)
+    path = folder if manifest.find(folder) is not None else latest(folder)
     if path is None:
-        raise _core.DiskError(f'"{folder}" is no checkpoint, and holds none: there is no {MANIFEST} in it')
+        raise _core.DiskError(f'"{folder}" is no checkpoint, and holds none: there is no {manifest.NAME} in it')
     return path.resolve()
 
 
@@ -64,34 +66,28 @@ class OptimizerState:
 class Checkpoint:
     """A folder that is read."""
 
-    def __init__(self, path: pathlib.Path, manifest: dict[str, Any], crc: int) -> None:
+    def __init__(self, path: pathlib.Path, read: manifest.Manifest) -> None:
         self.path = path
-        self.crc = crc  # of all that the manifest says
+        self.crc = read.crc  # of all that the manifest says
+        self.run = read.run
         self._errors: list[_core.Error] = []
-        self._manifest = manifest
+        self._manifest = read.body
         self._reader = _core.TensorFolderReader(os.fspath(path))
         self._mappings: dict[str, mmap.mmap] = {}
         self._where = {
             (file.split(".")[0].split("-")[0], name): (file, entry)
-            for file, listed in manifest["files"].items()
+            for file, listed in self._manifest["files"].items()
             for name, entry in listed["tensors"].items()
         }
 
     @staticmethod
     def open(path: pathlib.Path) -> Checkpoint:
-        try:
-            head, text = (path / MANIFEST).read_bytes().rstrip(b"\n").split(b"\n", 1)
-            described = json.loads(head)
-            intact = described["crc"] == zlib.crc32(text)
-            manifest = json.loads(text) if intact else {}
-            version = described["format"]
-        except (ValueError, KeyError, TypeError):
-            intact, manifest, version = False, {}, FORMAT
-        if not intact:
-            raise _core.DiskError(f'"{path / MANIFEST}" is damaged; load another checkpoint')
-        if version != FORMAT:
-            raise _core.Error(f'"{path}" has format {version}; this zeropage reads format {FORMAT}: update it')
-        checkpoint = Checkpoint(path, manifest, described["crc"])
+        """Read the manifest, and compare the other files with it.
+
+        Raises DiskError for what is not as it was written; Error for formats of later versions, and for a manifest
+        that names files outside the folder.
+        """
+        checkpoint = Checkpoint(path, manifest.read(manifest.find(path) or path / manifest.NAME))
         checkpoint._check_files()
         return checkpoint
 

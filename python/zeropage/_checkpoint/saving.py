@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import threading
 import time
 import warnings
@@ -14,9 +15,8 @@ from typing import Any
 import torch
 
 from zeropage import _core
-from zeropage._checkpoint import folders
+from zeropage._checkpoint import folders, manifest
 from zeropage._checkpoint.contents import Contents, Pieces, Progress
-from zeropage._checkpoint.names import MANIFEST
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import checkpoints_in
 
@@ -36,6 +36,7 @@ class Saving:
         self._keep = keep
         self._partial: folders.PartialFolder | None = None  # on the first rank
         self._path = pathlib.Path()  # of it
+        self._run_id = ""
         self._snapshot: _core.Snapshot | None = None
         self._names: list[tuple[str, str]] = []  # of what is in the snapshot: file, tensor
         self._thread: threading.Thread | None = None
@@ -93,7 +94,11 @@ class Saving:
                 if self._ranks.first:
                     self._partial = folders.PartialFolder(self.folder, _names_of_checkpoint)
                     self._contents.create(self._partial.path, model)
-            self._path = pathlib.Path(self._ranks.of_first(os.fspath(self._partial.path) if self._partial else ""))
+                    self._partial.check_names()
+            path = os.fspath(self._partial.path) if self._partial else ""
+            path, self._run_id = self._ranks.of_first((path, manifest.run_id()))
+            self._path = pathlib.Path(path)
+            manifest.go_on_with(self._run_id)  # the same on all ranks
         except BaseException:
             self._discard()
             raise
@@ -171,10 +176,10 @@ class Saving:
     def _finish(self, everyones: list[dict[str, dict[str, Pieces]]]) -> None:
         if self._partial is None:
             return
-        self._contents.finish(self._partial.path, everyones)
+        self._contents.finish(self._partial.path, everyones, self._run_id)
         self._partial.appear()
         self._partial = None
-        _remove_old(self.folder, self._keep)
+        _remove_old(self.folder, self._keep, self._run_id)
 
     def _discard(self) -> None:
         self._snapshot = None  # and what it holds, which training may be about to write
@@ -214,16 +219,42 @@ def _hear(path: pathlib.Path, rank: int, timeout: float) -> dict[str, Any]:
     return said
 
 
-def _names_of_checkpoint(folder: pathlib.Path) -> list[str] | None:
-    return os.listdir(folder) if (folder / MANIFEST).exists() else None
+def _names_of_checkpoint(folder: pathlib.Path) -> set[str] | None:
+    found = manifest.intact(folder)
+    return found.names if found is not None else None
 
 
-def _remove_old(place: pathlib.Path, keep: int | None) -> None:
+def _remove_old(place: pathlib.Path, keep: int | None, run: str) -> None:
+    """Leave `keep` of the checkpoints that this run has saved here under the same name but for numbers."""
     if keep is None:
         return
-    others = [path for path in checkpoints_in(place.parent) if path.name != place.name]
-    for path in others[: max(len(others) - max(keep - 1, 0), 0)]:
-        try:
+    series = [
+        path
+        for path in checkpoints_in(place.parent)
+        if path.name != place.name
+        and _without_numbers(path.name) == _without_numbers(place.name)
+        and not path.is_symlink()
+        and manifest.head_of(path / manifest.NAME).get("run") == run
+    ]
+    for path in series[: max(len(series) - max(keep - 1, 0), 0)]:
+        _remove_checkpoint(path)
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _remove_checkpoint(path: pathlib.Path) -> None:
+    """It goes, or a warning says why it stays."""
+    names = _names_of_checkpoint(path)
+    try:
+        if names is None:
+            reason = "it is damaged"
+        elif others := sorted(set(os.listdir(path)) - names):
+            reason = f'"{others[0]}" in it is no file of the checkpoint; remove the folder yourself'
+        else:
             folders.remove(path)
-        except OSError as error:  # the new one is there: that is what was asked for
-            warnings.warn(f'the older checkpoint "{path}" cannot be removed: {error.strerror}', stacklevel=3)
+            return
+    except OSError as error:  # the new one is there: that is what was asked for
+        reason = f"{error.strerror}"
+    warnings.warn(f'the older checkpoint "{path}" is not removed: {reason}', RuntimeWarning, stacklevel=6)
