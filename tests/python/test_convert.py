@@ -1,12 +1,15 @@
 """Checkpoints of other libraries: what is exported trains on there to the bit, and what is imported here."""
 
 import contextlib
+import json
 import os
 import pathlib
 import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
+import zlib
 
 import pytest
 import torch
@@ -145,6 +148,20 @@ def test_a_flipped_byte_is_not_exported(config, folder):
         with pytest.raises(zeropage.DiskError, match=r"weight/exp_avg"):
             export_checkpoint(folder / "ours", folder / "out", to)
         assert not (folder / "out").exists()
+
+
+def test_a_small_file_takes_the_place_of_no_other_in_an_export(folder):
+    zeropage.save(folder / "ours", nn.Linear(2, 2))
+    (folder / "ours" / "pytorch_model.bin").write_bytes(b"evil")
+    path = folder / "ours" / "zeropage-checkpoint.json"
+    head, body, _ = path.read_bytes().splitlines()
+    manifest = json.loads(body)
+    manifest["others"]["pytorch_model.bin"] = zlib.crc32(b"evil")
+    covered = head + b"\n" + json.dumps(manifest).encode()
+    path.write_bytes(covered + b'\n{"crc": %d}\n' % zlib.crc32(covered))
+    with pytest.raises(zeropage.DiskError, match="File exists"):
+        export_checkpoint(folder / "ours", folder / "out", "deepspeed-fp32")
+    assert not (folder / "out").exists()
 
 
 def test_what_is_there_and_is_something_else_stays(config, folder):
@@ -385,6 +402,119 @@ def test_no_pickle_of_deepspeeds_is_run(config, folder):
     assert "odd" in left_out and not (folder / "ran").exists()
     model, optimizer = small(config)
     zeropage.load(folder / "ours", model, optimizer)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "/etc", "a/b", "a\0b"])
+def test_no_name_in_deepspeeds_files_leads_out_of_the_folder(name, folder):
+    copy("zero1-universal", folder)
+    universal = folder / "zero1-universal"
+    latest = next(universal / known for known in ("latest", "latest_universal") if (universal / known).exists())
+    tag = latest.read_text()
+    latest.write_text(name)
+    with pytest.raises(zeropage.Error, match="names a folder elsewhere"):
+        import_checkpoint(universal, folder / "ours")
+    latest.write_text(tag)
+    (path,) = (universal / tag.strip()).glob("mp_rank_00_model_states.pt")
+    state = unpickling.load(path)
+    state["param_shapes"][0][name] = torch.Size([5])
+    torch.save(state, path)
+    with pytest.raises(zeropage.Error, match="is no name of a parameter"):
+        import_checkpoint(universal, folder / "ours")
+
+
+def built(target, state):
+    """A pickle that gives the object or class, of which `target` is the pickle, this state; and then is that."""
+    return b"\x80\x02" + target + pickle.dumps(state, 2)[2:-1] + b"b."
+
+
+@pytest.mark.parametrize("state", [{"parent": "evil"}, (None, {"parent": "evil"}), (None, {"__init__": "evil"})])
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("pathlib", "PosixPath"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("collections", "OrderedDict"),
+    ],
+)
+def test_metadata_changes_no_class(module, name, state, folder):
+    real = getattr(sys.modules[module], name)
+    before = dict(vars(real)) if hasattr(real, "__dict__") else {}
+    (folder / "a").mkdir()
+    (folder / "a" / ".metadata").write_bytes(built(f"c{module}\n{name}\n".encode(), state))
+    try:
+        with pytest.raises(zeropage.DiskError, match="is damaged, or is not what torch wrote"):
+            import_checkpoint(folder / "a", folder / "ours")
+        assert dict(getattr(real, "__dict__", {})) == before
+    finally:  # for the tests that follow
+        for key in set(getattr(real, "__dict__", {})) - before.keys():
+            delattr(real, key)
+        if name != "PosixPath" and "__init__" in before and vars(real)["__init__"] != before["__init__"]:
+            real.__init__ = before["__init__"]
+    assert pathlib.Path("/a/b").parent == pathlib.Path("/a")
+
+
+def test_an_object_in_metadata_is_given_no_other_class(folder):
+    (folder / "a").mkdir()
+    entry = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n)\x81"
+    (folder / "a" / ".metadata").write_bytes(built(entry, (None, {"__class__": "evil", "__dict__": {}})))
+    with pytest.raises(zeropage.DiskError, match="BytesStorageMetadata in place of a Metadata"):
+        import_checkpoint(folder / "a", folder / "ours")
+
+
+@pytest.mark.parametrize("name", ["_dynamo", "load", "Tensor", "serialization.load", "__builtins__"])
+def test_metadata_gets_nothing_else_of_torch(name, folder, monkeypatch):
+    (folder / "a").mkdir()
+    (folder / "a" / ".metadata").write_bytes(f"ctorch\n{name}\n.".encode())
+    monkeypatch.setattr(torch, "__getattr__", lambda name: pytest.fail(f"imports {name}"))
+    with pytest.raises(zeropage.DiskError, match="it asks for torch"):
+        import_checkpoint(folder / "a", folder / "ours")
+
+
+@pytest.mark.parametrize("size", [(-1,), ("a",), (1.5,), (True,), "ab", None])
+def test_metadata_with_a_shape_that_is_none_is_an_error(size, folder):
+    dcp.save({"model": {"w": torch.zeros(3, device="cpu")}}, checkpoint_id=folder / "a", no_dist=True)
+    metadata = pickle.loads((folder / "a" / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.w"].size = size
+    (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(zeropage.DiskError, match="in place of a"):
+        import_checkpoint(folder / "a", folder / "ours")
+
+
+@pytest.mark.parametrize("name", ["../outside", "..", ".", "", "/etc/hostname", "a\0b", 3])
+def test_metadata_that_names_files_outside_the_folder_is_an_error(name, folder):
+    dcp.save({"model": {"w": torch.zeros(3, device="cpu")}}, checkpoint_id=folder / "a", no_dist=True)
+    metadata = pickle.loads((folder / "a" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(zeropage.Error, match="outside its folder"):
+        import_checkpoint(folder / "a", folder / "ours")
+
+
+def torch_file(path, pickled):
+    """A file of torch.save with another pickle in it."""
+    torch.save({}, path)
+    with zipfile.ZipFile(path) as old:
+        members = {member: old.read(member) for member in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
+        for member, data in members.items():
+            new.writestr(member, pickled if member.endswith("data.pkl") else data)
+
+
+@pytest.mark.parametrize("module, name", [("pathlib", "PosixPath"), ("torch", "Tensor"), ("torch", "Size")])
+def test_files_of_torch_save_change_no_class(module, name, folder):
+    real = getattr(sys.modules[module], name)
+    before = dict(vars(real))
+    for state in ({"parent": "evil"}, (None, {"parent": "evil"})):
+        torch_file(folder / "evil.pt", built(f"c{module}\n{name}\n".encode(), state))
+        with pytest.raises(zeropage.Error, match=r"no plain data|is damaged"):
+            unpickling.load(folder / "evil.pt")
+    assert dict(vars(real)) == before and not hasattr(unpickling.Inert, "parent")
 
 
 # ---- import: torch.distributed.checkpoint

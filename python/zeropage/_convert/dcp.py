@@ -1,31 +1,31 @@
 """What torch.distributed.checkpoint saved to a folder.
 
-Its `.metadata` is a pickle of a few classes of its own, which alone are made here; the rest is read
-with weights_only.
+Its `.metadata` is a pickle of a few classes. It is read with inert objects in place of theirs, of which the real ones
+are made after all has been checked. The rest is read with weights_only.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pathlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeropage import _core
 from zeropage._checkpoint.contents import Source
+from zeropage._checkpoint.manifest import is_name_in_folder
 from zeropage._convert.training import Group, Made, Training, plain_settings, read_beside
-from zeropage._convert.unpickling import errors_name
+from zeropage._convert.unpickling import WRONG_SHAPE, Inert, errors_name
 
 METADATA = ".metadata"
 
@@ -37,20 +37,102 @@ _CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
-    "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip
 
 
-class _Metadata(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
+    """Gives each file classes of its own in place of those it asks for: a pickle can change the classes it gets."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._classes: dict[tuple[str, str], type] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()):
-            return super().find_class(module.partition(".")[0] if module.startswith("pathlib") else module, name)
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return value
+            return self._classes.setdefault((module, name), type(name, (Inert,), {}))
+        if (module, name) == ("collections", "OrderedDict"):
+            return self._classes.setdefault((module, name), type(name, (dict,), {}))
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    """The attributes of an object that was of the class `kind`. Raises TypeError if it was not."""
+    state = value.state if isinstance(value, Inert) and type(value).__name__ == kind else None
+    if not isinstance(state, dict):
+        raise TypeError(f"it has a {type(value).__name__} in place of a {kind}")
+    return state
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"it has {value!r} in place of a number of bytes or elements")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    if isinstance(value, Inert):
+        (value,) = value.args
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"it has {value!r} in place of a shape")
+    return torch.Size([_whole(size) for size in value])
+
+
+def _entry(value: Any) -> meta.TensorStorageMetadata | meta.BytesStorageMetadata:
+    if type(value).__name__ == "BytesStorageMetadata":
+        return meta.BytesStorageMetadata()
+    held = _fields(value, "TensorStorageMetadata")
+    dtype = held["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"it has {dtype!r} in place of a dtype")
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in held["chunks"]]
+    return meta.TensorStorageMetadata(
+        meta.TensorProperties(dtype=dtype),
+        _size(held["size"]),
+        [meta.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _index(value: Any) -> meta.MetadataIndex:
+    held = _fields(value, "MetadataIndex")
+    offset, index = held.get("offset"), held.get("index")
+    return meta.MetadataIndex(
+        str(held["fqn"]), None if offset is None else _size(offset), None if index is None else _whole(index)
+    )
+
+
+def _place(value: Any) -> _StorageInfo:
+    held = _fields(value, "_StorageInfo")
+    if not is_name_in_folder(name := held["relative_path"]):
+        raise _core.Error(f"it names a file outside its folder: {name!r}")
+    transforms = [str(transform) for transform in held.get("transform_descriptors") or ()]
+    return _StorageInfo(name, _whole(held["offset"]), _whole(held["length"]), transforms or None)
+
+
+def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
+    """Where each value was among nested dicts and lists, if that was written."""
+    if not isinstance(value, dict):
+        return None
+    return {
+        str(name): path
+        for name, path in value.items()
+        if isinstance(path, tuple) and all(isinstance(key, str | int) for key in path)
+    }
+
+
+def _made(found: Any) -> meta.Metadata:
+    """The real objects, of what was checked. Raises TypeError, KeyError and so on for what torch does not write."""
+    held = _fields(found, "Metadata")
+    return meta.Metadata(
+        {str(name): _entry(value) for name, value in held["state_dict_metadata"].items()},
+        planner_data=_paths(held.get("planner_data")),
+        storage_data={_index(key): _place(value) for key, value in (held.get("storage_data") or {}).items()},
+        storage_meta=meta.StorageMeta(),
+    )
 
 
 class _Reader(FileSystemReader):
@@ -70,19 +152,13 @@ class _Planner(DefaultLoadPlanner):
 def _read_metadata(path: pathlib.Path) -> meta.Metadata:
     try:
         with (path / METADATA).open("rb") as file:
-            found = _Metadata(file).load()
-        if not isinstance(found, meta.Metadata):
-            raise pickle.UnpicklingError(f"it is a {type(found).__name__}")
-        names = [info.relative_path for info in (found.storage_data or {}).values()]
-        outside = next((name for name in names if os.path.basename(name) != name), None)
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
-        raise _core.DiskError(f'"{path / METADATA}" is damaged, or is not what torch wrote: {error}') from None
+            return _made(_Unpickler(file).load())
+    except _core.Error as error:
+        raise _core.Error(f'"{path / METADATA}" is not read: {error}') from None
     except OSError as error:
         raise _core.DiskError(f'"{path / METADATA}" cannot be read: {error.strerror}') from None
-    if outside is not None:
-        raise _core.Error(f'"{path / METADATA}" names a file outside its folder: "{outside}"')
-    found.storage_meta = found.storage_meta or meta.StorageMeta()
-    return found
+    except (pickle.UnpicklingError, EOFError, OverflowError, RecursionError, ValueError, *WRONG_SHAPE) as error:
+        raise _core.DiskError(f'"{path / METADATA}" is damaged, or is not what torch wrote: {error}') from None
 
 
 class _Folder:

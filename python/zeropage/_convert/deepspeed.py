@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ import torch
 
 from zeropage import _core
 from zeropage._checkpoint.contents import Source, Whole
+from zeropage._checkpoint.manifest import is_name_in_folder
 from zeropage._convert import unpickling
 from zeropage._convert.training import Group, Training, joined, plain_settings, read_beside
 
@@ -57,8 +57,8 @@ def _read(path: pathlib.Path) -> Training:
     folder = path
     if latest := next((path / name for name in _LATEST if (path / name).is_file()), None):
         tag = latest.read_text(errors="replace").strip()
-        if os.path.basename(tag) != tag:
-            raise _core.Error(f'"{latest}" names a folder elsewhere: "{tag}"')
+        if not is_name_in_folder(tag):
+            raise _core.Error(f'"{latest}" names a folder elsewhere: {tag!r}')
         folder = path / tag
     if not folder.is_dir():
         raise _core.DiskError(f'"{path}" names "{folder.name}" as its latest checkpoint, which is not there')
@@ -289,7 +289,7 @@ def _read_universal(folder: pathlib.Path) -> Training:
         steps, _ = _states_of(optimizer, "optimizer_state_dict")
     for i, group in enumerate(shapes):
         for name, shape in group.items():
-            if os.path.basename(name) != name:
+            if not is_name_in_folder(name):
                 raise _core.Error(f'"{name}" is no name of a parameter: it leads out of the folder')
             found = {path.stem: path for path in sorted((folder / "zero" / name).glob("*.pt"))}
             if "fp32" not in found:

@@ -143,7 +143,8 @@ def _to_deepspeed_fp32(checkpoint: Checkpoint, out: pathlib.Path) -> None:
         if len(shards) > 1:
             (partial.path / _INDEX).write_bytes(index_of(shards, sum(sizes.values())))
         for name, data in checkpoint.others().items():
-            (partial.path / name).write_bytes(data)
+            with (partial.path / name).open("xb") as config:  # it must not replace one of those
+                config.write(data)
         _appear(partial)
 
 

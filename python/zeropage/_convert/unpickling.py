@@ -14,8 +14,8 @@ import torch
 
 from zeropage import _core
 
-_WRONG_SHAPE = (KeyError, IndexError, TypeError, AttributeError, AssertionError)
-_DAMAGED = (*_WRONG_SHAPE, RuntimeError, ValueError, EOFError, struct.error)
+WRONG_SHAPE = (KeyError, IndexError, TypeError, AttributeError, AssertionError)
+_DAMAGED = (*WRONG_SHAPE, RuntimeError, ValueError, EOFError, struct.error)
 
 
 @contextlib.contextmanager
@@ -23,14 +23,20 @@ def errors_name(what: str) -> Iterator[None]:
     """What is not where it should be in something unpickled is one error."""
     try:
         yield
-    except _WRONG_SHAPE as error:
+    except WRONG_SHAPE as error:
         raise _core.DiskError(
             f"{what} does not hold what it should, or is damaged: {type(error).__name__}: {error}"
         ) from None
 
 
 class Inert:
-    """In place of an object of a class that is not plain data: what it was made from, and its attributes."""
+    """In place of an object of a class that is not plain data: what it was made from, and its attributes.
+
+    Each load makes subclasses of its own, which are all that a pickle can name.
+    """
+
+    args: tuple[Any, ...] = ()
+    state: Any = None
 
     def __init__(self, *args: Any, **_named: Any) -> None:
         self.args = args
