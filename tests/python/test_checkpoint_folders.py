@@ -111,6 +111,17 @@ def test_a_save_waits_for_another_machines_to_the_same_folder_until_that_is_dead
     assert theirs.exists() and zeropage.load(folder) == {"step": 1}
 
 
+def test_no_time_in_the_future_holds_a_save_up_for_ever(folder, monkeypatch):
+    from zeropage._checkpoint import folders
+
+    monkeypatch.setattr(folders, "SILENCE", 0.5)
+    theirs = folder / f".ours.{ELSEWHERE}.zeropage-partial"
+    theirs.mkdir()
+    silent_for(theirs, -1e6)
+    zeropage.save(folder / "ours", extra={"step": 1})
+    assert names(folder) == [theirs.name, "ours"] and zeropage.load(folder) == {"step": 1}
+
+
 def test_a_save_under_way_gives_signs_of_life(folder, monkeypatch):
     from zeropage import _partial
 

@@ -147,10 +147,13 @@ class PartialFolder:
     def _wait_for_others(self) -> None:
         """Until none that may live is under way to this place. Raises Error once one shows that it does."""
         seen: dict[pathlib.Path, float | None] = {}
-        while others := [
-            other for other in _folders_in(self.place.parent) if other.place == self.place and other.is_alive()
-        ]:
-            for other in others:
+        until = time.monotonic() + SILENCE  # times may be in the future
+        while time.monotonic() < until:
+            others = [other for other in _folders_in(self.place.parent) if other.place == self.place]
+            living = [other for other in others if other.is_alive()]
+            if not living:
+                return
+            for other in living:
                 touched = other.touched()
                 if other.has_process() or touched != seen.setdefault(other.path, touched):
                     raise _core.Error(f'another process is saving to "{self.place}" now; save to another folder')
