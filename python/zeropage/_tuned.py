@@ -22,6 +22,12 @@ def has_uring() -> bool:
     return True
 
 
+def first_disk(config: _core.Config) -> str:
+    """The first directory of disk_path, or the default one."""
+    path = dict(config.items())["disk_path"] or "/var/tmp"
+    return path if os.path.isdir(path) else path.split(":")[0]
+
+
 def add_tuned(config: _core.Config) -> None:
     """Sets what is left to us of how requests go to the disk as the first directory of disk_path has it written.
 
@@ -29,8 +35,7 @@ def add_tuned(config: _core.Config) -> None:
     SettingError for one that `zeropage io tune` has not written.
     """
     given = dict(config.items())
-    disk = (given["disk_path"] or "/var/tmp").split(":")[0]
-    path = pathlib.Path(disk, TUNED_NAME)
+    path = pathlib.Path(first_disk(config), TUNED_NAME)
     try:
         # Any user may put a link or a pipe there, or change the file after a look at its owner.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -81,6 +81,60 @@ def test_a_program_of_a_file_is_planned(tmp_path):
     assert "leave it out" in error_of("--program", program, "--batch", 2, "--machine", WORKSTATION)
 
 
+def test_a_program_imports_modules_of_its_own_folder_and_leaves_none_behind(tmp_path):
+    layers = {"one": 1, "two": 2}
+    for name, count in layers.items():
+        folder = tmp_path / name
+        (folder / "parts").mkdir(parents=True)
+        (folder / "parts" / "__init__.py").write_text("")
+        (folder / "parts" / "sizes.py").write_text(f"LAYERS = {count}\n")
+        (folder / "late.py").write_text("imports = []\n")
+        (folder / "program.py").write_text(
+            "import dataclasses\n"
+            "import zeropage.plan as zp\n"
+            "from parts.sizes import LAYERS\n"
+            "def program():\n"
+            "    made = zp.transformer(layers=LAYERS, hidden=64, vocabulary=300, heads=2, length=16)\n"
+            "    def make_model():\n"
+            "        import late\n"
+            "        late.imports.append(1)\n"
+            "        assert len(late.imports) == make_model.calls + 1\n"
+            "        make_model.calls += 1\n"
+            "        return made.make_model()\n"
+            "    make_model.calls = 0\n"
+            "    return dataclasses.replace(made, make_model=make_model)\n"
+        )
+    path, modules = list(sys.path), set(sys.modules)
+    loaded = {name: zp.load_program(tmp_path / name / "program.py") for name in layers}
+    for name, program in loaded.items():
+        assert [len(program.make_model().blocks) for _ in range(2)] == [layers[name]] * 2
+    assert sys.path == path and not {"parts", "parts.sizes", "late"} & (set(sys.modules) - modules)
+    ended = plan("--program", tmp_path / "two" / "program.py", "--machine", WORKSTATION, "--quick")
+    assert ended.exit_code == 0 and "2 layers of 64" in ended.stdout, ended.output
+
+
+def test_this_machine_is_measured_at_the_first_disk_and_on_the_device_of_the_settings(tmp_path, monkeypatch):
+    asked = []
+
+    def measure(directory, device):
+        asked.append((str(directory), device))
+        raise zeropage.DiskError("seen")
+
+    monkeypatch.setattr(zp.Machine, "measure", staticmethod(measure))
+    config = tmp_path / "config.json"
+    disks = [str(tmp_path / "a"), str(tmp_path / "b")]
+    config.write_text(json.dumps({**DISK, "disk_path": disks, "device": "cpu"}))
+    assert "seen" in error_of(*SHAPE, "--config", config)
+    assert "seen" in error_of(*SHAPE, *ON_DISK, "--disk-path", ":".join(disks), "--device", "cpu")
+    (tmp_path / "a:c").mkdir()
+    assert "seen" in error_of(*SHAPE, *ON_DISK, "--disk-path", tmp_path / "a:c")
+    first = [place for place, _ in asked]
+    assert first == [disks[0], disks[0], str(tmp_path / "a:c")]
+    assert [device for _, device in asked[:2]] == ["cpu", "cpu"]
+    said = error_of(*SHAPE, "--measure", tmp_path, "--device", "nosuchdevice")
+    assert 'device = "nosuchdevice"' in said and '"cpu"' in said
+
+
 def test_a_llama_is_planned_from_its_config(tmp_path):
     pytest.importorskip("transformers")
     shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
@@ -144,7 +198,9 @@ def test_operators_are_measured_where_no_machine_is_named(tmp_path, monkeypatch)
         ([*SHAPE, "--optimizer-name", "adamv"], ["'adamv'", "adamw", "lion"]),
         ([*SHAPE, "--machine", "dgx-3"], ["'dgx-3'", "dgx-2"]),
         ([*SHAPE, "--machine", WORKSTATION, "--measure", "/var/tmp"], ["--measure"]),
+        ([*SHAPE, "--machine", WORKSTATION, "--device", "nosuchdevice"], ["--device nosuchdevice", "--machine"]),
         ([*SHAPE, "--out", "x"], ["--out", "--fit"]),
+        ([*SHAPE, "--quick", "--fit"], ["--quick", "--fit"]),
         ([*SHAPE, "--ranks", 2], ["network_gbs", "2 ranks"]),
         ([*SHAPE, "--save-costs", "x"], ["--save-costs"]),
         ([*SHAPE, "--costs", "missing.json"], ["missing.json"]),

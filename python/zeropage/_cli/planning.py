@@ -11,12 +11,14 @@ from typing import Any
 
 import click
 import rich.progress
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from zeropage import _core
 from zeropage._cli import _write_new
 from zeropage._space import Config
+from zeropage._tuned import first_disk
 from zeropage.plan import (
     Costs,
     Fitted,
@@ -79,11 +81,10 @@ _FEED = ("length", "batch", "micro_batches", "recompute", "optimizer")
 
 def plan(request: Request, config: str | None, settings: dict[str, str]) -> None:
     """Prints the plan, or the best settings. Raises what dry_run() and fit() do."""
-    _check(request)
-    device = settings.pop("device", "auto")
+    _check(request, settings)
     program = program_of(request)
     given = Config.of(config).replace(**settings)
-    machine, costs = _machine(request, program, given, device)
+    machine, costs = _machine(request, program, given)
     if request.fit:
         best = _fit(request, program, given, machine, costs)
         chosen, ranks, planned = Config(**best[0].settings), best[0].ranks, best[0].plan
@@ -118,7 +119,7 @@ def program_of(request: Request) -> Program:
     return transformer(**shape, **options)
 
 
-def _check(request: Request) -> None:
+def _check(request: Request, settings: dict[str, str]) -> None:
     sources = [*request.given("program", "model_config"), *request.given("layers")[:1]]
     if len(sources) != 1 or (request.layers is not None) != (request.hidden is not None):
         said = f" of {', '.join(sources)}" if len(sources) > 1 else ""
@@ -137,29 +138,47 @@ def _check(request: Request) -> None:
         raise _core.SettingError(
             "--machine and --measure contradict: plan for a machine that is named, or for this one"
         )
+    if request.machine is not None and "device" in settings:
+        raise _core.SettingError(
+            f"--device {settings['device']}: --machine {request.machine} says what computes; leave --device out"
+        )
     if not request.fit and (more := request.given("out", "mixed", "quantised")):
         raise _core.SettingError(f"{more[0]} is for --fit")
+    if request.fit and request.quick:
+        raise _core.SettingError("--quick is for one plan, and --fit compares whole ones; leave it out")
     if request.save_costs and (request.costs or request.machine):
         raise _core.SettingError("--save-costs: no costs are measured with --machine or --costs; leave these out")
 
 
-def _machine(request: Request, program: Program, config: Config, device: str) -> tuple[Machine, Costs | None]:
+def _machine(request: Request, program: Program, config: Config) -> tuple[Machine, Costs | None]:
     if request.machine is not None:
         machine = Machine.load(request.machine)
         return machine, Measured.load(request.costs) if request.costs else None
+    device = _device_here(str(config.get("device", "auto")))
     costs = Measured.load(request.costs) if request.costs else None
-    where = request.measure or str(config.get("disk_path", "/var/tmp")).split(":")[0]
+    where = request.measure or first_disk(config._core())
     console = Console(stderr=True)
     with console.status("measuring this machine") if console.is_terminal else contextlib.nullcontext():
         machine = Machine.measure(pathlib.Path(where), device)
     if costs is None:
-        costs = Measured("cpu" if machine.unified else device.replace("auto", "cuda"))
+        costs = Measured("cpu" if machine.unified else device)
         with console.status("recording operators") if console.is_terminal else contextlib.nullcontext():
             try:
                 costs.record(program)
             except _core.SettingError as error:
                 click.echo(f"each operator is measured alone: {error}", err=True)
     return machine, costs
+
+
+def _device_here(name: str) -> str:
+    """The device that the setting names, or the one that "auto" chooses. Raises SettingError if it is not here."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = found.type if found is not None else "cpu"
+    if name == "auto":
+        return here
+    if name.partition(":")[0] not in ("cpu", here):
+        raise _core.SettingError(f'device = "{name}" is not in this machine; write "cpu" or "{here}", or --machine')
+    return name
 
 
 def _dry_run(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import json
 import os
 import pathlib
 import runpy
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,8 +119,9 @@ def transformer(
     recompute: bool = False,
     **options: Any,
 ) -> Program:
-    """A decoder of that shape, as GPT-3's: each layer has 12 * hidden^2 parameters. `batch`: sequences of `length` a
-    step and rank. `recompute`: activations of a block are computed again in backward. `options`: Program's."""
+    """A decoder of that shape, as GPT-3's: each layer has 12 * hidden^2 parameters. `batch`: sequences of `length`
+    in a micro-batch of one rank. `recompute`: activations of a block are computed again in backward. `options`:
+    Program's."""
     sizes = {"layers": layers, "hidden": hidden, "vocabulary": vocabulary, "length": length, "batch": batch}
     heads = heads if heads is not None else max(1, hidden // 128)
     for name, size in (sizes | {"heads": heads}).items():
@@ -204,15 +209,63 @@ def _transformers_config(path: pathlib.Path) -> Any:
     return config
 
 
+class _Folder:
+    """A program's folder. Inside `with`, imports find the modules in it, as under `python FILE`. The program alone keeps
+    these modules: afterwards, `sys.modules` is as it was."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = str(path)
+        self._modules: dict[str, ModuleType] = {}
+
+    def __enter__(self) -> None:
+        self._before = dict(sys.modules)
+        sys.path.insert(0, self._path)
+        sys.modules.update(self._modules)
+
+    def __exit__(self, *_details: object) -> None:
+        if self._path in sys.path:
+            sys.path.remove(self._path)
+        new = {name: module for name, module in sys.modules.items() if module is not self._before.get(name)}
+        for name, module in new.items():
+            if self._holds(new.get(name.partition(".")[0])):
+                self._modules[name] = module
+                del sys.modules[name]
+                if name in self._before:
+                    sys.modules[name] = self._before[name]
+
+    def _holds(self, module: ModuleType | None) -> bool:
+        places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+        return bool(places[0]) and os.path.dirname(os.path.abspath(places[0])) == self._path
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def inside(*args: Any) -> Any:
+            with self:
+                return call(*args)
+
+        return inside
+
+
+def _inside(program: Program, folder: _Folder) -> Program:
+    sample = None if program.sample is None else _inside(program.sample, folder)
+    make_model, loss = folder.around(program.make_model), folder.around(program.loss)
+    return dataclasses.replace(program, make_model=make_model, loss=loss, sample=sample)
+
+
 def load_program(path: str | os.PathLike[str]) -> Program:
-    """What the function `program()` of a Python file gives. Raises SettingError."""
-    try:
-        names = runpy.run_path(os.fspath(path))
-    except OSError as error:
-        raise _core.SettingError(f"{os.fspath(path)} cannot be read: {error.strerror}") from None
-    made = names["program"]() if callable(names.get("program")) else None
+    """Return what the function `program()` of a Python file returns.
+
+    The file imports modules from its own folder, as it does under `python FILE`; `sys.path` and `sys.modules` are the
+    same afterwards. Raises SettingError if the file cannot be read or has no such function.
+    """
+    file = pathlib.Path(path)
+    folder = _Folder(file.resolve().parent)
+    with folder:
+        try:
+            names = runpy.run_path(str(file))
+        except OSError as error:
+            raise _core.SettingError(f"{file} cannot be read: {error.strerror}") from None
+        made = names["program"]() if callable(names.get("program")) else None
     if not isinstance(made, Program):
-        raise _core.SettingError(
-            f"{os.fspath(path)} is to have a function program() that gives a zeropage.plan.Program"
-        )
-    return made
+        raise _core.SettingError(f"{file} is to have a function program() that gives a zeropage.plan.Program")
+    return _inside(made, folder)
