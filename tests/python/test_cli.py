@@ -13,7 +13,8 @@ import textwrap
 import time
 
 import pytest
-from zeropage._cli import disk_speed, doctor
+from click.testing import CliRunner
+from zeropage._cli import _Size, disk_speed, doctor, main
 from zeropage._convert.deepspeed_config import convert_config
 
 import zeropage
@@ -225,7 +226,7 @@ def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypat
     tuned.write_text("{}")
     with pytest.raises(zeropage.SettingError, match=r"zeropage-io\.json is not what `zeropage io tune` writes"):
         zeropage.init(device="cpu", disk_path=disk)
-    bench = zeropage_command("io", "bench", disk, *short)
+    bench = zeropage_command("io", "bench", disk, "--size", "32MB", "--seconds", "0")
     assert bench.returncode == 0 and "in flight" in bench.stdout
     tuned.unlink()
     fio("raise SystemExit(1)")  # for time
@@ -247,6 +248,21 @@ def test_what_is_no_file_of_settings_counts_for_no_disk(kind, disk, tmp_path):
     code = f"import zeropage; print(zeropage.init(device='cpu', disk_path={str(disk)!r}).config['io_block'])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert ended.stdout == "auto\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("64MB", 64_000_000), ("1.5 GiB", 3 << 29), ("5000000", 5_000_000), ("9000k", 9_000_000), ("8388608b", 8 << 20)],
+)
+def test_sizes_of_flags_are_sizes_of_settings(text, size):
+    assert _Size().convert(text, None, None) == size
+    assert zeropage.init(device="cpu", device_memory=text).config["device_memory"] == str(size)
+
+
+@pytest.mark.parametrize("text", ["banana", "12 parsecs", "-1MB", "1.2.3", ""])
+def test_a_size_that_is_none_is_one_line(text, disk):
+    ended = CliRunner().invoke(main, ["io", "bench", disk, "--size", text])
+    assert ended.exit_code == 2 and "is not a size" in ended.stderr
 
 
 def test_as_much_is_under_way_as_the_grid_says():

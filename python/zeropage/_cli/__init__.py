@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -103,13 +104,13 @@ def run_command(
 @main.command("plan")
 @click.option("--program", type=_FOLDER, help="A Python file whose function program() gives a zeropage.plan.Program.")
 @click.option("--transformers", "model_config", type=_FOLDER, help="A Hugging Face config.json, or its folder.")
-@click.option("--layers", type=int, help="Of a decoder as GPT-3's, as the next three.")
-@click.option("--hidden", type=int)
-@click.option("--vocabulary", type=int)
-@click.option("--heads", type=int)
-@click.option("--length", type=int, help="Tokens of a sequence.  [default: 1024]")
-@click.option("--batch", type=int, help="Sequences of a micro-batch and rank.  [default: 1]")
-@click.option("--micro-batches", type=int, help="Of a step.  [default: 1]")
+@click.option("--layers", type=int, help="Layers of a decoder like GPT-3's; needs --hidden.")
+@click.option("--hidden", type=int, help="Width of that decoder.")
+@click.option("--vocabulary", type=int, help="Size of its vocabulary.  [default: 50257]")
+@click.option("--heads", type=int, help="Its attention heads.  [default: a head for 128 of --hidden]")
+@click.option("--length", type=int, help="Tokens in one sequence.  [default: 1024]")
+@click.option("--batch", type=int, help="Sequences in one micro-batch of one rank.  [default: 1]")
+@click.option("--micro-batches", type=int, help="Micro-batches in one step of one rank.  [default: 1]")
 @click.option("--recompute", is_flag=True, help="Activation checkpointing: each block's are computed again.")
 @click.option("--optimizer-name", "optimizer", metavar="NAME", help="As adamw, sgd, lion.  [default: adamw]")
 @click.option(
@@ -201,11 +202,35 @@ def io_group() -> None:
     """Measure a disk, and find how to use it."""
 
 
+class _Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Bytes, or a size as settings have it."""
+
+    name = "size"
+    _UNITS = {
+        f"{letter}{ending}": base**power
+        for power, letter in enumerate(("k", "m", "g", "t"), start=1)
+        for ending, base in (("", 1000), ("b", 1000), ("ib", 1024))
+    } | {"": 1, "b": 1}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"([\d.]+)([a-z]*)", str(value).replace(" ", "").lower())
+        try:
+            return int(float(match[1]) * self._UNITS[match[2]])  # type: ignore[index]
+        except (TypeError, ValueError, KeyError):
+            self.fail(f'{value!r} is not a size; write it as bytes, or like "256MB" or "4GiB"', param, ctx)
+
+
 def _disk_options(command: click.Command) -> click.Command:
     command.params += [
         click.Argument(["path"], type=click.Path(path_type=pathlib.Path, exists=True, file_okay=False)),
-        click.Option(["--size"], default=1 << 30, help="Bytes of the file that is written there."),
-        click.Option(["--seconds"], default=0.5, help="Of each measurement."),
+        click.Option(
+            ["--size"],
+            type=_Size(),
+            default="1GiB",
+            show_default=True,
+            help="Size of the test file: bytes, or a size like 64MB or 1GiB. It is rounded down to 16 MiB pieces.",
+        ),
+        click.Option(["--seconds"], default=0.5, show_default=True, help="Seconds of each measurement."),
         click.Option(["--picture"], type=_FOLDER, help="A PNG file for the same as curves; needs matplotlib."),
     ]
     return command
