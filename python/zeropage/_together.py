@@ -7,10 +7,12 @@ backward ends, with zeros from ranks that have none.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from zeropage import _core
 
@@ -26,22 +28,45 @@ class _Held:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._forward: list[_core.TensorPin] = []
+        self._forward: list[_core.TensorPin | None] = []
+        # One hook a tensor, however often it is an input: a hook of a leaf outlives every graph.
+        self._backward_of: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[torch.nn.Module]]:
+        return _Held, (self._module,)  # a copy of the module knows no graph
 
     def before_forward(self, module: torch.nn.Module, *_arguments: object) -> None:
-        self._forward.append(_core.hold(list(module.parameters())))
+        self._forward.append(None)  # after_forward() runs too if this raises
+        self._forward[-1] = _core.hold(list(module.parameters()))
 
     def after_forward(self, _module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        self._forward.pop().release()
+        held = self._forward.pop() if self._forward else None  # none: a hook before ours has raised
+        if held is not None:
+            held.release()
         outputs = [t for t in _tensors(result) if t.requires_grad and t.grad_fn is not None]
         if not torch.is_grad_enabled() or not outputs:
             return
-        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
+        inputs = {id(t): t for t in _tensors((args, kwargs)) if t.requires_grad}
         backward = _Backward(self._module, waiting_for=len(inputs))
         for tensor in outputs:
-            tensor.register_hook(backward.begin)
-        for tensor in inputs:
-            tensor.register_hook(backward.input_done)
+            tensor.register_hook(backward.begin)  # keeps it while there is a graph
+        for tensor in inputs.values():
+            self._backwards(tensor).add(backward)
+
+    def _backwards(self, tensor: torch.Tensor) -> weakref.WeakSet[_Backward]:
+        """Those that wait for this input's gradient."""
+        known: weakref.WeakSet[_Backward] | None = self._backward_of.get(tensor)
+        if known is not None:
+            return known
+        waiting: weakref.WeakSet[_Backward] = weakref.WeakSet()
+
+        def done(_gradient: torch.Tensor) -> None:
+            for backward in list(waiting):
+                backward.input_done()
+
+        self._backward_of[tensor] = waiting
+        tensor.register_hook(done)
+        return waiting
 
 
 class _Backward:
@@ -59,7 +84,7 @@ class _Backward:
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end)
 
-    def input_done(self, _gradient: torch.Tensor) -> None:
+    def input_done(self) -> None:
         self._left -= 1
         if self._left == 0:
             self._end()

@@ -210,8 +210,8 @@ def _transformers_config(path: pathlib.Path) -> Any:
 
 
 class _Folder:
-    """A program's folder. Inside `with`, imports find the modules in it, as under `python FILE`. The program alone keeps
-    these modules: afterwards, `sys.modules` is as it was."""
+    """A program's folder. Inside `with`, imports find the modules in it, as under `python FILE`. The program alone
+    keeps these modules: afterwards, `sys.modules` is as it was."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = str(path)
