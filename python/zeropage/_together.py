@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeropage import _core
 
@@ -30,7 +30,7 @@ class _Held:
         self._module = module
         self._forward: list[_core.TensorPin | None] = []
         # One hook a tensor, however often it is an input: a hook of a leaf outlives every graph.
-        self._backward_of: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+        self._backward_of: Any = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[type[_Held], tuple[torch.nn.Module]]:
         return _Held, (self._module,)  # a copy of the module knows no graph
@@ -65,7 +65,7 @@ class _Held:
                 backward.input_done()
 
         self._backward_of[tensor] = waiting
-        tensor.register_hook(done)
+        tensor.register_hook(done)  # type: ignore[no-untyped-call]
         return waiting
 
 

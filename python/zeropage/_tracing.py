@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +26,8 @@ class trace:
         with zeropage.trace("run.json"):
             step()
 
-    or start at once, and `stop()`. In it are operators on paged tensors, faults (missed, late), what threads wait
+    or start at once, and `stop()`; one that is not stopped ends with the program, or when another starts and nothing
+    refers to this one any more. In it are operators on paged tensors, faults (missed, late), what threads wait
     for, each transfer, updates, and memory in use. Names of parameters are those in `model`, or in all modules that
     are alive when it ends. `zeropage trace run.json` says what held the program up. Over
     ranks, each records its own: run.rank0.json and so on; `path` is this rank's.
@@ -33,24 +36,18 @@ class trace:
     """
 
     def __init__(self, path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
+        global _recording
         self.path = _of_this_rank(os.fspath(path))
         self._model = model
+        if _recording is not None and _recording() is None:
+            _end()  # the program has dropped it, and cannot stop it
         _core.start_trace(self.path)
-        self._on = True
+        _recording = weakref.ref(self)
 
     def stop(self) -> None:
         """Ends the recording; again, it does nothing. Raises DiskError if the file is not whole."""
-        if not self._on:
-            return
-        self._on = False
-        try:
-            # Names are a convenience: objects of the program may be of any kind, and half made where it failed.
-            with contextlib.suppress(Exception):
-                names = _names([self._model] if self._model is not None else _roots())
-                if names:
-                    _core.trace_span("zeropage", "parameters", json.dumps(names)[1:-1])
-        finally:
-            _core.stop_trace()
+        if _recording is not None and _recording() is self:
+            _end(self._model)
 
     def __enter__(self) -> trace:
         return self
@@ -59,12 +56,49 @@ class trace:
         self.stop()
 
 
+_recording: weakref.ref[trace] | None = None
+
+
+def _end(model: torch.nn.Module | None = None) -> None:
+    global _recording
+    _recording = None
+    try:
+        # Names are a convenience: objects of the program may be of any kind, and half made where it failed.
+        with contextlib.suppress(Exception):
+            names = _names([model] if model is not None else _roots())
+            if names:
+                _core.trace_span("zeropage", "parameters", json.dumps(names)[1:-1])
+    finally:
+        _core.stop_trace()
+
+
+def _end_with_program() -> None:
+    if _recording is not None:
+        running = _recording()
+        _end(running._model if running is not None else None)
+
+
+atexit.register(_end_with_program)
+
+
+def _forget_in_child() -> None:
+    global _recording
+    _recording = None  # the parent's
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 def _of_this_rank(path: str) -> str:
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if distributed.is_available() and distributed.is_initialized():
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    else:  # the ranks that a launcher has started have no group yet
+        rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if size == 1:
         return path
     stem, suffix = os.path.splitext(path)
-    return f"{stem}.rank{distributed.get_rank()}{suffix}"
+    return f"{stem}.rank{rank}{suffix}"
 
 
 def _alive(kind: type[KindT]) -> list[KindT]:

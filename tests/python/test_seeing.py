@@ -118,6 +118,37 @@ def test_what_has_no_names_does_not_replace_the_scripts_own_error(training, tmp_
     assert any("0.weight.exp_avg" in name for name in named)
 
 
+DROPPED = """
+    import os, sys
+    import torch, zeropage
+
+    with zeropage.init(device="cpu", parameters="host", device_memory="4MB", host_memory="4MB", resident_below=1):
+        model = torch.nn.Linear(64, 64)
+    for path in sys.argv[1:]:
+        zeropage.trace(path)
+        model(torch.ones(1, 64))
+"""
+
+
+def test_a_trace_that_the_program_drops_is_whole_when_another_starts_or_the_program_ends(tmp_path):
+    paths = [str(tmp_path / name) for name in ("one.json", "two.json")]
+    command = [sys.executable, "-c", textwrap.dedent(DROPPED), *paths]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert all(summarize(path).operators > 0 for path in paths)
+
+
+def test_ranks_that_a_launcher_started_record_apart_before_they_have_a_group(training, tmp_path, monkeypatch):
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with zeropage.trace(tmp_path / "run.json") as recording:
+            training[2]()
+        assert recording.path == str(tmp_path / f"run.rank{rank}.json")
+        assert summarize(recording.path).operators > 0
+    assert not (tmp_path / "run.json").exists()
+
+
 FORKED = """
     import os, sys
     import torch, zeropage
