@@ -18,12 +18,12 @@ of the parent raise AccessError. Files can be used, unless they were opened with
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import threading
-import warnings
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -230,6 +230,27 @@ def _tensor_of(buffer: Buffer, written: bool) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if not view.c_contiguous:
         raise _core.SettingError(f"{name} has gaps: a transfer needs memory in one piece")
-    with warnings.catch_warnings():  # of memory that may not be written: it is not
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.frombuffer(view.cast("B"), dtype=torch.uint8)
+    return torch.frombuffer(_writable(view) if view.readonly else view.cast("B"), dtype=torch.uint8)
+
+
+class _PyBuffer(ctypes.Structure):
+    """CPython's Py_buffer."""
+
+    _fields_: ClassVar = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        *((name, ctypes.c_ssize_t) for name in ("len", "itemsize")),
+        *((name, ctypes.c_int) for name in ("readonly", "ndim")),
+        *((name, ctypes.c_void_p) for name in ("format", "shape", "strides", "suboffsets", "internal")),
+    ]
+
+
+def _writable(view: memoryview) -> ctypes.Array[ctypes.c_ubyte]:
+    """The same memory, which keeps `view`. torch warns of memory that is read-only, and a filter of warnings would be
+    the process's; what is only written to a file stays as it is."""
+    found = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), 0)
+    memory = (ctypes.c_ubyte * view.nbytes).from_address(found.buf)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+    memory.view = view  # type: ignore[attr-defined]
+    return memory

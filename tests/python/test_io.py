@@ -2,12 +2,14 @@
 
 import itertools
 import os
+import pathlib
 import random
 import signal
 import sys
 import threading
 import time
 import traceback
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -76,6 +78,49 @@ def test_other_buffers(path):
             file.write(numpy.zeros(2, dtype="M8[s]"))
         with pytest.raises(SettingError, match="Python objects"):
             file.write(numpy.array([None]))
+
+
+@pytest.mark.parametrize("make", [bytes, lambda data: memoryview(data).toreadonly(), bytearray])
+def test_threads_that_write_at_once_leave_the_filters_of_warnings_alone(make, path, monkeypatch):
+    before, frombuffer = list(warnings.filters), torch.frombuffer
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*args, **named):
+        if threading.current_thread().name == "first":
+            first_is_in.set()
+            assert second_is_in.wait(10)
+        else:
+            second_is_in.set()
+            assert first_is_out.wait(10)
+        return frombuffer(*args, **named)
+
+    monkeypatch.setattr(torch, "frombuffer", slow)
+    with zeropage.io.open(path, "w") as file:
+        threads = [
+            threading.Thread(target=file.write, args=(make(b"12"), 2 * i), name=name)
+            for i, name in enumerate(("first", "second"))
+        ]
+        threads[0].start()
+        assert first_is_in.wait(10)
+        threads[1].start()
+        threads[0].join()
+        first_is_out.set()
+        threads[1].join()
+    assert warnings.filters == before
+    assert pathlib.Path(path).read_bytes() == b"1212"
+
+
+def test_read_only_memory_is_written_without_a_warning_and_kept_meanwhile(path):
+    expected = random_bytes(SIZE).numpy().tobytes()
+    with warnings.catch_warnings(), zeropage.io.open(path, "w") as file:
+        warnings.simplefilter("error")
+        lists = [bytearray(expected) for _ in range(2)]
+        tickets = [file.start_write(memoryview(lists[0]).toreadonly()[10:], 10)]
+        tickets += [file.start_write(bytes(lists[1][:10]), 0)]
+        with pytest.raises(BufferError):
+            lists[0].clear()  # the transfer has it
+        zeropage.io.wait(tickets)
+    assert pathlib.Path(path).read_bytes() == expected
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float32", [("a", "f4"), ("Other", "c16")]])
