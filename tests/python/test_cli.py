@@ -4,8 +4,10 @@ import json
 import os
 import pathlib
 import platform
+import pty
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -122,6 +124,120 @@ def test_scripts_run_as_they_are(script, tmp_path, disk):
     assert "paged: True" in paged.stderr
     same = [line for line in plain.stdout.splitlines() if "runtime" not in line]
     assert same and same == [line for line in paged.stdout.splitlines() if "runtime" not in line]
+
+
+ON_A_TERMINAL = """
+    import pathlib, sys, time
+    import torch
+
+    def wait_for(name):
+        path = pathlib.Path(sys.argv[1], name)
+        for _ in range(3000):
+            if path.exists():
+                return
+            time.sleep(0.01)
+        sys.exit(f"nobody has seen {name}")
+
+    layer = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step():
+        layer(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+
+    step()
+    wait_for("line")
+    print("printed")
+    step()
+    time.sleep(0.3)
+    step()
+    print("begun", end="", flush=True)
+    time.sleep(0.3)
+    step()
+    print(" and ended")
+    for part in (10, 20):
+        sys.stderr.write(f"\\rprogress {part}%")
+        sys.stderr.flush()
+        time.sleep(0.3)
+        step()
+    wait_for("bar")
+    sys.stderr.write("\\n")
+    time.sleep(0.3)
+    step()
+    print("answer:", input("question? "))
+    step()
+    sys.stdout.flush()
+    sys.stderr.write("last\\n")
+"""
+
+
+class Terminal:
+    """What a terminal shows of what a program writes there, and what it has shown."""
+
+    def __init__(self, script, folder, log):
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "zeropage", "run", "--device", "cpu", "--resident-below", "1", str(script)]
+        out = open(log, "w") if log else theirs  # noqa: SIM115
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            [*command, str(folder)], stdin=theirs, stdout=out, stderr=theirs, env=environment, start_new_session=True
+        )
+        os.close(theirs)
+        self.ours, self.written = ours, ""
+
+    @property
+    def lines(self):
+        lines = []
+        for line in self.written.replace("\r\n", "\n").split("\n"):
+            shown = ""
+            for part in line.split("\r"):
+                if "\x1b[2K" in part:
+                    shown, part = "", part.rpartition("\x1b[2K")[2]
+                shown = part + shown[len(part) :]
+            lines.append(shown)
+        return lines
+
+    def until(self, seen):
+        end = time.monotonic() + 60
+        while not seen(self.lines):
+            assert time.monotonic() < end, self.lines
+            if select.select([self.ours], [], [], 0.1)[0]:
+                try:
+                    self.written += os.read(self.ours, 1 << 16).decode()
+                except OSError:  # the program has ended
+                    assert seen(self.lines), self.lines
+
+    def type(self, text):
+        os.write(self.ours, text.encode())
+
+
+@pytest.mark.parametrize("log", [True, False], ids=["output to a file", "all on the terminal"])
+def test_what_a_script_writes_on_a_terminal_arrives_whole_beside_the_live_line(log, tmp_path):
+    script, log = tmp_path / "train.py", tmp_path / "log" if log else None
+    script.write_text(textwrap.dedent(ON_A_TERMINAL))
+    terminal = Terminal(script, tmp_path, log)
+    try:
+        terminal.until(lambda lines: lines[-1].startswith("step 1: "))
+        (tmp_path / "line").touch()
+        terminal.until(lambda lines: lines[-1] == "progress 20%")
+        (tmp_path / "bar").touch()
+        if log:  # input() writes its prompt to sys.stdout
+            terminal.until(lambda lines: len(lines) > 1)
+        else:
+            terminal.until(lambda lines: lines[-1] == "question? ")
+        terminal.type("blue\n")
+        terminal.until(lambda lines: any("device_memory" in line for line in lines) and "last" in lines)
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.ours)
+    printed = ["printed", "begun and ended"]
+    if log:
+        assert log.read_text().splitlines() == [*printed, "question? answer: blue"]
+        assert terminal.lines[0] == "progress 20%" and terminal.lines[1].startswith(("blue", "step"))
+    else:
+        shown = [*printed, "progress 20%", "question? blue", "answer: blue", "last"]
+        assert terminal.lines[: len(shown)] == shown
 
 
 def test_errors_are_the_scripts_own(tmp_path):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -258,13 +257,64 @@ def _line(space: Space) -> Iterator[None]:
     if not console.is_terminal or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
         yield
         return
-    with Live(console=console, refresh_per_second=4, transient=True) as live:
-        handle = register_optimizer_step_post_hook(lambda *_: live.update(watch.step()))
+    line = _LiveLine(console)
+    with contextlib.ExitStack() as undo:
+        for stream in (sys.stdout, sys.stderr):
+            if stream.isatty():
+                undo.enter_context(line.gives_way_to(stream))
+        handle = register_optimizer_step_post_hook(lambda *_: line.show(watch.step()))
+        undo.callback(handle.remove)
+        yield
+    console.print(Text(str(space.report())))
+
+
+class _LiveLine:
+    """The last line of the terminal, while the script has nothing there: no bar, no prompt, no part of a line."""
+
+    _CLEAR = "\r\x1b[2K"
+
+    def __init__(self, console: Console) -> None:
+        self._write, self._flush = sys.stderr.write, sys.stderr.flush
+        self._can_clear, self._width = sys.stderr.isatty() and not console.is_dumb_terminal, console.width
+        self._is_shown, self._is_free = False, True
+        self._next = time.perf_counter()
+
+    def show(self, text: str) -> None:
+        now = time.perf_counter()
+        if self._is_free and self._can_clear and now >= self._next:
+            self._put(self._CLEAR + text[: self._width - 1])
+            self._is_shown, self._next = True, now + 0.25
+
+    def _put(self, text: str) -> None:
+        self._write(text)
+        self._flush()
+
+    def _clear(self) -> None:
+        if self._is_shown:
+            self._is_shown = False
+            self._put(self._CLEAR)
+
+    @contextlib.contextmanager
+    def gives_way_to(self, stream: Any) -> Iterator[None]:
+        """Inside, the stream writes as if this line were not there."""
+        write, flush = stream.write, stream.flush
+
+        def writing(text: str) -> Any:
+            self._clear()
+            if text:
+                self._is_free = text.endswith("\n")
+            return write(text)
+
+        def flushing() -> None:  # before a prompt too, which input() writes itself
+            self._clear()
+            flush()
+
+        stream.write, stream.flush = writing, flushing
         try:
             yield
         finally:
-            handle.remove()
-    console.print(Text(str(space.report())))
+            self._clear()
+            del stream.write, stream.flush
 
 
 class _Watch:
@@ -272,7 +322,7 @@ class _Watch:
         self._space, self._steps = space, 0
         self._then, self._before = time.perf_counter(), space.report()
 
-    def step(self) -> Text:
+    def step(self) -> str:
         """Of the step that has ended."""
         now, report = time.perf_counter(), self._space.report()
         seconds, before = max(now - self._then, 1e-9), self._before
@@ -280,7 +330,7 @@ class _Watch:
         moved = report.read_bytes + report.written_bytes - before.read_bytes - before.written_bytes
         waited = (report.waited_seconds - before.waited_seconds) / seconds
         budgets = ", ".join(f"{b.name} {b.now / 1e6:,.0f} of {b.limit / 1e6:,.0f} MB" for b in report.budgets)
-        return Text(
-            f"step {self._steps}: {seconds:.2f} s, {waited:.0%} of it waiting for the disk, "
+        return (
+            f"step {self._steps}: {seconds:.2f} s, {waited:.0%} of it waiting, "
             f"{moved / seconds / 1e9:.2f} GB/s; {budgets}"
         )
