@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeropage import _core
 from zeropage._data_parallel import passed_through
+from zeropage._process_group import standing_in
 from zeropage._space import Space, _mix, copied, init
 from zeropage._tracing import trace
 
@@ -233,13 +234,8 @@ def _group_started() -> Iterator[None]:
         yield
         return
     start = dist.init_process_group
-
-    @functools.wraps(start)
-    def started(*args: Any, **settings: Any) -> None:
-        if not dist.is_initialized():  # the program ended it
-            start(*args, **settings)
-
     modules: list[Any] = [dist, dist.distributed_c10d]
+    started = standing_in(start)
     for module in modules:
         module.init_process_group = started
     try:
