@@ -6,6 +6,7 @@ optimizer loads becomes what its step would have made: of the parameter's home, 
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from zeropage import _core, _one_saves
 
-_within = threading.local()  # .state_dict: a module's state_dict() is running
+_within = threading.local()  # .destination: what a module's state_dict() fills, with its children's
 
 
 def _with_masters(state: dict[str, Any]) -> None:
@@ -31,13 +32,22 @@ def _with_masters(state: dict[str, Any]) -> None:
 def _module_state_dict(original: Any) -> Any:
     @functools.wraps(original)
     def state_dict(self: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
-        if getattr(_within, "state_dict", False):
+        outer = getattr(_within, "destination", None)
+        given: Any = arguments[0] if arguments else named.get("destination")
+        if given is None:  # ours: it tells a child's call from that of another model, which a hook may save
+            given = collections.OrderedDict()
+            given._metadata = collections.OrderedDict()
+            if arguments:
+                arguments = (given, *arguments[1:])
+            else:
+                named = named | {"destination": given}
+        elif given is outer:  # a child's
             return original(self, *arguments, **named)
-        _within.state_dict = True
+        _within.destination = given
         try:
             state = original(self, *arguments, **named)
         finally:
-            _within.state_dict = False
+            _within.destination = outer
         if isinstance(state, dict):
             _with_masters(state)
         return state

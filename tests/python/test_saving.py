@@ -1,5 +1,6 @@
 """Saving and loading by stock ways: nothing is lost, and a resumed run is the uninterrupted one to the bit."""
 
+import collections
 import copy
 import io
 import pickle
@@ -127,6 +128,49 @@ def test_state_dict_gives_masters_or_what_operators_see(config):
             assert torch.equal(state["0.weight"].cpu(), expected.cpu())
     with pytest.raises(zeropage.SettingError, match="state_dict"):
         zeropage.init(config.replace(state_dict="both"))
+
+
+class Keeper(nn.Module):
+    """A module that saves another model of its own accord: an average, or a teacher."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.other = [nn.Sequential(nn.Linear(64, 64))]  # hidden from modules
+        self.seen = None
+        if way == "a hook":
+            self.register_state_dict_pre_hook(lambda module, *_: module.save())
+        self.way = way
+
+    def save(self):
+        self.seen = self.other[0].state_dict()
+        return self.seen
+
+    def get_extra_state(self):
+        return self.save() if self.way == "extra state" else None
+
+    def set_extra_state(self, state):
+        pass
+
+    def state_dict(self, *args, **named):
+        if self.way == "an override":
+            self.save()
+        return super().state_dict(*args, **named)
+
+
+@pytest.mark.parametrize("way", ["a hook", "extra state", "an override"])
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+def test_a_model_that_is_saved_while_another_is_gives_its_masters_too(way, nested, config):
+    with zeropage.init(config, visible_dtype="bfloat16"):
+        model = nn.Sequential(nn.Sequential(Keeper(way))) if nested else Keeper(way)
+    keeper = model[0][0] if nested else model
+    state = model.state_dict(prefix="all.")
+    assert {value.dtype for name, value in state.items() if "extra" not in name} == {torch.float32}
+    assert {value.dtype for value in keeper.seen.values()} == {torch.float32}
+    assert state._metadata["all" if not nested else "all.0"] == {"version": 1}
+    into = collections.OrderedDict(other=1)
+    assert model.state_dict(destination=into, keep_vars=True) is into and into["other"] == 1
+    assert {value.dtype for name, value in keeper.layer.state_dict(None, "x.").items()} == {torch.float32}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
