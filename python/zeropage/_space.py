@@ -233,10 +233,15 @@ def init(
     started if the program runs under torchrun and has not done so. With `shard_group` and `replica_group` they are
     partitioned inside the one and replicated across the other.
 
-    Raises SettingError for settings that are unknown or contradict each other, DiskError for a disk_path that cannot
-    hold pages.
+    Raises SettingError for settings or groups that are unknown or contradict each other, DiskError for a disk_path
+    that cannot hold pages.
     """
     global _latest
+    if group is not None and (shard_group is not None or replica_group is not None):
+        other = "shard_group" if shard_group is not None else "replica_group"
+        raise _core.SettingError(
+            f"group and {other} contradict each other: give group alone, or shard_group with replica_group"
+        )
     settings = Config.of(config).replace(**overrides)
     groups = find_groups(str(settings.get("device", "auto")), group or shard_group, replica_group)
     _latest = Space(settings, groups)
@@ -244,10 +249,16 @@ def init(
 
 
 def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object) -> ModuleT:
-    """Pages a model that exists: its parameters, buffers and gradients, in place, on the space's device. Returns it.
+    """Page a model that exists: its parameters, buffers and gradients, in place, on the space's device. Return it.
 
-    Like `Module.to`, it gives a parameter that shares its memory with a tensor outside the model memory of its own.
+    `config`: a space, or what `init()` takes, with `overrides`, to make a new one. Like `Module.to`, it gives a
+    parameter that shares its memory with a tensor outside the model memory of its own. Raises SettingError for
+    `overrides` beside a space, which has its settings.
     """
+    if isinstance(config, Space) and overrides:
+        raise _core.SettingError(
+            f"page(model, space) takes no settings, and {', '.join(overrides)} is given: set it in zeropage.init(...)"
+        )
     space = config if isinstance(config, Space) else init(config, **overrides)
     core = space._core
     for parameter in model.parameters():
