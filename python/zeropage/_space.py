@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
@@ -91,7 +92,7 @@ class Config:
 
 
 class Space:
-    """An address space: tiers, budgets and its tensors. A context manager: tensors created inside are paged.
+    """An address space: tiers, budgets and its tensors. A context manager: what its thread creates inside is paged.
 
     It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
     """
@@ -114,15 +115,15 @@ class Space:
         self._activations = self._core.activations()
         if self._activations is not None:
             _activations.start(self._activations)
-        self._scopes: list[_Entered] = []
+        self._scopes = _Scopes()
         self._made = now()
 
     def __enter__(self) -> Space:
-        self._scopes.append(_Entered(self._core))
+        self._scopes.entered.append(_Entered(self._core))
         return self
 
     def __exit__(self, raised: object, *_details: object) -> None:
-        self._scopes.pop().leave(failed=raised is not None)
+        self._scopes.entered.pop().leave(failed=raised is not None)
 
     @property
     def config(self) -> dict[str, str]:
@@ -161,10 +162,18 @@ class Space:
         self._core.close()
 
 
+class _Scopes(threading.local):
+    """Those of a space that a thread has entered."""
+
+    def __init__(self) -> None:
+        self.entered: list[_Entered] = []
+
+
 class _Entered:
-    """One entered scope: factories make paged tensors, and what modules register becomes paged."""
+    """One entered scope: on its thread, factories make paged tensors, and what modules register becomes paged."""
 
     def __init__(self, space: _core.Space) -> None:
+        thread = self._thread = threading.get_ident()
         self._scope = space.scope()
         self._scope.enter()
         device = torch.device(dict(space.config.items())["device"])
@@ -177,15 +186,17 @@ class _Entered:
         self._buffers: dict[int, torch.Tensor] = {}
 
         def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+            if tensor is None or threading.get_ident() != thread:  # hooks are the process's
+                return
             if isinstance(tensor, torch.nn.Parameter):
                 self._parameters[id(tensor)] = tensor
             # Loaders make parameters from tensors that no factory made: slices of a file.
-            if tensor is not None and not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
+            if not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
                 space.page(tensor)
 
         def register_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             register(module, name, tensor)
-            if tensor is not None:
+            if tensor is not None and threading.get_ident() == thread:
                 self._buffers[id(tensor)] = tensor
                 space.keep_whole(tensor)
 
@@ -196,6 +207,8 @@ class _Entered:
         copied.append(self._note_copy)
 
     def _note_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if id(original) in self._parameters:
             self._parameters[id(copy)] = copy
         elif id(original) in self._buffers:
