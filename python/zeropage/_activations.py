@@ -1,18 +1,23 @@
 """Activations that page: autograd's default saved-tensor hooks hand what is saved to the core.
 
-Hooks are PyTorch's, and of one thread: the one that made the space. The latest count; those that the program sets
-itself, as save_on_cpu and checkpoints do, do what they always did.
+Hooks are PyTorch's, and each thread has its own: the thread that makes the space gets ours at once, any other when it
+first runs a module of the space with grad mode on. The latest count. Hooks that the program sets itself, such as
+save_on_cpu and checkpoints, do what they always did.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd import graph
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from zeropage import _core
 
@@ -30,8 +35,44 @@ def start(activations: _core.Activations) -> None:
     _hooks._push_saved_tensors_default_hooks(activations.save, _core.SavedTensor.open)
 
 
+#: Those that are open, the latest last, with their spaces, and the hook that looks for threads that train.
+_followed: list[tuple[_core.Activations, weakref.ref[_core.Space]]] = []
+_hook: RemovableHandle | None = None
+_lock = threading.RLock()
+
+
+def follow(activations: _core.Activations, space: _core.Space) -> None:
+    """Let any thread that trains a module of `space` save there."""
+    global _hook
+    with _lock:
+        _followed.append((activations, weakref.ref(space)))
+        if _hook is None:
+            _hook = register_module_forward_pre_hook(_before_module)
+
+
+def _before_module(module: torch.nn.Module, _inputs: object) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    tidy()
+    # Above the program's own hooks, ours would end with them.
+    if _hooks._top_saved_tensors_default_hooks(True) is not None or not _hooks._saved_tensors_hooks_is_enabled():
+        return
+    for activations, reference in reversed(list(_followed)):
+        space = reference()
+        if space is not None and any(map(space.holds, module.parameters())):
+            _hooks._push_saved_tensors_default_hooks(activations.save, _core.SavedTensor.open)
+            return
+
+
 def tidy() -> None:
-    """What is no longer open has no hooks, unless the program's lie above: then they do nothing."""
+    """Remove the hooks of what is no longer open, unless the program's lie above: then they do nothing."""
+    global _hook
+    if not all(activations.is_open for activations, _ in list(_followed)):
+        with _lock:
+            _followed[:] = [followed for followed in _followed if followed[0].is_open]
+            if _hook is not None and not _followed:
+                _hook.remove()
+                _hook = None
     while (ours := _latest()) is not None and not ours.is_open:
         _hooks._pop_saved_tensors_default_hooks()
 

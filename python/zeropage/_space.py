@@ -102,6 +102,8 @@ class Space:
         core = config._core()
         add_tuned(core)
         self._start(_core.Space(core, shard, replica), time.perf_counter)
+        if self._activations is not None:
+            _activations.follow(self._activations, self._core)
 
     @classmethod
     def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
