@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeropage import _activations, _core, _identity
 from zeropage._checkpoint.saving import finish_saving
@@ -22,15 +25,62 @@ from zeropage._tuned import add_tuned
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | None"
 
-_latest: Space | None = None
+#: Spaces that are open, in the order in which they were made. [Note: what keeps a space]
+_spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+# [Note: what keeps a space] A program need not name its space, and zeropage.report() must find it all the same. Each
+# parameter and buffer of a module keeps it, while that lives. Before a module has one, nothing would, and the space
+# made last is kept in _new. When the program has dropped the model and the space, memory and disk are given back.
+_kept_by: MutableMapping[torch.Tensor, Space] = WeakTensorKeyDictionary()
+_new: Space | None = None
 
 #: Called with a parameter or buffer and its deep copy, which no module registers.
 copied: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
 
 
 def note_copy(original: torch.Tensor, copy: torch.Tensor) -> None:
+    """Note a deep copy, which no module registers."""
+    keep_alike(copy, original)
     for listener in copied:
         listener(original, copy)
+
+
+def open_spaces() -> list[Space]:
+    """Those that are open and referred to, the latest last."""
+    return [space for reference in _spaces.valuerefs() if (space := reference()) is not None]
+
+
+def latest_space() -> Space | None:
+    """The space made last, of those that are open."""
+    return next(reversed(open_spaces()), None)
+
+
+def space_of(tensor: torch.Tensor) -> Space | None:
+    """The open space that pages the tensor; None for an ordinary tensor."""
+    if not _core.is_paged(tensor):
+        return None
+    return next((space for space in open_spaces() if space._core.holds(tensor)), None)
+
+
+def space_of_any(tensors: Iterable[torch.Tensor]) -> Space | None:
+    """The space of the first paged tensor among `tensors`; None if none is paged."""
+    paged = next(filter(_core.is_paged, tensors), None)
+    return None if paged is None else space_of(paged)
+
+
+def _keep(space: Space, tensor: torch.Tensor) -> None:
+    global _new
+    if space._core.holds(tensor):
+        _kept_by[tensor] = space
+        if _new is space:
+            _new = None
+
+
+def keep_alike(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let `tensor` keep the space that `other` keeps, if it is paged there."""
+    if (space := _kept_by.get(other)) is not None:
+        _keep(space, tensor)
 
 
 def _text(name: str, value: object) -> str:
@@ -97,13 +147,18 @@ class Space:
     It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
     """
 
+    _number = -1  # of one that is planned
+
     def __init__(self, config: Config, groups: Groups | None = None) -> None:
+        global _new
         shard, replica = (groups or Groups()).names()
         core = config._core()
         add_tuned(core)
         self._start(_core.Space(core, shard, replica), time.perf_counter)
         if self._activations is not None:
             _activations.follow(self._activations, self._core)
+        self._number = next(_numbers)
+        _spaces[self._number] = _new = self
 
     @classmethod
     def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
@@ -121,7 +176,7 @@ class Space:
         self._made = now()
 
     def __enter__(self) -> Space:
-        self._scopes.entered.append(_Entered(self._core))
+        self._scopes.entered.append(_Entered(self))
         return self
 
     def __exit__(self, raised: object, *_details: object) -> None:
@@ -139,6 +194,7 @@ class Space:
         partitioned).
         """
         paged = self._core.page(tensor)
+        _keep(self, tensor)
         self._core.start_equal()
         return paged
 
@@ -157,7 +213,11 @@ class Space:
 
         What save(wait=False) left under way is finished first.
         """
+        global _new
         finish_saving()
+        _spaces.pop(self._number, None)
+        if _new is self:
+            _new = None
         if self._activations is not None:
             self._activations.close()
             _activations.tidy()
@@ -174,11 +234,12 @@ class _Scopes(threading.local):
 class _Entered:
     """One entered scope: on its thread, factories make paged tensors, and what modules register becomes paged."""
 
-    def __init__(self, space: _core.Space) -> None:
-        thread = self._thread = threading.get_ident()
+    def __init__(self, owner: Space) -> None:
+        space, thread = owner._core, threading.get_ident()
+        self._thread = thread
         self._scope = space.scope()
         self._scope.enter()
-        device = torch.device(dict(space.config.items())["device"])
+        device = torch.device(owner.config["device"])
         # As under `with torch.device(...)`: what the program builds without naming a device is built on the space's.
         self._device = device if device.type != "cpu" else contextlib.nullcontext()
         self._device.__enter__()
@@ -195,6 +256,7 @@ class _Entered:
             # Loaders make parameters from tensors that no factory made: slices of a file.
             if not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
                 space.page(tensor)
+                _keep(owner, tensor)
 
         def register_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
             register(module, name, tensor)
@@ -251,7 +313,6 @@ def init(
     Raises SettingError for settings or groups that are unknown or contradict each other, DiskError for a disk_path
     that cannot hold pages.
     """
-    global _latest
     if group is not None and (shard_group is not None or replica_group is not None):
         other = "shard_group" if shard_group is not None else "replica_group"
         raise _core.SettingError(
@@ -259,8 +320,7 @@ def init(
         )
     settings = Config.of(config).replace(**overrides)
     groups = find_groups(str(settings.get("device", "auto")), group or shard_group, replica_group)
-    _latest = Space(settings, groups)
-    return _latest
+    return Space(settings, groups)
 
 
 def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object) -> ModuleT:
@@ -280,9 +340,11 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
         # What is paged is equal on all ranks, and need not be current on rank 0: each updates its share.
         if not _core.is_paged(parameter) or (parameter.grad is not None and not _core.is_paged(parameter.grad)):
             core.page(parameter)
+        _keep(space, parameter)
     for buffer in model.buffers():
         if not _core.is_paged(buffer) and core.page(buffer):
             core.keep_whole(buffer)
+        _keep(space, buffer)
     core.start_equal()  # once: small tensors travel together
     for parameter in model.parameters():
         _mix(core, parameter)
@@ -312,19 +374,19 @@ def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         pin.release()
 
 
-def latest_space() -> Space | None:
-    """The space made last."""
-    return _latest
-
-
 def wait() -> None:
-    """`Space.wait()` of the space made last: afterwards no optimizer step and no transfer is under way."""
-    if _latest is not None:
-        _latest.wait()
+    """Run `Space.wait()` of the space made last: afterwards no optimizer step and no transfer is under way."""
+    if (space := latest_space()) is not None:
+        space.wait()
 
 
 def report() -> Report:
-    """What the space made last holds and has moved. Prints as a table."""
-    if _latest is None:
-        raise _core.Error("there is no space to report on yet: enter zeropage.init(...) first")
-    return _latest.report()
+    """Return what the space made last holds and has moved, as `Space.report()` does. Prints as a table.
+
+    A space is open until `close()`, as long as anything refers to it or to a module's parameter or buffer in it.
+    Raises Error if none is open.
+    """
+    space = latest_space()
+    if space is None:
+        raise _core.Error("there is no open space to report on: enter zeropage.init(...) first")
+    return space.report()

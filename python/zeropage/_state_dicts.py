@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeropage import _core, _one_saves
+from zeropage import _core, _one_saves, _space
 
 _within = threading.local()  # .destination: what a module's state_dict() fills, with its children's
 
@@ -65,10 +65,11 @@ def _load_from_state_dict(original: Any) -> Any:
         original(self, state_dict, prefix, local_metadata, *rest, **named)
         for name, old in before.items():
             new = self._parameters.get(name, self._buffers.get(name))
-            if new is None or old is None or new is old or _core.is_paged(new):
+            if new is None or old is None or new is old:
                 continue
-            if _core.page_like(new, old):
+            if not _core.is_paged(new) and _core.page_like(new, old):
                 new.grad_dtype = old.grad_dtype
+            _space.keep_alike(new, old)
 
     return load
 

@@ -252,7 +252,7 @@ def test_function_transforms_work_beside(config):
 def test_what_is_written_in_place_since(elements, config):
     """What was not copied says so, as autograd does. Of what was copied, backward has what was saved."""
     with zeropage.init(config, activations="disk", resident_below=4096):
-        nn.Linear(64, 64)
+        _keeps_the_space = nn.Linear(64, 64)
     x = torch.randn(elements, requires_grad=True)
     y = 2 * x
     z = y.exp()

@@ -1,16 +1,125 @@
 """Spaces: what keeps one, which one a tensor is in, and which thread a scope is for."""
 
+import contextlib
 import copy
+import gc
+import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn as nn
+from zeropage._space import latest_space, space_of
 
 import zeropage
 
 pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def no_other_space(monkeypatch):
+    """Those of tests before, which may live on."""
+    gc.collect()
+    monkeypatch.setattr("zeropage._space._spaces", weakref.WeakValueDictionary())
+    monkeypatch.setattr("zeropage._space._new", None)
+
+
+def swap_files(disk):
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(path.startswith(os.path.realpath(disk)) for path in found)
+
+
+def step(model, width=64):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(2, width)).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("first", ["space", "model"])
+def test_a_notebook_frees_a_space_by_dropping_the_model_and_the_space(first, config, disk):
+    with zeropage.init(config) as space:
+        model = nn.Linear(64, 64)
+    optimizer = step(model)
+    zeropage.wait()
+    assert swap_files(disk) == 1
+    if first == "space":
+        del space
+        assert any(home.now for home in zeropage.report().homes)
+        del model, optimizer
+    else:
+        del model, optimizer
+        assert zeropage.report().homes[0].now == 0
+        del space
+    gc.collect()
+    assert swap_files(disk) == 0 and latest_space() is None
+    with pytest.raises(zeropage.Error, match="no open space"):
+        zeropage.report()
+    zeropage.wait()
+
+
+def test_a_closed_space_is_not_the_latest_any_more(config, disk):
+    first = zeropage.init(config)
+    second = zeropage.init(config)
+    assert latest_space() is second
+    second.close()
+    assert latest_space() is first
+    first.close()
+    assert latest_space() is None and swap_files(disk) == 0
+
+
+def test_a_space_without_a_name_is_reported_while_its_model_lives(config):
+    with zeropage.init(config):
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    gc.collect()
+    assert any(home.now for home in zeropage.report().homes)
+    twin = copy.deepcopy(model)
+    del model
+    gc.collect()
+    assert any(home.now for home in zeropage.report().homes)
+    twin.load_state_dict({name: value.detach().clone() for name, value in twin.state_dict().items()}, assign=True)
+    gc.collect()
+    assert any(home.now for home in zeropage.report().homes)
+    del twin
+    gc.collect()
+    assert latest_space() is None
+
+
+def test_a_space_without_a_name_or_a_module_is_reported_until_another_is_made(config):
+    with zeropage.init(config):
+        tensor = torch.ones(64, 64)
+    gc.collect()
+    assert zeropage.report().homes and zeropage.is_paged(tensor)
+    space = latest_space()
+    other = zeropage.init(config)
+    assert latest_space() is other and space_of(tensor) is space
+
+
+def test_a_model_that_is_paged_without_a_name_for_the_space_keeps_it(config):
+    model = zeropage.page(nn.Linear(64, 64), config)
+    gc.collect()
+    assert any(home.now for home in zeropage.report().homes)
+    del model
+    gc.collect()
+    assert latest_space() is None
+
+
+def test_each_tensor_has_the_space_in_which_it_was_made(config):
+    spaces = [zeropage.init(config) for _ in range(2)]
+    models = []
+    for space in spaces:
+        with space:
+            models.append(nn.Linear(64, 64))
+    assert [space_of(model.weight) for model in models] == spaces
+    assert [space_of(model.weight.detach()[1:]) for model in models] == spaces
+    assert space_of(torch.ones(3)) is None
+    spaces[0].close()
+    assert space_of(models[0].weight) is None
 
 
 @pytest.mark.parametrize("given", [{"stage": 1}, {"device_memory": "banana"}])
