@@ -9,7 +9,7 @@ import torch
 from tabulate import tabulate
 
 from zeropage import _core
-from zeropage._space import Space, latest_space
+from zeropage._space import Space, latest_space, space_of_any
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Explanation:
 def explain(model: torch.nn.Module) -> Explanation:
     """How each parameter and buffer of `model` is kept: dtypes (visible, master), home, the gradient's home, and why
     one is an ordinary tensor."""
-    space = latest_space()
     named = [*model.named_parameters(), *model.named_buffers()]
+    space = space_of_any(tensor for _, tensor in named) or latest_space()
     return Explanation([_row(name, tensor, space) for name, tensor in named])
 
 
@@ -88,11 +88,12 @@ def _reasons(tensor: torch.Tensor, space: Space | None) -> Iterator[str]:
         config = space.config
         size, below = tensor.numel() * tensor.element_size(), int(config["resident_below"])
         if tensor.device.type != torch.device(config["device"]).type:
-            yield f"it is on {tensor.device}, and the space is on {config['device']}: zeropage.page(model) moves it"
+            here, there = tensor.device, config["device"]
+            yield f"it is on {here}, and the space is on {there}: zeropage.page(model, space) moves it"
         elif size < below:
             yield f"{_size(size)} is below resident_below = {_size(below)}"
         else:
-            yield "it was made outside the scope: make the model inside, or zeropage.page(model)"
+            yield "it was made outside the scope: make the model inside, or zeropage.page(model, space)"
 
 
 def _size(count: int) -> str:

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
+import torch
+
 from zeropage import _core
 from zeropage._report import Report
-from zeropage._space import Space, latest_space
+from zeropage._space import Space, latest_space, space_of_any
 
 
 class MetricsBetweenLogs:
-    """Of `space`, or else of the space that was made last when training starts. The numbers are this rank's: nothing
-    here waits for other ranks."""
+    """Of `space`, or else of the model's when training starts. The numbers are this rank's: nothing here waits for
+    other ranks."""
 
     def __init__(self, space: Space | None) -> None:
         self._given = space
-        self._space: Space | None = None
+        self._space: Callable[[], Space | None] = lambda: None
         self._before: tuple[Report, int] | None = None
 
-    def start(self, step: int) -> None:
-        """Training goes on from `step`. Raises Error if there is no space."""
-        self._space = self._given or latest_space()
-        if self._space is None:
+    def start(self, step: int, model: torch.nn.Module | None) -> None:
+        """Note that training of `model` goes on from `step`. Raises Error if there is no space."""
+        own = None if model is None else space_of_any(model.parameters())
+        space = self._given or own or latest_space()
+        if space is None:
             raise _core.Error(
                 "ReportCallback finds no space to report on: make one with zeropage.init(...) before training"
             )
-        self._before = self._space.report(), step
+        self._space = weakref.ref(space)
+        self._before = space.report(), step
 
     def take(self, step: int) -> dict[str, float]:
         """`Report.to_metrics()` of the steps since start() or the last call; nothing if there were none."""
-        if self._space is None or self._before is None or step <= self._before[1]:
+        space = self._space()
+        if space is None or self._before is None or step <= self._before[1]:
             return {}
-        report, (before, then) = self._space.report(), self._before
+        report, (before, then) = space.report(), self._before
         self._before = report, step
         return report.since(before).to_metrics(step - then)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zeropage import _core
-from zeropage._space import latest_space
+from zeropage._space import Space, space_of_any
 
 log = logging.getLogger("zeropage")
 
@@ -74,22 +74,23 @@ class _Steps:
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._calls: dict[str, int] = {}
+        self._calls: weakref.WeakKeyDictionary[Space, dict[str, int]] = weakref.WeakKeyDictionary()
         self._steps_with: Counter[str] = Counter()
 
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        space = latest_space()
+        space = space_of_any(p for group in optimizer.param_groups for p in group["params"])
         if space is None:
             return
         watch.start()
-        self._general_path(dict(space._core.general_path()))
+        self._general_path(space)
         steps = self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         if steps == 1:
             self._moments(optimizer, space.config["optimizer_dtype"])
 
-    def _general_path(self, calls: dict[str, int]) -> None:
+    def _general_path(self, space: Space) -> None:
+        calls, before = dict(space._core.general_path()), self._calls.get(space, {})
         for name, count in calls.items():
-            if count <= self._calls.get(name, 0):
+            if count <= before.get(name, 0):
                 continue
             self._steps_with[name] += 1
             if self._steps_with[name] == 3:  # not once, as when a model is made
@@ -98,7 +99,7 @@ class _Steps:
                     "report() counts its calls",
                     name,
                 )
-        self._calls = calls
+        self._calls[space] = calls
 
     def _moments(self, optimizer: torch.optim.Optimizer, dtype: str) -> None:
         if dtype == "auto":

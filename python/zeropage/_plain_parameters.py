@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeropage import _core
-from zeropage._space import latest_space
+from zeropage._space import space_of_any
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -25,8 +25,8 @@ def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     _checked[optimizer] = len(parameters)
     paged = [p for p in parameters if _core.is_paged(p)]
-    space = latest_space()
-    if not paged or space is None:
+    space = space_of_any(paged)
+    if space is None:
         return
     ranks = max(_core.ranks_of(p) for p in paged)
     least = 1 if ranks > 1 else max(int(space.config["resident_below"]), 1)

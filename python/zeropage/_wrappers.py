@@ -6,6 +6,7 @@ hand is told that it is not needed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from wrapt import when_imported
 
 from zeropage import _core, _one_saves
-from zeropage._space import latest_space
+from zeropage._space import space_of_any
 
 
 def is_paged(model: torch.nn.Module) -> bool:
@@ -147,14 +148,12 @@ def refused(name: str) -> Callable[[ModuleType], None]:
 
 
 def _made_paged(method: Callable[..., Any], model_of: Callable[..., torch.nn.Module]) -> Callable[..., Any]:
-    """What `method` adds to a paged model is paged too, in the space made last."""
+    """Return a method that pages what `method` adds to a paged model, in the model's own space."""
 
     @functools.wraps(method)
     def adding(*args: Any, **kwargs: Any) -> Any:
-        space = latest_space()
-        if space is None or not is_paged(model_of(*args, **kwargs)):
-            return method(*args, **kwargs)
-        with space:
+        space = space_of_any(model_of(*args, **kwargs).parameters())
+        with space or contextlib.nullcontext():
             return method(*args, **kwargs)
 
     return adding

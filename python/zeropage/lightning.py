@@ -113,9 +113,9 @@ class ReportCallback(Callback):  # type: ignore[misc,unused-ignore]
     """The Trainer's loggers get Report.to_metrics() every `log_every_n_steps`, of the steps since the log before,
     validation and saving between them included.
 
-    `space`: the one to report on; left out, the one made last when training starts. Over ranks, the numbers are those
-    of rank 0, and it waits for no other. When training starts, raises SettingError if the Trainer has no logger, and
-    Error if there is no space.
+    `space`: the one to report on; left out, the module's when training starts, or the one made last. Over ranks, the
+    numbers are those of rank 0, and it waits for no other. When training starts, raises SettingError if the Trainer
+    has no logger, and Error if there is no space.
     """
 
     def __init__(self, space: zeropage.Space | None = None) -> None:
@@ -126,7 +126,7 @@ class ReportCallback(Callback):  # type: ignore[misc,unused-ignore]
         if not trainer.loggers:
             raise zeropage.SettingError("ReportCallback needs a logger: Trainer(logger=…)")
         if trainer.is_global_zero:
-            self._metrics.start(trainer.fit_loop.epoch_loop._batches_that_stepped)
+            self._metrics.start(trainer.fit_loop.epoch_loop._batches_that_stepped, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         # What Lightning's own monitors ask, so that steps are those of the loss.

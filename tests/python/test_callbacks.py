@@ -1,6 +1,7 @@
 """Callbacks of Trainer and Lightning: the report's numbers are in TensorBoard's files and in W&B's runs (offline)."""
 
 import pathlib
+import weakref
 
 import pytest
 import torch
@@ -122,10 +123,24 @@ def test_trainer_logs_them_to_wandb(config, tmp_path, wandb):
     assert summary["train/zeropage/seconds_per_step"] > 0
 
 
+def test_metrics_are_of_the_space_of_the_model_that_trains(config):
+    with zeropage.init(config) as space:
+        model = nn.Linear(64, 64)
+    later = zeropage.init(config)
+    metrics = MetricsBetweenLogs(None)
+    metrics.start(0, model)
+    assert metrics._space() is space
+    metrics.start(0, nn.Linear(64, 64))
+    assert metrics._space() is later
+    del later
+    zeropage.init(config)
+    assert metrics.take(1) == {}  # the callback keeps no space
+
+
 def test_trainer_is_told_that_there_is_no_space(tmp_path, monkeypatch):
     from zeropage.hugging_face import ReportCallback
 
-    monkeypatch.setattr("zeropage._space._latest", None)
+    monkeypatch.setattr("zeropage._space._spaces", weakref.WeakValueDictionary())
     with pytest.raises(zeropage.Error, match=r"no space to report on.*zeropage\.init"):
         trainer_of(None, tmp_path, "none", ReportCallback()).train()
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from models import llama
 from test_hugging_face import build
+from zeropage._space import space_of
 
 import zeropage
 from zeropage import SettingError, _wrappers
@@ -115,6 +116,37 @@ def test_resized_embeddings_are_paged(config):
         model.resize_token_embeddings(600, mean_resizing=False)
     assert all(zeropage.is_paged(p) for p in models[0].parameters())
     equal_states(*models)
+
+
+def test_what_is_added_to_a_model_is_in_its_own_space(config):
+    peft = pytest.importorskip("peft")
+    space = zeropage.init(config)
+    model = build(llama, space)
+    for closed in (False, True):  # another space made later, and one that has ended
+        other = zeropage.init(config)
+        if closed:
+            other.close()
+        model.resize_token_embeddings(600 + 8 * closed, mean_resizing=False)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    assert {space_of(parameter) for parameter in adapted.parameters()} == {space}
+    adapted(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+
+
+def test_what_is_added_to_a_plain_model_beside_a_space_is_plain(config):
+    peft = pytest.importorskip("peft")
+    zeropage.init(config)
+    adapted = peft.get_peft_model(build(llama), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    assert not any(map(zeropage.is_paged, adapted.parameters()))
+
+
+def test_the_space_of_the_paged_parameters_says_which_plain_ones_are_too_many(config):
+    with zeropage.init(config, resident_below=1):
+        model = nn.Sequential(nn.Linear(64, 64))
+    model.append(nn.Linear(64, 48))
+    _later = zeropage.init(config, resident_below="1GB")
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.warns(UserWarning, match="not paged"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def test_a_plain_parameter_beside_paged_ones_is_said_once(config):

@@ -70,6 +70,17 @@ def test_moments_in_fewer_bits_without_effect_are_a_warning(config, recwarn):
 
 
 @pytest.mark.cpu
+def test_a_setting_without_effect_is_one_of_the_optimizers_own_space(config, recwarn):
+    with zeropage.init(config, optimizer_dtype="8bit"):
+        model = torch.nn.Linear(64, 64)
+    _later = zeropage.init(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    assert len([w for w in recwarn if "has no effect on AdamW" in str(w.message)]) == 1
+
+
+@pytest.mark.cpu
 def test_moments_in_fewer_bits_with_effect_are_none(config, recwarn):
     steps(config, lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True), optimizer_dtype="8bit")
     assert not [w for w in recwarn if "optimizer_dtype" in str(w.message)]
@@ -84,7 +95,6 @@ def test_an_operator_that_comes_in_whole_at_each_step_is_said_once(config, caplo
                     p.grad.mul_(torch.ones(p.shape[-1], device=p.device))
             return super().step(closure)
 
-    monkeypatch.setattr(_notices.steps, "_calls", {})
     monkeypatch.setattr(_notices.steps, "_steps_with", Counter())  # other tests may have had it said
     with caplog.at_level(logging.WARNING, "zeropage"):
         steps(config, lambda p: Sorting(p, lr=1e-3), count=6)

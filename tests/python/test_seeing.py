@@ -241,6 +241,17 @@ def test_explanations_say_where_parameters_are_and_why_one_is_not_paged(disk):
     assert "0.weight" in str(zeropage.explain(model)) and "outside the scope" in str(zeropage.explain(model))
 
 
+def test_explanations_are_of_the_models_own_space_and_advise_no_second_one(disk):
+    space = zeropage.init(device="cpu", device_memory="4MB", host_memory="4MB", resident_below="2kB")
+    with space:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    model.append(torch.nn.Linear(64, 64))
+    _later = zeropage.init(device="cpu", device_memory="4MB", host_memory="4MB", resident_below="1MB")
+    rows = {row.name: row for row in zeropage.explain(model).rows}
+    assert "resident_below = 2,000 B" in rows["1.weight"].why
+    assert "zeropage.page(model, space)" in rows["2.weight"].why
+
+
 def test_explanations_of_mixed_precision(disk):
     with zeropage.init(device="cpu", parameters="disk", optimizer="disk", disk_path=disk, visible_dtype="bfloat16"):
         model = torch.nn.Linear(256, 256)
