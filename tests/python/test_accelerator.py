@@ -36,10 +36,10 @@ def in_time():
     devices.set_delays()
 
 
-def trained(config):
-    """Losses, norms and parameters, or the error that came instead; plainly without a config."""
+def trained(config, space=None):
+    """Losses, norms and parameters, or the error that came instead; plainly without a config or a space."""
     try:
-        model, history = train(GPT, gpt_loss, steps=2, scope=zeropage.init(config) if config else None)
+        model, history = train(GPT, gpt_loss, steps=2, scope=zeropage.init(config) if config else space)
         return history, [p.detach().cpu() for p in model.parameters()]
     except Exception as error:
         return error, []
@@ -240,14 +240,16 @@ def test_where_updates_run_is_said_and_measured(config):
 def test_an_update_goes_on_on_the_device_where_the_host_has_no_room(host_memory, config):
     plain = trained(None)
     small = config.replace(update_on="host", device_memory="2MB", host_memory=host_memory)
-    assert same(trained(small), plain)
-    assert zeropage.report().updated_on_device > 0
+    space = zeropage.init(small)
+    assert same(trained(None, space), plain)
+    assert space.report().updated_on_device > 0
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_the_report_says_where_updates_ran(where, config):
-    trained(config.replace(update_on=where))
-    report = zeropage.report()
+    space = zeropage.init(config.replace(update_on=where))
+    trained(None, space)
+    report = space.report()
     elsewhere, there = report.updated_on_device, report.updated_in_host
     if where == "device":
         elsewhere, there = there, elsewhere

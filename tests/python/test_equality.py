@@ -52,7 +52,7 @@ def test_both_io_engines_serve(io, config):
         zeropage.init(config.replace(io=io))
     except zeropage.SettingError as refused:
         pytest.skip(str(refused))
-    assert_equal(GPT, gpt_loss, config.replace(io=io), steps=2)
+    _keeps_the_space = assert_equal(GPT, gpt_loss, config.replace(io=io), steps=2)
     assert zeropage.report().io == {"uring": "io_uring", "threads": "threads"}[io]
 
 
