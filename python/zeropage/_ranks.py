@@ -29,6 +29,14 @@ def _name(group: ProcessGroup | None) -> str:
     return "" if group is None else str(group.group_name)
 
 
+def is_alive(group: ProcessGroup | None) -> bool:
+    """Whether torch.distributed has the group and has not destroyed it."""
+    try:
+        return group is not None and bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
+
+
 def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup | None) -> Groups:
     if replica is not None and shard is None:
         raise _core.SettingError("replica_group needs shard_group: the ranks over which tensors are partitioned")

@@ -17,8 +17,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeropage import _activations, _core, _identity
-from zeropage._checkpoint.saving import finish_saving
-from zeropage._ranks import Groups, ProcessGroup, find_groups
+from zeropage._ranks import Groups, ProcessGroup, find_groups, is_alive
 from zeropage._report import Report
 from zeropage._tuned import add_tuned
 
@@ -151,10 +150,10 @@ class Space:
 
     def __init__(self, config: Config, groups: Groups | None = None) -> None:
         global _new
-        shard, replica = (groups or Groups()).names()
+        groups = groups or Groups()
         core = config._core()
         add_tuned(core)
-        self._start(_core.Space(core, shard, replica), time.perf_counter)
+        self._start(_core.Space(core, *groups.names()), time.perf_counter, groups)
         if self._activations is not None:
             _activations.follow(self._activations, self._core)
         self._number = next(_numbers)
@@ -164,11 +163,13 @@ class Space:
     def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
         """On a machine that is not there: for zeropage.plan, on the thread that has entered the machine's time."""
         space = cls.__new__(cls)
-        space._start(_core.Space.planned(config._core(), machine, ranks), lambda: machine.now)
+        space._start(_core.Space.planned(config._core(), machine, ranks), lambda: machine.now, Groups())
         return space
 
-    def _start(self, core: _core.Space, now: Callable[[], float]) -> None:
+    def _start(self, core: _core.Space, now: Callable[[], float], groups: Groups) -> None:
         self._core, self._now = core, now
+        # Weak references: destroy_process_group() must end the groups' threads.
+        self._groups = [weakref.ref(group) for group in (groups.shard, groups.replica) if group is not None]
         self._activations = self._core.activations()
         if self._activations is not None:
             _activations.start(self._activations)
@@ -186,6 +187,19 @@ class Space:
     def config(self) -> dict[str, str]:
         """The settings in force, with every "auto" size resolved."""
         return dict(self._core.config.items())
+
+    def process_groups(self) -> list[ProcessGroup]:
+        """The groups of the ranks over which the space partitions tensors, and of those that have replicas.
+
+        Empty for a space of one process. Raises RankError if a group was destroyed.
+        """
+        groups = [group() for group in self._groups]
+        if not all(map(is_alive, groups)):
+            raise _core.RankError(
+                "the process group of this space was destroyed; save and load before "
+                "torch.distributed.destroy_process_group()"
+            )
+        return groups
 
     def page(self, tensor: torch.Tensor) -> bool:
         """Pages one existing tensor; False if it is too small or not one that can be paged.
@@ -214,6 +228,8 @@ class Space:
         What save(wait=False) left under way is finished first.
         """
         global _new
+        from zeropage._checkpoint.saving import finish_saving  # which imports this module
+
         finish_saving()
         _spaces.pop(self._number, None)
         if _new is self:

@@ -29,6 +29,7 @@ from zeropage._checkpoint.contents import Contents, Progress
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import Checkpoint, find, latest
 from zeropage._checkpoint.saving import Saving, finish_saving
+from zeropage._one_saves import all_tensors
 
 __all__ = ["Saving", "latest", "load", "save"]
 
@@ -53,7 +54,7 @@ def save(
     It replaces a checkpoint that is there; files that were added to that one stay. Anything else that is there is an
     error, and is left alone.
 
-    Over ranks, all of them call it. `extra` holds numbers, text, lists, dicts and tensors, and objects with
+    Over ranks, all of those that partition the model call it: the ranks of `init`'s group, or all. `extra` holds numbers, text, lists, dicts and tensors, and objects with
     state_dict() and load_state_dict(), as GradScaler and torchdata's loaders; each rank its own. The states of random
     number generators are saved too. `visible`: with mixed precision, the model's files hold what operators see, and
     masters lie beside them. `progress` is called with the bytes that are behind, and all; left out, a terminal gets a
@@ -74,7 +75,7 @@ def save(
     if progress is not None and not wait:
         raise _core.Error("progress is for wait=True; with wait=False, ask Saving.progress")
     finish_saving()
-    ranks = Ranks()
+    ranks = Ranks.of(_tensors_of(model, optimizer, extra))
     place = pathlib.Path(folder).resolve()
     with torch.no_grad(), ranks.together():
         contents = Contents.of(model, optimizer, scheduler, extra, visible, ranks.rank)
@@ -101,8 +102,8 @@ def load(
 ) -> dict[str, Any]:
     """Loads what save() wrote into objects that are built as they were; returns `extra`.
 
-    `folder` is a checkpoint, or holds some, of which the latest is taken. Over ranks, all of them call it; how many
-    they are, and how tensors lie over ranks, tiers and pages, need not be what it was. Objects in `extra` that have
+    `folder` is a checkpoint, or holds some, of which the latest is taken. Over ranks, all of those that partition the
+    model call it; how many they are, and how tensors lie over ranks, tiers and pages, need not be what it was. Objects in `extra` that have
     load_state_dict() are loaded in place. `random`: generators go on where they were. With an optimizer, this process
     goes on with the run that saved the checkpoint: `keep` of save() counts its earlier ones.
 
@@ -110,7 +111,7 @@ def load(
     that are not what was written: then what was loaded until then stays.
     """
     finish_saving()
-    ranks = Ranks()
+    ranks = Ranks.of(_tensors_of(model, optimizer, extra))
     with torch.no_grad():
         with ranks.together():
             found = find(pathlib.Path(folder)) if ranks.first else None
@@ -141,6 +142,16 @@ def load(
     if random and "random" in mine:
         random_state.set(mine["random"])  # last: what is loaded may draw
     return result
+
+
+def _tensors_of(
+    model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
+) -> list[torch.Tensor]:
+    """The tensors whose space says which ranks save: of the model and the optimizer, or else of `extra`."""
+    tensors = [*model.parameters(), *model.buffers()] if model is not None else []
+    if optimizer is not None:
+        tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return tensors or list(all_tensors(extra))
 
 
 def _bar(size: int, first: bool) -> Progress | None:

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from zeropage import _core
+from zeropage._ranks import ProcessGroup
+from zeropage._space import space_of
+
+_Members: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Ranks:
-    """What ranks tell each other. Alone, nothing."""
+    """What ranks tell each other. Alone, nothing.
 
-    def __init__(self) -> None:
-        self.are_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if self.are_many else 0
-        self.size = dist.get_world_size() if self.are_many else 1
+    With two groups, each of the first has a replica in the second: ranks are counted group by group.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup] = ()) -> None:
+        self._groups = groups
+        self.rank, self.size = 0, 1
+        for group in groups:
+            self.rank += self.size * dist.get_rank(group)
+            self.size *= dist.get_world_size(group)
+        self.are_many = self.size > 1
         self.first = self.rank == 0
+
+    @staticmethod
+    def of(tensors: Iterable[torch.Tensor]) -> Ranks:
+        """The ranks of the space that holds the tensors, or of all torch.distributed where no space does.
+
+        Raises RankError if they are in spaces over other groups, or if the group was destroyed.
+        """
+        tensors = list(tensors)
+        found: dict[_Members, Sequence[ProcessGroup]] = {}
+        for space in dict.fromkeys(map(space_of, tensors)):  # in order
+            if space is not None and (groups := space.process_groups()):
+                found.setdefault(_members(groups), groups)  # of two that are equal, all ranks take the same
+        if len(found) > 1:
+            ranks = " and ".join(str(sorted({rank for group in members for rank in group})) for members in found)
+            raise _core.RankError(
+                f"these tensors are partitioned over different groups of ranks, {ranks}; save and load those of "
+                "one group at a time"
+            )
+        if found:
+            return Ranks(*found.values())
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if any(_core.ranks_of(tensor) not in (1, world) for tensor in tensors):
+            raise _core.RankError(
+                "the Space of these tensors, which knows their group of ranks, is gone; keep what zeropage.init() "
+                "returned for as long as you use its tensors"
+            )
+        return Ranks([dist.group.WORLD] if world > 1 else [])
 
     @property
     def timeout(self) -> float:
@@ -25,32 +63,41 @@ class Ranks:
         timeout = dist.default_pg_timeout
         for device in ("cpu", "cuda"):
             try:
-                timeout = dist.group.WORLD._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
+                timeout = self._groups[0]._get_backend(torch.device(device)).options._timeout
                 break
             except (AttributeError, RuntimeError):  # a group has backends of some devices
                 continue
         return float(timeout.total_seconds())
 
     def gather(self, mine: Any) -> list[Any]:
-        if not self.are_many:
-            return [mine]
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
+        everyones = [mine]
+        for group in self._groups:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, everyones, group=group)
+            everyones = [item for part in parts for item in part]
         return everyones
 
     def gather_to_first(self, mine: Any) -> list[Any]:
         """Empty on the others."""
-        if not self.are_many:
-            return [mine]
-        everyones: list[Any] | None = [None] * dist.get_world_size() if self.first else None
-        dist.gather_object(mine, everyones)
-        return everyones or []
+        everyones = [mine]
+        for group in self._groups:
+            is_first = dist.get_rank(group) == 0
+            parts: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
+            dist.gather_object(everyones, parts, dst=dist.get_global_rank(group, 0), group=group)
+            if parts is None:
+                return []
+            everyones = [item for part in parts for item in part]
+        return everyones
 
     def of_first(self, value: Any) -> Any:
         return self.gather(value)[0]
 
     def together(self) -> _Together:
         return _Together(self)
+
+
+def _members(groups: Iterable[ProcessGroup]) -> _Members:
+    return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
 
 
 class _Together:
