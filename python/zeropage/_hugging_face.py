@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from wrapt import when_imported
 
-from zeropage import _core, _safetensors
+from zeropage import _one_saves, _safetensors
 
 
 def _copies(read: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Any:
-    return read(_core.plain_copy(tensor.detach()), *args)
+    return read(_one_saves.plain_copy(tensor.detach()), *args)
 
 
 def install(on_paged: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]) -> None:

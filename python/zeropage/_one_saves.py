@@ -1,126 +1,308 @@
 """Over ranks, code that saves on one rank alone: the others serve it.
 
-Libraries save what torch.save() or safetensors can write where `should_save` says so, which is on one rank; but what
-lies over ranks is brought together by all of them. So around such code the ranks that do not save wait here, and do
-with their part of a tensor what the one that saves is about to do with its own.
+Trainers save on one rank, but all ranks must gather a partitioned tensor. The other ranks wait here, and join each
+gather that the rank that saves announces.
+
+All ranks list the same tensors, in the same order, and compare the lists before anything is saved. The rank that
+saves, the leader, names a tensor by its index in the list. At each announcement the other ranks report whether the
+last one failed, so an error of any rank ends the save on all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from zeropage import _core
+from zeropage._checkpoint.ranks import Ranks
 
 T = TypeVar("T")
+
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others; the leader says what it does next, with the tensor `at` an index or with more."""
+
+    what: str = ""
+    at: int = 0
+    views: Mapping[str, _View | torch.Tensor] = {}
+    error: str = ""
+
+
+class _View(NamedTuple):
+    """A view of a tensor that all ranks have."""
+
+    at: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+_TEMPORARY = -1  # the index of the latest clone
+
+
+class _Shared:
+    """The tensors over ranks that all of them have. What the leader makes of one is added, on all."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.described: list[str] = []
+        self._index: dict[int, int] = {}  # by storage: a tensor's views and aliases count as the tensor
+        self._temporary: torch.Tensor | None = None
+        for name, tensor in tensors.items():
+            if _core.ranks_of(tensor) > 1 and self.index_of(tensor) is None:
+                self.add(tensor)
+                described = f"{tensor.dtype} {list(tensor.shape)}, tensor {_core.number_of(tensor)} of its space"
+                self.described.append(f'"{name}" ({described})')
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._index.setdefault(_storage_of(tensor), len(self.tensors))
+        self.tensors.append(tensor)
+        return tensor
+
+    def add_temporary(self, tensor: torch.Tensor) -> torch.Tensor:
+        """It stays until the next one comes."""
+        self._temporary = tensor
+        return tensor
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        if self._temporary is not None and _storage_of(tensor) == _storage_of(self._temporary):
+            return _TEMPORARY
+        return self._index.get(_storage_of(tensor))
+
+    def tensor_at(self, index: int) -> torch.Tensor:
+        if index == _TEMPORARY:
+            assert self._temporary is not None
+            return self._temporary
+        return self.tensors[index]
+
+    def add_results(self, made: Tensors) -> Tensors:
+        for name in sorted(made):
+            if _core.ranks_of(made[name]) > 1 and self.index_of(made[name]) is None:
+                self.add(made[name])
+        return made
+
+    def view_of(self, tensor: torch.Tensor) -> _View | torch.Tensor:
+        """What names the tensor on all ranks: one that is not over ranks, itself."""
+        at = self.index_of(tensor)
+        if at is None:
+            return tensor
+        return _View(at, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def open(self, view: _View | torch.Tensor) -> torch.Tensor:
+        if isinstance(view, torch.Tensor):
+            return view
+        return self.tensor_at(view.at).detach().as_strided(view.sizes, view.strides, view.offset)
+
+    def check_equal(self, ranks: Ranks) -> None:
+        """Raise RankError on all ranks unless all have the same list."""
+        if len(set(ranks.gather(zlib.crc32(repr(self.described).encode())))) == 1:
+            return
+        everyones = ranks.gather(self.described)
+        first = everyones[0]
+        rank, other = next((rank, listed) for rank, listed in enumerate(everyones) if listed != first)
+        at = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
+        if at is None:
+            where = f"rank 0 has {len(first)} tensors to save and rank {rank} has {len(other)}"
+        else:
+            where = f"tensor {at} to save is {first[at]} on rank 0 and {other[at]} on rank {rank}"
+        raise _core.RankError(
+            f"ranks do not have the same tensors: {where}. Create the same paged tensors on all ranks: a copy that "
+            "one rank alone makes counts too"
+        )
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Leader:
     """The rank that saves, in the code that does."""
 
-    def ask(self, what: str, tensor: torch.Tensor | None = None, error: str = "") -> None:
-        message = [(what, 0 if tensor is None else _core.number_of(tensor), error)]
-        dist.broadcast_object_list(message, src=dist.get_rank())
+    def __init__(self, ranks: Ranks, shared: _Shared) -> None:
+        self._ranks, self.shared = ranks, shared
+        self._failure = ""
+
+    def ask(self, what: str, tensor: torch.Tensor) -> None:
+        view = self._view_of(tensor)
+        self._say(_Said(what, view.at if isinstance(view, _View) else 0))
+
+    def ask_to_convert(self, tensors: Tensors) -> None:
+        self._say(_Said("convert", views={name: self._view_of(tensor) for name, tensor in tensors.items()}))
+
+    def _view_of(self, tensor: torch.Tensor) -> _View | torch.Tensor:
+        view = self.shared.view_of(tensor)
+        if isinstance(view, torch.Tensor) and _core.ranks_of(tensor) > 1:
+            raise _core.RankError(
+                f"rank {self._ranks.rank} saves a tensor of {list(tensor.shape)} that it alone made; save what all "
+                "ranks have, or let all ranks save"
+            )
+        return view
+
+    def settle(self) -> None:
+        """Raise RankError if another rank could not serve the last tensor."""
+        self._say(_Said("settle"))
+
+    def end(self, error: str) -> None:
+        if not self._failure:
+            self._say(_Said("end", error=error))
+
+    def _say(self, said: _Said) -> None:
+        if not self._failure:
+            answers = enumerate(self._ranks.gather(said))
+            failed = [f"rank {rank} failed: {a.error}" for rank, a in answers if rank != self._ranks.rank and a.error]
+            self._failure = "; ".join(failed)
+        if self._failure:
+            raise _core.RankError(self._failure)
 
 
 _this_thread = threading.local()  # .leader: of a thread that saves
 
 
-def _ask(what: str, tensor: torch.Tensor) -> None:
+def _leader_of(tensor: torch.Tensor) -> _Leader | None:
     leader: _Leader | None = getattr(_this_thread, "leader", None)
-    if leader is not None and _core.ranks_of(tensor) > 1:
-        leader.ask(what, tensor)
+    return leader if leader is not None and _core.ranks_of(tensor) > 1 else None
 
 
 def about_to_pin(tensor: torch.Tensor) -> None:
     """This rank pins the tensor next, to read it, and lets go of it before it asks for another."""
-    _ask("pin", tensor)
+    if leader := _leader_of(tensor):
+        leader.ask("pin", tensor)
+
+
+def settle() -> None:
+    """Raise RankError if another rank could not serve this one, which is about to say that a file is whole."""
+    leader: _Leader | None = getattr(_this_thread, "leader", None)
+    if leader is not None:
+        leader.settle()
 
 
 def saved(tensor: torch.Tensor) -> torch.Tensor:
-    _ask("saved", tensor)
+    if leader := _leader_of(tensor):
+        leader.ask("saved", tensor)
+        return leader.shared.add(_core.saved(tensor))
     return _core.saved(tensor)
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    _ask("clone", tensor)
+    if leader := _leader_of(tensor):
+        leader.ask("clone", tensor)
+        return leader.shared.add_temporary(tensor.clone())
     return tensor.clone()
 
 
+def converted(convert: Callable[[Tensors], Tensors], tensors: Tensors) -> Tensors:
+    """`convert(tensors)`. The ranks that serve this one do it too, by run()'s `convert`."""
+    leader: _Leader | None = getattr(_this_thread, "leader", None)
+    if leader is None:
+        return convert(tensors)
+    leader.ask_to_convert(tensors)
+    return leader.shared.add_results(convert(tensors))
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    about_to_pin(tensor)
+    return _core.plain_copy(tensor)
+
+
 @contextlib.contextmanager
-def _leading() -> Iterator[None]:
-    _this_thread.leader = leader = _Leader()
-    error = "it was interrupted"
+def _leading(ranks: Ranks, shared: _Shared) -> Iterator[None]:
+    _this_thread.leader = leader = _Leader(ranks, shared)
     try:
         yield
-        error = ""
-    except Exception as raised:
-        error = str(raised) or type(raised).__name__
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # where ranks cannot talk any more, this error says why
+            leader.end(_text_of(error))
         raise
+    else:
+        leader.end("")
     finally:
         _this_thread.leader = None
-        leader.ask("end", error=error)
 
 
-def _serve(leader: int, tensors: Iterable[torch.Tensor]) -> None:
-    by_number = {_core.number_of(tensor): tensor for tensor in tensors if _core.is_paged(tensor)}
+def _serve(ranks: Ranks, leader: int, shared: _Shared, convert: Callable[[Tensors], Tensors]) -> None:
     pin: _core.TensorPin | None = None
+    failure: BaseException | None = None  # of what was asked last
     while True:
-        message: list[Any] = [None]
-        dist.broadcast_object_list(message, src=leader)
-        what, number, error = message[0]
+        everyones: list[_Said] = ranks.gather(_Said(error="" if failure is None else _text_of(failure)))
+        asked = everyones[leader]
         if pin is not None:
             pin.release()
             pin = None
-        if what == "end":
-            if error:
-                raise _core.RankError(f"rank {leader} could not save: {error}")
+        if failure is not None:
+            raise failure
+        for rank, said in enumerate(everyones):
+            if said.error:
+                doing = "could not save" if rank == leader else "failed"
+                raise _core.RankError(f"rank {rank} {doing}: {said.error}")
+        if asked.what == "end":
             return
-        if number not in by_number:
-            raise _core.RankError(f"rank {leader} saves a tensor that this rank does not have; save the same on all")
-        tensor = by_number[number]
-        if what == "pin":
-            pin = _core.pin(tensor, write=False)
-        else:
-            made = _core.saved(tensor) if what == "saved" else tensor.clone()
-            by_number[_core.number_of(made)] = made
+        if asked.what == "settle":
+            continue
+        try:
+            if asked.what == "pin":
+                pin = _core.pin(shared.tensor_at(asked.at), write=False)
+            elif asked.what == "saved":
+                shared.add(_core.saved(shared.tensor_at(asked.at)))
+            elif asked.what == "clone":
+                shared.add_temporary(shared.tensor_at(asked.at).clone())
+            else:
+                shared.add_results(convert({name: shared.open(view) for name, view in asked.views.items()}))
+        except BaseException as error:  # the leader learns it at its next announcement
+            failure = error
 
 
-def all_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested dicts, lists and tuples."""
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Those in nested dicts, lists and tuples, with the keys that lead to them."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from all_tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from all_tensors(item)
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
-def over_ranks(tensors: Iterable[torch.Tensor]) -> bool:
-    return dist.is_available() and dist.is_initialized() and any(_core.ranks_of(tensor) > 1 for tensor in tensors)
+def run(
+    save: Callable[[], T],
+    saves: bool,
+    tensors: Callable[[], Mapping[str, torch.Tensor]],
+    others: Callable[[], T] | None = None,
+    convert: Callable[[Tensors], Tensors] = dict,
+) -> T:
+    """Call `save` on the ranks where `saves` is true, one after another, while the others serve it.
 
-
-def run(save: Callable[[], T], saves: bool, tensors: Callable[[], Iterable[torch.Tensor]]) -> T:
-    """`save()`, on all ranks together; it writes where `saves` says so, one rank after another, of `tensors`.
-
-    Raises RankError on the others if a rank that saves raises.
+    All ranks of the tensors' space call it together. `tensors` gives all that is saved, by name, in the same order on
+    all ranks. A rank that does not save calls `others` afterwards, or, left out, `save`. `convert`: what code inside
+    `save` gives converted(). Raises RankError on all ranks if their tensors differ, and on the others if one of them
+    raises.
     """
-    if getattr(_this_thread, "leader", None) is not None or not over_ranks(tensors()):
+    if getattr(_this_thread, "leader", None) is not None:
         return save()
-    everyone: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, bool(saves))
+    named = tensors()
+    if not any(_core.ranks_of(tensor) > 1 for tensor in named.values()):
+        return save()
+    ranks = Ranks.of(named.values())
+    savers = [rank for rank, writes in enumerate(ranks.gather(bool(saves))) if writes]
+    shared = _Shared(named)
+    if savers:
+        shared.check_equal(ranks)
     result: list[T] = []
-    for rank in (rank for rank, writes in enumerate(everyone) if writes):
-        if rank == dist.get_rank():
-            with _leading():
+    for rank in savers:
+        if rank == ranks.rank:
+            with _leading(ranks, shared):
                 result.append(save())
         else:
-            _serve(rank, tensors())
-    return result[0] if result else save()
+            _serve(ranks, rank, shared, convert)
+    if result:
+        return result[0]
+    return others() if others and savers else save()

@@ -107,6 +107,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[
                 _one_saves.about_to_pin(tensors[name])
                 file.write_whole(tensors[name], offset)
             file.finish()
+            _one_saves.settle()
             partial.path.replace(place)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -161,4 +162,4 @@ def _is_paged(value: Any) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return _core.plain_copy(tensor.detach()) if _core.is_paged(tensor) else tensor
+    return _one_saves.plain_copy(tensor.detach()) if _core.is_paged(tensor) else tensor

@@ -71,7 +71,7 @@ class PagedStorage(torch.UntypedStorage):
 
     def plain(self) -> torch.UntypedStorage:
         """A copy, in memory."""
-        copy: torch.UntypedStorage = _core.plain_copy(self._whole()).untyped_storage()
+        copy: torch.UntypedStorage = _one_saves.plain_copy(self._whole()).untyped_storage()
         return copy
 
     def _whole(self) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _stand_in(tensor: torch.Tensor, typed: torch.storage.TypedStorage) -> Any:
 def reduce(original: Callable[..., Any], tensor: torch.Tensor, protocol: int) -> Any:
     """What pickles a paged tensor: `original` does ordinary ones."""
     if not hasattr(_saving, "held"):
-        return original(_core.plain_copy(tensor.detach()).requires_grad_(tensor.requires_grad), protocol)
+        return original(_one_saves.plain_copy(tensor.detach()).requires_grad_(tensor.requires_grad), protocol)
     rebuild, arguments = original(tensor, protocol)
     if arguments and isinstance(arguments[0], torch.storage.TypedStorage):
         arguments = (_stand_in(tensor, arguments[0]), *arguments[1:])

@@ -51,8 +51,7 @@ def _accelerate_saving(module: ModuleType) -> None:
         arguments = inspect.signature(save).bind(obj, *args, **named).arguments
         state = _state_of_process()
         writes = state.is_local_main_process if arguments.get("save_on_each_node") else state.is_main_process
-        tensors = list(_one_saves.all_tensors(obj))
-        return _one_saves.run(lambda: save(obj, *args, **named), writes, lambda: tensors)
+        return _one_saves.run(lambda: save(obj, *args, **named), writes, lambda: dict(_one_saves.named_tensors(obj)))
 
     library.save = saving
 
@@ -72,20 +71,24 @@ def _lightning(module: ModuleType) -> None:
         return _one_saves.run(
             lambda: save(self, checkpoint, *args, **kwargs),
             self.is_global_zero,
-            lambda: list(_one_saves.all_tensors(checkpoint)),
+            lambda: dict(_one_saves.named_tensors(checkpoint)),
         )
 
     strategy.save_checkpoint = saving
 
 
-def _states_of_optimizer(trainer: Any) -> list[torch.Tensor]:
-    return list(_one_saves.all_tensors(trainer.optimizer.state_dict()))
+def _tensors_of(model: torch.nn.Module) -> _one_saves.Tensors:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _states_of_optimizer(trainer: Any) -> _one_saves.Tensors:
+    return dict(_one_saves.named_tensors(trainer.optimizer.state_dict()))
 
 
 def _trainer(module: ModuleType) -> None:
     trainer: Any = module.Trainer
 
-    def over_ranks(name: str, states: Callable[[Any], list[torch.Tensor]]) -> None:
+    def over_ranks(name: str, states: Callable[[Any], _one_saves.Tensors], convert: Any = lambda _self: dict) -> None:
         original = getattr(trainer, name, None)
         if original is None:  # a private name, which a release may not have
             return
@@ -95,12 +98,14 @@ def _trainer(module: ModuleType) -> None:
             if not is_paged(self.model):  # `states` may be work
                 return original(self, *args, **kwargs)
             return _one_saves.run(
-                lambda: original(self, *args, **kwargs), self.args.should_save, lambda: states(self)
+                lambda: original(self, *args, **kwargs),
+                self.args.should_save,
+                lambda: states(self),
             )
 
         setattr(trainer, name, saving)
 
-    over_ranks("save_model", lambda self: [*self.model.parameters(), *self.model.buffers()])
+    over_ranks("save_model", lambda self: _tensors_of(self.model))
     over_ranks("_save_optimizer_and_scheduler", _states_of_optimizer)
     load = getattr(trainer, "_load_optimizer_and_scheduler", None)
     if load is None:

@@ -9,6 +9,7 @@ from ranks import space
 from test_saving import PRECISIONS, build, make_optimizer, run_steps
 
 import zeropage
+from zeropage import _core, _one_saves
 
 
 def resume(path, form, stage, precision):
@@ -207,3 +208,96 @@ def test_distributed_checkpoint_saves_and_loads_shares(saving, stage, loading, o
     for losses in resumed:
         assert losses[0] == expected[0][0]  # of the same weights
         assert abs(losses[1] - expected[0][1]) <= 1e-2 * expected[0][1]  # gradients of one rank, or the mean of two
+
+
+def whole(tensors):
+    return {name: _core.plain_copy(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def saves_after_a_copy_on_one_rank(path, check_ranks):
+    """What the ranks raise for states that rank 0 made after a tensor more; parameters, made before, are saved."""
+    import accelerate
+
+    with space(resident_below=4096, check_ranks=check_ranks) as made:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = build(made)
+        optimizer = make_optimizer(model, "AdamW-fused")
+        copies = [model[0].weight.detach().clone()] if dist.get_rank() == 0 else []
+        run_steps(model, optimizer, range(2))
+        with pytest.raises(zeropage.RankError) as raised:
+            accelerator.save(optimizer.state_dict(), f"{path}/optimizer.pt")
+        accelerator.save(model.state_dict(), f"{path}/model.pt")
+        assert len(copies) == 1 - dist.get_rank()
+        loaded = torch.load(f"{path}/model.pt") if dist.get_rank() == 0 else {}
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in whole(model.state_dict()).items() if loaded)
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("check_ranks", ["auto", "always", "never"])
+def test_a_tensor_that_one_rank_alone_made_is_an_error_and_no_file_of_others_bytes(check_ranks, two, tmp_path):
+    for message in two.run(saves_after_a_copy_on_one_rank, tmp_path, check_ranks):
+        assert 'tensor 0 to save is "state.0.exp_avg" (torch.float32 [96, 96], tensor ' in message
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def saves_what_it_made(path):
+    with space(resident_below=4096) as made:
+        model = build(made)
+
+        def save():
+            torch.save({"twice": model[0].weight.detach() * 2}, f"{path}/twice.pt")
+
+        with pytest.raises(zeropage.RankError) as raised:
+            _one_saves.run(save, dist.get_rank() == 0, lambda: dict(model.named_parameters()))
+        run_steps(model, make_optimizer(model, "SGD-momentum"), range(2))
+        return str(raised.value)
+
+
+def test_a_tensor_that_the_saving_rank_made_meanwhile_is_an_error(two, tmp_path):
+    for message in two.run(saves_what_it_made, tmp_path):
+        assert "rank 0 saves a tensor of [96, 96] that it alone made" in message
+
+
+def saves_beside_one_that_fails(path, last, monkeypatch):
+    """`last`: rank 1 fails at the last tensor, after which the file would be whole."""
+    import safetensors.torch
+
+    with space(resident_below=1) as made:
+        model = build(made)
+        tensors = dict(model.named_parameters())
+        file = pathlib.Path(path) / "model.safetensors"
+        pin, pins = _core.pin, []
+
+        def failing_pin(tensor, write=True):
+            pins.append(pin(tensor, write))
+            if len(pins) == (len(tensors) if last else 2):
+                pins.pop().release()
+                raise zeropage.BudgetError("no memory for it")
+            return pins[-1]
+
+        def save():
+            safetensors.torch.save_file(tensors, file)
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(_core, "pin", failing_pin)
+        with pytest.raises(zeropage.Error) as raised:
+            _one_saves.run(save, dist.get_rank() == 0, lambda: tensors)
+        monkeypatch.undo()
+        pins.clear()
+        dist.barrier()
+        assert not list(pathlib.Path(path).iterdir())
+        _one_saves.run(save, dist.get_rank() == 0, lambda: tensors)
+        assert file.exists()
+        return type(raised.value).__name__, str(raised.value)
+
+
+def with_patches(function, *args):
+    with pytest.MonkeyPatch.context() as patch:
+        return function(*args, patch)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_error_of_a_rank_that_serves_ends_the_save_on_all_at_once(last, two, tmp_path):
+    answers = two.run(with_patches, saves_beside_one_that_fails, tmp_path, last)
+    assert answers[1] == ("BudgetError", "no memory for it")
+    assert answers[0] == ("RankError", "rank 1 failed: no memory for it")

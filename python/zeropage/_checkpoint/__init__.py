@@ -29,7 +29,7 @@ from zeropage._checkpoint.contents import Contents, Progress
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import Checkpoint, find, latest
 from zeropage._checkpoint.saving import Saving, finish_saving
-from zeropage._one_saves import all_tensors
+from zeropage._one_saves import named_tensors
 
 __all__ = ["Saving", "latest", "load", "save"]
 
@@ -151,7 +151,7 @@ def _tensors_of(
     tensors = [*model.parameters(), *model.buffers()] if model is not None else []
     if optimizer is not None:
         tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return tensors or list(all_tensors(extra))
+    return tensors or [tensor for _, tensor in named_tensors(extra)]
 
 
 def _bar(size: int, first: bool) -> Progress | None:
