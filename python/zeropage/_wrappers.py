@@ -17,6 +17,7 @@ import torch
 from wrapt import when_imported
 
 from zeropage import _core, _one_saves
+from zeropage._checkpoint.ranks import Ranks
 from zeropage._space import space_of_any
 
 
@@ -101,11 +102,12 @@ def _trainer(module: ModuleType) -> None:
                 lambda: original(self, *args, **kwargs),
                 self.args.should_save,
                 lambda: states(self),
+                convert=convert(self),
             )
 
         setattr(trainer, name, saving)
 
-    over_ranks("save_model", lambda self: _tensors_of(self.model))
+    over_ranks("save_model", lambda self: _tensors_of(self.model), lambda self: _convert_for_file(self.model))
     over_ranks("_save_optimizer_and_scheduler", _states_of_optimizer)
     load = getattr(trainer, "_load_optimizer_and_scheduler", None)
     if load is None:
@@ -121,6 +123,70 @@ def _trainer(module: ModuleType) -> None:
             return load(self, *args, **kwargs)
 
     trainer._load_optimizer_and_scheduler = loading
+
+
+def _save_pretrained(model: Any, writes: Callable[[Any, bool], bool]) -> None:
+    """Make the ranks that do not save serve `model.save_pretrained`, a method of a class.
+
+    `writes`: whether this rank saves the model, given `is_main_process`.
+    """
+    save = model.save_pretrained
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def saving(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not is_paged(self) or given.get("distributed_checkpoint"):
+            return save(self, *args, **kwargs)
+        states = given.get("state_dict") or given.get("kwargs", {}).get("state_dict") or {}
+        return _one_saves.run(
+            lambda: save(self, *args, **kwargs),
+            writes(self, given.get("is_main_process", True)),
+            lambda: {**_tensors_of(self), **dict(_one_saves.named_tensors(states, "state_dict"))},
+            others=lambda: None,
+            convert=_convert_for_file(self),
+        )
+
+    model.save_pretrained = saving
+
+
+def _transformers_saving(module: ModuleType) -> None:
+    model: Any = module.PreTrainedModel
+    should_save = getattr(model, "should_save_on_this_rank", None)
+
+    def writes(self: Any, is_main_process: bool) -> bool:
+        """Of a paged model, the first rank of its space's groups, which need not be rank 0 of all."""
+        if is_paged(self):
+            return is_main_process and Ranks.of(_tensors_of(self).values()).first
+        return is_main_process if should_save is None else bool(should_save(self, is_main_process))
+
+    if should_save is not None:
+        model.should_save_on_this_rank = functools.wraps(should_save)(writes)
+    _save_pretrained(model, writes)
+    revert = getattr(module, "revert_weight_conversion", None)  # makes the tensors of a file from those of the model
+    if revert is not None:
+        module.revert_weight_conversion = functools.wraps(revert)(  # type: ignore[attr-defined]
+            lambda model, states: _one_saves.converted(lambda states: _reverted(revert, model, states), states)
+        )
+
+
+def _reverted(revert: Any, model: torch.nn.Module, states: _one_saves.Tensors) -> _one_saves.Tensors:
+    return {name: tensor.contiguous() for name, tensor in revert(model, states).items()}
+
+
+def _convert_for_file(model: torch.nn.Module) -> Callable[[_one_saves.Tensors], _one_saves.Tensors]:
+    """Where a rank that saves the model reverts conversions of its weights, the others do too."""
+
+    def convert(states: _one_saves.Tensors) -> _one_saves.Tensors:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return _reverted(revert_weight_conversion, model, states)
+
+    return convert
+
+
+def _adapters_saving(module: ModuleType) -> None:
+    _save_pretrained(module.PeftModel, lambda _self, is_main_process: is_main_process)
 
 
 def refused(name: str) -> Callable[[ModuleType], None]:
@@ -178,6 +244,8 @@ def _resizing(module: ModuleType) -> None:
 def install() -> None:
     when_imported("peft.tuners.tuners_utils")(_adapters)
     when_imported("transformers.modeling_utils")(_resizing)
+    when_imported("transformers.modeling_utils")(_transformers_saving)
+    when_imported("peft.peft_model")(_adapters_saving)
     when_imported("accelerate.accelerator")(_accelerate)
     when_imported("accelerate.accelerator")(_accelerate_saving)
     when_imported("accelerate.checkpointing")(_accelerate_saving)

@@ -11,6 +11,7 @@ from test_checkpoint_ranks import content, same_content
 from test_saving import build, make_optimizer, run_steps
 
 import zeropage
+from zeropage import _core
 
 
 def groups_of(kind):
@@ -46,6 +47,29 @@ def saves_in_groups(path, kind, waits):
 def test_each_group_saves_and_loads_its_own_checkpoint(kind, ranks, waits, disk, request):
     groups = request.getfixturevalue(ranks).run(saves_in_groups, disk, kind, waits)
     assert {path.name for path in pathlib.Path(disk).iterdir()} == {f"group-{group}" for group in groups}
+
+
+def saves_pretrained_in_groups(path, kind):
+    from models import llama
+
+    settings, mine = groups_of(kind)
+    path = pathlib.Path(path) / f"group-{mine}"
+    with space(device_memory="16MB", host_memory="16MB", **settings) as made:
+        torch.manual_seed(mine)
+        with made:
+            model = llama()
+        for step in range(1 + mine):
+            model.save_pretrained(path / str(step))
+        again = type(model).from_pretrained(path / str(mine))
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(_core.plain_copy(tensor), again.state_dict()[name]), name
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind, ranks", [("alone", "two"), ("halves", "four"), ("hybrid", "four")])
+def test_each_group_saves_its_own_model_for_hugging_face(kind, ranks, tmp_path, request):
+    pytest.importorskip("transformers")
+    request.getfixturevalue(ranks).run(saves_pretrained_in_groups, str(tmp_path), kind)
 
 
 def saves_two_spaces(path, same_ranks):

@@ -214,6 +214,64 @@ def whole(tensors):
     return {name: _core.plain_copy(tensor.detach()) for name, tensor in tensors.items()}
 
 
+def saves_pretrained(path, kind, how, settings):
+    """What a rank's state dict is, and whether all of it is in the files."""
+    import models
+    import transformers
+
+    with space(device_memory="16MB", host_memory="16MB", **settings) as made:
+        with made:
+            model = getattr(models, kind)()
+        if how == "trainer":
+            arguments = transformers.TrainingArguments(str(path), report_to=[], use_cpu=True)
+            transformers.Trainer(model, arguments).save_model(path)
+        elif how == "flag":
+            model.save_pretrained(path, is_main_process=dist.get_rank() == 0, state_dict=model.state_dict())
+        else:
+            model.save_pretrained(path, **({"max_shard_size": "100KB"} if how == "shards" else {}))
+        dist.barrier()
+        again = type(model).from_pretrained(path, dtype=torch.float32)
+        expected = whole(model.state_dict())
+        assert all(torch.equal(expected[name], tensor) for name, tensor in again.state_dict().items())
+        assert made.report().homes  # and ranks are still together:
+        model(torch.arange(8)[None]).logits.sum().backward()
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {}, PRECISIONS["hi_lo"]], ids=["1", "3", "3-hi_lo"])
+@pytest.mark.parametrize(
+    "kind, how", [("llama", "all"), ("llama", "flag"), ("mixtral", "shards"), ("mixtral", "trainer")]
+)
+def test_save_pretrained_by_all_ranks_writes_what_state_dict_gives(kind, how, settings, two, tmp_path):
+    pytest.importorskip("transformers")
+    two.run(saves_pretrained, str(tmp_path), kind, how, settings)
+
+
+def saves_adapters(path, how):
+    import peft
+    from models import llama
+
+    with space(device_memory="16MB", host_memory="16MB") as made:
+        with made:
+            model = llama()
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
+        if how == "bin":
+            model.save_pretrained(path, safe_serialization=False, is_main_process=dist.get_rank() == 0)
+        else:
+            model.save_pretrained(path, **({"is_main_process": dist.get_rank() == 0} if how == "flag" else {}))
+        dist.barrier()
+        expected = whole(peft.get_peft_model_state_dict(model))
+        found = peft.load_peft_weights(path, device="cpu")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("how", ["all", "flag", "bin"])
+def test_adapters_are_saved_by_all_ranks_or_the_one_that_a_flag_names(how, two, tmp_path):
+    pytest.importorskip("peft")
+    two.run(saves_adapters, str(tmp_path), how)
+
+
 def saves_after_a_copy_on_one_rank(path, check_ranks):
     """What the ranks raise for states that rank 0 made after a tensor more; parameters, made before, are saved."""
     import accelerate
