@@ -225,12 +225,13 @@ class Space:
     def close(self) -> None:
         """Gives memory and disk back; the space's tensors raise AccessError when used afterwards.
 
-        What save(wait=False) left under way is finished first.
+        This rank's part of what save(wait=False) left under way is written first; no rank waits for another. An error
+        of that save is a warning, and Saving.wait() raises it.
         """
         global _new
-        from zeropage._checkpoint.saving import finish_saving  # which imports this module
+        from zeropage._checkpoint.saving import finish_writing  # which imports this module
 
-        finish_saving()
+        finish_writing()
         _spaces.pop(self._number, None)
         if _new is self:
             _new = None

@@ -1,9 +1,11 @@
 """zeropage.save(wait=False) over ranks: each writes its part behind, and the first puts them together."""
 
+import contextlib
 import os
 import pathlib
 import resource
 import signal
+import warnings
 
 import pytest
 import torch
@@ -88,3 +90,38 @@ def test_a_rank_that_dies_is_an_error_on_the_other(disk):
     ranks.close()
     assert zeropage.load(path, build(torch.no_grad())) == {"step": 1}
     assert [p.name for p in path.parent.iterdir()] == ["checkpoint"]
+
+
+def closes_alone(path, rank, fails):
+    """One rank closes its space while the other goes on to a collective of its own."""
+    with space(resident_below=4096) as made:
+        model, optimizer = trained(made)
+        saving = zeropage.save(path, model, optimizer, wait=False)
+        with file_size(4096 if fails and dist.get_rank() == 1 else resource.RLIM_INFINITY), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if dist.get_rank() == rank:
+                made.close()
+            dist.barrier()
+            made.close()
+            with pytest.raises(zeropage.Error, match="File too large") if fails else contextlib.nullcontext():
+                saving.wait()
+    with space(resident_below=4096) as made:
+        model, optimizer = trained(made)
+        zeropage.save(path, model, optimizer, wait=False).wait()
+        zeropage.load(path, model, optimizer)
+
+
+@contextlib.contextmanager
+def file_size(limit):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_closes_its_space_alone_does_not_wait_for_the_others(rank, fails, two, disk):
+    two.run(closes_alone, pathlib.Path(disk) / "checkpoint", rank, fails)
+    assert [path.name for path in pathlib.Path(disk).iterdir()] == ["checkpoint"]

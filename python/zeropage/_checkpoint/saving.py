@@ -40,6 +40,7 @@ class Saving:
         self._snapshot: _core.Snapshot | None = None
         self._names: list[tuple[str, str]] = []  # of what is in the snapshot: file, tensor
         self._thread: threading.Thread | None = None
+        self._own_part_ended = threading.Event()  # it is written, or cannot be
         self._error: BaseException | None = None
         self._timeout = 0.0  # seconds, of ranks
 
@@ -78,6 +79,17 @@ class Saving:
                 self._thread = None
                 if _under_way is self:
                     _under_way = None
+
+    @property
+    def is_over_ranks(self) -> bool:
+        return self._ranks.are_many
+
+    def finish_own_part(self) -> None:
+        """Wait until this rank needs nothing of its tensors any more. Never raises; see wait()."""
+        if (snapshot := self._snapshot) is not None:
+            with contextlib.suppress(_core.Error):
+                snapshot.complete()
+        self._own_part_ended.wait()
 
     def _join(self) -> None:
         assert self._thread is not None
@@ -148,6 +160,7 @@ class Saving:
             paths = [os.fspath(self._path / file.name) for file in self._contents.files]
             for (file, name), written in zip(self._names, snapshot.write(paths), strict=True):
                 pieces[file][name] = written
+            self._own_part_ended.set()
             self._finish(self._gather(pieces))
         except BaseException as error:
             self._error = error
@@ -157,6 +170,7 @@ class Saving:
             warnings.warn(f'the checkpoint "{self.folder}" was not written: {error}', RuntimeWarning, stacklevel=1)
         finally:
             self._discard()
+            self._own_part_ended.set()
 
     def _gather(self, mine: dict[str, dict[str, Pieces]]) -> list[dict[str, dict[str, Pieces]]]:
         """By files in the folder: collectives are the program's. Empty on all ranks but the first."""
@@ -186,6 +200,18 @@ class Saving:
         if self._partial is not None:
             self._partial.discard()
             self._partial = None
+
+
+def finish_writing() -> None:
+    """Wait until this rank has written its part of what save(wait=False) left under way.
+
+    Over ranks, no rank waits for another, and the save stays under way: Saving.wait(), save() and load() end it on
+    all of them together. An error of it was a warning.
+    """
+    if _under_way is not None and _under_way.is_over_ranks:
+        _under_way.finish_own_part()
+    else:
+        finish_saving()
 
 
 def finish_saving() -> None:
