@@ -1,7 +1,7 @@
 """What an optimizer's step is to the core: a place where all ranks compute with the same values.
 
-Inside a step, ordinary tensors and Python numbers are the same on all ranks, and elsewhere each rank's own; results of
-the two lie in different ways over ranks. Before a step, and before gradients are clipped, gradients that the program
+Inside a step, ordinary tensors and Python numbers are the same on all ranks; elsewhere they are each rank's own, and
+the core keeps what is made of them whole. Before a step, and before gradients are clipped, gradients that the program
 has set itself are averaged, and parameters whose `.data` it has set are paged again.
 """
 

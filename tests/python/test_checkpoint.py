@@ -14,7 +14,7 @@ import zlib
 
 import pytest
 import torch
-from test_saving import FORMS, PRECISIONS, build, make_optimizer, run_steps, same
+from test_saving import FORMS, PRECISIONS, build, build_strided, make_optimizer, run_steps, same
 from torch import nn
 from zeropage._convert import export_checkpoint
 
@@ -50,6 +50,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(form, precision, config, folder)
             assert loaded.dtype == value.dtype and zeropage.is_paged(loaded) == zeropage.is_paged(value), name
     assert run_steps(again, optimizer_again, range(3, 6)) == expected
     assert same(model, again)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_that_do_not_lie_row_by_row_resume_to_the_bit(precision, config, folder):
+    model = build_strided(zeropage.init(config.replace(**PRECISIONS[precision], resident_below=4096)))
+    optimizer = make_optimizer(model, "AdamW-fused")
+    run_steps(model, optimizer, range(2))
+    zeropage.save(folder, model, optimizer)
+    expected = run_steps(model, optimizer, range(3, 6))
+    weight = model[0].weight.detach().clone()
+    zeropage.load(folder, model, optimizer)
+    assert run_steps(model, optimizer, range(3, 6)) == expected
+    assert torch.equal(model[0].weight, weight)
 
 
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, space
-from test_saving import PRECISIONS, build, make_optimizer, run_steps
+from test_saving import PRECISIONS, build, build_strided, make_optimizer, run_steps
 
 import zeropage
 from zeropage import _core
@@ -106,9 +106,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(stage, precision, moments, two, 
         assert resumed == expected
 
 
-def fails(path, what):
+def fails(path, what, make):
     with space() as made:
-        model = build(made)
+        model = make(made)
         zeropage.save(path, model, extra={"step": 1})
         with pytest.raises(zeropage.Error) as raised:
             if what == "extra":
@@ -140,10 +140,11 @@ def fails(path, what):
         return type(raised.value).__name__, str(raised.value)
 
 
+@pytest.mark.parametrize("make", [build, build_strided])
 @pytest.mark.parametrize("what", ["extra", "size", "damaged", "other"])
-def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(what, two, disk):
+def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(what, make, two, disk):
     path = pathlib.Path(disk) / "checkpoint"
-    first, second = two.run(fails, path, what)
+    first, second = two.run(fails, path, what, make)
     assert {first[0], second[0]} <= {"Error", "RankError", "DiskError"}
     if what == "other":
         assert first[0] == second[0] == "RankError" and "other tensors" in first[1]
@@ -174,6 +175,27 @@ def test_a_rank_that_dies_is_an_error_on_the_other(rank, disk):
     assert zeropage.load(path, build(torch.no_grad())) == {"step": 1}
     zeropage.save(path, build(torch.no_grad()))
     assert [p.name for p in path.parent.iterdir()] == ["checkpoint"]
+
+
+def resumes_strided(path, settings):
+    with space(resident_below=1, **settings) as made:
+        model = build_strided(made)
+        optimizer = make_optimizer(model, "AdamW-fused")
+        run_steps(model, optimizer, range(2))
+        for waits in True, False:
+            zeropage.save(f"{path}/{waits}", model, optimizer, wait=waits).wait()
+        expected = content(model, optimizer)
+        losses = run_steps(model, optimizer, range(2, 4))
+        for waits in True, False:
+            zeropage.load(f"{path}/{waits}", model, optimizer)
+            assert not model[0].weight.is_contiguous()
+            assert same_content(content(model, optimizer), expected)
+            assert run_steps(model, optimizer, range(2, 4)) == losses
+
+
+@pytest.mark.parametrize("settings", [*PRECISIONS.values(), {"stage": 1}, {"optimizer_dtype": "bfloat16"}])
+def test_parameters_that_do_not_lie_row_by_row_are_saved_and_loaded(settings, two, disk):
+    two.run(resumes_strided, disk, settings)
 
 
 def fails_and_loads(path, precision):

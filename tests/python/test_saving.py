@@ -51,6 +51,20 @@ def build(scope):
     return model
 
 
+def build_strided(scope):
+    """As build(), with weights whose rows do not follow one another in memory: over ranks, saving gathers them."""
+    model = build(scope)
+    with scope:
+        for layer in model[0], model[3]:
+            weight = torch.empty(layer.weight.t().shape).t()
+            with torch.no_grad():
+                weight.copy_(layer.weight)
+            layer.weight = nn.Parameter(weight)
+        model[2].weight = model[0].weight
+    assert not model[0].weight.is_contiguous() and not model[3].weight.is_contiguous()
+    return model
+
+
 def make_optimizer(model, form):
     name = form.split("-")[0]
     return getattr(torch.optim, name)(model.parameters(), lr=1e-2, **OPTIMIZERS[form])

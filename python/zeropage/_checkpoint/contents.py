@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -68,11 +69,62 @@ class Whole:
         return _core.most_precise(self.tensor) if self.precise else self.tensor
 
 
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it, whose elements lie row by row in its storage.
+
+    Over ranks, all of them call it: a copy gathers the tensor.
+    """
+    return tensor if is_in_order(tensor) else like_in_order(tensor, tensor.dtype).copy_(tensor)
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's pages hold its elements row by row: over ranks, each writes and reads its share alone."""
+    if not _core.is_paged(tensor):
+        return True
+    is_view = tensor.is_conj() or tensor.is_neg() or tensor.nbytes != tensor.untyped_storage().nbytes()
+    return tensor.is_contiguous() and not is_view and not _core.is_quantised(tensor)
+
+
+def like_in_order(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.new_empty(tensor.shape, dtype=dtype)
+
+
+class Failures:
+    """Errors of one rank in what all ranks do together: it does the rest, and then raises the first."""
+
+    def __init__(self) -> None:
+        self._errors: list[Exception] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._errors.append(error)
+
+    def raise_first(self) -> None:
+        if self._errors:
+            raise self._errors[0]
+
+
 @dataclasses.dataclass
 class _File:
     name: str
     sources: dict[str, Source]
     layout: Layout
+
+    def contents(self, names: Iterable[str], first: bool, failures: Failures) -> dict[str, tuple[torch.Tensor, int]]:
+        """What this rank has to write of these, and where: over ranks, made by all of them together."""
+        made = {}
+        for name in names:
+            source = self.sources[name]
+            if source.ranks > 1 or (first and not failures):
+                with failures.kept():
+                    made[name] = in_order(source.content()), self.layout.offsets[name]
+        return made
 
 
 def shards_of(part: str, suffix: str, sizes: Mapping[str, int]) -> dict[str, list[str]]:
@@ -184,20 +236,33 @@ class Contents:
             made.flush()  # it reaches the disk with what comes
 
     def write(self, path: pathlib.Path, first: bool, progress: Progress | None) -> dict[str, dict[str, Pieces]]:
-        """What this rank has of the tensors. Those that lie over no ranks are the first one's to write."""
+        """What this rank has of the tensors. Those that lie over no ranks are the first one's to write.
+
+        Over ranks, all of them call it. After an error this rank writes no more, and still gathers with the others.
+        """
         passed = 0
         pieces: dict[str, dict[str, Pieces]] = {}
+        failures = Failures()
         for file in self.files:
-            writer = _core.TensorFileWriter(os.fspath(path / file.name), 0)
+            writer: _core.TensorFileWriter | None = None
+            with failures.kept():
+                writer = _core.TensorFileWriter(os.fspath(path / file.name), 0)
             written = pieces.setdefault(file.name, {})
             for names in _batches(file.sources, file.layout.offsets):
-                ours = [name for name in names if first or file.sources[name].ranks > 1]
-                placed = [(file.sources[name].content(), file.layout.offsets[name]) for name in ours]
-                written.update(zip(ours, writer.write(placed), strict=True))
-                passed += sum(file.sources[name].nbytes for name in names)
-                if progress is not None:
-                    progress(passed, self.size)
-            writer.finish()
+                placed = file.contents(names, first, failures)
+                if failures or writer is None:
+                    for tensor, _ in placed.values():
+                        _core.own_ranges(tensor)  # does what optimizers left to do to it, as writing does
+                    continue
+                with failures.kept():
+                    written.update(zip(placed, writer.write(list(placed.values())), strict=True))
+                    passed += sum(file.sources[name].nbytes for name in names)
+                    if progress is not None:
+                        progress(passed, self.size)
+            if not failures and writer is not None:
+                with failures.kept():
+                    writer.finish()
+        failures.raise_first()
         return pieces
 
     def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]], run: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from zeropage import _core
 from zeropage._checkpoint import folders, manifest, tree
-from zeropage._checkpoint.contents import INDEX, Progress
+from zeropage._checkpoint.contents import INDEX, Failures, Progress, is_in_order, like_in_order
 from zeropage._checkpoint.names import identity, names_of_parameters
 
 
@@ -70,7 +70,7 @@ class Checkpoint:
         self.path = path
         self.crc = read.crc  # of all that the manifest says
         self.run = read.run
-        self._errors: list[_core.Error] = []
+        self._failures = Failures()
         self._manifest = read.body
         self._reader = _core.TensorFolderReader(os.fspath(path))
         self._mappings: dict[str, mmap.mmap] = {}
@@ -111,15 +111,19 @@ class Checkpoint:
 
     def _read(self, part: str, name: str, into: torch.Tensor) -> None:
         file, entry = self._where[part, name]
+        dtype = getattr(torch, entry["dtype"])
         pieces = [(begin, length, crc) for begin, length, crc in entry["pieces"]]
-        try:
-            self._reader.read(file, into, entry["offset"], getattr(torch, entry["dtype"]), pieces, name)
-        except _core.Error as error:
-            self._errors.append(error)  # and the rest is read: what ranks make must be the same on all
+        # After an error the rest is read: what ranks make and gather must be the same on all.
+        ordered = into if is_in_order(into) else like_in_order(into, dtype)
+        with self._failures.kept():
+            self._reader.read(file, ordered, entry["offset"], dtype, pieces, name)
+        if ordered is not into:
+            with self._failures.kept():
+                # Laid out first: a copy between layouts goes by what operators see, which may be less than a master.
+                into.copy_(torch.empty_like(into, dtype=dtype).copy_(ordered))
 
     def raise_first_error(self) -> None:
-        if self._errors:
-            raise self._errors[0]
+        self._failures.raise_first()
 
     def _empty(self, part: str, name: str) -> torch.Tensor:
         entry = self._where[part, name][1]

@@ -16,7 +16,7 @@ import torch
 
 from zeropage import _core
 from zeropage._checkpoint import folders, manifest
-from zeropage._checkpoint.contents import Contents, Pieces, Progress
+from zeropage._checkpoint.contents import Contents, Failures, Pieces, Progress
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import checkpoints_in
 
@@ -144,12 +144,12 @@ class Saving:
 
     def _take(self) -> None:
         items = []
+        failures = Failures()
         for index, file in enumerate(self._contents.files):
-            for name, offset in file.layout.offsets.items():
-                source = file.sources[name]
-                if self._ranks.first or source.ranks > 1:
-                    items.append((source.content(), index, offset))
-                    self._names.append((file.name, name))
+            for name, (tensor, offset) in file.contents(file.layout.offsets, self._ranks.first, failures).items():
+                items.append((tensor, index, offset))
+                self._names.append((file.name, name))
+        failures.raise_first()
         self._snapshot = _core.Snapshot(items)
 
     def _run(self) -> None:
