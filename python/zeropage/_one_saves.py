@@ -292,7 +292,7 @@ def run(
     if not any(_core.ranks_of(tensor) > 1 for tensor in named.values()):
         return save()
     ranks = Ranks.of(named.values())
-    savers = [rank for rank, writes in enumerate(ranks.gather(bool(saves))) if writes]
+    savers = [rank for rank, writes in enumerate(ranks.meet(bool(saves))) if writes]
     shared = _Shared(named)
     if savers:
         shared.check_equal(ranks)

@@ -1,11 +1,13 @@
 """Saving over ranks by stock ways: by all of them, and by libraries that save on one."""
 
+import datetime
+import logging
 import pathlib
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import space
+from ranks import Ranks, space
 from test_saving import PRECISIONS, build, make_optimizer, run_steps
 
 import zeropage
@@ -359,3 +361,37 @@ def test_an_error_of_a_rank_that_serves_ends_the_save_on_all_at_once(last, two, 
     answers = two.run(with_patches, saves_beside_one_that_fails, tmp_path, last)
     assert answers[1] == ("BudgetError", "no memory for it")
     assert answers[0] == ("RankError", "rank 1 failed: no memory for it")
+
+
+def saves_on_one_alone(path):
+    from zeropage._checkpoint import ranks
+
+    ranks.STALLED_AFTER = 1.0
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zeropage").addHandler(handler)
+    with space(device_memory="16MB", host_memory="16MB") as made:
+        from models import llama
+
+        with made:
+            model = llama()
+        if dist.get_rank() == 1:
+            dist.distributed_c10d._get_default_store().wait(["rank 0 has its error"], datetime.timedelta(seconds=60))
+            return ""
+        with pytest.raises(zeropage.RankError) as raised:
+            model.save_pretrained(path)
+        dist.distributed_c10d._get_default_store().set("rank 0 has its error", "")
+        assert any("rank 0 has waited 1 s for the other ranks to save with it: all ranks" in line for line in said)
+        return str(raised.value)
+
+
+def test_a_save_by_one_rank_alone_is_logged_and_ends_in_an_error_that_says_what_to_do(tmp_path):
+    pytest.importorskip("transformers")
+    ranks = Ranks(2, timeout=5)
+    try:
+        assert (
+            "all ranks that partition a model must call what saves it" in ranks.run(saves_on_one_alone, tmp_path)[0]
+        )
+    finally:
+        ranks.close()

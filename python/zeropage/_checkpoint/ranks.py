@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +14,8 @@ from zeropage import _core
 from zeropage._ranks import ProcessGroup
 from zeropage._space import space_of
 
+STALLED_AFTER = 30.0
+_ALL_MUST = "all ranks that partition a model must call what saves it, such as save_pretrained(), not one alone"
 _Members: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -70,12 +74,30 @@ class Ranks:
         return float(timeout.total_seconds())
 
     def gather(self, mine: Any) -> list[Any]:
+        """What each rank tells, by rank. Raises RankError if one does not come within the group's timeout."""
         everyones = [mine]
         for group in self._groups:
             parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, everyones, group=group)
+            try:
+                dist.all_gather_object(parts, everyones, group=group)
+            except RuntimeError as error:
+                raise _core.RankError(
+                    f"rank {self.rank} waited for the other ranks to save or load with it, and one died, stalled or "
+                    f"is elsewhere: {_ALL_MUST} ({error})"
+                ) from None
             everyones = [item for part in parts for item in part]
         return everyones
+
+    def meet(self, mine: Any) -> list[Any]:
+        """gather() where code may be meant for one rank: a wait of STALLED_AFTER seconds is logged."""
+        said = f"rank {self.rank} has waited {STALLED_AFTER:.0f} s for the other ranks to save with it: {_ALL_MUST}"
+        timer = threading.Timer(STALLED_AFTER, logging.getLogger("zeropage").warning, [said])
+        timer.daemon = True
+        timer.start()
+        try:
+            return self.gather(mine)
+        finally:
+            timer.cancel()
 
     def gather_to_first(self, mine: Any) -> list[Any]:
         """Empty on the others."""
