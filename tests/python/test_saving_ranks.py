@@ -3,6 +3,7 @@
 import datetime
 import logging
 import pathlib
+import pickle
 
 import pytest
 import torch
@@ -395,3 +396,24 @@ def test_a_save_by_one_rank_alone_is_logged_and_ends_in_an_error_that_says_what_
         )
     finally:
         ranks.close()
+
+
+def saves_copies(path):
+    import safetensors.torch
+
+    with space(resident_below=1) as made:
+        tensors = dict(build(made).named_parameters())
+
+        def save():
+            data = {"bytes": safetensors.torch.save(tensors), "pickled": pickle.dumps(tensors)}
+            torch.save(data, f"{path}/copies.pt")
+
+        _one_saves.run(save, dist.get_rank() == 0, lambda: tensors)
+        data = torch.load(f"{path}/copies.pt")
+        for copies in safetensors.torch.load(data["bytes"]), pickle.loads(data["pickled"]):
+            assert all(torch.equal(copies[name], tensor) for name, tensor in whole(tensors).items())
+
+
+def test_what_the_saving_rank_copies_into_memory_is_gathered_too(two, tmp_path):
+    pytest.importorskip("safetensors")
+    two.run(saves_copies, tmp_path)
