@@ -75,6 +75,7 @@ def _wrap_step(cls: Any) -> None:
 
 
 def _subclasses(cls: type) -> Iterable[type]:
+    subclass: type
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
