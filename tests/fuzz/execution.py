@@ -1,0 +1,252 @@
+"""Run the text of one rank program on one rank: paged by zeropage, and plain with gradients averaged by hand.
+
+A program's text knows a few names beside torch's: `rank`, `ranks`, `make_space`, `together`, `mine`, `everyones`,
+`tokens`, `mean_by_hand` and `look`. Both runs execute the same text; the names differ in what they do.
+
+The plain run is what DistributedDataParallel would compute. Each `backward` leaves in `p.grad` the mean over ranks of
+what the ranks have there, with zeros from a rank that has none; `p.grad` stays None where no rank has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import math
+import tempfile
+import traceback
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+import zeropage
+
+SMALL = {"device_memory": "6MB", "host_memory": "4MB", "resident_below": 1, "page_size": "16KiB"}
+TOLERANCE, FLOOR, STABLE = 2e-5, 1e-8, 5e-6  # of a tensor's norm; of an element; float32 against float64
+
+Record = list[tuple[str, torch.Tensor | None]]
+
+
+class Run:
+    """One execution: `mode` is "paged", "plain", "again" (plain, averaged in another way) or "double"."""
+
+    def __init__(self, text: str, seed: int, mode: str) -> None:
+        self.text, self.seed, self.mode = text, seed, mode
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.record: Record = []
+        self.spaces: list[Any] = []
+        self._in_backward = False
+
+    # What the program's text calls.
+
+    @contextlib.contextmanager
+    def _plain_scope(self) -> Any:
+        yield
+        if self.mode == "double":  # built in float32, so that values are equal
+            self.names["model"].double()
+            torch.set_default_dtype(torch.float64)
+
+    def make_space(self, **settings: Any) -> Any:
+        if self.mode != "paged":
+            return self._plain_scope()
+        if self.ranks == 1:
+            settings.pop("stage", None)
+        if "disk" in settings.values():
+            settings["disk_path"] = self.stack.enter_context(tempfile.TemporaryDirectory(dir="build", prefix="swap-"))
+        self.spaces.append(zeropage.init(**{"device": "cpu", **SMALL, **settings}))
+        return self.spaces[-1]
+
+    def together(self, module: nn.Module) -> nn.Module:
+        return zeropage.together(module) if self.mode == "paged" else module
+
+    def _random(self, at: int, shape: tuple[int, ...], rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + at * 101 + rank)
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.get_default_dtype())
+
+    def mine(self, at: int, *shape: int) -> torch.Tensor:
+        """This rank's own data, number `at`."""
+        return self._random(at, shape, 1 + self.rank)
+
+    def everyones(self, at: int, *shape: int) -> torch.Tensor:
+        """Data that is equal on all ranks."""
+        return self._random(at, shape, 0)
+
+    def tokens(self, at: int, rows: int, columns: int, vocabulary: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + at * 101 + 1 + self.rank)
+        return torch.randint(vocabulary, (rows, columns), generator=generator)
+
+    def mean_by_hand(self, model: nn.Module) -> None:
+        """Average `p.grad` over ranks where the program set it. zeropage must do so by itself."""
+        if self.mode != "paged" and self.ranks > 1:
+            self._mean_each(model) if self.mode == "again" else self._mean_at_once(model)
+
+    def look(self, name: str, what: Any) -> None:
+        """Record a tensor, a list of them, or all that a module holds."""
+        if isinstance(what, nn.Module):
+            for kind, tensors in (("parameter", what.named_parameters()), ("buffer", what.named_buffers())):
+                for key, tensor in tensors:
+                    self.look(f"{name}: {kind} {key}", tensor)
+                    if kind == "parameter":
+                        self.look(f"{name}: gradient of {key}", tensor.grad)
+        elif isinstance(what, (list, tuple)):
+            for i, tensor in enumerate(what):
+                self.look(f"{name} {i}", tensor)
+        elif isinstance(what, torch.Tensor):
+            self.record.append((name, torch.empty(what.shape, dtype=what.dtype).copy_(what.detach())))
+        else:
+            self.record.append((name, what if what is None else torch.tensor(float(what), dtype=torch.float64)))
+
+    # How the plain runs average.
+
+    @staticmethod
+    def _mean_at_once(model: nn.Module) -> None:
+        parameters = [p for p in model.parameters() if p.numel()]
+        have = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
+        flat = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten() for p in parameters]
+        sent = torch.cat([have, *flat])
+        dist.all_reduce(sent)
+        have, *means = (sent / dist.get_world_size()).split([len(have), *(p.numel() for p in parameters)])
+        for p, some, mean in zip(parameters, have, means, strict=True):
+            if some:
+                _set_gradient(p, mean.view(p.shape).to(p.dtype))
+
+    @staticmethod
+    def _mean_each(model: nn.Module) -> None:
+        for p in model.parameters():
+            have = torch.tensor(float(p.grad is not None))
+            dist.all_reduce(have)
+            if have:
+                mean = torch.zeros_like(p) if p.grad is None else p.grad.detach() / dist.get_world_size()
+                dist.all_reduce(mean)
+                _set_gradient(p, mean)
+
+    @contextlib.contextmanager
+    def _averaging(self) -> Any:
+        of_torch = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if self._in_backward:
+                return of_torch(*args, **kwargs)
+            self._in_backward = True
+            try:
+                of_torch(*args, **kwargs)
+            finally:
+                self._in_backward = False
+            self.mean_by_hand(self.names["model"])
+
+        torch.autograd.backward = backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = of_torch
+
+    @contextlib.contextmanager
+    def _same_numbers(self) -> Any:
+        """In float64, random tensors have the numbers that they have in float32."""
+        originals = {name: getattr(torch, name) for name in ("randn_like", "rand_like")}
+        normal = torch.Tensor.normal_
+
+        def in_float32(name: str) -> Any:
+            return lambda t, **kwargs: originals[name](t.float(), **kwargs).to(t.dtype)
+
+        for name in originals:
+            setattr(torch, name, in_float32(name))
+        torch.Tensor.normal_ = lambda t, *args, **kwargs: t.copy_(normal(t.float(), *args, **kwargs))
+        try:
+            yield
+        finally:
+            torch.Tensor.normal_ = normal
+            for name, original in originals.items():
+                setattr(torch, name, original)
+            torch.set_default_dtype(torch.float32)
+
+    def execute(self) -> Record:
+        name = f"<program {self.seed}>"
+        linecache.cache[name] = (len(self.text), None, self.text.splitlines(True), name)
+        self.names: dict[str, Any] = {
+            **{"torch": torch, "nn": nn, "F": F, "rank": self.rank, "ranks": self.ranks, "__name__": "program"},
+            **{each: getattr(self, each) for each in NAMES},
+        }
+        torch.manual_seed(self.seed)
+        with contextlib.ExitStack() as self.stack:
+            if self.mode != "paged":
+                self.stack.enter_context(self._averaging())
+            if self.mode == "double":
+                self.stack.enter_context(self._same_numbers())
+            exec(compile(self.text, name, "exec"), self.names)
+            self.names.clear()
+            gc.collect()
+            for space in self.spaces:
+                space.close()
+        return self.record
+
+
+NAMES = ["make_space", "together", "mine", "everyones", "tokens", "mean_by_hand", "look"]
+
+
+def _set_gradient(p: nn.Parameter, mean: torch.Tensor) -> None:
+    if p.grad is None:
+        p.grad = mean
+    else:
+        with torch.no_grad():
+            p.grad.copy_(mean)
+
+
+def difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """Relative to the norm of what is right; 0 below what rounding may make of elements whose sum is 0."""
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
+    if a.shape != b.shape:
+        return math.inf
+    a, b = a.double(), b.double()
+    if not a.isfinite().all() or not b.isfinite().all():
+        return 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else math.inf
+    off = (a - b).norm().item()
+    return 0.0 if off <= FLOOR * math.sqrt(a.numel()) else off / (b.norm().item() + 1e-30)
+
+
+def first_difference(found: Record, right: Record, tolerance: float, exact: bool = False) -> str | None:
+    """The first entry that differs, in the order of the program; or None."""
+    for (name, a), (expected, b) in zip(found, right, strict=False):
+        if name != expected:
+            return f"looked at {name!r} where plain looks at {expected!r}"
+        if exact and (a is None) == (b is None) and (a is None or (a.shape == b.shape and torch.equal(a, b))):
+            continue
+        off = difference(a, b)
+        if exact or off > tolerance:
+            missing = " (paged is None)" if a is None else " (plain is None)" if b is None else ""
+            return f"{name} differs by {off:.1e}{missing}"
+    return None if len(found) == len(right) else "records have other lengths"
+
+
+def where_raised(error: BaseException) -> str:
+    """The program's line that raised, innermost."""
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<program")]
+    return f"line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+
+
+def compare(text: str, seed: int, against: str = "paged") -> dict[str, Any]:
+    """Run a program on this rank, plain and then `against`, and say how they differ. All ranks call it."""
+    plain = Run(text, seed, "plain").execute()
+    try:
+        found = Run(text, seed, against).execute()
+    except Exception as error:
+        return {"raised": f"{type(error).__name__}: {error}", "at": where_raised(error)}
+    exact = against == "paged" and not (dist.is_initialized() and dist.get_world_size() > 1)
+    held = [t for name, t in found if t is not None and ": parameter " in name]
+    said = {
+        "differs": first_difference(found, plain, STABLE if against == "double" else TOLERANCE, exact),
+        "parameters": zlib.crc32(b"".join(t.contiguous().view(-1).numpy().tobytes() for t in held)),
+        "entries": len(plain),
+    }
+    return said
+
+
+def steadiness(text: str, seed: int) -> float:
+    """How far the plain run in float32 is from one in float64, at most."""
+    found, right = (Run(text, seed, mode).execute() for mode in ("plain", "double"))
+    return max((difference(a, b) for (_, a), (_, b) in zip(found, right, strict=True)), default=0.0)

@@ -1,0 +1,325 @@
+"""Run random rank programs, paged and plain, and say which differ.
+
+    python tests/fuzz/run_rank_programs.py --ranks 2 --seeds 0:60
+    python tests/fuzz/run_rank_programs.py --show 17
+
+The processes of a group stay and run one program after another. A failure ends them: the next program gets new ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import re
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+for _folder in ("fuzz", "python"):
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / _folder))
+
+from rank_programs import Program, generate  # noqa: E402
+
+LIMIT = 20.0  # seconds for a program
+OTHERS = 5.0  # seconds for the other ranks, once one has failed
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, ranks: int, port: int, said: str, pipe: Any) -> None:
+    import faulthandler
+
+    stream = open(said, "w")  # noqa: SIM115
+    os.dup2(stream.fileno(), 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    import execution
+    import torch
+
+    torch.set_num_threads(1)
+    faulthandler.enable(stream)
+    if ranks > 1:
+        from ranks import join
+
+        join(LIMIT)
+    else:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name)
+    pipe.send("ready")
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            return
+        stream.truncate(0)
+        faulthandler.dump_traceback_later(LIMIT - 2, file=stream)
+        try:
+            pipe.send(getattr(execution, call[0])(*call[1:]))
+        except BaseException as error:
+            where = execution.where_raised(error)
+            pipe.send({"plain": f"{type(error).__name__}: {error}", "at": where, "trace": traceback.format_exc()})
+        faulthandler.cancel_dump_traceback_later()
+
+
+class Group:
+    """Rank processes that wait for programs."""
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.utils.parametrizations", "zeropage"])
+
+    def __init__(self, ranks: int) -> None:
+        port, self.folder = _free_port(), tempfile.TemporaryDirectory(prefix="rank-programs-")
+        self.pipes, self.processes = [], []
+        self.said = [pathlib.Path(self.folder.name) / f"rank-{rank}" for rank in range(ranks)]
+        for rank in range(ranks):
+            ours, theirs = self.context.Pipe()
+            args = (rank, ranks, port, str(self.said[rank]), theirs)
+            process = self.context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            if not pipe.poll(120) or pipe.recv() != "ready":
+                self.close()
+                raise RuntimeError("the ranks did not start")
+
+    def call(self, *call: Any) -> list[dict[str, Any]]:
+        """What each rank answers; {"crashed": …} or {"hangs": …} for those that do not."""
+        for pipe in self.pipes:
+            pipe.send(call)
+        answers: dict[int, dict[str, Any]] = {}
+        until = time.monotonic() + LIMIT
+        while len(answers) < len(self.pipes):
+            waiting = {rank: pipe for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = multiprocessing.connection.wait(list(waiting.values()), max(0.0, until - time.monotonic()))
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    answers[rank] = waiting[rank].recv()
+                except (EOFError, OSError):
+                    self.processes[rank].join(5)
+                    answers[rank] = {"crashed": self.processes[rank].exitcode, "said": self.last_words(rank)}
+                if failed(answers[rank]):
+                    until = min(until, time.monotonic() + OTHERS)
+            if not ready:
+                for rank in waiting:
+                    answers[rank] = {"hangs": True, "said": self.last_words(rank)}
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def last_words(self, rank: int) -> str:
+        return self.said[rank].read_text(errors="replace").replace("\0", "")[-3000:]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+
+def failed(answer: dict[str, Any]) -> bool:
+    return any(answer.get(key) is not None for key in ("raised", "plain", "crashed", "hangs", "differs"))
+
+
+@dataclasses.dataclass
+class Verdict:
+    seed: int
+    kind: str  # right, differs, raises, crashes, hangs, unsteady, broken (the plain run fails)
+    said: str = ""
+    detail: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return self.kind not in ("right", "unsteady")
+
+    @property
+    def key(self) -> str:
+        """What failures of one kind have in common."""
+        text = re.sub(r" at line.*| \(line.*", "", self.said, flags=re.S).split("\n")[0]
+        text = re.sub(r"differs by \S+", "", re.sub(r"[\d.]+", "#", text))
+        text = re.sub(r"(gradient of|parameter|buffer) \S+", r"\1", text)
+        return f"{self.kind}: {text[:110]}" if self.kind != "differs" else "differs"
+
+
+class Judge:
+    """Runs programs and says how they end; makes new processes when it must."""
+
+    def __init__(self, ranks: int, against: str = "paged") -> None:
+        self.ranks, self.against, self.group = ranks, against, Group(ranks)
+
+    def renew(self) -> None:
+        self.group.close()
+        self.group = Group(self.ranks)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def judge(self, program: Program) -> Verdict:
+        return self.judge_text(program.text(), program.seed)
+
+    def judge_text(self, text: str, seed: int) -> Verdict:
+        answers = self.group.call("compare", text, seed, self.against)
+        verdict = self._verdict(seed, answers)
+        if verdict.kind != "right":
+            self.renew()
+        if verdict.kind == "differs" and self.against != "double":
+            rounding = self.group.call("steadiness", text, seed)
+            off = re.search(r"differs by ([\d.e+-]+)", verdict.said)
+            if all(isinstance(r, float) for r in rounding) and off and float(off[1]) <= 10 * max(rounding):
+                verdict.kind, verdict.said = "unsteady", f"{verdict.said}; float32 is off by {max(rounding):.1e}"
+        return verdict
+
+    def _verdict(self, seed: int, answers: list[dict[str, Any]]) -> Verdict:
+        def first(key: str) -> tuple[int, dict[str, Any]] | None:
+            return next(((i, a) for i, a in enumerate(answers) if a.get(key) is not None), None)
+
+        detail = "\n".join(f"rank {i}: {a}" for i, a in enumerate(answers))
+        if found := first("plain"):
+            return Verdict(seed, "broken", f"{found[1]['plain']} at {found[1]['at']}", found[1]["trace"])
+        if found := first("crashed"):
+            detail = "\n".join(str(a.get("said", a)) for a in answers)
+            others = " ".join(sorted({a["raised"].split(":")[0] for a in answers if "raised" in a}))
+            return Verdict(
+                seed,
+                "crashes",
+                f"exit code {found[1]['crashed']} {_crash(found[1]['said'])} {others}".strip(),
+                detail,
+            )
+        if found := first("raised"):
+            ranks = [i for i, a in enumerate(answers) if "raised" in a]
+            on = "" if len(ranks) == len(answers) else f" (on ranks {ranks} alone)"
+            return Verdict(seed, "raises", f"{found[1]['raised'][:400]}{on} at {found[1]['at']}", detail)
+        if first("hangs"):
+            detail = "\n".join(str(a.get("said", a)) for a in answers)
+            return Verdict(seed, "hangs", detail=detail)
+        if found := first("differs"):
+            return Verdict(seed, "differs", f"{found[1]['differs']} (rank {found[0]})", detail)
+        if self.against != "double" and len({a["parameters"] for a in answers}) > 1:
+            return Verdict(seed, "differs", "ranks hold different parameters")
+        return Verdict(seed, "right")
+
+
+def _crash(said: str) -> str:
+    """The line of a Gloo or C++ message, or the program's line of a fault's traceback."""
+    for pattern in (r"terminate called.*\n.*what\(\):\s*(.*)", r'File "<program \d+>", (line \d+)'):
+        if found := re.search(pattern, said):
+            return found[1][:200]
+    return ""
+
+
+def shrink(judge: Judge, program: Program, verdict: Verdict, seconds: float = 120) -> Program:
+    """The program with as much left out as still fails in the same way."""
+    until, going = time.monotonic() + seconds, True
+    while going and time.monotonic() < until:
+        going = False
+        for smaller in program.smaller():
+            try:
+                found = judge.judge(smaller)
+            except Exception:
+                continue
+            if found.kind == verdict.kind and (verdict.kind != "raises" or found.key == verdict.key):
+                program, going = smaller, True
+                break
+    return program
+
+
+def run(
+    seeds: list[int], ranks: int, stage: int | None = None, against: str = "paged", workers: int = 1, show: Any = None
+) -> list[Verdict]:
+    """Judge the programs of some seeds, with so many groups of ranks side by side."""
+
+    def judge_some(which: int) -> list[Verdict]:
+        judge, found = Judge(ranks, against), []
+        try:
+            for seed in seeds[which::workers]:
+                found.append(judge.judge(generate(seed, ranks, stage)))
+                if show:
+                    show(found[-1])
+        finally:
+            judge.close()
+        return found
+
+    with ThreadPoolExecutor(workers) as pool:
+        return sorted((v for some in pool.map(judge_some, range(workers)) for v in some), key=lambda v: v.seed)
+
+
+def summary(verdicts: list[Verdict]) -> str:
+    kinds = collections.Counter(v.kind for v in verdicts)
+    lines = [f"{len(verdicts)} programs: " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())]
+    groups = collections.defaultdict(list)
+    for verdict in verdicts:
+        if verdict.wrong:
+            groups[verdict.key].append(verdict.seed)
+    for key, seeds in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines.append(f"{len(seeds):4}  {key}\n      seeds {' '.join(map(str, seeds))}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes; 1: no group, compared to the bit")
+    parser.add_argument("--seeds", default="0:60", help="FIRST:END, or seeds with commas between them")
+    parser.add_argument("--stage", type=int, choices=range(4), help="of every program, instead of its own")
+    parser.add_argument("--workers", type=int, default=1, help="groups of ranks side by side")
+    parser.add_argument("--plain", action="store_true", help="run no zeropage: checks the programs and the runner")
+    parser.add_argument("--double", action="store_true", help="plain float32 against float64: checks steadiness")
+    parser.add_argument("--show", type=int, metavar="SEED", help="print a program and end")
+    parser.add_argument(
+        "--shrink", type=int, metavar="SEED", help="leave out what its failure does not need; print it"
+    )
+    parser.add_argument("--file", help="judge the source in a file, such as what --show printed and a person changed")
+    parser.add_argument("--verbose", action="store_true", help="with each failure, what every rank said")
+    options = parser.parse_args()
+    against = "again" if options.plain else "double" if options.double else "paged"
+    if options.show is not None:
+        print(generate(options.show, options.ranks, options.stage).text())
+        return 0
+
+    def show(verdict: Verdict) -> None:
+        if verdict.kind != "right":
+            print(f"seed {verdict.seed}: {verdict.kind}: {verdict.said}", flush=True)
+            if options.verbose and verdict.detail:
+                print(verdict.detail, flush=True)
+
+    os.makedirs("build", exist_ok=True)
+    if options.shrink is not None or options.file:
+        judge = Judge(options.ranks, against)
+        try:
+            if options.file:
+                text = pathlib.Path(options.file).read_text()
+                found = re.search(r"# seed (\d+)", text)
+                verdict = judge.judge_text(text, int(found[1]) if found else 0)
+            else:
+                program = generate(options.shrink, options.ranks, options.stage)
+                verdict = judge.judge(program)
+                if verdict.wrong:
+                    print(shrink(judge, program, verdict).text())
+        finally:
+            judge.close()
+        show(verdict)
+        print(verdict.kind)
+        return int(verdict.wrong)
+    first, colon, end = options.seeds.partition(":")
+    seeds = list(range(int(first), int(end))) if colon else [int(seed) for seed in options.seeds.split(",")]
+    verdicts = run(seeds, options.ranks, options.stage, against, options.workers, show)
+    print(summary(verdicts))
+    return int(any(verdict.wrong for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
