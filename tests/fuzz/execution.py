@@ -246,7 +246,8 @@ def compare(text: str, seed: int, against: str = "paged") -> dict[str, Any]:
     return said
 
 
-def steadiness(text: str, seed: int) -> float:
+def steadiness(text: str, seed: int) -> dict[str, float]:
     """How far the plain run in float32 is from one in float64, at most."""
     found, right = (Run(text, seed, mode).execute() for mode in ("plain", "double"))
-    return max((difference(a, b) for (_, a), (_, b) in zip(found, right, strict=True)), default=0.0)
+    off = max((difference(a, b) for (_, a), (_, b) in zip(found, right, strict=True)), default=0.0)
+    return {"rounding": off}

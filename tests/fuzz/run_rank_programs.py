@@ -178,10 +178,10 @@ class Judge:
         if verdict.kind != "right":
             self.renew()
         if verdict.kind == "differs" and self.against != "double":
-            rounding = self.group.call("steadiness", text, seed)
+            rounding = max(said.get("rounding", 0.0) for said in self.group.call("steadiness", text, seed))
             off = re.search(r"differs by ([\d.e+-]+)", verdict.said)
-            if all(isinstance(r, float) for r in rounding) and off and float(off[1]) <= 10 * max(rounding):
-                verdict.kind, verdict.said = "unsteady", f"{verdict.said}; float32 is off by {max(rounding):.1e}"
+            if off and float(off[1]) <= 10 * rounding:
+                verdict.kind, verdict.said = "unsteady", f"{verdict.said}; float32 is off by {rounding:.1e}"
         return verdict
 
     def _verdict(self, seed: int, answers: list[dict[str, Any]]) -> Verdict:
