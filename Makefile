@@ -49,7 +49,7 @@ cpp-tests: build
 ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules running saving snapshots step tensors tiling vocabulary
 test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tests
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k "not ranks" $(ARGS)
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k ranks $(ARGS)
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python tests/fuzz -k ranks $(ARGS)
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
 	$(PYTHON) -m pytest -q --device sim tests/python/test_ranks.py -k "two and (1 or 2 or 3) and disk"

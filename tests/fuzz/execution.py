@@ -1,7 +1,7 @@
 """Run the text of one rank program on one rank: paged by zeropage, and plain with gradients averaged by hand.
 
-A program's text knows a few names beside torch's: `rank`, `ranks`, `make_space`, `together`, `mine`, `everyones`,
-`tokens`, `mean_by_hand` and `look`. Both runs execute the same text; the names differ in what they do.
+A program's text knows a few names beside torch's: `rank`, `ranks`, and the methods of `Run` that `NAMES` lists. Both
+runs execute the same text; the names differ in what they do.
 
 The plain run is what DistributedDataParallel would compute. Each `backward` leaves in `p.grad` the mean over ranks of
 what the ranks have there, with zeros from a rank that has none; `p.grad` stays None where no rank has one.
@@ -46,9 +46,26 @@ class Run:
     @contextlib.contextmanager
     def _plain_scope(self) -> Any:
         yield
+        self._built(self.names["model"])
+
+    def _built(self, model: nn.Module) -> nn.Module:
         if self.mode == "double":  # built in float32, so that values are equal
-            self.names["model"].double()
             torch.set_default_dtype(torch.float64)
+            return model.double()
+        return model
+
+    def page(self, model: nn.Module, **settings: Any) -> nn.Module:
+        if self.mode != "paged":
+            return self._built(model)
+        return zeropage.page(model, self.make_space(**settings))
+
+    def evict(self, model: nn.Module) -> None:
+        if self.mode == "paged":
+            zeropage.evict(model)
+
+    def wait(self) -> None:
+        if self.mode == "paged":
+            zeropage.wait()
 
     def make_space(self, **settings: Any) -> Any:
         if self.mode != "paged":
@@ -78,6 +95,13 @@ class Run:
     def tokens(self, at: int, rows: int, columns: int, vocabulary: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + at * 101 + 1 + self.rank)
         return torch.randint(vocabulary, (rows, columns), generator=generator)
+
+    def mean_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The program's own collective, in all runs."""
+        mean = tensor / self.ranks
+        if self.ranks > 1:
+            dist.all_reduce(mean)
+        return mean
 
     def mean_by_hand(self, model: nn.Module) -> None:
         """Average `p.grad` over ranks where the program set it. zeropage must do so by itself."""
@@ -185,7 +209,19 @@ class Run:
         return self.record
 
 
-NAMES = ["make_space", "together", "mine", "everyones", "tokens", "mean_by_hand", "look"]
+NAMES = [
+    "make_space",
+    "page",
+    "evict",
+    "wait",
+    "together",
+    "mine",
+    "everyones",
+    "tokens",
+    "mean_over_ranks",
+    "mean_by_hand",
+    "look",
+]
 
 
 def _set_gradient(p: nn.Parameter, mean: torch.Tensor) -> None:

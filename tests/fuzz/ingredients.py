@@ -584,6 +584,25 @@ WRITES = [
         "evaluated in inference mode",
         written="with torch.inference_mode():\n    look('evaluated', loss_of(step + 50))",
     ),
+    Piece(
+        "evaluated in eval mode",
+        written="model.eval()\nwith torch.no_grad():\n    look('evaluated', loss_of(step + 50))\nmodel.train()",
+    ),
+    Piece(
+        "loss is averaged for the log",
+        written="look('mean loss', mean_over_ranks(loss.detach()))",
+        needs=frozenset({"loss"}),
+        share=1.5,
+    ),
+    Piece(
+        "loss is averaged after backward",
+        gradients="look('mean loss', mean_over_ranks(loss.detach()))",
+        needs=frozenset({"loss"}),
+    ),
+    Piece("unfrozen later", begin="model.$n.weight.requires_grad_(step > 0)", needs=frozenset({"raw", "several"})),
+    Piece("evicted", written="evict(model)", begin="evict(model)"),
+    Piece("evicted before backward", loss="evict(model)"),
+    Piece("waited", written="wait()"),
     Piece("norms are read", written="look('norms', [p.detach().norm() for p in model.parameters()])"),
     Piece(
         "frozen by turns",

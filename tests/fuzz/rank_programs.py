@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 import ingredients as of
 from ingredients import Piece
 
+SETTINGS: list[dict[str, object]] = [
+    *[{}] * 4,
+    {"resident_below": "8KB"},
+    {"async_step": False},
+    {"check_ranks": "always"},
+    {"device_memory": "3MB"},
+    {"device_memory": "4MB", "host_memory": "2MB"},
+]
 WIDTHS = [33, 64, 64, 65, 96, 128, 128, 192, 256]
+NORMS = [*[""] * 5, "LayerNorm", "LayerNorm", "BatchNorm1d"]
+PLAINEST = ("SGD", "torch.optim.SGD(model.parameters(), lr=0.1)", "")
 LARGEST = 256 * 192  # elements of a weight: six pages of two ranks with page_size="16KiB"
 
 
@@ -21,7 +31,7 @@ class Layer:
     rows: int
     columns: int
     bias: bool = True
-    norm: bool = False
+    norm: str = ""
     activation: str = ""
     use: Piece | None = None
     tied_to: str = ""
@@ -60,7 +70,8 @@ class Program:
     layers: list[Layer] = field(default_factory=list)
     pieces: list[tuple[int, Piece, str]] = field(default_factory=list)  # number, piece, layer's name
     steps: int = 2
-    conditional: tuple[str, int, int, bool] | None = None  # condition, layers, place, marked
+    conditional: tuple[str, int, int, str] | None = None  # condition, layers, place, the module that is marked
+    exists_before: bool = False  # the model is paged when it is made already
     style: str = "backward"
     optimizer: tuple[str, str, str] = ("", "", "")
     loop: tuple[str, str, str] | None = None
@@ -87,7 +98,7 @@ class Program:
             if layer.use:
                 made.append(self._with_layer(i, use=None))
             if layer.norm:
-                made.append(self._with_layer(i, norm=False))
+                made.append(self._with_layer(i, norm=""))
             if layer.activation:
                 made.append(self._with_layer(i, activation=""))
             if layer.bias and layer.kind == "Linear" and not layer.use:
@@ -96,12 +107,14 @@ class Program:
             made.append(replace(self, steps=self.steps - 1))
         if self.conditional:
             made.append(replace(self, conditional=None))
+        if self.exists_before:
+            made.append(replace(self, exists_before=False))
         if self.scheduler:
             made.append(replace(self, scheduler=""))
         if self.style != "backward":
             made.append(replace(self, style="backward"))
-        if self.loop or self.optimizer != of.OPTIMIZERS[0]:
-            made.append(replace(self, loop=None, optimizer=of.OPTIMIZERS[0]))
+        if self.loop or self.optimizer != PLAINEST:
+            made.append(replace(self, loop=None, optimizer=PLAINEST))
         if len(self.layers) > 1 and not any(layer.tied_to for layer in self.layers):
             needed = {name for number, _, name in self.pieces if number not in self.dropped}
             place = self.conditional[2] if self.conditional else -1
@@ -201,6 +214,11 @@ sharpness aware:
     with torch.no_grad():
         for p, e in moved:
             p.sub_(e)
+grad scaler:
+    loss = loss_of(step)
+    scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    look("loss", loss)
 closure:
     def closure():
         model.zero_grad()
@@ -291,7 +309,7 @@ class _Writer:
             if layer.tied_to:
                 init.append(f"self.{layer.name}.weight = self.{layer.tied_to}.weight")
             if layer.norm:
-                init.append(f"self.{layer.name}_norm = nn.LayerNorm({layer.width})")
+                init.append(f"self.{layer.name}_norm = nn.{layer.norm}({layer.width})")
             if program.conditional and program.conditional[2] == i:
                 init.append("self.some = Some()")
         init += self.all("init", "self")
@@ -320,15 +338,20 @@ class _Writer:
             width = program.layers[place].width
             lines += _SOME.format(width=width, many=many, condition=condition).strip().split("\n")
         lines += self.model()
-        lines += [f"with make_space({settings}):", "    model = Model()"]
+        if program.exists_before:
+            lines.append(f"model = page(Model(), {settings})")
+        else:
+            lines += [f"with make_space({settings}):", "    model = Model()"]
         if program.conditional and program.conditional[3]:
-            lines.append("together(model.some)")
+            lines.append(f"together({program.conditional[3]})")
         if not program.loop:
             lines.append(f"opt = {program.optimizer[1]}")
             if program.scheduler:
                 lines.append(f"scheduler = {program.scheduler}")
         lines += ["def with_grad():", "    return [p for p in model.parameters() if p.grad is not None]"]
         lines += self.loss()
+        if program.style == "grad scaler":
+            lines.append('scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)')
         lines += self.all("setup")
         if program.loop and program.loop[1]:
             lines.append(program.loop[1])
@@ -340,7 +363,8 @@ class _Writer:
             if program.watchful:
                 step.append('look("gradients", [p.grad for p in model.parameters()])')
             step += self.all("gradients")
-            step += program.loop[2].split("\n") if program.loop else ["opt.step()"]
+            own = ["scaler.step(opt)", "scaler.update()"] if program.style == "grad scaler" else ["opt.step()"]
+            step += program.loop[2].split("\n") if program.loop else own
         if program.scheduler and not program.loop:
             step.append("scheduler.step()")
         step += self.all("written")
@@ -363,21 +387,19 @@ def _layers(r: random.Random) -> list[Layer]:
         name, kind = "abcd"[i], r.choices(["Linear", "Conv1d", "Conv2d"], [7, 1, 1])[0]
         if tokens and i == 0:
             rows = r.choice([r_ for r_ in WIDTHS if r_ * width <= LARGEST])
-            layers.append(Layer(name, "Embedding", rows, width, norm=r.random() < 0.3))
+            layers.append(Layer(name, "Embedding", rows, width, norm=r.choice(NORMS)))
             continue
         window = {"Linear": 1, "Conv1d": 3, "Conv2d": 4}[kind]
         rows = r.choice([w for w in WIDTHS if w * width * window <= LARGEST] or [33])
         layers.append(
-            Layer(
-                name, kind, rows, width, r.random() < 0.6, r.random() < 0.25, r.choice(["", "torch.tanh", "F.gelu"])
-            )
+            Layer(name, kind, rows, width, r.random() < 0.6, r.choice(NORMS), r.choice(["", "torch.tanh", "F.gelu"]))
         )
         width = rows
     if len(layers) > 1 and r.random() < 0.3:  # a tied pair
         if tokens and layers[-1].kind == "Linear":
             last = layers[-1]
             if layers[0].columns == last.columns:  # and so of one shape
-                last.rows, last.tied_to, last.norm, last.activation = layers[0].rows, layers[0].name, False, ""
+                last.rows, last.tied_to, last.norm, last.activation = layers[0].rows, layers[0].name, "", ""
         else:
             for a in layers:
                 for b in layers[layers.index(a) + 1 :]:
@@ -427,6 +449,7 @@ def _flags(program: Program) -> set[str]:
     flags |= set() if rough or program.conditional else {"smooth", "all"}
     if len(program.layers) > 1 and not any(layer.tied_to for layer in program.layers):
         flags.add("several")
+    flags |= {"loss"} if program.style in ("backward", "one graph twice", "grad scaler") else set()
     return flags | (set() if program.loop else {"optimizer"})
 
 
@@ -438,20 +461,19 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None) -> Program:
     stage = drawn if stage is None else stage
     tier = r.choice(["disk", "disk", "host"])
     program.settings = {"stage": stage, "parameters": tier, "gradients": tier, "optimizer": tier}
-    program.settings.update(
-        r.choice([{}, {}, {}, {"resident_below": "8KB"}, {"async_step": False}, {"device_memory": "3MB"}])
-    )
+    program.settings.update(r.choice(SETTINGS))
     program.layers = _layers(r)
-    program.steps = r.choice([2, 2, 3, 4])
+    program.steps, program.exists_before = r.choice([2, 2, 3, 4]), r.random() < 0.15
     if r.random() < 0.25:
         place, many, marked = r.randrange(len(program.layers)), r.choice([1, 1, 2, 3]), r.random() < 0.5
-        program.conditional = (r.choice(CONDITIONS), many, place, marked or stage == 3)
+        module = r.choice(["model.some", "model.some", "model.some", "model"])
+        program.conditional = (r.choice(CONDITIONS), many, place, module if marked or stage == 3 else "")
         if program.layers[place].width ** 2 > LARGEST:
             program.conditional = None
     program.style = "backward" if r.random() < 0.45 else r.choice(list(STYLES))
     if program.style in BY_HAND | {"sharpness aware"} and program.conditional:
         program.style = "backward"
-    if program.style != "closure" and r.random() < 0.2:
+    if program.style not in ("closure", "grad scaler") and r.random() < 0.2:
         program.loop = r.choice(of.LOOPS)
     program.optimizer = r.choice(of.OPTIMIZERS)
     if program.style == "closure" and program.optimizer[2]:

@@ -153,7 +153,10 @@ class Verdict:
         text = re.sub(r" at line.*| \(line.*", "", self.said, flags=re.S).split("\n")[0]
         text = re.sub(r"differs by \S+", "", re.sub(r"[\d.]+", "#", text))
         text = re.sub(r"(gradient of|parameter|buffer) \S+", r"\1", text)
-        return f"{self.kind}: {text[:110]}" if self.kind != "differs" else "differs"
+        if self.kind == "differs":
+            text = re.sub(r"^[^:]*: (?=gradient|parameter|buffer)|\(.*", "", text)
+            text = f"first in {text}" if "ranks hold" not in text else text
+        return f"{self.kind}: {text[:110]}"
 
 
 class Judge:
@@ -174,7 +177,7 @@ class Judge:
 
     def judge_text(self, text: str, seed: int) -> Verdict:
         answers = self.group.call("compare", text, seed, self.against)
-        verdict = self._verdict(seed, answers)
+        verdict = self._verdict(seed, text, answers)
         if verdict.kind != "right":
             self.renew()
         if verdict.kind == "differs" and self.against != "double":
@@ -184,7 +187,7 @@ class Judge:
                 verdict.kind, verdict.said = "unsteady", f"{verdict.said}; float32 is off by {rounding:.1e}"
         return verdict
 
-    def _verdict(self, seed: int, answers: list[dict[str, Any]]) -> Verdict:
+    def _verdict(self, seed: int, text: str, answers: list[dict[str, Any]]) -> Verdict:
         def first(key: str) -> tuple[int, dict[str, Any]] | None:
             return next(((i, a) for i, a in enumerate(answers) if a.get(key) is not None), None)
 
@@ -197,7 +200,7 @@ class Judge:
             return Verdict(
                 seed,
                 "crashes",
-                f"exit code {found[1]['crashed']} {_crash(found[1]['said'])} {others}".strip(),
+                f"exit code {found[1]['crashed']} {_crash(found[1]['said'], text)} {others}".strip(),
                 detail,
             )
         if found := first("raised"):
@@ -214,12 +217,12 @@ class Judge:
         return Verdict(seed, "right")
 
 
-def _crash(said: str) -> str:
-    """The line of a Gloo or C++ message, or the program's line of a fault's traceback."""
-    for pattern in (r"terminate called.*\n.*what\(\):\s*(.*)", r'File "<program \d+>", (line \d+)'):
-        if found := re.search(pattern, said):
-            return found[1][:200]
-    return ""
+def _crash(said: str, text: str) -> str:
+    """What Gloo or C++ said last, or the program's line of a fault's traceback."""
+    if found := re.search(r"terminate called.*\n.*what\(\):\s*(.*)", said):
+        return found[1][:200]
+    found = re.search(r'File "<program \d+>", line (\d+)', said)
+    return f"at line {found[1]}: {text.splitlines()[int(found[1]) - 1].strip()}" if found else ""
 
 
 def shrink(judge: Judge, program: Program, verdict: Verdict, seconds: float = 120) -> Program:
@@ -258,7 +261,8 @@ def run(
         return sorted((v for some in pool.map(judge_some, range(workers)) for v in some), key=lambda v: v.seed)
 
 
-def summary(verdicts: list[Verdict]) -> str:
+def summary(verdicts: list[Verdict], ranks: int, stage: int | None = None) -> str:
+    """Counts by kind, seeds by what failures have in common, and ingredients by how often their programs fail."""
     kinds = collections.Counter(v.kind for v in verdicts)
     lines = [f"{len(verdicts)} programs: " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())]
     groups = collections.defaultdict(list)
@@ -267,6 +271,14 @@ def summary(verdicts: list[Verdict]) -> str:
             groups[verdict.key].append(verdict.seed)
     for key, seeds in sorted(groups.items(), key=lambda item: -len(item[1])):
         lines.append(f"{len(seeds):4}  {key}\n      seeds {' '.join(map(str, seeds))}")
+    programs, wrong = collections.Counter[str](), collections.Counter[str]()
+    for verdict in verdicts:
+        for name in {re.sub(r"^[a-d]: ", "", name) for name in generate(verdict.seed, ranks, stage).names}:
+            programs[name] += 1
+            wrong[name] += verdict.wrong
+    often = sorted((n for n in wrong if wrong[n] > 1), key=lambda n: (-wrong[n] / programs[n], -wrong[n]))
+    if often:
+        lines.append("wrong of programs that have: " + "; ".join(f"{n} {wrong[n]}/{programs[n]}" for n in often[:30]))
     return "\n".join(lines)
 
 
@@ -317,7 +329,7 @@ def main() -> int:
     first, colon, end = options.seeds.partition(":")
     seeds = list(range(int(first), int(end))) if colon else [int(seed) for seed in options.seeds.split(",")]
     verdicts = run(seeds, options.ranks, options.stage, against, options.workers, show)
-    print(summary(verdicts))
+    print(summary(verdicts, options.ranks, options.stage))
     return int(any(verdict.wrong for verdict in verdicts))
 
 
