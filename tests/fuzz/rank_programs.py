@@ -321,10 +321,13 @@ class _Writer:
         first, last = self.program.layers[0], self.program.layers[-1]
         tokens = first.kind == "Embedding"
         lines = [f"x = tokens(at, 8, 6, {first.rows})" if tokens else f"x = mine(at, 8, {first.columns})"]
+        if not tokens and "visible_dtype" in self.program.settings:
+            lines.append("x = x.bfloat16()")
         if tokens and last.width == first.rows:
             lines.append("loss = F.cross_entropy(model(x) * 4, x[:, 0])")
         else:
-            lines.append(f"loss = F.mse_loss(model(x), mine(at + 500, 8, {last.width}))")
+            out = "model(x).float()" if "visible_dtype" in self.program.settings else "model(x)"
+            lines.append(f"loss = F.mse_loss({out}, mine(at + 500, 8, {last.width}))")
         return ["def loss_of(at):", *(f"    {line}" for line in [*lines, *self.all("loss"), "return loss"])]
 
     def write(self) -> str:
@@ -379,7 +382,7 @@ def _chosen(r: random.Random, pieces: list[Piece]) -> Piece:
     return r.choices(pieces, [piece.share for piece in pieces])[0]
 
 
-def _layers(r: random.Random) -> list[Layer]:
+def _layers(r: random.Random, bfloat16: bool) -> list[Layer]:
     layers: list[Layer] = []
     tokens = r.random() < 0.2
     width = r.choice(WIDTHS)
@@ -407,20 +410,43 @@ def _layers(r: random.Random) -> list[Layer]:
                         b.tied_to = a.name
     for layer in layers:
         if r.random() < 0.6 and not layer.tied_to:
-            layer.use = _use(r, layer)
+            layer.use = _use(r, layer, bfloat16)
+    for layer in layers:
+        layer.norm = "" if bfloat16 and layer.norm == "BatchNorm1d" else layer.norm
     return layers
 
 
-def _use(r: random.Random, layer: Layer) -> Piece:
+def _use(r: random.Random, layer: Layer, bfloat16: bool) -> Piece:
     fits = [
         piece
         for piece in of.USES + [f for f in of.FUNCTIONS]
         if not (piece.matrix and layer.kind in ("Conv1d", "Conv2d"))
+        and not (bfloat16 and _needs_float32(piece))
         and not (layer.kind == "Embedding" and (piece.of_input or "norm" in piece.name))
         and not (piece.call and "F.linear" in piece.call + piece.forward and layer.kind != "Linear")
         and not ("checkpoint" in piece.name and layer.kind != "Linear")
     ]
     return _chosen(r, fits)
+
+
+# What mixed precision refuses in one process too, as float32 data, buffers and states meet bfloat16 weights.
+_FLOAT32 = [
+    "mine(",
+    "randn_like",
+    "register_buffer",
+    "torch.tensor",
+    "$first",
+    "addmm_",
+    "out=gw",
+    "spectral",
+    "lerp",
+]
+_FLOAT32 += ["register_hook", ".data =", "vector_to_parameters"]
+
+
+def _needs_float32(piece: Piece) -> bool:
+    parts = (piece.name, piece.init, piece.forward, piece.weight, piece.call, piece.top, piece.setup, piece.written)
+    return any(word in part for part in parts for word in _FLOAT32) or "$first" in piece.loss
 
 
 def _made_like(r: random.Random, keep: bool) -> Piece:
@@ -453,8 +479,8 @@ def _flags(program: Program) -> set[str]:
     return flags | (set() if program.loop else {"optimizer"})
 
 
-def generate(seed: int, ranks: int = 2, stage: int | None = None) -> Program:
-    """The program of a seed; with its stage, unless another is given."""
+def generate(seed: int, ranks: int = 2, stage: int | None = None, bfloat16: bool = False) -> Program:
+    """The program of a seed; with its stage, unless another is given. In mixed precision, with `bfloat16`."""
     r = random.Random(seed)
     program = Program(seed, ranks)
     drawn = r.choice([0, 1, 2, 2, 3, 3, 3])
@@ -462,7 +488,11 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None) -> Program:
     tier = r.choice(["disk", "disk", "host"])
     program.settings = {"stage": stage, "parameters": tier, "gradients": tier, "optimizer": tier}
     program.settings.update(r.choice(SETTINGS))
-    program.layers = _layers(r)
+    if tier == "host":
+        program.settings["host_memory"] = "32MB"  # its homes are there
+    if bfloat16:
+        program.settings["visible_dtype"] = "bfloat16"
+    program.layers = _layers(r, bfloat16)
     program.steps, program.exists_before = r.choice([2, 2, 3, 4]), r.random() < 0.15
     if r.random() < 0.25:
         place, many, marked = r.randrange(len(program.layers)), r.choice([1, 1, 2, 3]), r.random() < 0.5
@@ -471,7 +501,7 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None) -> Program:
         if program.layers[place].width ** 2 > LARGEST:
             program.conditional = None
     program.style = "backward" if r.random() < 0.45 else r.choice(list(STYLES))
-    if program.style in BY_HAND | {"sharpness aware"} and program.conditional:
+    if program.style in BY_HAND | {"sharpness aware"} and (program.conditional or bfloat16):
         program.style = "backward"
     if program.style not in ("closure", "grad scaler") and r.random() < 0.2:
         program.loop = r.choice(of.LOOPS)
@@ -501,6 +531,7 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None) -> Program:
             piece
             for piece in pieces
             if piece.needs <= flags
+            and not (bfloat16 and (_needs_float32(piece) or piece.top))
             and not (piece.matrix and layer.kind in ("Conv1d", "Conv2d"))
             and (raw or "$n" not in piece.loss + piece.setup + piece.written + piece.begin + piece.init)
         ]

@@ -180,7 +180,7 @@ class Judge:
         verdict = self._verdict(seed, text, answers)
         if verdict.kind != "right":
             self.renew()
-        if verdict.kind == "differs" and self.against != "double":
+        if verdict.kind == "differs" and self.against != "double" and "visible_dtype" not in text:
             rounding = max(said.get("rounding", 0.0) for said in self.group.call("steadiness", text, seed))
             off = re.search(r"differs by ([\d.e+-]+)", verdict.said)
             if off and float(off[1]) <= 10 * rounding:
@@ -242,15 +242,15 @@ def shrink(judge: Judge, program: Program, verdict: Verdict, seconds: float = 12
 
 
 def run(
-    seeds: list[int], ranks: int, stage: int | None = None, against: str = "paged", workers: int = 1, show: Any = None
+    programs: list[Program], ranks: int, against: str = "paged", workers: int = 1, show: Any = None
 ) -> list[Verdict]:
-    """Judge the programs of some seeds, with so many groups of ranks side by side."""
+    """Judge programs, with so many groups of ranks side by side."""
 
     def judge_some(which: int) -> list[Verdict]:
         judge, found = Judge(ranks, against), []
         try:
-            for seed in seeds[which::workers]:
-                found.append(judge.judge(generate(seed, ranks, stage)))
+            for program in programs[which::workers]:
+                found.append(judge.judge(program))
                 if show:
                     show(found[-1])
         finally:
@@ -261,7 +261,7 @@ def run(
         return sorted((v for some in pool.map(judge_some, range(workers)) for v in some), key=lambda v: v.seed)
 
 
-def summary(verdicts: list[Verdict], ranks: int, stage: int | None = None) -> str:
+def summary(verdicts: list[Verdict], programs: list[Program]) -> str:
     """Counts by kind, seeds by what failures have in common, and ingredients by how often their programs fail."""
     kinds = collections.Counter(v.kind for v in verdicts)
     lines = [f"{len(verdicts)} programs: " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())]
@@ -271,14 +271,14 @@ def summary(verdicts: list[Verdict], ranks: int, stage: int | None = None) -> st
             groups[verdict.key].append(verdict.seed)
     for key, seeds in sorted(groups.items(), key=lambda item: -len(item[1])):
         lines.append(f"{len(seeds):4}  {key}\n      seeds {' '.join(map(str, seeds))}")
-    programs, wrong = collections.Counter[str](), collections.Counter[str]()
-    for verdict in verdicts:
-        for name in {re.sub(r"^[a-d]: ", "", name) for name in generate(verdict.seed, ranks, stage).names}:
-            programs[name] += 1
+    every, wrong = collections.Counter[str](), collections.Counter[str]()
+    for verdict, program in zip(verdicts, programs, strict=True):
+        for name in {re.sub(r"^[a-d]: ", "", name) for name in program.names}:
+            every[name] += 1
             wrong[name] += verdict.wrong
-    often = sorted((n for n in wrong if wrong[n] > 1), key=lambda n: (-wrong[n] / programs[n], -wrong[n]))
+    often = sorted((n for n in wrong if wrong[n] > 1), key=lambda n: (-wrong[n] / every[n], -wrong[n]))
     if often:
-        lines.append("wrong of programs that have: " + "; ".join(f"{n} {wrong[n]}/{programs[n]}" for n in often[:30]))
+        lines.append("wrong of programs that have: " + "; ".join(f"{n} {wrong[n]}/{every[n]}" for n in often[:30]))
     return "\n".join(lines)
 
 
@@ -288,6 +288,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:60", help="FIRST:END, or seeds with commas between them")
     parser.add_argument("--stage", type=int, choices=range(4), help="of every program, instead of its own")
     parser.add_argument("--workers", type=int, default=1, help="groups of ranks side by side")
+    parser.add_argument("--bfloat16", action="store_true", help="in mixed precision, against one process of zeropage")
     parser.add_argument("--plain", action="store_true", help="run no zeropage: checks the programs and the runner")
     parser.add_argument("--double", action="store_true", help="plain float32 against float64: checks steadiness")
     parser.add_argument("--show", type=int, metavar="SEED", help="print a program and end")
@@ -298,13 +299,18 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="with each failure, what every rank said")
     options = parser.parse_args()
     against = "again" if options.plain else "double" if options.double else "paged"
+
+    def make(seed: int) -> Program:
+        return generate(seed, options.ranks, options.stage, options.bfloat16)
+
     if options.show is not None:
-        print(generate(options.show, options.ranks, options.stage).text())
+        print(make(options.show).text())
         return 0
 
     def show(verdict: Verdict) -> None:
         if verdict.kind != "right":
-            print(f"seed {verdict.seed}: {verdict.kind}: {verdict.said}", flush=True)
+            said = verdict.said.replace("\n", " |")
+            print(f"seed {verdict.seed}: {verdict.kind}: {said}", flush=True)
             if options.verbose and verdict.detail:
                 print(verdict.detail, flush=True)
 
@@ -317,7 +323,7 @@ def main() -> int:
                 found = re.search(r"# seed (\d+)", text)
                 verdict = judge.judge_text(text, int(found[1]) if found else 0)
             else:
-                program = generate(options.shrink, options.ranks, options.stage)
+                program = make(options.shrink)
                 verdict = judge.judge(program)
                 if verdict.wrong:
                     print(shrink(judge, program, verdict).text())
@@ -328,8 +334,9 @@ def main() -> int:
         return int(verdict.wrong)
     first, colon, end = options.seeds.partition(":")
     seeds = list(range(int(first), int(end))) if colon else [int(seed) for seed in options.seeds.split(",")]
-    verdicts = run(seeds, options.ranks, options.stage, against, options.workers, show)
-    print(summary(verdicts, options.ranks, options.stage))
+    programs = [make(seed) for seed in seeds]
+    verdicts = run(programs, options.ranks, against, options.workers, show)
+    print(summary(verdicts, programs))
     return int(any(verdict.wrong for verdict in verdicts))
 
 
