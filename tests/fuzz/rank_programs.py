@@ -412,7 +412,9 @@ def _layers(r: random.Random, bfloat16: bool) -> list[Layer]:
         if r.random() < 0.6 and not layer.tied_to:
             layer.use = _use(r, layer, bfloat16)
     for layer in layers:
-        layer.norm = "" if bfloat16 and layer.norm == "BatchNorm1d" else layer.norm
+        if layer.norm == "BatchNorm1d":
+            layer.bias = False  # its gradient would be what rounding leaves of 0
+            layer.norm = "" if bfloat16 else layer.norm
     return layers
 
 
