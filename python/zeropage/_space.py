@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeropage import _activations, _core, _identity
+from zeropage import _activations, _core, _identity, _steps
 from zeropage._ranks import Groups, ProcessGroup, find_groups, is_alive
 from zeropage._report import Report
 from zeropage._tuned import add_tuned
@@ -169,6 +169,8 @@ class Space:
     def _start(self, core: _core.Space, now: Callable[[], float], groups: Groups) -> None:
         self._core, self._now = core, now
         # Weak references: destroy_process_group() must end the groups' threads.
+        if groups.shard is not None:
+            _steps.watch_parameters()
         self._groups = [weakref.ref(group) for group in (groups.shard, groups.replica) if group is not None]
         self._activations = self._core.activations()
         if self._activations is not None:

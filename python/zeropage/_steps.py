@@ -1,8 +1,8 @@
 """What an optimizer's step is to the core: a place where all ranks compute with the same values.
 
 Inside a step, ordinary tensors and Python numbers are the same on all ranks; elsewhere they are each rank's own, and
-the core keeps what is made of them whole. Before a step, and before gradients are clipped, gradients that the program
-has set itself are averaged, and parameters whose `.data` it has set are paged again.
+the core keeps what is made of them whole. Over ranks, a gradient that the program sets becomes the mean over ranks,
+and a parameter whose `.data` it sets is paged again; tensors that are no torch.nn.Parameter before the next step.
 """
 
 from __future__ import annotations
@@ -91,6 +91,35 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(parameters, *args, **kwargs)
 
     return clipping
+
+
+_are_watched = False
+
+
+def watch_parameters() -> None:
+    """Let the core see what the program sets as a parameter's `.data` and `.grad`, which passes by all operators.
+
+    Called once there are ranks: in one process both need nothing.
+    """
+    global _are_watched
+    if _are_watched:
+        return
+    _are_watched = True
+    parameter: Any = torch.nn.Parameter
+    for name, take in (("data", _core.take_data), ("grad", _core.take_gradient)):
+        setattr(parameter, name, _watched(getattr(torch.Tensor, name), take))
+
+
+def _watched(attribute: Any, take: Callable[[torch.Tensor], None]) -> property:
+    def get(self: torch.Tensor) -> Any:
+        return attribute.__get__(self)
+
+    def set_(self: torch.Tensor, value: Any) -> None:
+        attribute.__set__(self, value)
+        if value is not None:
+            take(self)
+
+    return property(get, set_, attribute.__delete__, attribute.__doc__)
 
 
 def install() -> None:

@@ -55,10 +55,10 @@ def save(
     error, and is left alone.
 
     Over ranks, all of those that partition the model call it: the ranks of `init`'s group, or all. `extra` holds
-    numbers, text, lists, dicts and tensors, and objects with state_dict() and load_state_dict(), as GradScaler and torchdata's loaders; each rank its own. The states of random
-    number generators are saved too. `visible`: with mixed precision, the model's files hold what operators see, and
-    masters lie beside them. `progress` is called with the bytes that are behind, and all; left out, a terminal gets a
-    bar where tqdm is there.
+    numbers, text, lists, dicts and tensors, and objects with state_dict() and load_state_dict(), as GradScaler and
+    torchdata's loaders; each rank its own. The states of random number generators are saved too. `visible`: with
+    mixed precision, the model's files hold what operators see, and masters lie beside them. `progress` is called with
+    the bytes that are behind, and all; left out, a terminal gets a bar where tqdm is there.
 
     `keep` leaves this checkpoint and the `keep - 1` latest before it, and removes older ones. It counts those that
     this run has saved in the same folder under the same name except for numbers, like step-1000 and step-2000. A run
@@ -104,8 +104,9 @@ def load(
 
     `folder` is a checkpoint, or holds some, of which the latest is taken. Over ranks, all of those that partition the
     model call it; how many they are, and how tensors lie over ranks, tiers and pages, need not be what it was.
-    Objects in `extra` that have load_state_dict() are loaded in place. `random`: generators go on where they were. With an optimizer, this process
-    goes on with the run that saved the checkpoint: `keep` of save() counts its earlier ones.
+    Objects in `extra` that have load_state_dict() are loaded in place. `random`: generators go on where they were.
+    With an optimizer, this process goes on with the run that saved the checkpoint: `keep` of save() counts its
+    earlier ones.
 
     Raises Error, before anything is changed, if names or shapes are others; DiskError, naming the tensor, for bytes
     that are not what was written: then what was loaded until then stays.

@@ -21,4 +21,18 @@ struct NoPagingGuard {
   }
 };
 
+/// While it lives, operators fault on this thread again, under a NoPagingGuard.
+class PagingAgain {
+ public:
+  PagingAgain() : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(kPagedKey)) {
+    c10::impl::tls_set_dispatch_key_excluded(kPagedKey, false);
+  }
+  ~PagingAgain() { c10::impl::tls_set_dispatch_key_excluded(kPagedKey, was_excluded_); }
+  PagingAgain(const PagingAgain&) = delete;
+  PagingAgain& operator=(const PagingAgain&) = delete;
+
+ private:
+  bool was_excluded_;
+};
+
 }  // namespace zeropage

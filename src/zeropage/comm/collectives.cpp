@@ -216,6 +216,12 @@ void Collectives::record(std::string_view kind, const Subject& subject, std::siz
                       subject.page ? fmt::format(", page {}", subject.page) : "", bytes);
 }
 
+void Collectives::fail(std::string_view why) {
+  std::lock_guard lock(mutex_);
+  history_ = mix(history_, 0xfa11 + static_cast<std::uint64_t>(rank_));
+  last_ += fmt::format(", where it {}", why);
+}
+
 void Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes) {
   record(kind, subject, bytes);
   const std::size_t n = traffic_.collectives++;

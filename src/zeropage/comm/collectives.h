@@ -49,6 +49,7 @@ class Collectives final : public Ranks {
   int rank() const override { return rank_; }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                    const Subject& subject) override;
+  void fail(std::string_view why) override;
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override;
 
   /// `out` becomes the mean over ranks of part rank() of `in`; in.numel() is size() * out.numel(). On the CPU it is

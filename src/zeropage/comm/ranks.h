@@ -37,6 +37,9 @@ class Ranks {
   /// may lie there already. Both must stay until the work was waited for. Throws RankError.
   [[nodiscard]] virtual std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part,
                                                          std::size_t part_bytes, const Subject& subject) = 0;
+  /// This rank cannot do its part of what comes next: all ranks throw RankError where they next compare what they
+  /// did.
+  virtual void fail(std::string_view why) { (void)why; }
   /// Scratch memory where collectives can reach it.
   virtual std::shared_ptr<std::byte> scratch(std::size_t bytes) = 0;
 };

@@ -127,8 +127,9 @@ struct Frame {
 
 struct Page {
   Residency state = Residency::zero;
-  bool lent = false;    // code on the host has it (pager/lower_pins.h)
-  bool is_new = false;  // it belongs to the run's second version, which is open (pager/versions.h)
+  bool lent = false;          // code on the host has it (pager/lower_pins.h)
+  bool is_new = false;        // it belongs to the run's second version, which is open (pager/versions.h)
+  bool write_failed = false;  // the latest one home
   Frame* frame = nullptr;
   Backing* home = nullptr;  // of a run on disk: where what lies at home is, or is on its way to
 };

@@ -35,6 +35,12 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
   return static_cast<Ordinal>(known_.size() - 1);
 }
 
+AccessPlan::Ordinal AccessPlan::shared(std::uint64_t kind) {
+  const auto [at, is_new] = shared_.try_emplace(kind, 0);
+  if (is_new) at->second = create(kind, /*take_over=*/false);
+  return at->second;
+}
+
 void AccessPlan::destroy(Ordinal ordinal) {
   known_[ordinal].alive = false;
   if (!known_[ordinal].places.empty()) history_[known_[ordinal].places.back()].use.last = true;

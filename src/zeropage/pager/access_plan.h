@@ -45,6 +45,8 @@ class AccessPlan {
   /// `take_over`: it may take the ordinal of one that died.
   Ordinal create(std::uint64_t kind, bool take_over = true);
   void destroy(Ordinal ordinal);
+  /// One ordinal for all runs of a kind that come to no plan of their own. It is never destroyed.
+  Ordinal shared(std::uint64_t kind);
 
   /// The same one again, with no other in between, is the same use. `seconds`: when it begins, on any clock.
   void use(const Use& use, std::size_t bytes, double seconds = 0);
@@ -106,6 +108,7 @@ class AccessPlan {
   std::vector<Known> known_;           // by ordinal
   std::unordered_map<std::uint64_t, Position> latest_context_[3];
   std::unordered_map<std::uint64_t, std::vector<Ordinal>> spare_;  // dead, by kind
+  std::unordered_map<std::uint64_t, Ordinal> shared_;              // by kind
   Position match_ = kNowhere;  // where the latest use came before, in the same way
   bool confident_ = false;
   Time now_ = 0;

@@ -205,7 +205,7 @@ void FrameCache::release(Segment& segment) noexcept {
 
 bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
   if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
-  Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   if (tier == Tier::disk) return swap_ != nullptr;
   // Half of a budget at most: operators and rules need frames beside the homes.
   return budgets_.homes_in(tier) + bytes <=
@@ -230,12 +230,12 @@ FrozenSegment FrameCache::freeze(Segment& segment) {
 }
 
 std::uint64_t FrameCache::changes(const Segment& segment) const {
-  Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   return segment.run_ ? segment.run_->changes : 0;
 }
 
 bool FrameCache::resident(const Segment& segment) const {
-  Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   if (monitor_.closed() || !segment.run_) return false;
   return std::any_of(segment.run_->pages.begin(), segment.run_->pages.end(), [](const Page& p) { return p.frame; });
 }
@@ -265,7 +265,7 @@ CacheStats FrameCache::stats() const {
   const bool separate = lower_ && !ranks_;
   if (separate) tidy();
   CacheStats sum = separate ? lower_->stats() : CacheStats{};
-  Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
       sum.home_bytes[role][tier] += runs_.home_bytes(role, tier);
@@ -289,13 +289,13 @@ CacheStats FrameCache::stats() const {
 
 bool FrameCache::holds_everything() const {
   check_usable();
-  Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   return runs_.pageable_peak() + budgets_.homes_in(Tier::device) <= memory_.budget().limit();
 }
 
 FrameCache::Usage FrameCache::usage(Pool pool) const {
   if (pool == Pool::host && lower_ && !ranks_) return lower_->usage(pool);
-  Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   return budgets_.usage(pool);
 }
 
@@ -303,7 +303,7 @@ std::string_view FrameCache::io_name() const { return lower_ ? lower_->io_name()
 
 std::size_t FrameCache::swap_bytes() const {
   if (lower_) return lower_->swap_bytes();
-  Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   return swap_ ? swap_->size() : 0;
 }
 

@@ -261,7 +261,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Snapshots snapshots_{monitor_, transfers_, home_reads_};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
   HomeAllocator home_allocator_{
-      monitor_,   memory_, budgets_, frames_, runs_, room_, {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
+      monitor_,   memory_,    budgets_, frames_,
+      runs_,      transfers_, room_,    {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
       page_bytes_};
 };
 

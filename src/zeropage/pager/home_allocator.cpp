@@ -87,7 +87,7 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
         run.pages[i].state = Residency::evicted;
       }
     } else {
-      run.own = homes_.home->allocate(run.bytes);
+      run.own = transfers_.allocate(lock, run.bytes);
     }
   } else {
     make_permanent(lock, run);

@@ -27,13 +27,14 @@ class HomeAllocator {
  public:
   using Lock = Monitor::Lock;
 
-  HomeAllocator(Monitor& monitor, FrameMemory& memory, Budgets& budgets, Frames& frames, Runs& runs, Room& room,
-                const Homes& homes, std::size_t page_bytes)
+  HomeAllocator(Monitor& monitor, FrameMemory& memory, Budgets& budgets, Frames& frames, Runs& runs,
+                Transfers& transfers, Room& room, const Homes& homes, std::size_t page_bytes)
       : monitor_(monitor),
         memory_(memory),
         budgets_(budgets),
         frames_(frames),
         runs_(runs),
+        transfers_(transfers),
         room_(room),
         homes_(homes),
         page_bytes_(page_bytes) {}
@@ -57,6 +58,7 @@ class HomeAllocator {
   Budgets& budgets_;
   Frames& frames_;
   Runs& runs_;
+  Transfers& transfers_;
   Room& room_;
   const Homes homes_;
   const std::size_t page_bytes_;

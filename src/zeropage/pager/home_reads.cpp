@@ -30,6 +30,7 @@ struct HomeRead::State {
     error = std::move(outcome.error);
     ended.notify_all();
   }
+  const std::uint64_t process = process_generation();
   void wait() {
     std::unique_lock lock(mutex);
     ended.wait(lock, [&] { return done; });
@@ -42,7 +43,12 @@ HomeRead& HomeRead::operator=(HomeRead&& other) noexcept {
 }
 
 HomeRead::~HomeRead() {
-  if (state_) state_->wait();
+  if (!state_) return;
+  if (state_->process != process_generation()) {
+    new auto(std::move(state_));  // a forked child: the read is the parent's, and never ends here
+  } else {
+    state_->wait();
+  }
 }
 
 bool HomeRead::wait() {

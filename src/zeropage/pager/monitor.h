@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string_view>
@@ -34,10 +35,21 @@ class Monitor {
   /// `on_left` is called under the lock, after close(), whenever a frame's last pin is dropped or a thread that gave
   /// the lock up comes back. It must not throw.
   explicit Monitor(std::function<void()> on_left) : on_left_(std::move(on_left)) {}
+  ~Monitor() {
+    // In a forked child threads of the parent seem to wait for ever, and destroying it would wait for them.
+    if (in_forked_child()) (void)changed_.release();
+  }
+  Monitor(const Monitor&) = delete;
+  Monitor& operator=(const Monitor&) = delete;
 
   std::mutex& mutex() const { return mutex_; }
   /// Notified of a page's state, a pin, or memory.
-  std::condition_variable& changed() { return changed_; }
+  std::condition_variable& changed() { return *changed_; }
+  /// The lock, for what only looks. Throws AccessError in a forked child, where a thread of the parent may hold it.
+  [[nodiscard]] Lock look() const {
+    check_not_forked();
+    return Lock(mutex_);
+  }
   /// The thread waits for `changed`, or, in virtual time, until something comes to its end.
   void sleep(Lock& lock);
   /// What came to its end is booked by `book`, under the lock. In virtual time that is on the thread that waits,
@@ -55,13 +67,14 @@ class Monitor {
 
   /// Throws AccessError in a forked child and after close().
   void check_usable() const;
+  void check_not_forked() const;
   bool in_forked_child() const { return generation_ != process_generation(); }
   /// Changes under the lock; may be asked without it too, where a hint will do.
   bool closed() const { return closed_; }
   /// Under the lock.
   void close() {
     closed_ = true;
-    changed_.notify_all();
+    changed_->notify_all();
   }
   /// Where a pin of a closed cache was dropped.
   void left() const { on_left_(); }
@@ -83,7 +96,7 @@ class Monitor {
   friend class Waiting;
   VirtualClock* const planned_ = VirtualClock::current();  // its time, if it was made for a planned run
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   const std::uint64_t generation_ = process_generation();
   std::atomic<bool> closed_ = false;
   int inside_ = 0;

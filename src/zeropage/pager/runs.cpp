@@ -10,19 +10,23 @@ void Runs::add(std::unique_ptr<Run> owned) {
   Run& run = *owned;
   const std::uint64_t kind =
       (run.bytes << 8) | (static_cast<std::uint64_t>(run.role) << 4) | static_cast<std::uint64_t>(run.tier);
-  run.ordinal = timeline_.plan().create(kind, /*take_over=*/!frames_.is_gathered());
+  run.ordinal = shares_ordinal(run) ? timeline_.plan().shared(kind)
+                                    : timeline_.plan().create(kind, /*take_over=*/!frames_.is_gathered());
   if (by_ordinal_.size() <= run.ordinal) {
     by_ordinal_.resize(run.ordinal + 1, nullptr);
     bytes_of_ordinal_.resize(run.ordinal + 1, 0);
   }
   by_ordinal_[run.ordinal] = &run;
   bytes_of_ordinal_[run.ordinal] = round_up(run.bytes, kBlockBytes);
-  if (frames_.is_gathered() && run.role != Role::parameter)
-    by_ordinal_[run.ordinal] = nullptr, bytes_of_ordinal_[run.ordinal] = 0;
+  if (shares_ordinal(run)) by_ordinal_[run.ordinal] = nullptr, bytes_of_ordinal_[run.ordinal] = 0;
   count_home(run, true);
   budgets_.note_usage();
   runs_.emplace(&run, std::move(owned));
 }
+
+/// [Note: gathered] Gradients and states are made anew in each step, and when they die may differ between ranks: none
+/// can take over another's ordinal. Nothing is gathered ahead of them, so one ordinal stands for all of a kind.
+bool Runs::shares_ordinal(const Run& run) const { return frames_.is_gathered() && run.role != Role::parameter; }
 
 void Runs::count_home(const Run& run, bool created) {
   // [Note: gathered] When gradients and states die may differ between ranks.
@@ -58,13 +62,14 @@ void Runs::let_die(Run& run) {
   if (frames_.is_gathered() && run.role == Role::parameter) return;
   run.dead = true;
   by_ordinal_[run.ordinal] = nullptr;
-  timeline_.plan().destroy(run.ordinal);
+  if (!shares_ordinal(run)) timeline_.plan().destroy(run.ordinal);
   count_home(run, false);
   if (run.transfers == 0) remove(run);
 }
 
 void Runs::remove(Run& run) {
   for (Page& page : run.pages) {
+    note_write(page, /*failed=*/false);
     Frame* frame = page.frame;
     if (!frame) continue;
     Frames::forget(*frame);

@@ -36,6 +36,12 @@ class Runs {
   std::size_t home_peak(int role, int tier) const { return home_peak_[role][tier]; }
   /// Bytes that lie in files which are only read.
   std::size_t source_bytes() const;
+  /// Pages of living runs whose latest write home failed.
+  std::size_t failed_pages() const { return failed_pages_; }
+  void note_write(Page& page, bool failed) {
+    failed_pages_ += failed - page.write_failed;
+    page.write_failed = failed;
+  }
 
   /// Of a closed cache: what lies at home counts no more; and homes are given back.
   void forget_home_bytes() noexcept;
@@ -44,6 +50,7 @@ class Runs {
   void abandon() noexcept { new auto(std::move(runs_)); }
 
  private:
+  bool shares_ordinal(const Run& run) const;
   void count_home(const Run& run, bool created);
 
   Frames& frames_;
@@ -53,6 +60,7 @@ class Runs {
   std::vector<Run*> by_ordinal_;
   std::vector<std::size_t> bytes_of_ordinal_;
   std::size_t pageable_bytes_ = 0, pageable_peak_ = 0;
+  std::size_t failed_pages_ = 0;
   std::size_t home_bytes_[kRoles][kTiers] = {};
   std::size_t home_peak_[kRoles][kTiers] = {};
 };

@@ -1,6 +1,10 @@
 #include "zeropage/pager/sharded_home.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
+#include <cstring>
 
 #include "zeropage/base/errors.h"
 
@@ -14,6 +18,32 @@ struct Place {
   std::size_t bytes;
   bool all;  // the part is all of that page
 };
+
+/// What a rank sends for a part that it could not read: no number in any format, and nothing that content would be.
+constexpr std::size_t kMarkBytes = 64;
+const std::array<std::byte, kMarkBytes>& mark_of_failure() {
+  static const auto mark = [] {
+    std::array<std::byte, kMarkBytes> bytes;
+    std::uint32_t word = 0x5eed;
+    for (std::size_t i = 0; i < kMarkBytes; i += 2) {  // 16-bit words 0xff81 to 0xffff: NaN in 2, 4 and 8 bytes
+      word = word * 1664525 + 1013904223;
+      bytes[i] = static_cast<std::byte>(0x81 + (word >> 16) % 0x7f);
+      bytes[i + 1] = std::byte{0xff};
+    }
+    return bytes;
+  }();
+  return mark;
+}
+
+void fill_with_mark(std::byte* at, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += kMarkBytes) {
+    std::memcpy(at + i, mark_of_failure().data(), std::min(kMarkBytes, bytes - i));
+  }
+}
+
+bool begins_with_mark(const std::byte* at, std::size_t bytes) {
+  return bytes >= kMarkBytes && std::memcmp(at, mark_of_failure().data(), kMarkBytes) == 0;
+}
 
 Place place_of(const Segment& share, std::size_t offset, std::size_t bytes) {
   const std::size_t page = offset / std::max<std::size_t>(share.page_bytes(), 1);
@@ -130,10 +160,14 @@ void ShardedHome::launch(Gather& g) {
   // On this stream, which may not be that of the frame's maker.
   if (memory_.device()) memory_.device()->reuse({g.into, g.run.bytes_of(g.page)});
   if (g.run.packed()) {
+    g.packed = ranks_->scratch(g.packed_bytes / ranks_->size());
+    g.parts = ranks_->scratch(g.packed_bytes);
     try {
+      if (g.failure) std::rethrow_exception(g.failure);
       pack(g);
     } catch (...) {
       g.failure = std::current_exception();
+      send_mark(g, g.packed_bytes / ranks_->size());
     }
     g.work = ranks_->all_gather(g.parts.get(), g.packed.get(), g.packed_bytes / ranks_->size(), subject);
     return;
@@ -143,7 +177,10 @@ void ShardedHome::launch(Gather& g) {
   } catch (...) {
     g.failure = std::current_exception();
   }
-  if (g.failure) g.part = {}, g.packed = ranks_->scratch(g.part_bytes);
+  if (g.failure) {
+    g.part = {}, g.packed = ranks_->scratch(g.part_bytes);
+    send_mark(g, g.part_bytes);
+  }
   const std::byte* const part = g.part ? g.part.data() + g.part_offset : g.packed.get();
   g.work = ranks_->all_gather(g.into, part, g.part_bytes, subject);
 }
@@ -151,9 +188,6 @@ void ShardedHome::launch(Gather& g) {
 /// Lays this rank's parts of all tensors of the page together. Those that died keep their place, so that when they
 /// died, which ranks need not agree on, changes nothing.
 void ShardedHome::pack(Gather& g) {
-  const std::size_t bytes = g.packed_bytes / ranks_->size();
-  g.packed = ranks_->scratch(bytes);
-  g.parts = ranks_->scratch(g.packed_bytes);
   for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (!share.segment || share.offset >= g.packed_bytes) continue;
     PagePin part = pin_part(*share.segment, 0);
@@ -174,10 +208,30 @@ void ShardedHome::deal_out(Gather& g) {
   }
 }
 
+/// This rank has nothing to send: all of them must know, or the others would compute with what came.
+void ShardedHome::send_mark(Gather& g, std::size_t bytes) {
+  // Where the host cannot look into what came, ranks learn it when they next compare what they did.
+  memory_.device() ? ranks_->fail("could not read its part of a gathered tensor")
+                   : fill_with_mark(g.packed.get(), bytes);
+}
+
+/// Throws if another rank could not read its part.
+void ShardedHome::check_parts(const Gather& g) const {
+  if (memory_.device()) return;
+  const std::byte* const parts = g.run.packed() ? g.parts.get() : g.into;
+  const std::size_t bytes = g.run.packed() ? g.packed_bytes / ranks_->size() : g.part_bytes;
+  for (int rank = 0; rank < ranks_->size(); ++rank) {
+    if (!begins_with_mark(parts + rank * bytes, bytes)) continue;
+    throw RankError(fmt::format("rank {} could not read its part of {} {}, page {}; its own error says why", rank,
+                                name_of(g.run.role), g.run.number, g.page));
+  }
+}
+
 /// Waits for the collective and lets go of what it needed.
 void ShardedHome::complete(Gather& g) {
   try {
     if (g.work) g.work->wait();
+    if (g.work && !g.failure) check_parts(g);
     if (!g.failure && g.run.packed()) deal_out(g);
   } catch (...) {
     if (!g.failure) g.failure = std::current_exception();

@@ -52,6 +52,8 @@ class ShardedHome final : public Home {
   void launch_all();
   void launch(Gather& gather);
   void pack(Gather& gather);
+  void send_mark(Gather& gather, std::size_t bytes);
+  void check_parts(const Gather& gather) const;
   void deal_out(Gather& gather);
   PagePin pin_part(Segment& share, std::size_t page);
   void complete(Gather& gather);

@@ -1,6 +1,7 @@
 #include "zeropage/pager/snapshots.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/pager/frame_cache.h"
@@ -29,7 +30,11 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   frozen->page_bytes = run.page_bytes;
   frozen->pages.resize(run.pages.size());
   const bool any_newer = std::ranges::any_of(run.pages, is_newer_in_frame);
-  if (any_newer) (void)transfers_.try_make_room_at_home(run);
+  // No waiting: another run of this checkpoint may be what has the room.
+  if (any_newer && !transfers_.try_make_room_at_home(run)) {
+    throw DiskError("the disk has no room for a checkpoint beside what training writes; make room, or save with wait",
+                    ENOSPC);
+  }
   frozen->backings.reserve(run.others.size() + 1);
   alive_.reserve(alive_.size() + 1);
   run.others.reserve(run.others.size() + 1);
@@ -51,6 +56,7 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
     run.own = nullptr;
   }
   run.frozen = frozen;
+  transfers_.count_frozen(/*begins=*/true);
   std::erase_if(alive_, [](const auto& weak) { return weak.expired(); });
   alive_.push_back(frozen);
   FrozenSegment result;
@@ -93,6 +99,7 @@ void Snapshots::let_go(FrozenSegment& segment) noexcept {
   if (frozen->run) frozen->run->frozen = nullptr;
   frozen->backings.clear();
   frozen->closing = nullptr;
+  transfers_.count_frozen(/*begins=*/false);
   monitor_.changed().notify_all();
 }
 

@@ -12,6 +12,8 @@ namespace {
 
 /// In how many places pages of a run may lie that is written in part between snapshots.
 constexpr std::size_t kMostOthers = 4;
+/// After a write failed, until the background writes and reads ahead again.
+constexpr std::chrono::seconds kRest{1};
 
 }  // namespace
 
@@ -88,6 +90,11 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     pages.push_back(i);
   }
   if (pages.empty()) return false;
+  if (!has_room_at_home(run)) {
+    if (priority != Priority::demanded) return false;
+    wait_for_room(lock, frame);
+    return true;  // what lies where has to be looked at anew
+  }
   if (frames_.is_gathered()) memory_.order_after(frame);
   const bool is_held = frame.pins > 0;
   frames_.add_pin(frame);  // the frame stays while the lock is given up
@@ -134,8 +141,13 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
     page.state = Residency::dirty;
     if (run.frozen) run.frozen->pages[index].older_on_its_way = false;
     ++failed_writes_;
-    if (!run.dead) failed_write_ = outcome.error;
+    if (!run.dead) {
+      failed_write_ = outcome.error;
+      failed_at_ = Clock::now();
+      runs_.note_write(page, /*failed=*/true);
+    }
   } else {
+    runs_.note_write(page, /*failed=*/false);
     page.state = page.state == Residency::rewritten ? Residency::dirty : Residency::clean;
     if (run.frozen && run.frozen->pages[index].place == Frozen::Place::frame) {
       Frozen::Page& frozen = run.frozen->pages[index];
@@ -161,15 +173,55 @@ bool Transfers::try_make_room_at_home(Run& run) {
     run.own = home_->allocate(run.bytes);
     return true;
   } catch (const DiskError&) {
-    if (!run.frozen) throw;
+    if (frozen_ == 0) throw;
     return false;
   }
 }
 
+/// Then the room of what it needed comes back.
+void Transfers::wait_for_a_checkpoint(Lock& lock) {
+  const std::size_t before = thawed_;
+  wait_until(lock, [&] { return thawed_ != before || frozen_ == 0; });
+}
+
 void Transfers::make_room_at_home(Lock& lock, Run& run) {
-  while (!try_make_room_at_home(run)) {
-    wait_until(lock, [&] { return !run.frozen; });  // then its room comes back
+  while (!try_make_room_at_home(run)) wait_for_a_checkpoint(lock);
+}
+
+std::shared_ptr<Backing> Transfers::allocate(Lock& lock, std::size_t bytes) {
+  while (true) {
+    try {
+      return home_->allocate(bytes);
+    } catch (const DiskError&) {
+      if (frozen_ == 0) throw;
+    }
+    wait_for_a_checkpoint(lock);
   }
+}
+
+/// Whether a page of the run can be written home now. An error is booked as that of its write.
+bool Transfers::has_room_at_home(Run& run) {
+  try {
+    return (run.frozen && run.frozen->closing) || try_make_room_at_home(run);
+  } catch (const DiskError&) {
+    return true;
+  }
+}
+
+/// Of a frame that must be written: until a checkpoint has given room back.
+void Transfers::wait_for_room(Lock& lock, Frame& frame) {
+  Run& run = *frame.run;
+  frames_.add_pin(frame);
+  ++run.transfers;  // it stays, though its tensors may die
+  try {
+    wait_for_a_checkpoint(lock);
+  } catch (...) {
+    frames_.drop_pin(frame);
+    transfer_ended(run);
+    throw;
+  }
+  frames_.drop_pin(frame);
+  transfer_ended(run);
 }
 
 void Transfers::make_writable(Lock& lock, Run& run, std::size_t index) {
@@ -206,8 +258,13 @@ void Transfers::place_for_write(Run& run, std::size_t page) {
   run.place(page, run.own);
 }
 
+bool Transfers::has_failed_write() const {
+  return failed_write_ && runs_.failed_pages() > 0 && Clock::now() < failed_at_ + kRest;
+}
+
 void Transfers::throw_failed_write() {
-  if (failed_write_) std::rethrow_exception(std::exchange(failed_write_, nullptr));
+  const auto failed = std::exchange(failed_write_, nullptr);
+  if (failed && runs_.failed_pages() > 0) std::rethrow_exception(failed);
 }
 
 void Transfers::throw_failed_write(std::size_t before) {

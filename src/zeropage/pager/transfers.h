@@ -39,6 +39,10 @@ class Transfers {
   /// Sees to it that what is written of a run on disk has room there. False if a checkpoint must be done first.
   /// Throws DiskError.
   bool try_make_room_at_home(Run& run);
+  /// Room for a new run on disk. Waits for checkpoints that are being written if the disk is full. Throws DiskError.
+  std::shared_ptr<Backing> allocate(Lock& lock, std::size_t bytes);
+  /// A checkpoint that is being written needs a run's content from now on, or not any more.
+  void count_frozen(bool begins) { begins ? ++frozen_ : (--frozen_, ++thawed_); }
 
   /// Returns when `ready` says so. Throws AccessError if the cache is closed meanwhile.
   template <class Ready>
@@ -56,9 +60,11 @@ class Transfers {
 
   /// So far.
   std::size_t failed_writes() const { return failed_writes_; }
-  /// Whether a write failed of which no thread has been told.
-  bool has_failed_write() const { return failed_write_ != nullptr; }
-  /// Tells the caller of it, if there is one, or if one failed since there were `before` of them.
+  /// Whether a write failed a moment ago, of which no thread has been told, and whose page has not been written
+  /// since. What runs in the background rests then.
+  bool has_failed_write() const;
+  /// Throws the error of a write that failed, if no thread has been told and its page has not been written since; or
+  /// only if one failed since there were `before` of them.
   void throw_failed_write();
   void throw_failed_write(std::size_t before);
 
@@ -69,6 +75,9 @@ class Transfers {
 
  private:
   void make_room_at_home(Lock& lock, Run& run);
+  void wait_for_a_checkpoint(Lock& lock);
+  bool has_room_at_home(Run& run);
+  void wait_for_room(Lock& lock, Frame& frame);
   void place_for_write(Run& run, std::size_t page);
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
@@ -85,7 +94,9 @@ class Transfers {
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
   Pace pace_;
   std::exception_ptr failed_write_;  // that no thread has been told of
+  Clock::time_point failed_at_;
   std::size_t failed_writes_ = 0;
+  std::size_t frozen_ = 0, thawed_ = 0;             // runs that checkpoints need; that they needed once
   std::size_t read_bytes_ = 0, written_bytes_ = 0;  // so far
 };
 

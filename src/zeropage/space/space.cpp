@@ -739,15 +739,22 @@ RegionPin::RegionPin(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>&
 void RegionPin::release() { pin_.release(); }
 void RegionPin::drop() { pin_ = TensorPin(); }
 
+void take_data(at::Tensor parameter) {
+  const auto* segment = segment_of(parameter);
+  if (!parameter.is_leaf() || (segment && (!segment->domain()->partition.ranks || segment->keeps_same()))) return;
+  if (const auto domain = domain_that_knows(parameter)) page_again(parameter, domain);
+}
+
+void take_gradient(const at::Tensor& parameter) {
+  const auto* segment = segment_of(parameter);
+  if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).take_own_gradient(parameter);
+}
+
 bool before_step(c10::ArrayRef<at::Tensor> parameters) {
   std::vector<std::shared_ptr<Domain>> domains;
   for (at::Tensor parameter : parameters) {
+    take_data(parameter);
     const auto* segment = segment_of(parameter);
-    if (!segment && parameter.is_leaf()) {
-      if (const auto domain = domain_that_knows(parameter); domain && page_again(parameter, domain)) {
-        segment = segment_of(parameter);
-      }
-    }
     if (!segment || !segment->domain()->partition.ranks) continue;
     if (std::find(domains.begin(), domains.end(), segment->domain()) == domains.end()) {
       domains.push_back(segment->domain());

@@ -145,6 +145,10 @@ std::uint64_t virtual_address(const at::Tensor& tensor);
 /// An ordinary tensor with the same content, layout and history-free, for code that must have raw memory of its own.
 at::Tensor plain_copy(const at::Tensor& tensor);
 
+/// Over ranks, after the program has set a parameter's `.data`, or its gradient, on all of them: the parameter is
+/// paged again, with the same content on all ranks; the gradient becomes the mean over ranks.
+void take_data(at::Tensor parameter);
+void take_gradient(const at::Tensor& parameter);
 /// Before an optimizer's step over these parameters, and before their gradients are clipped. A parameter whose
 /// `.data` the program has set to an ordinary tensor is paged again. Over ranks, gradients that are each rank's own,
 /// as those that the program has set, become their mean: all ranks call it together. Whether any parameter lies over

@@ -12,6 +12,7 @@
 #include "zeropage/base/heap.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/norms.h"
+#include "zeropage/rules/placement.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/rules/widened.h"
 #include "zeropage/rules/windows.h"
@@ -50,7 +51,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (!segment && gradient.defined()) {  // `leaf.data = an ordinary tensor`, since the operator met it
       const auto domain = domain_.lock();
       at::Tensor same = leaf;
-      if (domain && domain->partition.ranks && page_again(same, domain)) segment = segment_of(leaf);
+      if (domain && page_again(same, domain)) segment = segment_of(leaf);
     }
     if (segment && gradient.defined() && segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     if (!segment || !gradient.defined()) return gradients;
@@ -113,7 +114,9 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       throw RankError(
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
-    return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
+    Reducer& reducer = reducer_of(*segment_of(leaf)->domain());
+    reducer.take_own_gradient(leaf);  // else the mean of this one would be added to a rank's own
+    return {reducer.reduce(leaf, gradient)};
   }
 
   static at::Tensor paged_copy(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
@@ -157,7 +160,14 @@ caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
 
 bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
   const std::uint64_t key = domain->leaves.key_of(leaf);
-  if (key == 0 || !page_tensor(domain, leaf, Role::parameter, domain->partition.ranks ? key : 0)) return false;
+  if (key == 0 || !domain->partition.ranks) return false;
+  const auto* before = segment_of(leaf);
+  if (before && (before->domain() != domain || before->keeps_same())) return false;
+  if (before) {
+    make_same(leaf);
+  } else if (!page_tensor(domain, leaf, Role::parameter, key)) {
+    return false;
+  }
   if (domain->mixes()) give_master(leaf, *domain);
   StorageSegment& segment = *segment_of(leaf);
   segment.set_keeps_same(true);
@@ -171,7 +181,10 @@ LeafHold hook_gradient(const at::Tensor& leaf) {
   static std::mutex mutex;
   auto& segment = *segment_of(leaf);
   std::unique_lock lock(mutex);
-  if (!std::exchange(segment.leaf_known, true)) segment.domain()->leaves.know(leaf);
+  if (!std::exchange(segment.leaf_known, true)) {
+    segment.domain()->leaves.know(leaf);
+    if (!segment.is_own()) segment.set_keeps_same(true);
+  }
   auto node = c10::GradMode::is_enabled() ? torch::autograd::impl::grad_accumulator(leaf)
                                           : torch::autograd::impl::try_get_grad_accumulator(leaf);
   if (!node) return node;

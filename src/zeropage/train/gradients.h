@@ -16,8 +16,9 @@ Reducer& reducer_of(const Domain& domain);
 /// In what a leaf's gradient is summed and kept.
 caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf);
 
-/// Pages a leaf of the domain whose `.data` was set to an ordinary tensor; false if it cannot be. Over ranks all of
-/// them do it together.
+/// Over ranks, of a leaf of the domain whose `.data` was set: an ordinary tensor is paged, and one that is this
+/// rank's own counts as the same on all. All ranks do it together. False, and nothing has happened, if there is
+/// nothing to do.
 bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain);
 
 /// What keeps a leaf's hook alive until the operator that met the leaf has made its own edge to the node: without it

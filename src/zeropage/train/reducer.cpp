@@ -153,23 +153,25 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
   return paged;
 }
 
+bool Reducer::take_own_gradient(const at::Tensor& leaf) {
+  const auto* segment = segment_of(leaf);
+  if (!segment || segment->domain().get() != &domain_ || !leaf.grad().defined()) return false;
+  const auto* made = segment_of(leaf.grad());
+  if (made && !made->is_own()) return false;
+  if (leaf.grad().layout() != c10::kStrided) {
+    throw RankError(fmt::format(
+        "the gradient of a parameter [{}] was set to a sparse tensor, which is not summed over ranks; set it to "
+        "gradient.to_dense()",
+        fmt::join(leaf.sizes(), ", ")));
+  }
+  const at::Tensor mean = reduce(leaf, leaf.grad());
+  leaf.mutable_grad() = mean;
+  return true;
+}
+
 void Reducer::average(c10::ArrayRef<at::Tensor> leaves) {
   bool any = false;
-  for (const at::Tensor& leaf : leaves) {
-    const auto* segment = segment_of(leaf);
-    if (!segment || segment->domain().get() != &domain_ || !leaf.grad().defined()) continue;
-    const auto* made = segment_of(leaf.grad());
-    if (made && !made->is_own()) continue;
-    if (leaf.grad().layout() != c10::kStrided) {
-      throw RankError(fmt::format(
-          "the gradient of a parameter [{}] was set to a sparse tensor, which is not summed over ranks; set it to "
-          "gradient.to_dense()",
-          fmt::join(leaf.sizes(), ", ")));
-    }
-    const at::Tensor mean = reduce(leaf, leaf.grad());
-    leaf.mutable_grad() = mean;
-    any = true;
-  }
+  for (const at::Tensor& leaf : leaves) any = take_own_gradient(leaf) || any;
   if (any) settle();
 }
 
@@ -370,7 +372,11 @@ void Reducer::spill_pile() {
 
 /// Zeros, for a gradient that this rank has not and others have; the leaf gets the mean all the same.
 Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
-  const at::Tensor parameter = domain_.leaves.find(key);
+  at::Tensor parameter = domain_.leaves.find(key);
+  if (parameter.defined()) {
+    const PagingAgain paging;
+    if (const auto domain = domain_that_knows(parameter)) page_again(parameter, domain);
+  }
   if (!parameter.defined() || !segment_of(parameter)) {
     throw RankError(
         fmt::format("other ranks have a gradient for parameter {}, which this rank has never used; let every rank "

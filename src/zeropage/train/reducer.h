@@ -32,8 +32,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   /// A paged gradient like `leaf` whose content, the mean over ranks, is still to come. `gradient` may be paged.
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
-  /// Gives every one of `leaves` whose gradient is this rank's own, as one that the program has set, the mean over
-  /// ranks instead. All ranks call it together, with the same leaves.
+  /// If the leaf's gradient is this rank's own, as one that the program has set: p.grad is the mean over ranks from
+  /// now on, which is still to come. All ranks do it together. Whether it was.
+  bool take_own_gradient(const at::Tensor& leaf);
+  /// The same for all of `leaves`, and sends what came so far.
   void average(c10::ArrayRef<at::Tensor> leaves);
   /// Sends what came so far, over the union of what ranks have. All ranks call it at the same place.
   void settle();
