@@ -23,6 +23,7 @@ from zeropage import (
     _distributed_checkpoint,
     _hugging_face,
     _identity,
+    _joining,
     _notices,
     _plain_parameters,
     _space,
@@ -113,6 +114,7 @@ def install() -> None:
     register_optimizer_step_post_hook(_notices.steps.ended)
     _step_numbers.install()
     _steps.install()
+    _joining.install()
     _patch_tensor()
     _identity.install()
     _patch_recurrent()

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeropage import _activations, _core, _identity, _steps
+from zeropage import _activations, _core, _identity, _parameters
 from zeropage._ranks import Groups, ProcessGroup, find_groups, is_alive
 from zeropage._report import Report
 from zeropage._tuned import add_tuned
@@ -70,6 +70,7 @@ def space_of_any(tensors: Iterable[torch.Tensor]) -> Space | None:
 
 def _keep(space: Space, tensor: torch.Tensor) -> None:
     global _new
+    space._registered[tensor] = True
     if space._core.holds(tensor):
         _kept_by[tensor] = space
         if _new is space:
@@ -150,14 +151,18 @@ class Space:
 
     def __init__(self, config: Config, groups: Groups | None = None) -> None:
         global _new
-        groups = groups or Groups()
-        core = config._core()
+        self._settings = config
+        self._registered: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()  # its modules' tensors
+        self._made_on(groups or Groups())
+        self._number = next(_numbers)
+        _spaces[self._number] = _new = self
+
+    def _made_on(self, groups: Groups) -> None:
+        core = self._settings._core()
         add_tuned(core)
         self._start(_core.Space(core, *groups.names()), time.perf_counter, groups)
         if self._activations is not None:
             _activations.follow(self._activations, self._core)
-        self._number = next(_numbers)
-        _spaces[self._number] = _new = self
 
     @classmethod
     def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
@@ -168,9 +173,9 @@ class Space:
 
     def _start(self, core: _core.Space, now: Callable[[], float], groups: Groups) -> None:
         self._core, self._now = core, now
-        # Weak references: destroy_process_group() must end the groups' threads.
         if groups.shard is not None:
-            _steps.watch_parameters()
+            _parameters.watch()
+        # Weak references: destroy_process_group() must end the groups' threads.
         self._groups = [weakref.ref(group) for group in (groups.shard, groups.replica) if group is not None]
         self._activations = self._core.activations()
         if self._activations is not None:
@@ -189,6 +194,61 @@ class Space:
     def config(self) -> dict[str, str]:
         """The settings in force, with every "auto" size resolved."""
         return dict(self._core.config.items())
+
+    def is_over_ranks(self) -> bool:
+        """Whether its tensors lie over ranks, or over one that was asked for."""
+        return bool(self._groups)
+
+    def join(self, groups: Groups, stepped: bool) -> None:
+        """Let a space of one process lie over `groups` instead: its modules' tensors move, and are rank 0's then.
+
+        All ranks call it together, with the same modules. Raises RankError if `stepped`, where ranks may have trained
+        apart, if the space's scope is entered, or if its tensors share memory.
+        """
+        kept = list(self._registered.keys())
+        paged = [tensor for tensor in kept if self._core.holds(tensor)]
+        places = {_core.virtual_address(tensor) for tensor in paged}
+        wrong = (
+            "an optimizer has taken steps, each rank its own"
+            if stepped and kept
+            else "the space's scope is entered"
+            if self._scopes.entered
+            else "parameters share memory"
+            if len(places) < len(paged)
+            else ""
+        )
+        if wrong:
+            raise _core.RankError(
+                "the process group came after zeropage.init(), and the space cannot lie over its ranks any more: "
+                f"{wrong}; call torch.distributed.init_process_group() before zeropage.init()"
+            )
+        old = self._core
+        if self._activations is not None:
+            self._activations.close()
+        self._made_on(groups)
+        with torch.no_grad():
+            for tensor in kept:
+                self._move(tensor)
+        self._core.start_equal()
+        for tensor in kept:
+            if isinstance(tensor, torch.nn.Parameter):
+                _mix(self._core, tensor)
+        old.close()
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        """From another space into this one."""
+        gradient = None
+        if tensor.is_leaf and tensor.grad is not None:
+            gradient, tensor.grad = tensor.grad, None
+            if _core.is_paged(gradient):
+                gradient = _core.plain_copy(gradient)
+        if _core.is_paged(tensor):
+            tensor.data = _core.plain_copy(_core.most_precise(tensor))
+        self._core.page(tensor)
+        if not isinstance(tensor, torch.nn.Parameter):
+            self._core.keep_whole(tensor)
+        if gradient is not None:
+            tensor.grad = gradient
 
     def process_groups(self) -> list[ProcessGroup]:
         """The groups of the ranks over which the space partitions tensors, and of those that have replicas.

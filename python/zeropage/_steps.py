@@ -1,8 +1,8 @@
 """What an optimizer's step is to the core: a place where all ranks compute with the same values.
 
 Inside a step, ordinary tensors and Python numbers are the same on all ranks; elsewhere they are each rank's own, and
-the core keeps what is made of them whole. Over ranks, a gradient that the program sets becomes the mean over ranks,
-and a parameter whose `.data` it sets is paged again; tensors that are no torch.nn.Parameter before the next step.
+the core keeps what is made of them whole. Before a step, and before gradients are clipped, the core takes what the
+program has set itself (_parameters.py), also of tensors that are no torch.nn.Parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zeropage import _core
+from zeropage import _core, _joining
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -31,6 +31,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    _joining.before_step(parameters)
     if _core.before_step(parameters):
         _core.note_states(_states(optimizer))
 
@@ -91,35 +92,6 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(parameters, *args, **kwargs)
 
     return clipping
-
-
-_are_watched = False
-
-
-def watch_parameters() -> None:
-    """Let the core see what the program sets as a parameter's `.data` and `.grad`, which passes by all operators.
-
-    Called once there are ranks: in one process both need nothing.
-    """
-    global _are_watched
-    if _are_watched:
-        return
-    _are_watched = True
-    parameter: Any = torch.nn.Parameter
-    for name, take in (("data", _core.take_data), ("grad", _core.take_gradient)):
-        setattr(parameter, name, _watched(getattr(torch.Tensor, name), take))
-
-
-def _watched(attribute: Any, take: Callable[[torch.Tensor], None]) -> property:
-    def get(self: torch.Tensor) -> Any:
-        return attribute.__get__(self)
-
-    def set_(self: torch.Tensor, value: Any) -> None:
-        attribute.__set__(self, value)
-        if value is not None:
-            take(self)
-
-    return property(get, set_, attribute.__delete__, attribute.__doc__)
 
 
 def install() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from wrapt import when_imported
 
-from zeropage import _core, _one_saves
+from zeropage import _core, _joining, _one_saves
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._space import space_of_any
 
@@ -204,10 +204,10 @@ def refused(name: str) -> Callable[[ModuleType], None]:
             models = args[1 if is_class else 0 : 2 if is_class else 1] or [kwargs.get("module")]
             for model in models[0] if isinstance(models[0], list | tuple) else models:
                 if isinstance(model, torch.nn.Module) and is_paged(model):
-                    raise _core.SettingError(
-                        "this model is paged: where there are ranks it lies over them already, and its gradients are "
-                        f"summed. Use it as it is, without {name}"
-                    )
+                    _joining.join_ranks()
+                    ranks = max(_core.ranks_of(parameter) for parameter in model.parameters())
+                    does = f"averages its gradients over {ranks} ranks" if ranks > 1 else "trains it in one process"
+                    raise _core.SettingError(f"zeropage pages this model already and {does}: use it without {name}")
             return original(*args, **kwargs)
 
         if is_class:

@@ -58,7 +58,7 @@ class _Modules:
     or moves them there; begin() makes them what training uses: equal on all ranks, and in mixed precision."""
 
     def __init__(self, space: Space) -> None:
-        self._core = space._core
+        self._space = space
         self._device = torch.device(space.config["device"])
         self._least = max(int(space.config["resident_below"]), 1)
         self._mixes = space.config["visible_dtype"] != "auto"
@@ -68,6 +68,10 @@ class _Modules:
         self._seeds: set[int] = set()  # when partitioned parameters were made
         self._walked = WeakIdKeyDictionary()
         self._has_stepped = False
+
+    @property
+    def _core(self) -> _core.Space:
+        return self._space._core  # another one, once ranks have joined
 
     def register(self, _module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
         if not self._page(tensor) or tensor is None:

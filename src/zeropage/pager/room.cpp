@@ -73,11 +73,10 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
     if (frames_.is_gathered() && transfers_.reading_bytes() > 0) {  // a gather ends when it is waited for
       const auto& frames = memory_.frames();
       Frame* first = nullptr;  // in an order that is the same on all ranks
+      const auto key = [](const Frame& f) { return std::pair(f.run ? f.run->number : 0, f.first_page); };
       for (const auto& [_, frame] : frames) {
         if (!Frames::is_reading(*frame)) continue;
-        if (!first || std::pair(frame->ordinal, frame->first_page) < std::pair(first->ordinal, first->first_page)) {
-          first = frame.get();
-        }
+        if (!first || key(*frame) < key(*first)) first = frame.get();
       }
       if (first) {
         transfers_.wait_for_reads(lock, *first);

@@ -1,6 +1,7 @@
 #include "zeropage/pager/whole_pins.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "zeropage/base/units.h"
 
@@ -45,11 +46,20 @@ std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> re
     if (run.home) needed += round_up(run.bytes, kBlockBytes);
   }
   if (needed > budgets_.device_limit()) budgets_.refuse(needed);
-  // The same order in all threads: none waits for a run that another brings in while that one waits for the first.
-  std::sort(holds.begin(), holds.end(), [](const Hold& a, const Hold& b) {
-    return a.run->bytes != b.run->bytes ? a.run->bytes > b.run->bytes : a.run->ordinal < b.run->ordinal;
-  });
+  // The same order in all threads: none waits for a run that another brings in while that one waits for the first. And
+  // on all ranks, which know gathered runs by their numbers.
+  const auto key = [](const Hold& hold) { return std::tuple(~hold.run->bytes, hold.run->number, hold.run->ordinal); };
+  std::sort(holds.begin(), holds.end(), [&](const Hold& a, const Hold& b) { return key(a) < key(b); });
   return holds;
+}
+
+/// Of gathered tensors, whether all are held already, as those of a module of which ranks run different parts: what
+/// operators of one rank do with them there is nothing that all ranks do.
+bool WholePins::is_of_one_rank(std::span<const PinRequest> requests) const {
+  return frames_.is_gathered() && std::ranges::all_of(requests, [](const PinRequest& request) {
+           const Frame* frame = request.segment->run_->whole_frame();
+           return frame && frame->whole_pins > 0;
+         });
 }
 
 void WholePins::pin(std::span<const PinRequest> requests) {
@@ -58,7 +68,8 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   const auto is_closed = [](const PinRequest& r) { return r.segment->run_->is_closed_to_this_thread(); };
   if (std::any_of(requests.begin(), requests.end(), is_closed)) throw VersionOpen();
-  if (timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
+  const bool counts = !is_of_one_rank(requests);
+  if (counts && timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   const std::size_t faults_before = faults_;
   std::vector<Hold> holds;
@@ -119,7 +130,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   }
   for (Hold& hold : holds) frames_.drop_pin(*hold.frame);
   budgets_.note_usage();
-  ahead_.run(lock);
+  if (counts) ahead_.run(lock);
 }
 
 void WholePins::write_again(Segment& segment) {

@@ -1,0 +1,70 @@
+"""Spaces that were made before the ranks' process group: they lie over its ranks once it is there.
+
+torchrun's environment says how to start the group, and init() starts it. Under mp.spawn, srun or mpirun the program's
+own init_process_group() says that, perhaps after init(). Until then each rank's space is one of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeropage._ranks import Groups
+from zeropage._space import open_spaces, space_of_any
+
+_stepped_alone = False
+
+
+def join_ranks() -> None:
+    """Let every space that was made too early lie over all ranks of torch.distributed, which call this together.
+
+    Raises RankError if a step was taken in one, or if its scope is entered.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return
+    for space in list(open_spaces()):
+        if not space.is_over_ranks():
+            space.join(Groups(dist.group.WORLD), stepped=_stepped_alone)
+
+
+def before_step(parameters: Iterable[torch.Tensor]) -> None:
+    """Before an optimizer's step: the last moment at which ranks can join.
+
+    Warns once where a launcher started several ranks, and this one trains alone.
+    """
+    global _stepped_alone
+    if _stepped_alone or not dist.is_available():
+        return
+    if dist.is_initialized():
+        join_ranks()
+        return
+    if space_of_any(parameters) is None:
+        return
+    _stepped_alone = True
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        warnings.warn(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and there is no process group: this rank trains alone. Call "
+            "torch.distributed.init_process_group() before the first step to train over all ranks",
+            stacklevel=4,
+        )
+
+
+def install() -> None:
+    if not dist.is_available():
+        return
+    start = dist.init_process_group
+
+    @functools.wraps(start)
+    def init_process_group(*args: Any, **named: Any) -> None:
+        start(*args, **named)
+        join_ranks()
+
+    modules: list[Any] = [dist, dist.distributed_c10d]
+    for module in modules:
+        module.init_process_group = init_process_group

@@ -1,0 +1,42 @@
+"""What a program sets as a parameter's `.data` and `.grad`, which passes by all operators.
+
+Over ranks, a gradient that the program sets becomes the mean over ranks, and a parameter whose `.data` it sets is
+paged again: all ranks set them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeropage import _core
+
+_are_watched = False
+
+
+def watch() -> None:
+    """Let the core see what the program sets as a parameter's `.data` and `.grad`, which passes by all operators.
+
+    Called once there are ranks: in one process both need nothing.
+    """
+    global _are_watched
+    if _are_watched:
+        return
+    _are_watched = True
+    parameter: Any = torch.nn.Parameter
+    for name, take in (("data", _core.take_data), ("grad", _core.take_gradient)):
+        setattr(parameter, name, _watched(getattr(torch.Tensor, name), take))
+
+
+def _watched(attribute: Any, take: Callable[[torch.Tensor], None]) -> property:
+    def get(self: torch.Tensor) -> Any:
+        return attribute.__get__(self)
+
+    def set_(self: torch.Tensor, value: Any) -> None:
+        attribute.__set__(self, value)
+        if value is not None:
+            take(self)
+
+    return property(get, set_, attribute.__delete__, attribute.__doc__)
