@@ -108,7 +108,7 @@ bool add_when_it_comes(Call& call) {
     return false;
   if (sum.dtype() != part.dtype() || !is_whole(sum) || !is_whole(part)) return false;
   const auto alpha = call.argument(2).toScalar();
-  return alpha.isIntegral(true) && alpha.toLong() == 1 && from->pending()->add_to(*into);
+  return alpha.isIntegral(true) && alpha.toLong() == 1 && from->pending()->add_to(*into, *from);
 }
 
 /// sum + part, of which autograd keeps the result alone: it adds in place then, but not where a mode is set, as in a

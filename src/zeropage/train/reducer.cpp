@@ -48,7 +48,15 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
     if (auto owner = owner_.lock()) owner->complete(*this);
   }
 
-  bool add_to(StorageSegment& sum) override {
+  bool add_to(StorageSegment& sum, const StorageSegment& from) override {
+    const auto is_from = [&](const Target& target) {
+      const auto storage = target.storage.lock();
+      return storage && segment_of(*storage) == &from && !target.add;  // else it is a sum already
+    };
+    return std::ranges::any_of(targets, is_from) && add_to(sum);
+  }
+
+  bool add_to(StorageSegment& sum) {
     if (sum.is_own() || sum.layout() != layout || sum.elements() != stripes.elements()) return false;
     sum.run_deferred();
     if (arrived) return false;
