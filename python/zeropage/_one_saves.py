@@ -215,6 +215,8 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _leading(ranks: Ranks, shared: _Shared) -> Iterator[None]:
     _this_thread.leader = leader = _Leader(ranks, shared)
+    # What this rank alone computes here takes its own shares alone, and no other rank's.
+    values = _core.SameValues(all_ranks=False)
     try:
         yield
     except BaseException as error:
@@ -224,6 +226,7 @@ def _leading(ranks: Ranks, shared: _Shared) -> Iterator[None]:
     else:
         leader.end("")
     finally:
+        del values
         _this_thread.leader = None
 
 

@@ -168,6 +168,7 @@ class Space:
     def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
         """On a machine that is not there: for zeropage.plan, on the thread that has entered the machine's time."""
         space = cls.__new__(cls)
+        space._registered = WeakTensorKeyDictionary()
         space._start(_core.Space.planned(config._core(), machine, ranks), lambda: machine.now, Groups())
         return space
 

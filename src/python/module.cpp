@@ -362,6 +362,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("take_gradient", &take_gradient, py::call_guard<py::gil_scoped_release>());
   module.def("announce_steps", &announce_steps);
   py::class_<StepScope>(module, "StepScope").def(py::init<>());
+  py::class_<SameValues>(module, "SameValues").def(py::init<bool>(), py::arg("all_ranks") = true);
   py::class_<OutsideSteps>(module, "OutsideSteps").def(py::init<>());
   module.def(
       "before_step", [](const std::vector<at::Tensor>& parameters) { return before_step(parameters); },

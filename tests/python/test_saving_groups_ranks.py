@@ -96,21 +96,6 @@ def test_one_checkpoint_holds_spaces_of_the_same_ranks_alone(four, disk):
     assert [path.name for path in pathlib.Path(disk).iterdir()] == ["together"]
 
 
-def saves_without_the_space(path):
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    roles = dict.fromkeys(["parameters", "gradients", "optimizer"], "host")
-    with zeropage.init(**roles, device_memory="6MB", host_memory="4MB", group=groups[dist.get_rank() // 2]):
-        model = torch.nn.Linear(512, 512)
-    with space():
-        gc.collect()
-        with pytest.raises(zeropage.RankError, match="the Space of these tensors"):
-            zeropage.save(path, model)
-
-
-def test_a_group_whose_space_object_is_gone_is_an_error_that_says_so(four, disk):
-    four.run(saves_without_the_space, f"{disk}/checkpoint")
-
-
 def saves_after_the_end(path, keeps):
     group = dist.new_group([0, 1])
     with space(group=group) as made:

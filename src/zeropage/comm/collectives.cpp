@@ -159,6 +159,26 @@ class Collectives::Summing final : public Pending {
   }
 };
 
+/// The mean of 16-bit values, summed in float32 and rounded once: each rank sums its part, and all parts are gathered
+/// when the work is waited for. As many bytes as a ring sends.
+class Collectives::SummingParts final : public Pending {
+ public:
+  using Pending::Pending;
+
+ private:
+  void take_result() override {
+    at::Tensor mean = kept_[0], parts = kept_[1].view({owner_.size(), -1});
+    at::Tensor sum = parts[0].to(at::kFloat);
+    for (std::int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
+    const at::Tensor mine = sum.mul_(1.0 / owner_.size()).to(mean.scalar_type());
+    at::Tensor all = at::empty({parts.numel()}, mine.options());
+    owner_.start<Pending>([&] { return gather_flat(*owner_.group(), all, mine); }, {all, mine}, Staging(false))
+        ->wait();
+    mean.view({-1}).copy_(all.narrow(0, 0, mean.numel()));
+    kept_.clear();
+  }
+};
+
 /// A sum, kept_[0], of which the mean goes to kept_[1].
 class Collectives::Scaling final : public Pending {
  public:
@@ -359,13 +379,27 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
 std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subject& subject) {
   NoPagingGuard no_paging;
   enter("all-reduce", subject, mean.nbytes());
+  traffic_.reduced += 2 * mean.nbytes() * (size() - 1) / size();
   Staging staging(is_staged_);
   const at::Tensor result = staging.in_out(mean);
-  std::vector<at::Tensor> tensors{c10::isReducedFloatingType(result.scalar_type()) ? result.to(at::kFloat) : result};
-  traffic_.reduced += 2 * tensors[0].nbytes() * (size() - 1) / size();
-  return start<Scaling>(
-      [&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.allreduce(tensors); }); },
-      {tensors[0], result}, std::move(staging));
+  if (sums_in_parts(mean.scalar_type())) {
+    const std::int64_t part = (result.numel() + size() - 1) / size();
+    at::Tensor in = at::zeros({part * size()}, result.options()), parts = at::empty_like(in);
+    in.narrow(0, 0, result.numel()).copy_(result.view({-1}));
+    return start<SummingParts>([&] { return all_to_all_flat(*group(), parts, in); }, {result, parts, in},
+                               std::move(staging));
+  }
+  std::vector<at::Tensor> tensors{result};
+  const auto sum = [&] { return start_on(*group(), result, [&](auto& on) { return on.allreduce(tensors); }); };
+  if (result.scalar_type() == at::kHalf) {  // what is added in its own dtype must not overflow
+    tensors[0].mul_(1.0 / size());
+    return start<Pending>(sum, {result}, std::move(staging));
+  }
+  return start<Scaling>(sum, {result, result}, std::move(staging));
+}
+
+bool Collectives::sums_in_parts(c10::ScalarType dtype) const {
+  return c10::isReducedFloatingType(dtype) && (device_.is_cpu() || is_staged_);
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {

@@ -57,6 +57,8 @@ class Collectives final : public Ranks {
   [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject);
   /// `mean` becomes the mean over ranks. 16-bit values are summed in float32.
   [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor mean, const Subject& subject);
+  /// Whether all_reduce() of such values ends with an exchange, so that all ranks must wait for it together.
+  bool sums_in_parts(c10::ScalarType dtype) const;
   /// Rank 0's content everywhere, at once.
   void broadcast(at::Tensor tensor, const Subject& subject);
   /// What each rank's small CPU tensor holds, in rank order: [ranks, numel]. At once.
@@ -80,6 +82,7 @@ class Collectives final : public Ranks {
   class Staging;
   class Pending;
   class Summing;
+  class SummingParts;
   class Scaling;
   void enter(std::string_view kind, const Subject& subject, std::size_t bytes);
   void record(std::string_view kind, const Subject& subject, std::size_t bytes);

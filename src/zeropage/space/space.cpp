@@ -538,7 +538,8 @@ bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role rol
   const bool paged = page_tensor(domain, tensor, role);
   if (paged && tensor.grad().defined()) page_in(domain, tensor.mutable_grad(), Role::gradient);
   auto* segment = segment_of(tensor);
-  if (segment && role == Role::parameter) segment->set_keeps_same(true);
+  // Not a buffer, which may become each rank's own.
+  if (segment && role == Role::parameter && tensor.requires_grad()) segment->set_keeps_same(true);
   if (segment && segment->domain() == domain) know(tensor, *domain);
   if (segment && segment->domain() == domain && domain->partition.ranks && !scope_domain()) {
     std::lock_guard lock(domain->sharing_mutex);

@@ -104,7 +104,7 @@ struct SegmentBuilder {
   bool is_over_ranks() const { return domain->partition.ranks && !creation.is_local; }
   bool is_alone() const { return creation.alone || !domain->shares_pages; }
   /// Other ranks may make other tensors meanwhile.
-  bool is_apart() const { return creation.like && !values_are_same(); }
+  bool is_apart() const { return creation.like && !makes_what_all_ranks_make(); }
   std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 
   Tier memory_tier() const { return domain->cache->has_separate_memory() ? Tier::device : Tier::host; }

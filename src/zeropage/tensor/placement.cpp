@@ -16,7 +16,7 @@ namespace zeropage {
 namespace {
 
 thread_local int steps = 0;  // under way on this thread
-thread_local int same_values = 0;
+thread_local int same_values = 0, ones_ranks = 0;
 std::atomic<bool> are_announced = false;
 
 /// Ranks on different processors round differently.
@@ -28,8 +28,10 @@ StepScope::StepScope() { ++steps; }
 StepScope::~StepScope() { --steps; }
 OutsideSteps::OutsideSteps() : outer_(std::exchange(steps, 0)) {}
 OutsideSteps::~OutsideSteps() { steps = outer_; }
-SameValues::SameValues() { ++same_values; }
-SameValues::~SameValues() { --same_values; }
+SameValues::SameValues(bool all_ranks) : all_ranks_(all_ranks) { ++same_values, ones_ranks += !all_ranks; }
+SameValues::~SameValues() { --same_values, ones_ranks -= !all_ranks_; }
+
+bool makes_what_all_ranks_make() { return values_are_same() && ones_ranks == 0; }
 
 void announce_steps() { are_announced.store(true, std::memory_order_relaxed); }
 

@@ -51,14 +51,20 @@ class OutsideSteps {
   int outer_;
 };
 
-/// While it lives, they are the same on this thread in any case.
+/// While it lives, they are the same on this thread in any case. `all_ranks`: and all ranks make the same tensors.
 class SameValues {
  public:
-  SameValues();
+  explicit SameValues(bool all_ranks = true);
   ~SameValues();
   SameValues(const SameValues&) = delete;
   SameValues& operator=(const SameValues&) = delete;
+
+ private:
+  bool all_ranks_;
 };
+
+/// Whether all ranks make the same tensors here, so that they can count them.
+bool makes_what_all_ranks_make();
 
 /// Steps are announced by StepScope from now on, as Python does. Until then, operators outside of autograd and of
 /// backward count as a step's, since torch::optim has no hooks.

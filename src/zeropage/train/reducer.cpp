@@ -100,6 +100,7 @@ struct Reducer::Piece {
   std::unique_ptr<Ranks::Work> work;
   at::Tensor result;
   bool is_packed = false;
+  bool ends_together = false;  // all ranks must wait for it at the same place
   std::size_t bytes;
   std::vector<PiecePart> parts;
   // How far it came. An error leaves it here, and the next attempt goes on from here: nothing is added twice.
@@ -227,6 +228,7 @@ void Reducer::settle() {
                                    nullptr);
     together([&] { send_open(Why::end); });
     make_room();
+    while (std::ranges::any_of(under_way_, [](const auto& piece) { return piece->ends_together; })) complete_oldest();
     to_add.swap(to_add_);
   }
   c10::NoGradGuard no_grad;
@@ -523,6 +525,7 @@ void Reducer::send_packed_wholes(const std::vector<PackedPart>& wholes) {
     }
     piece->result = packed;
     piece->work = ranks_.all_reduce(packed, {"gradients", alike[0].reduction->number, 0});
+    piece->ends_together = ranks_.sums_in_parts(dtype) || replicas_;
     piece->is_packed = true;
     piece->bytes = packed.nbytes();
     push(std::move(piece));
