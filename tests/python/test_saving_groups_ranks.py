@@ -1,6 +1,5 @@
 """Saving and loading over the ranks of a space's groups, which need not be all ranks."""
 
-import gc
 import pathlib
 
 import pytest

@@ -27,7 +27,7 @@ struct Fixture {
     options.disk_path = directory.path();
     options.page_bytes = 16 * kKiB;
     domain->cache = FrameCache::make(options, std::move(io));
-    std::fill(std::begin(domain->placement), std::end(domain->placement), Placement::disk);
+    std::fill(std::begin(domain->tiers), std::end(domain->tiers), TierChoice::disk);
   }
 
   torch::Tensor paged(const torch::Tensor& content, Role role) {

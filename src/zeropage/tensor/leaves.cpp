@@ -8,7 +8,13 @@
 namespace zeropage {
 namespace {
 
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return (hash ^ value) * 0x100000001b3; }  // FNV-1a
+/// Never 0, which is no key, nor a number that is counted. splitmix64's finalizer.
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+  std::uint64_t z = hash + 0x9e3779b97f4a7c15 * (value + 1);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return (z ^ (z >> 31)) | (std::uint64_t{1} << 61);
+}
 
 std::mutex domains_mutex;
 std::vector<std::weak_ptr<Domain>>& domains() {
