@@ -199,3 +199,35 @@ TEST_CASE_FIXTURE(CycleFixture, "what is large for the time before it is read lo
   *pauses = false;
   CHECK(most >= 12);  // with the window alone, 8
 }
+
+TEST_CASE_FIXTURE(CycleFixture,
+                  "writes that failed for a moment do not end reading ahead, and are forgotten once done") {
+  make(400 * K, 0, 16 * K, /*failing=*/true);
+  make_segments(8, 100 * K);
+  const auto cycle_writing = [&] {
+    for (unsigned i = 0; i < segments.size(); ++i) use(i, Access::write);
+  };
+  const auto faults_in = [&](auto run) {
+    const std::size_t before = cache->stats().faults;
+    run();
+    return cache->stats().faults - before;
+  };
+  std::size_t usual = 0;
+  for (int i = 0; i < 4; ++i) usual = faults_in(cycle_writing);
+  std::atomic<int> failures = 3;
+  io->set_outcome([&](const Transfer& t) {
+    return t.direction == Direction::write && failures-- > 0 ? -static_cast<long>(EIO) : 1L;
+  });
+  for (int i = 0; i < 2; ++i) {
+    try {
+      cycle_writing();
+    } catch (const DiskError&) {  // a thread that needed the memory is told
+    }
+  }
+  REQUIRE(failures <= 0);
+  std::size_t later = 0;
+  for (int i = 0; i < 4; ++i) later = faults_in(cycle_writing);
+  CHECK(later <= usual + 1);
+  cache->wait();  // all pages have been written since
+  CHECK(wrong == 0);
+}

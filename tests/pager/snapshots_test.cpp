@@ -188,34 +188,75 @@ TEST_CASE_FIXTURE(SnapshotsFixture, "its room on disk comes back, whether the ch
   CHECK(holds(*a, 21));
 }
 
-TEST_CASE_FIXTURE(SnapshotsFixture, "where the disk has no room for both, writing waits for the checkpoint") {
+namespace {
+
+/// A disk whose swap file is full and cannot grow.
+struct FullDiskFixture : SnapshotsFixture {
+  rlimit limit{};
+  bool is_full = false;
+  void (*before)(int) = nullptr;
+  std::vector<std::unique_ptr<TestSegment>> rest;  // takes what is left of the swap file
+
+  void fill() {
+    REQUIRE(getrlimit(RLIMIT_FSIZE, &limit) == 0);
+    before = std::signal(SIGXFSZ, SIG_IGN);
+    rlimit full = limit;
+    full.rlim_cur = cache->swap_bytes();
+    REQUIRE(setrlimit(RLIMIT_FSIZE, &full) == 0);
+    is_full = true;
+    CHECK_THROWS_AS(
+        [&] {
+          while (true) rest.push_back(segment(40 * K));
+        }(),
+        DiskError);
+  }
+  ~FullDiskFixture() {
+    if (is_full) setrlimit(RLIMIT_FSIZE, &limit), std::signal(SIGXFSZ, before);
+  }
+  /// Runs `work` on a thread; whether it waits until the checkpoint is done.
+  template <class Work>
+  bool waits_for(FrozenSegment& frozen, unsigned seed, Work work) {
+    std::atomic<bool> done = false;
+    std::thread training([&] { work(), done = true; });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const bool waited = !done;
+    CHECK(save(frozen, seed));
+    frozen = {};
+    training.join();
+    return waited;
+  }
+};
+
+}  // namespace
+
+TEST_CASE_FIXTURE(FullDiskFixture, "where the disk has no room for both, writing waits for the checkpoint") {
   make(256 * K, 256 * K);
   auto a = segment(200 * K);
   write(*a, 1);
   cache->evict(*a);
+  fill();
   FrozenSegment frozen = cache->freeze(*a);
-  rlimit limit{};
-  REQUIRE(getrlimit(RLIMIT_FSIZE, &limit) == 0);
-  const auto before = std::signal(SIGXFSZ, SIG_IGN);
-  rlimit full = limit;
-  full.rlim_cur = cache->swap_bytes();
-  std::vector<std::unique_ptr<TestSegment>> rest;  // takes what is left of the swap file
-  REQUIRE(setrlimit(RLIMIT_FSIZE, &full) == 0);
-  try {
-    while (true) rest.push_back(segment(40 * K));
-  } catch (const DiskError&) {
-  }
-  std::atomic<bool> done = false;
-  std::thread training([&] { write(*a, 2), done = true; });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  CHECK_FALSE(done);
-  CHECK(save(frozen, 1));
-  frozen = {};
-  training.join();
-  REQUIRE(setrlimit(RLIMIT_FSIZE, &limit) == 0);
-  std::signal(SIGXFSZ, before);
+  CHECK(waits_for(frozen, 1, [&] { write(*a, 2); }));
   cache->evict(*a);
   CHECK(holds(*a, 2));
+}
+
+TEST_CASE_FIXTURE(FullDiskFixture, "where a checkpoint has the room, a new tensor waits for it") {
+  make(256 * K, 256 * K);
+  auto a = segment(200 * K);
+  write(*a, 1);
+  cache->evict(*a);
+  auto b = segment(200 * K);  // whose room training takes while the checkpoint has that of a
+  fill();
+  FrozenSegment frozen = cache->freeze(*a);
+  b = nullptr;
+  write(*a, 2);
+  cache->evict(*a);
+  std::unique_ptr<TestSegment> made;
+  CHECK(waits_for(frozen, 1, [&] { made = segment(180 * K); }));
+  write(*made, 3);
+  CHECK(holds(*a, 2));
+  CHECK(holds(*made, 3));
 }
 
 TEST_CASE_FIXTURE(SnapshotsFixture, "a write that fails leaves what is saved as it was, and is told") {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
@@ -14,6 +15,8 @@ namespace {
 constexpr std::size_t kMostOthers = 4;
 /// After a write failed, until the background writes and reads ahead again.
 constexpr std::chrono::seconds kRest{1};
+/// Until a checkpoint that is being written has given back the room of one more tensor.
+constexpr std::chrono::seconds kLongestCheckpoint{60};
 
 }  // namespace
 
@@ -178,10 +181,25 @@ bool Transfers::try_make_room_at_home(Run& run) {
   }
 }
 
-/// Then the room of what it needed comes back.
+/// Then the room of what it needed comes back. Throws DiskError if that takes very long: the thread that waits may be
+/// the one that is to write the checkpoint.
 void Transfers::wait_for_a_checkpoint(Lock& lock) {
   const std::size_t before = thawed_;
-  wait_until(lock, [&] { return thawed_ != before || frozen_ == 0; });
+  const auto is_done = [&] { return thawed_ != before || frozen_ == 0 || monitor_.closed(); };
+  const auto give_up_at = Clock::now() + kLongestCheckpoint;
+  {
+    const Waiting waiting(monitor_, Cause::other);
+    const Inside inside(monitor_);
+    while (!is_done() && Clock::now() < give_up_at) {
+      monitor_.changed().wait_until(lock, give_up_at, is_done);
+    }
+  }
+  monitor_.check_usable();
+  if (is_done()) return;
+  throw DiskError(
+      "the disk has no room until the checkpoint that is being written is done, and that gets no further; "
+      "make room on the disk",
+      ENOSPC);
 }
 
 void Transfers::make_room_at_home(Lock& lock, Run& run) {
