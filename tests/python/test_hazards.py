@@ -286,3 +286,104 @@ def test_recurrent_modules_do_not_ask_paged_weights_for_addresses_on_cuda(config
     lstm.flatten_parameters()
     with pytest.raises(Exception, match="pinned"):
         lstm.weight_ih_l0.untyped_storage()[0]
+
+
+def test_a_product_with_a_weight_that_was_just_computed(config):
+    with zeropage.init(config):
+        m = torch.nn.Linear(256, 256, bias=False)
+    weight = zeropage._core.plain_copy(m.weight.detach())
+    x = torch.ones(2, 256, device=weight.device)
+    with torch.no_grad():
+        for name, product in {
+            "linear": lambda w: torch.nn.functional.linear(x, w),
+            "mm": lambda w: x.mm(w),
+            "addmm": lambda w: torch.addmm(x, x, w),
+            "bmm": lambda w: torch.bmm(x[None], w[None]),
+            "index_select": lambda w: w.index_select(0, torch.tensor([1, 5], device=x.device)),
+            "einsum": lambda w: torch.einsum("ij,jk->ik", x, w),
+        }.items():
+            for computed in (m.weight * 2, m.weight.detach().clone().mul(2)):
+                assert torch.equal(product(computed), product(weight * 2)), name
+        m.weight.data = m.weight.data * 0.5
+    assert torch.equal(x @ m.weight, x @ (weight * 0.5))
+
+
+@pytest.mark.cpu
+def test_an_array_keeps_its_memory_in_a_scope(config):
+    numpy = pytest.importorskip("numpy")
+    before = numpy.zeros((200, 200), dtype=numpy.float32)
+    out = torch.from_numpy(before)
+    with zeropage.init(config):
+        table = numpy.zeros((200, 200), dtype=numpy.float32)
+        tensor = torch.from_numpy(table)
+        table[:] = 1
+        assert tensor.sum() == 40000
+        tensor.fill_(2)
+        assert table.sum() == 80000
+        w = torch.ones(200, 200)
+        assert zeropage.is_paged(w)
+        torch.mm(w, w, out=out)
+        out.addmm_(w, w)
+        assert zeropage.is_paged(torch.tensor(table))
+    assert not zeropage.is_paged(out)
+    out.zero_()
+    assert before.sum() == 0
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_lists_of_unequal_length_are_pytorchs_error(others, config):
+    with zeropage.init(config):
+        lists = [torch.ones(900), torch.ones(900)]
+        other = [torch.ones(900) for _ in range(others)]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="same number of tensors"):
+        torch._foreach_add_(lists, other)
+    assert all(torch.equal(zeropage._core.plain_copy(t), torch.ones_like(t)) for t in lists)
+
+
+@pytest.mark.cpu
+def test_an_error_of_the_disk_knows_its_errno_and_file(tmp_path):
+    import errno
+
+    with pytest.raises(zeropage.DiskError) as raised:
+        zeropage.init(device="cpu", disk_path=str(tmp_path / "nowhere"), parameters="disk")
+    assert raised.value.errno == errno.ENOENT and raised.value.filename == str(tmp_path / "nowhere")
+    assert str(raised.value).startswith("disk_path ")
+    with pytest.raises(zeropage.DiskError) as raised:
+        zeropage.io.open(str(tmp_path / "missing"))
+    assert raised.value.errno == errno.ENOENT and "missing" in raised.value.filename
+
+
+@pytest.mark.cpu
+def test_a_forked_child_that_asks_for_a_report_gets_an_error(config):
+    import os
+    import threading
+
+    with zeropage.init(config) as space:
+        tensors = [torch.nn.Parameter(torch.ones(100_000)) for _ in range(8)]
+    stop = threading.Event()
+
+    def work():
+        while not stop.is_set():
+            for tensor in tensors:
+                tensor.sum()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                import signal
+
+                signal.alarm(10)
+                try:
+                    space.report()
+                    os._exit(1)
+                except zeropage.AccessError:
+                    os._exit(0)
+                except BaseException:
+                    os._exit(2)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        thread.join()

@@ -69,10 +69,10 @@ bool has_memory_of_torch(const at::Tensor& tensor) {
 
 /// Inside an init scope, what was made from no tensor, or from paged ones without autograd, becomes paged. An
 /// argument that the operator wrote and returns stays what it is.
-void adopt_results(Call& call, bool from_paged) {
+void adopt_results(Call& call, bool is_made_here) {
   const auto& domain = scope_domain();
   if (!domain || !Call::plain_modes()) return;
-  if (!from_paged && call.info.takes_tensors && call.name() != "aten::lift_fresh") return;
+  if (!is_made_here && call.info.takes_tensors && call.name() != "aten::lift_fresh") return;
   const auto& returns = call.op.schema().returns();
   for (std::size_t i = call.first; i < call.stack.size(); ++i) {
     const auto* alias = returns[i - call.first].alias_info();
@@ -80,6 +80,15 @@ void adopt_results(Call& call, bool from_paged) {
     const at::Tensor result = call.stack[i].toTensor();
     if (has_memory_of_torch(result)) adopt(domain, result, Role::parameter);
   }
+}
+
+/// torch.tensor(array): the array's memory is the array's, and its copy is what a factory makes.
+bool copies_foreign_memory(Call& call) {
+  if (!scope_domain() || call.arguments == 0 || !call.argument(0).isTensor()) return false;
+  const std::string& name = call.name();
+  if (name != "aten::to" && name != "aten::_to_copy" && name != "aten::clone") return false;
+  const at::Tensor source = call.argument(0).toTensor();
+  return source.defined() && source.has_storage() && !has_memory_of_torch(source);
 }
 
 /// Inside an init scope, a factory that is told no device makes its tensors on the space's.
@@ -121,12 +130,13 @@ void run(Call& call) {
     choose_device(call);
     if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;
     if (scope_domain() && make_from_meta(call)) return;
+    const bool copies = copies_foreign_memory(call);
     {
       // A view of an ordinary tensor may still copy inside, and what a composite makes is adopted as a whole.
       c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
       call.op.redispatchBoxed(call.below, &call.stack);
     }
-    return adopt_results(call, false);
+    return adopt_results(call, copies);
   }
   // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
