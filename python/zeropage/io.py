@@ -160,12 +160,12 @@ class File:
 
     def _open(self) -> _core.DirectFile:
         if self._file is None:
-            raise DiskError(f'"{self.name}" is closed')
+            raise ValueError(f'"{self.name}" is closed')
         return self._file
 
     def _start(self, buffer: Buffer, offset: int, reads: bool) -> Ticket:
         if offset < 0:
-            raise DiskError(f'"{self.name}": offset {offset} lies before the file\'s begin')
+            raise ValueError(f'"{self.name}": offset = {offset} must not be negative')
         tensor = _tensor_of(buffer, written=reads)
         engine = self._engine or _default.get()
         return Ticket(self._open().start(engine._core, reads, tensor, offset))

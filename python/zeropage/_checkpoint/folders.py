@@ -142,7 +142,8 @@ class PartialFolder:
         except _core.Error:
             raise
         except OSError as error:
-            raise _core.DiskError(f'"{self.place}" cannot be written: {error.strerror or error}') from None
+            said = f'"{self.place}" cannot be written: {error.strerror or error}'
+            raise _core.make_disk_error(said, error.errno or 0, os.fspath(self.place)) from None
 
     def _wait_for_others(self) -> None:
         """Until none that may live is under way to this place. Raises Error once one shows that it does."""
@@ -208,7 +209,8 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise _core.DiskError(f'"{path}" of {len(data)} bytes cannot be written: {error.strerror}') from None
+        said = f'"{path}" of {len(data)} bytes cannot be written: {error.strerror}'
+        raise _core.make_disk_error(said, error.errno or 0, os.fspath(path)) from None
 
 
 @contextlib.contextmanager

@@ -81,7 +81,8 @@ def read(path: pathlib.Path) -> Manifest:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise _core.DiskError(f'"{path}" cannot be read: {error.strerror}') from None
+        said = f'"{path}" cannot be read: {error.strerror}'
+        raise _core.make_disk_error(said, error.errno or 0, os.fspath(path)) from None
     try:
         head, body, crc = _checked_parts(path.name, data)
         manifest = Manifest(path, json.loads(body), crc, head.get("run"))

@@ -162,7 +162,8 @@ class Checkpoint:
                 with (self.path / file).open("rb") as opened:
                     self._mappings[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
-                raise _core.DiskError(f'"{self.path / file}" cannot be read: {error.strerror}') from None
+                said = f'"{self.path / file}" cannot be read: {error.strerror}'
+                raise _core.make_disk_error(said, error.errno or 0, os.fspath(self.path / file)) from None
 
     def mapped(self, part: str, name: str) -> torch.Tensor:
         """The tensor where it lies: it is read when it is used, not compared with its checksum, and a copy if it is

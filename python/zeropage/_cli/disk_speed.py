@@ -189,7 +189,8 @@ def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
             os.fchmod(file.fileno(), 0o644)
         os.replace(made, path)  # a space that starts meanwhile reads the one file or the other
     except OSError as error:
-        raise _core.DiskError(f"{path} cannot be written: {error.strerror}") from None
+        said = f"{path} cannot be written: {error.strerror}"
+        raise _core.make_disk_error(said, error.errno or 0, str(path)) from None
     finally:
         _remove(made)
     return path
