@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -206,6 +207,7 @@ class Space:
         All ranks call it together, with the same modules. Raises RankError if `stepped`, where ranks may have trained
         apart, if the space's scope is entered, or if its tensors share memory.
         """
+        gc.collect()  # what is dead lives on all ranks alike
         kept = list(self._registered.keys())
         paged = [tensor for tensor in kept if self._core.holds(tensor)]
         places = {_core.virtual_address(tensor) for tensor in paged}
@@ -218,23 +220,35 @@ class Space:
             if len(places) < len(paged)
             else ""
         )
+        described = [(tuple(tensor.shape), str(tensor.dtype), type(tensor).__name__) for tensor in kept]
+        everyones: list[Any] = [None] * torch.distributed.get_world_size(groups.shard)
+        torch.distributed.all_gather_object(everyones, (wrong, described), group=groups.shard)
+        said = [other for other, _ in everyones if other]
+        if any(listed != described for _, listed in everyones):
+            said.append("ranks have made different tensors")
+        wrong = said[0] if said else ""
         if wrong:
             raise _core.RankError(
                 "the process group came after zeropage.init(), and the space cannot lie over its ranks any more: "
                 f"{wrong}; call torch.distributed.init_process_group() before zeropage.init()"
             )
-        old = self._core
-        if self._activations is not None:
-            self._activations.close()
+        old, activations = self._core, self._activations
+        if activations is not None:
+            activations.close()
         self._made_on(groups)
-        with torch.no_grad():
+        try:
+            with torch.no_grad():
+                for tensor in kept:
+                    self._move(tensor)
+            self._core.start_equal()
             for tensor in kept:
-                self._move(tensor)
-        self._core.start_equal()
-        for tensor in kept:
-            if isinstance(tensor, torch.nn.Parameter):
-                _mix(self._core, tensor)
-        old.close()
+                if isinstance(tensor, torch.nn.Parameter):
+                    _mix(self._core, tensor)
+        except BaseException:
+            self._core.close()  # what has moved and what has not are of no use without the other
+            raise
+        finally:
+            old.close()
 
     def _move(self, tensor: torch.Tensor) -> None:
         """From another space into this one."""
@@ -246,7 +260,9 @@ class Space:
         if _core.is_paged(tensor):
             tensor.data = _core.plain_copy(_core.most_precise(tensor))
         self._core.page(tensor)
-        if not isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, torch.nn.Parameter):
+            _core.keep_same(tensor)
+        else:
             self._core.keep_whole(tensor)
         if gradient is not None:
             tensor.grad = gradient
@@ -336,6 +352,8 @@ class _Entered:
             # Loaders make parameters from tensors that no factory made: slices of a file.
             if not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
                 space.page(tensor)
+                if isinstance(tensor, torch.nn.Parameter):
+                    _core.keep_same(tensor)
                 _keep(owner, tensor)
 
         def register_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
@@ -420,6 +438,7 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
         # What is paged is equal on all ranks, and need not be current on rank 0: each updates its share.
         if not _core.is_paged(parameter) or (parameter.grad is not None and not _core.is_paged(parameter.grad)):
             core.page(parameter)
+        _core.keep_same(parameter)
         _keep(space, parameter)
     for buffer in model.buffers():
         if not _core.is_paged(buffer) and core.page(buffer):

@@ -88,8 +88,12 @@ def _optimizer_value(original: Any) -> Any:
             return value.to(dtype=_core.dtype_of_states(param), device=param.device)
         if _core.in_one_space(value, param) and value.dtype == _core.dtype_of_states(param):
             return value  # as torch has it: the same tensor
-        with torch.no_grad():
-            return torch.zeros_like(param, memory_format=torch.preserve_format).copy_(value)
+        values = _core.SameValues()  # all ranks load the same: a state is partitioned at once
+        try:
+            with torch.no_grad():
+                return torch.zeros_like(param, memory_format=torch.preserve_format).copy_(value)
+        finally:
+            del values
 
     return process
 

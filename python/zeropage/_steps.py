@@ -85,9 +85,12 @@ def _subclasses(cls: type) -> Iterable[type]:
 def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def clipping(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return clip(parameters, *args, **kwargs)
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
         parameters = list(parameters)
+        _joining.join_ranks()
         _core.before_step(parameters)
         return clip(parameters, *args, **kwargs)
 

@@ -358,6 +358,9 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "hold", [](const std::vector<at::Tensor>& tensors) { return std::make_unique<TensorPin>(hold(tensors)); },
       py::call_guard<py::gil_scoped_release>());
+  module.def("keep_same", [](const at::Tensor& parameter) {
+    if (auto* segment = segment_of(parameter); segment && !segment->is_own()) segment->set_keeps_same(true);
+  });
   module.def("take_data", &take_data, py::call_guard<py::gil_scoped_release>());
   module.def("take_gradient", &take_gradient, py::call_guard<py::gil_scoped_release>());
   module.def("announce_steps", &announce_steps);

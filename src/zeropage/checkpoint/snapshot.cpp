@@ -118,6 +118,7 @@ Snapshot::~Snapshot() = default;
 
 std::shared_ptr<Snapshot> Snapshot::take(const std::vector<Item>& items) {
   c10::NoGradGuard no_grad;
+  const TakesCheckpoint alone;
   const std::shared_ptr<Snapshot> snapshot(new Snapshot());
   for (const Item& item : items) snapshot->add(item);
   return snapshot;

@@ -14,6 +14,14 @@
 
 namespace zeropage {
 
+/// While it lives, this thread takes what a checkpoint is to hold: it must not wait for the room of that one.
+struct TakesCheckpoint {
+  TakesCheckpoint();
+  ~TakesCheckpoint();
+  TakesCheckpoint(const TakesCheckpoint&) = delete;
+  TakesCheckpoint& operator=(const TakesCheckpoint&) = delete;
+};
+
 class Transfers {
  public:
   using Lock = Monitor::Lock;

@@ -17,11 +17,13 @@ struct Taken {
   bool is_own() const { return own_tensor || own_number; }
 };
 
-void take(Taken& taken, const at::Tensor& tensor, bool values_same) {
+/// One element is a number only beside a tensor that has more.
+void take(Taken& taken, const at::Tensor& tensor, const at::Tensor& written, bool values_same) {
   if (!tensor.defined()) return;
   const auto* segment = segment_of(tensor);
   const bool own = segment ? segment->placement() == Placement::own : !values_same;
-  if (own) (tensor.numel() <= 1 ? taken.own_number : taken.own_tensor) = true;
+  const bool is_number = tensor.numel() <= 1 && (!written.defined() || written.numel() > 1);
+  if (own) (is_number ? taken.own_number : taken.own_tensor) = true;
 }
 
 /// A number that is the schema's default may be one that another rank has chosen otherwise.
@@ -35,12 +37,12 @@ Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
   for (std::size_t i = 0; i < call.arguments; ++i) {
     const c10::IValue& value = call.argument(i);
     if (value.isTensor()) {
-      if (!value.toTensor().is_same(written)) take(taken, value.toTensor(), values_same);
+      if (!value.toTensor().is_same(written)) take(taken, value.toTensor(), written, values_same);
     } else if (value.isTensorList()) {
       const auto list = value.toListRef();
       for (std::size_t k = 0; k < list.size(); ++k) {
         if (call.info.list && k != element) continue;
-        if (!list[k].toTensor().is_same(written)) take(taken, list[k].toTensor(), values_same);
+        if (!list[k].toTensor().is_same(written)) take(taken, list[k].toTensor(), written, values_same);
       }
     } else if (!values_same && is_number(call, i)) {
       taken.own_number = true;
@@ -82,11 +84,12 @@ void note_contract(Call& call, std::size_t element, const at::Tensor& written, S
   }
 }
 
-bool overwrites_all(const Call& call, const at::Tensor& written) {
-  const std::string& name = call.name();
-  const bool overwrites = name == "aten::copy_" || name == "aten::fill_" || name == "aten::zero_" ||
-                          name == "aten::_foreach_copy_" || name == "aten::_foreach_zero_" || call.info.fills;
-  return overwrites && is_whole(written);
+/// Whether the call writes all of the tensor and cannot throw: else the content must stay until it has.
+bool overwrites_all(Call& call, const at::Tensor& written) {
+  if (call.name() != "aten::copy_" || !is_whole(written)) return false;
+  const at::Tensor from = call.argument(1).toTensor();
+  return from.sizes() == written.sizes() && from.layout() == c10::kStrided && !from.is_alias_of(written) &&
+         from.is_complex() == written.is_complex();
 }
 
 /// True if the tensor's segment may be another one now.
@@ -140,18 +143,20 @@ void settle_placements(Call& call) {
     return argument.access != Access::read && argument.segment->domain()->partition.ranks;
   };
   if (std::none_of(call.paged.begin(), call.paged.end(), is_over_ranks)) return;
-  bool moved = false;
+  // At once: what is said of the call, in an error or to other ranks, reads the segments.
+  const auto settle_one = [&](std::size_t element, const at::Tensor& written) {
+    if (!settle(call, element, written)) return;
+    call.paged.clear();
+    call.find_paged();
+  };
   for (std::size_t i = 0; i < call.arguments; ++i) {
     if (!call.info.writes[i]) continue;
     const c10::IValue value = call.argument(i);
-    if (value.isTensor()) moved = settle(call, 0, value.toTensor()) || moved;
+    if (value.isTensor()) settle_one(0, value.toTensor());
     if (!value.isTensorList()) continue;
     const auto list = value.toTensorVector();
-    for (std::size_t k = 0; k < list.size(); ++k) moved = settle(call, k, list[k]) || moved;
+    for (std::size_t k = 0; k < list.size(); ++k) settle_one(k, list[k]);
   }
-  if (!moved) return;
-  call.paged.clear();
-  call.find_paged();
 }
 
 void make_own(const at::Tensor& tensor, bool overwritten) {

@@ -37,8 +37,8 @@ void announce_steps() { are_announced.store(true, std::memory_order_relaxed); }
 
 bool values_are_same() {
   if (scope_domain() || same_values > 0) return true;
-  const bool may_be_step = steps > 0 || !are_announced.load(std::memory_order_relaxed);
-  return may_be_step && !c10::GradMode::is_enabled() && torch::autograd::get_current_graph_task_id() < 0;
+  if (torch::autograd::get_current_graph_task_id() >= 0) return false;
+  return steps > 0 || (!are_announced.load(std::memory_order_relaxed) && !c10::GradMode::is_enabled());
 }
 
 void ContractLog::note(std::uint64_t number, double value, std::string what) {

@@ -80,6 +80,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Stripes stripes;
   std::vector<Target> targets;
   std::size_t pieces_left = 0;
+  bool failed = false;     // its backward ended in an error before it was sent
   bool sent = false;       // all of it
   bool arrived = false;    // some of it: a target added now would miss that
   bool delivered = false;  // all of it
@@ -173,15 +174,19 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
         "gradient.to_dense()",
         fmt::join(leaf.sizes(), ", ")));
   }
-  const at::Tensor mean = reduce(leaf, leaf.grad());
+  const at::Tensor given = [&] {
+    if (made) return leaf.grad().detach();
+    const NoPagingGuard no_paging;
+    return leaf.grad().detach().clone();  // the program may write what it has set before ranks have summed it
+  }();
+  const at::Tensor mean = reduce(leaf, given);
   leaf.mutable_grad() = mean;
   return true;
 }
 
 void Reducer::average(c10::ArrayRef<at::Tensor> leaves) {
-  bool any = false;
-  for (const at::Tensor& leaf : leaves) any = take_own_gradient(leaf) || any;
-  if (any) settle();
+  for (const at::Tensor& leaf : leaves) take_own_gradient(leaf);
+  if (unsettled_ && torch::autograd::get_current_graph_task_id() < 0) settle();
 }
 
 /// Runs `exchange`, which all ranks do together. If it fails half-way, the other ranks may have gone further: no
@@ -198,25 +203,65 @@ void Reducer::together(Exchange&& exchange) {
 }
 
 void Reducer::add(ReductionPtr reduction) {
+  unsettled_ = true;
   open_bytes_ += reduction->bytes;
   open_.push_back(std::move(reduction));
   if (open_bytes_ >= kBucketBytes) together([&] { send_open(Why::full); });
 }
+
+/// The end of one graph task. PyTorch drops the callback that owns it where the task ends in an error.
+class Reducer::Watch {
+ public:
+  explicit Watch(Reducer& reducer) : reducer_(reducer.weak_from_this()) { ++reducer.backwards_; }
+  ~Watch() {
+    const auto reducer = is_over_ ? nullptr : reducer_.lock();
+    if (reducer) reducer->backward_failed();
+  }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  void end() {
+    const auto reducer = reducer_.lock();
+    is_over_ = true;
+    if (!reducer) return;
+    {
+      std::lock_guard lock(reducer->mutex_);
+      if (--reducer->backwards_ > 0) return;  // inside another, whose end is for all
+    }
+    try {
+      reducer->settle();
+    } catch (const Error& error) {
+      throw_translated(error);
+    }
+  }
+
+ private:
+  std::weak_ptr<Reducer> reducer_;
+  bool is_over_ = false;
+};
 
 /// What is in the open bucket when backward ends goes on its way then.
 void Reducer::watch_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == backward_ || task < 0) return;
   backward_ = task;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    const auto self = weak.lock();
-    if (!self) return;
-    try {
-      self->settle();
-    } catch (const Error& error) {
-      throw_translated(error);
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [watch = std::make_shared<Watch>(*this)] { watch->end(); });
+}
+
+/// Other ranks may have gone further: what is left of it is summed with nothing, and they are told.
+void Reducer::backward_failed() {
+  std::lock_guard lock(mutex_);
+  if (--backwards_ > 0) return;
+  for (auto* left : {&open_, &pile_}) {
+    for (const ReductionPtr& reduction : *left) {
+      reduction->failed = true;
+      reduction->gradient.reset();
     }
-  });
+    left->clear();
+  }
+  open_bytes_ = 0;
+  has_failed_ = true;
 }
 
 void Reducer::settle() {
@@ -227,6 +272,7 @@ void Reducer::settle() {
     const CurrentActivity activity([](const void*) { return std::string("the sums of backward's last gradients"); },
                                    nullptr);
     together([&] { send_open(Why::end); });
+    unsettled_ = false;
     make_room();
     while (std::ranges::any_of(under_way_, [](const auto& piece) { return piece->ends_together; })) complete_oldest();
     to_add.swap(to_add_);
@@ -259,7 +305,9 @@ Reducer::Agreed Reducer::agree(Why why) {
   const Subject subject{"gradients", 0, 0};
   std::uint64_t content = 0xcbf29ce484222325;
   for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->number), reduction->bytes);
-  Collectives::Words mine{static_cast<std::int64_t>(why), static_cast<std::int64_t>(content),
+  constexpr std::int64_t kFailed = 16;  // beside why
+  const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
+  Collectives::Words mine{static_cast<std::int64_t>(why) | failed, static_cast<std::int64_t>(content),
                           static_cast<std::int64_t>(open_.size()),
                           static_cast<std::int64_t>(domain_.contract.hash())};
   if (!pile_.empty()) mine[2] = -1;  // there is something to be counted
@@ -268,12 +316,19 @@ Reducer::Agreed Reducer::agree(Why why) {
     if (!group) continue;
     const auto all = group->agree(mine, subject);
     check_contract(all, *group, mine[3]);
-    for (const auto& words : all) {
-      agreed.all_ended = agreed.all_ended && words[0] == static_cast<std::int64_t>(Why::end);
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      const auto& words = all[rank];
+      if ((words[0] & kFailed) != (mine[0] & kFailed)) {
+        throw RankError(
+            fmt::format("a backward of rank {} ended in an error, and other ranks' did not: their gradients are of "
+                        "different batches. Start again from a checkpoint",
+                        (words[0] & kFailed) ? rank : static_cast<std::size_t>(group->rank())));
+      }
+      agreed.all_ended = agreed.all_ended && (words[0] & ~kFailed) == static_cast<std::int64_t>(Why::end);
       agreed.same = agreed.same && words[0] == mine[0] && words[1] == mine[1] && words[2] == mine[2] && words[2] >= 0;
     }
     // What the replicas of other shards are told.
-    mine[0] = static_cast<std::int64_t>(agreed.all_ended ? Why::end : Why::full);
+    mine[0] = static_cast<std::int64_t>(agreed.all_ended ? Why::end : Why::full) | failed;
     mine[2] = agreed.same ? mine[2] : -1;
   }
   domain_.contract.clear();
@@ -566,6 +621,11 @@ void Reducer::make_room() {
 void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
+  if (reduction.failed) {
+    throw RankError(
+        "the backward that made this gradient ended in an error before ranks had summed it; clear it with "
+        "zero_grad()");
+  }
   if (!reduction.sent) together([&] { send_open(Why::full); });
   if (!reduction.sent && torch::autograd::get_current_graph_task_id() >= 0) {
     throw RankError(

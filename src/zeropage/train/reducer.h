@@ -54,7 +54,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void together(Exchange&& exchange);
   ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient);
   void add(ReductionPtr reduction);
+  class Watch;
   void watch_backward();
+  void backward_failed();
   enum class Why : std::int64_t { full, end };
   void send_open(Why why);
   struct Agreed {
@@ -102,7 +104,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::size_t open_bytes_ = 0, bytes_under_way_ = 0;
   std::deque<std::unique_ptr<Piece>> under_way_;
   std::exception_ptr failure_;  // of an exchange that ranks did not end together
-  int backward_ = -1;           // the graph task whose end is watched
+  int backward_ = -1;           // the graph task that was watched last
+  int backwards_ = 0;           // graph tasks that are watched: a checkpoint's runs inside another
+  bool unsettled_ = false;      // something came since ranks last settled
+  bool has_failed_ = false;     // a backward ended in an error since ranks last agreed
 };
 
 }  // namespace zeropage
