@@ -82,7 +82,8 @@ class Pending {
   virtual ~Pending() = default;
   /// Returns when it is there.
   virtual void complete() = 0;
-  /// True if instead of `from` being waited for and added to `sum`, what comes will be. `from` must hold nothing else.
+  /// True if instead of `from` being waited for and added to `sum`, what comes will be. `from` must hold nothing
+  /// else.
   virtual bool add_to(StorageSegment& sum, const StorageSegment& from) = 0;
 };
 
