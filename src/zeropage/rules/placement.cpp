@@ -88,8 +88,11 @@ void note_contract(Call& call, std::size_t element, const at::Tensor& written, S
 bool overwrites_all(Call& call, const at::Tensor& written) {
   if (call.name() != "aten::copy_" || !is_whole(written)) return false;
   const at::Tensor from = call.argument(1).toTensor();
-  return from.sizes() == written.sizes() && from.layout() == c10::kStrided && !from.is_alias_of(written) &&
-         from.is_complex() == written.is_complex();
+  if (from.sizes() != written.sizes() || from.layout() != c10::kStrided || !from.has_storage()) return false;
+  const auto storage_of = [](const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  };
+  return storage_of(from) != storage_of(written) && from.is_complex() == written.is_complex();
 }
 
 /// True if the tensor's segment may be another one now.

@@ -285,8 +285,9 @@ class StorageSegment final : public Segment {
 
   bool is_partitioned() const { return share_.defined(); }
   /// What ranks know of its value (placement.h).
-  Placement placement() const { return pending_ ? Placement::sum : own_ ? Placement::own : Placement::same; }
-  bool is_own() const { return own_; }
+  Placement placement() const { return pending_ ? Placement::sum : is_own() ? Placement::own : Placement::same; }
+  /// A tensor of this rank alone has no number: a share of another, or what waits for other ranks.
+  bool is_own() const { return own_ || (number_ == 0 && domain_->partition.ranks); }
   /// Of one that is whole here: it is this rank's own from now on.
   void become_own() { own_ = true; }
   /// Whether the program keeps it the same on all ranks, whatever it writes: a parameter, or an optimizer's state.
