@@ -52,7 +52,7 @@ Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
 }
 
 /// One element of a tensor that this rank holds, near its middle.
-double sample(at::Tensor tensor) {
+double sample_of(at::Tensor tensor) {
   const NoPagingGuard no_paging;
   while (tensor.dim() > 0) tensor = tensor.select(0, tensor.size(0) / 2);
   return tensor.is_complex() ? std::abs(tensor.item().toComplexDouble()) : tensor.item().toDouble();
@@ -69,7 +69,7 @@ void note_contract(Call& call, std::size_t element, const at::Tensor& written, S
   };
   const auto note_tensor = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || segment_of(tensor) || !tensor.is_cpu() || tensor.layout() != c10::kStrided) return;
-    if (tensor.numel() > 0 && !tensor._is_zerotensor() && !tensor.is_quantized()) note(sample(tensor));
+    if (tensor.numel() > 0 && !tensor._is_zerotensor() && !tensor.is_quantized()) note(sample_of(tensor));
   };
   for (std::size_t i = 0; i < call.arguments; ++i) {
     const c10::IValue& value = call.argument(i);
@@ -110,7 +110,7 @@ bool settle(Call& call, std::size_t element, const at::Tensor& written) {
 }
 
 /// All of a tensor's storage, flat, and in the way of no operator.
-at::Tensor flat(const at::Tensor& tensor) {
+at::Tensor flat_storage(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   const auto elements = static_cast<std::int64_t>(segment->elements());
   const std::size_t item =
@@ -124,10 +124,10 @@ at::Tensor flat(const at::Tensor& tensor) {
 }
 
 /// The tensor's content moves to a home that `creation` says.
-void move(const at::Tensor& tensor, const Creation& creation, bool with_content) {
+void move_home(const at::Tensor& tensor, const Creation& creation, bool with_content) {
   c10::NoGradGuard no_grad;
   StorageSegment& segment = *segment_of(tensor);
-  const at::Tensor content = flat(tensor);
+  const at::Tensor content = flat_storage(tensor);
   const at::Tensor made =
       make_paged(segment.domain(), content.sizes(), content.strides(), content.dtype(), segment.role(), creation);
   if (with_content) copy_windows(made, content);
@@ -175,21 +175,21 @@ void make_own(const at::Tensor& tensor, bool overwritten) {
     segment.refresh(overwritten ? Access::overwrite : Access::write);
     return segment.become_own();
   }
-  move(tensor, {.number = segment.number(), .placement = Placement::own}, !overwritten && segment.is_touched());
+  move_home(tensor, {.number = segment.number(), .placement = Placement::own}, !overwritten && segment.is_touched());
 }
 
 void make_same(const at::Tensor& tensor) {
   StorageSegment& segment = *segment_of(tensor);
   if (!segment.is_own()) return;
   segment.complete();
-  move(tensor, {.number = segment.number()}, /*with_content=*/true);
+  move_home(tensor, {.number = segment.number()}, /*with_content=*/true);
 }
 
 void make_whole(const at::Tensor& tensor) {
   StorageSegment& segment = *segment_of(tensor);
   if (segment.is_own() || segment.layout() == Layout::replicated) return;
   segment.complete();
-  move(tensor, {.layout = Layout::replicated, .number = segment.number()}, segment.is_touched());
+  move_home(tensor, {.layout = Layout::replicated, .number = segment.number()}, segment.is_touched());
 }
 
 void note_states(c10::ArrayRef<at::Tensor> states) {

@@ -9,7 +9,7 @@ namespace zeropage {
 namespace {
 
 /// Never 0, which is no key, nor a number that is counted. splitmix64's finalizer.
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+std::uint64_t mix_key(std::uint64_t hash, std::uint64_t value) {
   std::uint64_t z = hash + 0x9e3779b97f4a7c15 * (value + 1);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
   z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
@@ -28,12 +28,12 @@ std::uint64_t Leaves::free_key(const at::Tensor& leaf) const {
   const auto* segment = segment_of(leaf);
   std::uint64_t key = segment->number() ? segment->number() : segment->virtual_address();
   if (!is_whole(leaf)) {
-    key = mix(key, static_cast<std::uint64_t>(leaf.storage_offset()));
+    key = mix_key(key, static_cast<std::uint64_t>(leaf.storage_offset()));
     for (const auto& extents : {leaf.sizes(), leaf.strides()}) {
-      for (const std::int64_t extent : extents) key = mix(key, static_cast<std::uint64_t>(extent));
+      for (const std::int64_t extent : extents) key = mix_key(key, static_cast<std::uint64_t>(extent));
     }
   }
-  for (;; key = mix(key, 1)) {
+  for (;; key = mix_key(key, 1)) {
     const auto known = by_key_.find(key);
     if (known == by_key_.end()) return key;
     const auto other = known->second.lock();
