@@ -46,8 +46,8 @@ std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> re
     if (run.home) needed += round_up(run.bytes, kBlockBytes);
   }
   if (needed > budgets_.device_limit()) budgets_.refuse(needed);
-  // The same order in all threads: none waits for a run that another brings in while that one waits for the first. And
-  // on all ranks, which know gathered runs by their numbers.
+  // The same order in all threads: none waits for a run that another brings in while that one waits for the first.
+  // And on all ranks, which know gathered runs by their numbers.
   const auto key = [](const Hold& hold) { return std::tuple(~hold.run->bytes, hold.run->number, hold.run->ordinal); };
   std::sort(holds.begin(), holds.end(), [&](const Hold& a, const Hold& b) { return key(a) < key(b); });
   return holds;
