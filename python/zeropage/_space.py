@@ -204,6 +204,8 @@ class Space:
     def join(self, groups: Groups, stepped: bool) -> None:
         """Let a space of one process lie over `groups` instead: its modules' tensors move, and are rank 0's then.
 
+        Other tensors, such as copies of weights, stay this rank's own, in memory of the old size beside the new.
+
         All ranks call it together, with the same modules. Raises RankError if `stepped`, where ranks may have trained
         apart, if the space's scope is entered, or if its tensors share memory.
         """
@@ -246,9 +248,8 @@ class Space:
                     _mix(self._core, tensor)
         except BaseException:
             self._core.close()  # what has moved and what has not are of no use without the other
-            raise
-        finally:
             old.close()
+            raise
 
     def _move(self, tensor: torch.Tensor) -> None:
         """From another space into this one."""

@@ -211,6 +211,7 @@ class Run:
             if self.mode == "alone":
                 no_groups = unittest.mock.patch("zeropage._space.find_groups", lambda *_: zeropage._ranks.Groups())
                 self.stack.enter_context(no_groups)
+                self.stack.enter_context(unittest.mock.patch("zeropage._joining.join_ranks", lambda: None))
             if self.mode == "double":
                 self.stack.enter_context(self._same_numbers())
             exec(compile(self.text, name, "exec"), self.names)

@@ -32,6 +32,13 @@ def test_a_random_program_over_ranks_does_what_data_parallel_training_does(ranks
     assert not verdict.wrong, f"{verdict.kind}: {verdict.said}\n{verdict.detail}\n{program.text()}"
 
 
+@pytest.mark.parametrize("seed", [7, 12, 18, 45, *range(400, 408)])
+def test_a_random_program_over_ranks_in_mixed_precision_does_what_one_process_does(seed, judges):
+    program = generate(seed, 2, bfloat16=True)
+    verdict = judges(2).judge(program)
+    assert not verdict.wrong, f"{verdict.kind}: {verdict.said}\n{verdict.detail}\n{program.text()}"
+
+
 @pytest.mark.parametrize("seed", range(200, 212))
 def test_a_random_program_of_ranks_run_by_one_process_has_the_bits_of_plain(seed, judges):
     program = generate(seed, 1)

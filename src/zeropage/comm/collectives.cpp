@@ -141,26 +141,28 @@ class Collectives::Pending : public Work {
   std::exception_ptr failure_;  // which every later wait() throws again
 };
 
-/// An all-to-all whose parts are then added up here. Gloo's own reduce-scatter takes 2.7 times as long on two ranks,
-/// and its order of summation depends on the size.
+/// The mean over ranks of `parts` [ranks, n], summed in rank order; 16-bit values in float32, and rounded once.
+at::Tensor mean_of_parts(const at::Tensor& parts) {
+  const at::Tensor sum = c10::isReducedFloatingType(parts.scalar_type()) ? parts[0].to(at::kFloat) : parts[0];
+  for (std::int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
+  return sum.mul_(1.0 / static_cast<double>(parts.size(0)));
+}
+
+/// An all-to-all whose parts, kept_[1], are then added up here. Gloo's own reduce-scatter takes 2.7 times as long on
+/// two ranks, and its order of summation depends on the size.
 class Collectives::Summing final : public Pending {
  public:
   using Pending::Pending;
 
  private:
   void take_result() override {
-    at::Tensor out = kept_[0], parts = kept_[1].view({-1, out.numel()});
-    at::Tensor sum = c10::isReducedFloatingType(out.scalar_type()) ? at::empty(out.sizes(), at::kFloat) : out;
-    sum.copy_(parts[0]);
-    for (std::int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
-    sum.mul_(1.0 / owner_.size());
-    if (!sum.is_same(out)) out.copy_(sum);
+    kept_[0].copy_(mean_of_parts(kept_[1].view({owner_.size(), -1})).view(kept_[0].sizes()));
     kept_.clear();  // memory
   }
 };
 
-/// The mean of 16-bit values, summed in float32 and rounded once: each rank sums its part, and all parts are gathered
-/// when the work is waited for. As many bytes as a ring sends.
+/// The mean of 16-bit values, to kept_[0]: each rank sums its part, and all parts are gathered when the work is
+/// waited for. As many bytes as a ring sends.
 class Collectives::SummingParts final : public Pending {
  public:
   using Pending::Pending;
@@ -168,9 +170,7 @@ class Collectives::SummingParts final : public Pending {
  private:
   void take_result() override {
     at::Tensor mean = kept_[0], parts = kept_[1].view({owner_.size(), -1});
-    at::Tensor sum = parts[0].to(at::kFloat);
-    for (std::int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
-    const at::Tensor mine = sum.mul_(1.0 / owner_.size()).to(mean.scalar_type());
+    const at::Tensor mine = mean_of_parts(parts).to(mean.scalar_type());
     at::Tensor all = at::empty({parts.numel()}, mine.options());
     owner_.start<Pending>([&] { return gather_flat(*owner_.group(), all, mine); }, {all, mine}, Staging(false))
         ->wait();
@@ -179,7 +179,7 @@ class Collectives::SummingParts final : public Pending {
   }
 };
 
-/// A sum, kept_[0], of which the mean goes to kept_[1].
+/// A sum, kept_[0], of which the mean is made.
 class Collectives::Scaling final : public Pending {
  public:
   using Pending::Pending;
@@ -187,7 +187,6 @@ class Collectives::Scaling final : public Pending {
  private:
   void take_result() override {
     kept_[0].mul_(1.0 / owner_.size());
-    if (!kept_[1].is_same(kept_[0])) kept_[1].copy_(kept_[0]);
     kept_.clear();
   }
 };
@@ -367,7 +366,7 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
     const bool is_wide = in.scalar_type() != at::kHalf;
     if (!is_wide) in = in.mul(1.0 / size());
     const auto scatter = [&] { return scatter_flat(*group(), out, in); };
-    return is_wide ? start<Scaling>(scatter, {out, out, in}, Staging(false))
+    return is_wide ? start<Scaling>(scatter, {out, in}, Staging(false))
                    : start<Pending>(scatter, {out, in}, Staging(false));
   }
   Staging staging(is_staged_);
@@ -395,7 +394,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subj
     tensors[0].mul_(1.0 / size());
     return start<Pending>(sum, {result}, std::move(staging));
   }
-  return start<Scaling>(sum, {result, result}, std::move(staging));
+  return start<Scaling>(sum, {result}, std::move(staging));
 }
 
 bool Collectives::sums_in_parts(c10::ScalarType dtype) const {

@@ -98,6 +98,7 @@ struct Frozen {
 struct Frame {
   Run* run = nullptr;         // null: it died
   std::uint32_t ordinal = 0;  // of the run, in the plan
+  std::uint64_t number = 0;   // frames that its memory has made, with this one
   bool shares_page = false;   // the run has several tensors
   std::size_t run_pages = 1;  // of the run
   std::size_t first_page = 0;

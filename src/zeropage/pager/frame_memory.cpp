@@ -41,6 +41,7 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   auto frame = std::make_unique<Frame>();
   frame->run = &run;
   frame->ordinal = run.ordinal;
+  frame->number = ++made_;
   frame->shares_page = run.shares_page();
   frame->run_pages = run.pages.size();
   frame->first_page = first_page;

@@ -59,6 +59,7 @@ class FrameMemory {
   Budget budget_;
   std::unique_ptr<Arena> arena_;
   std::map<std::byte*, std::unique_ptr<Frame>> frames_;
+  std::uint64_t made_ = 0;  // frames
 };
 
 }  // namespace zeropage

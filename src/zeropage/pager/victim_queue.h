@@ -41,11 +41,11 @@ class VictimQueue {
   static double worth_of_leaving(const Frame& frame, AccessPlan::Time now);
   struct Later {
     bool operator()(const Frame* a, const Frame* b) const {
-      // Of equal ones in an order that is the same on all ranks; addresses are not.
+      // Equal frames leave in an order that is the same on all ranks; addresses are not.
       if (a->next_use != b->next_use) return a->next_use > b->next_use;
       if (a->ordinal != b->ordinal) return a->ordinal < b->ordinal;
       if (a->first_page != b->first_page) return a->first_page < b->first_page;
-      return a < b;
+      return a->number < b->number;
     }
   };
   std::array<std::set<Frame*, Later>, 3> frames_;  // by cost

@@ -71,7 +71,6 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   const bool counts = !is_of_one_rank(requests);
   if (counts && timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
-  const std::size_t faults_before = faults_;
   std::vector<Hold> holds;
   std::size_t more = 0;
   const bool ready = std::all_of(requests.begin(), requests.end(), [](const PinRequest& request) {
@@ -111,8 +110,10 @@ void WholePins::pin(std::span<const PinRequest> requests) {
     }
     for (Hold& hold : holds) commit(hold);
     // A page that was missed had no frame; one that is late was on its way.
-    if (begin != Trace::Time())
-      Trace::span("fault", faults_ > faults_before ? "missed" : "late", begin, Trace::Clock::now());
+    if (begin != Trace::Time()) {
+      const bool missed = std::any_of(holds.begin(), holds.end(), [](const Hold& hold) { return hold.is_new; });
+      Trace::span("fault", missed ? "missed" : "late", begin, Trace::Clock::now());
+    }
   }
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;

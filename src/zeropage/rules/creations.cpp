@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/rules/placement.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/windows.h"
 
@@ -131,8 +132,7 @@ bool copy_into_new(Call& call, c10::ScalarType dtype) {
   if (self.dim() == 0 || !is_operand(self, self) || !keeps_layout(call, self) || !segment->domain()->pages(bytes)) {
     return false;
   }
-  const bool is_parameter = segment->role() == Role::parameter;
-  if (segment->is_stale() && is_parameter && !values_are_same()) segment->refresh(Access::read);
+  refresh_outside_steps(*segment);
   auto copy =
       make_paged(segment->domain(), self.sizes(), self.strides(), c10::scalarTypeToTypeMeta(dtype), segment->role(),
                  {.layout = segment->layout(),

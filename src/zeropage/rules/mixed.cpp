@@ -250,7 +250,7 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
   if (!segment || segment->master().defined() || !is_whole(tensor)) return;
   const auto like = [&](c10::ScalarType dtype, Role role) {
     return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role,
-                      {.like = segment});
+                      {.like = segment, .placement = segment->is_own() ? Placement::own : Placement::same});
   };
   // As ZeRO has it, what is more precise than operators need is the optimizer's.
   at::Tensor master = like(domain.keeps_hi_lo ? c10::kShort : domain.master_dtype, Role::optimizer);
@@ -262,7 +262,7 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
     domain.keeps_hi_lo ? split_hi_lo(visible, master, tensor.detach()) : materialise(visible, master);
   }
   segment_of(visible)->set_master(master);
-  for (const at::Tensor& kept : {visible, master}) segment_of(kept)->set_keeps_same(true);
+  segment_of(visible)->set_keeps_same(segment->keeps_same());
   if (!domain.keeps_hi_lo) segment_of(master)->set_visible(*segment_of(visible));
   if (changes) tensor.set_data(visible);
 }

@@ -11,7 +11,7 @@
 namespace zeropage {
 namespace {
 
-/// What a call takes beside the tensor that it writes.
+/// The placements of what a call takes beside the tensor that it writes.
 struct Taken {
   bool own_tensor = false, own_number = false;
   bool is_own() const { return own_tensor || own_number; }
@@ -131,8 +131,14 @@ void move_home(const at::Tensor& tensor, const Creation& creation, bool with_con
   const at::Tensor made =
       make_paged(segment.domain(), content.sizes(), content.strides(), content.dtype(), segment.role(), creation);
   if (with_content) copy_windows(made, content);
-  segment_of(made)->set_keeps_same(segment.keeps_same());
+  const bool keeps_same = segment.keeps_same();
+  const at::Tensor master = segment.master();
+  const auto visible = segment.visible();
   take_segment(tensor, made);
+  StorageSegment& moved = *segment_of(tensor);
+  moved.set_master(master);
+  moved.set_keeps_same(keeps_same);
+  if (visible) moved.set_visible(*segment_of(*visible));
 }
 
 }  // namespace
@@ -164,6 +170,7 @@ void settle_placements(Call& call) {
 
 void make_own(const at::Tensor& tensor, bool overwritten) {
   StorageSegment& segment = *segment_of(tensor);
+  if (segment.master().defined()) make_own(segment.master(), overwritten);
   if (segment.is_own()) return;
   if (segment.is_unallocated()) {  // what is to be made of it is made whole
     segment.become_own();
@@ -180,6 +187,7 @@ void make_own(const at::Tensor& tensor, bool overwritten) {
 
 void make_same(const at::Tensor& tensor) {
   StorageSegment& segment = *segment_of(tensor);
+  if (segment.master().defined()) make_same(segment.master());
   if (!segment.is_own()) return;
   segment.complete();
   move_home(tensor, {.number = segment.number()}, /*with_content=*/true);
@@ -187,9 +195,14 @@ void make_same(const at::Tensor& tensor) {
 
 void make_whole(const at::Tensor& tensor) {
   StorageSegment& segment = *segment_of(tensor);
+  if (segment.master().defined()) make_whole(segment.master());
   if (segment.is_own() || segment.layout() == Layout::replicated) return;
   segment.complete();
   move_home(tensor, {.layout = Layout::replicated, .number = segment.number()}, segment.is_touched());
+}
+
+void refresh_outside_steps(StorageSegment& segment) {
+  if (segment.is_stale() && segment.role() == Role::parameter && !values_are_same()) segment.refresh(Access::read);
 }
 
 void note_states(c10::ArrayRef<at::Tensor> states) {

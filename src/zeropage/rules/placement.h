@@ -5,7 +5,7 @@
 
 namespace zeropage {
 
-/// What a call's results are, over ranks: `same` or `own`. Of an operator on lists, those of element `element`.
+/// `same` or `own`: the placement, over ranks, of a call's results; of element `element` where it is on lists.
 Placement placement_of(Call& call, std::size_t element = 0);
 
 /// Before a call writes: what it makes this rank's own becomes whole here, as the table in tensor/placement.h says.
@@ -19,6 +19,10 @@ void make_own(const at::Tensor& tensor, bool overwritten);
 void make_same(const at::Tensor& tensor);
 /// The tensor is whole on every rank from now on, whatever its role, and still the same on all.
 void make_whole(const at::Tensor& tensor);
+
+/// Outside of steps, what is made of a parameter is made of a whole one, which ranks bring together at the first use
+/// of any: where only some ranks compute this, the others need take no part. Throws as StorageSegment::refresh().
+void refresh_outside_steps(StorageSegment& segment);
 
 /// An optimizer keeps these beside its parameters: they stay the same on all ranks from now on.
 void note_states(c10::ArrayRef<at::Tensor> states);

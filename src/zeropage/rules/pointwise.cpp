@@ -47,24 +47,17 @@ std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substit
   return result;
 }
 
-/// Outside of steps, what is made of parameters is made of whole ones, which ranks bring together at the first use of
-/// any: where only some ranks compute this, the others need take no part.
-void refresh_stale(const Substitution& call) {
-  if (values_are_same()) return;
-  for (const Operand& operand : call.operands) {
-    if (operand.segment && operand.segment->is_stale() && operand.segment->role() == Role::parameter) {
-      operand.segment->refresh(Access::read);
-    }
-  }
-}
-
 }  // namespace
 
 at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
                                  Chunking chunking, Placement placement) {
   // Also while the call is only deferred: its dtype and its scalars' values are asked for now.
   TensorPin scalars(call.scalars);
-  if (written < 0) refresh_stale(call);
+  if (written < 0) {
+    for (const Operand& operand : call.operands) {
+      if (operand.segment) refresh_outside_steps(*operand.segment);
+    }
+  }
   if (placement == Placement::same) {
     if (auto result = run_later(op, call, written, chunking)) return *result;
   }

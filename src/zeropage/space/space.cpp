@@ -402,10 +402,10 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   const char* const names[] = {"parameters", "gradients", "optimizer"};
   bool to_disk = false, may_go_to_disk = false;
   for (int i = 0; i < 3; ++i) {
-    const TierChoice placement = tier_choice_of(names[i], roles[i].second);
-    domain->tiers[static_cast<int>(roles[i].first)] = placement;
-    to_disk |= placement == TierChoice::disk;
-    may_go_to_disk |= placement == TierChoice::disk || placement == TierChoice::automatic;
+    const TierChoice tier = tier_choice_of(names[i], roles[i].second);
+    domain->tiers[static_cast<int>(roles[i].first)] = tier;
+    to_disk |= tier == TierChoice::disk;
+    may_go_to_disk |= tier == TierChoice::disk || tier == TierChoice::automatic;
   }
   const TierChoice activations = tier_choice_of("activations", config.activations);
   if (activations == TierChoice::automatic) {
@@ -553,9 +553,10 @@ bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role rol
 bool Space::page(at::Tensor& tensor, Role role) { return page_in(domain_, tensor, role); }
 
 bool Space::mix(at::Tensor& parameter) {
-  const auto* segment = segment_of(parameter);
+  auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
   const SameValues same;  // all ranks do it together
+  segment->set_keeps_same(true);
   give_master(parameter, *domain_);
   know(parameter, *domain_);
   return true;

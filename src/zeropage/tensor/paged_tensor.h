@@ -292,7 +292,8 @@ class StorageSegment final : public Segment {
   void become_own() { own_ = true; }
   /// Whether the program keeps it the same on all ranks, whatever it writes: a parameter, or an optimizer's state.
   bool keeps_same() const { return keeps_same_; }
-  void set_keeps_same(bool keeps) { keeps_same_ = keeps; }
+  /// And its master.
+  void set_keeps_same(bool keeps);
   /// Whether it is a gradient that the reducer made.
   bool is_reduced() const { return is_reduced_; }
   void set_reduced() { is_reduced_ = true; }

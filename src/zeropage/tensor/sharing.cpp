@@ -237,6 +237,11 @@ void StorageSegment::refresh(Access access) {
   set_stale(false);
 }
 
+void StorageSegment::set_keeps_same(bool keeps) {
+  keeps_same_ = keeps;
+  if (auto* const master = segment_of(master_)) master->set_keeps_same(keeps);
+}
+
 void StorageSegment::set_stale(bool stale) {
   if (std::exchange(stale_, stale) == stale || role() != Role::parameter || !storage_) return;
   std::lock_guard lock(domain_->sharing_mutex);

@@ -168,9 +168,9 @@ bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
   } else if (!page_tensor(domain, leaf, Role::parameter, key)) {
     return false;
   }
+  segment_of(leaf)->set_keeps_same(true);
   if (domain->mixes()) give_master(leaf, *domain);
   StorageSegment& segment = *segment_of(leaf);
-  segment.set_keeps_same(true);
   segment.leaf_known = true;
   domain->leaves.know(leaf);
   return true;
