@@ -71,10 +71,16 @@ def _said(deepcopy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(deepcopy)
     def method(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         result = deepcopy(self, memo)
+        if self.requires_grad and self.is_leaf and _core.is_paged(self):
+            result.grad_dtype = self.grad_dtype  # in mixed precision gradients have another dtype
         _space.note_copy(self, result)
         return result
 
     return method
+
+
+def _as_number(convert: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    return on_paged(convert, lambda self: convert(_core.plain_copy(self.detach()) if self.numel() == 1 else self))
 
 
 def _patch_tensor() -> None:
@@ -86,6 +92,8 @@ def _patch_tensor() -> None:
     tensor.new = on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
     tensor.__deepcopy__ = _said(on_paged(tensor.__deepcopy__, _deepcopy))
     tensor.is_pinned = on_paged(tensor.is_pinned, lambda self, *_a, **_k: False)  # it has no address to ask about
+    for name in ("__float__", "__int__", "__index__", "__complex__", "__bool__"):  # torch.tensor([w[0], w[1]]) asks them
+        setattr(tensor, name, _as_number(getattr(tensor, name)))
     tolist = tensor.tolist  # printing reads memory: it gets a copy
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
 

@@ -38,7 +38,7 @@ IoEngine engine_of(const std::string& name) {
 /// tensor, its pages too.
 struct Memory {
   c10::Storage storage;
-  std::optional<TensorPin> pin;
+  std::optional<RawPin> pin;
 };
 
 /// A ticket with all that its transfer uses. The interpreter's lock guards its members.
@@ -87,7 +87,7 @@ class TensorTicket {
   }
   void unpin(bool succeeded) {
     if (!memory_.pin) return;
-    std::optional<TensorPin> pin = std::exchange(memory_.pin, std::nullopt);
+    std::optional<RawPin> pin = std::exchange(memory_.pin, std::nullopt);
     const py::gil_scoped_release released;
     if (succeeded) pin->release();
     pin.reset();

@@ -340,6 +340,7 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<TensorPin>(module, "TensorPin")
       .def("release", &TensorPin::release, py::call_guard<py::gil_scoped_release>());
+  py::class_<RawPin>(module, "RawPin").def("release", &RawPin::release, py::call_guard<py::gil_scoped_release>());
   py::class_<RegionPin>(module, "RegionPin")
       .def("release", &RegionPin::release, py::call_guard<py::gil_scoped_release>())
       .def("drop", &RegionPin::drop, py::call_guard<py::gil_scoped_release>());
@@ -352,7 +353,7 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "pin",
       [](const at::Tensor& tensor, bool write) {
-        return std::make_unique<TensorPin>(pin(tensor, write ? Access::write : Access::read));
+        return std::make_unique<RawPin>(tensor, write ? Access::write : Access::read);
       },
       py::arg("tensor"), py::arg("write") = true, py::call_guard<py::gil_scoped_release>());
   module.def(

@@ -96,7 +96,7 @@ TEST_CASE("a tensor's segment is found while other threads pin it and let go") {
   std::thread reader([&] {
     while (!done) missed += segment_of(tensor) == nullptr;
   });
-  for (int i = 0; i < 200000; ++i) const TensorPin held = pin(tensor);
+  for (int i = 0; i < 200000; ++i) const RawPin held = pin(tensor);
   done = true;
   reader.join();
   CHECK(missed == 0);

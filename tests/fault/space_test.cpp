@@ -23,7 +23,7 @@ TEST_CASE("raw data may be read inside a pin and only there") {
   CHECK(is_paged(tensor));
   CHECK(outside[0].item<float>() == 3.0f);  // like Module::to: what shared its memory keeps its own
   {
-    TensorPin held = pin(tensor);
+    const RawPin held = pin(tensor);
     CHECK(tensor.data_ptr<float>()[77] == 3.0f);
     tensor.data_ptr<float>()[77] = 5.0f;
   }

@@ -153,7 +153,7 @@ void run(Call& call) {
     return;
   }
   if (call.info.tile && call.info.tile(call)) return;
-  if (call.info.rule) {
+  if (call.info.rule && !autocasts(call.op, call.paged[0].tensor.device().type())) {  // which casts what rules would take
     if (run_rule(call)) return;
     if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
       call.paged[0].segment->domain()->general_path.count(call.name());
@@ -166,9 +166,11 @@ void run(Call& call) {
     return;
   }
   const bool needs_autograd = scope_domain() && call.needs_autograd();
-  if (call.paged[0].segment->domain()->mixes()) {
-    const WrittenMasters written(call);
+  const auto mixes = [](const PagedArgument& argument) { return argument.segment->domain()->mixes(); };
+  if (std::any_of(call.paged.begin(), call.paged.end(), mixes)) {
+    WrittenMasters written(call);
     if (!run_on_copies(call)) call.run_whole();
+    written.add_undeclared(call);
     written.follow();
     visible_follows(call);
   } else if (!run_on_copies(call)) {

@@ -117,6 +117,8 @@ struct Frame {
   std::size_t transfers = 0;      // of its pages, under way
   int starting = 0;               // threads that start reads into it, perhaps with the lock given up
   std::exception_ptr failure;     // of a read into it
+  // By page, what it is at home until its overwriting has succeeded; `clean` where none is under way. Or empty.
+  std::vector<Residency> promised;
   DeviceMemory::Event ready;      // of what filled it; null for CPU memory and once past
   DeviceMemory::Event last_used;  // of what used it last
   // Of the queue of victims:

@@ -39,6 +39,7 @@ void Contents::zero(Segment& segment) {
       memory_.order_after(*page.frame);
       memory_.clear(FrameMemory::address(run, i), run.bytes_of(i));
       Frames::mark(run, i, Access::overwrite);
+      Frames::keep_promise(*page.frame, i);
     } else {
       page.state = Residency::zero;
       if (page.frame) frames_.give_up(*page.frame);

@@ -1,6 +1,8 @@
 #include "zeropage/pager/frame_memory.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 
@@ -28,6 +30,22 @@ std::byte* FrameMemory::address(const Run& run, std::size_t page) {
   return frame.memory.data() + (page - frame.first_page) * run.page_bytes;
 }
 
+namespace {
+
+/// For tests: what is used before it is read, or written, is then seen.
+bool is_poisoned() {
+  static const bool is_set = std::getenv("ZEROPAGE_POISON") != nullptr;
+  return is_set;
+}
+
+/// Fills memory with a signalling NaN of 2, 4 and 8 bytes.
+void poison(std::byte* at, std::size_t bytes) {
+  constexpr std::uint16_t kWord = 0xffa5;
+  for (std::size_t i = 0; i + sizeof kWord <= bytes; i += sizeof kWord) std::memcpy(at + i, &kWord, sizeof kWord);
+}
+
+}  // namespace
+
 Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented) {
   const std::size_t bytes = bytes_of(run, first_page, pages);
   fragmented = false;
@@ -51,6 +69,7 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   frame->permanent = permanent;
   frame->pins = 1;
   if (device_) device_->reuse({frame->memory.data(), frame->memory.bytes()});
+  if (is_poisoned() && !device_ && !hollow_ && !permanent) poison(frame->memory.data(), frame->memory.bytes());
   Frame* made = frame.get();
   std::set<Frame*> place{made};
   frame->place = place.extract(place.begin());

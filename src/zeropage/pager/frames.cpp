@@ -97,6 +97,29 @@ void Frames::evict(Frame& frame) {
   ++evictions_;
 }
 
+void Frames::promise(Run& run, std::size_t page) {
+  const Residency state = run.pages[page].state;
+  Frame& frame = *run.pages[page].frame;
+  if (frame.permanent || run.next || (state != Residency::evicted && state != Residency::zero)) return;
+  frame.promised.resize(frame.pages, Residency::clean);
+  frame.promised[page - frame.first_page] = state;
+}
+
+void Frames::keep_promise(Frame& frame, std::size_t page) {
+  if (!frame.promised.empty()) frame.promised[page - frame.first_page] = Residency::clean;
+}
+
+void Frames::break_promises(Frame& frame) noexcept {
+  for (std::size_t i = 0; frame.run && i < frame.promised.size(); ++i) {
+    Page& page = frame.run->pages[frame.first_page + i];
+    if (frame.promised[i] == Residency::clean || page.frame != &frame || page.state != Residency::dirty) continue;
+    page.state = frame.promised[i];
+    page.frame = nullptr;
+    frame.assembling = true;  // not all of its pages point to it
+  }
+  frame.promised.clear();
+}
+
 /// Puts a frame that could leave in its place among the others.
 void Frames::consider(Frame& frame) noexcept {
   if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;

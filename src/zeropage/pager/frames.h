@@ -47,6 +47,16 @@ class Frames {
     state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
   }
 
+  // [Note: overwriting] A page that is to be overwritten is not read: its frame holds other bytes until the operator
+  // has written it. The frame remembers what the page is at home, and the page is that again if the operator fails.
+
+  /// The page, which has no content in its frame, is about to be overwritten.
+  static void promise(Run& run, std::size_t page);
+  /// It has been.
+  static void keep_promise(Frame& frame, std::size_t page);
+  /// What was not kept is as it was. The caller holds the last pin.
+  static void break_promises(Frame& frame) noexcept;
+
   /// Of a frame that no pin and no transfer holds any more.
   void settle(Frame& frame) noexcept;
   /// Forgets a frame; its pages must not need it.

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <exception>
+
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
@@ -89,6 +91,7 @@ PagePin PagePins::take_pin(Frame& frame, Segment& segment, std::size_t index, Ac
   pin.frame_ = &frame;
   pin.access_ = access;
   pin.thread_ = this_thread_number();
+  pin.exceptions_ = std::uncaught_exceptions();
   pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run()->page_bytes + segment.offset();
   memory_.order_after(frame);
   return pin;
@@ -120,7 +123,7 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
   return take_pin(*frame, segment, index, access);
 }
 
-void PagePins::let_go(PagePin& pin) noexcept {
+void PagePins::let_go(PagePin& pin, bool failed) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   Frame& frame = *pin.frame_;
@@ -136,6 +139,8 @@ void PagePins::let_go(PagePin& pin) noexcept {
       frame.claimer = {};
       frame.assembling = true;
     }
+    if (pin.access_ != Access::read && !failed) Frames::keep_promise(frame, pin.page_);
+    if (frame.pins == 1) Frames::break_promises(frame);
     frame.transient = pin.will_not_reuse_;
   }
   frames_.drop_pin(frame, pin.thread_);
@@ -158,6 +163,7 @@ void PagePins::wait(PagePin& pin) {
   transfers_.make_writable(lock, *pin.run_, pin.page_);
   if (frame.permanent) return void(++pin.run_->changes);
   frame.claimer = {};
+  Frames::promise(*pin.run_, pin.page_);
   Frames::mark(*pin.run_, pin.page_, pin.access_);
   monitor_.changed().notify_all();
 }
@@ -168,8 +174,21 @@ void PagePins::wait_for_uses(const PagePin& pin) {
   if (pin.frame_->last_used) memory_.device()->stream_wait(pin.frame_->last_used);
 }
 
+void PagePins::written(PagePin& pin) {
+  if (pin.access_ != Access::overwrite || std::exchange(pin.written_, true)) return;
+  const Lock lock(monitor_.mutex());
+  if (pin.frame_->run) Frames::keep_promise(*pin.frame_, pin.page_);
+}
+
 PagePin::~PagePin() {
-  if (frame_) pins_->let_go(*this);
+  if (!frame_) return;
+  const bool failed = !written_ && std::uncaught_exceptions() > exceptions_;
+  if (failed && loan_) loan_->waited_for = false;
+  pins_->let_go(*this, failed);
+}
+
+void PagePin::written() {
+  if (frame_) pins_->written(*this);
 }
 
 void PagePin::wait() {

@@ -2,7 +2,8 @@
 //
 // Contract: a pin is given as soon as there is memory; the read may still be under way. A page that is to be
 // overwritten has no content in its frame: the thread that pins it has claimed it, and other threads wait until that
-// thread writes it or lets go of it. Until PagePin::wait(), the page is what it is at home.
+// thread writes it or lets go of it. Until PagePin::wait(), and if what writes it throws, the page is what it is at
+// home.
 #pragma once
 
 #include <memory>
@@ -40,6 +41,8 @@ class PagePin {
     std::swap(will_not_reuse_, other.will_not_reuse_);
     std::swap(thread_, other.thread_);
     std::swap(loan_, other.loan_);
+    std::swap(exceptions_, other.exceptions_);
+    std::swap(written_, other.written_);
     return *this;
   }
   ~PagePin();
@@ -53,6 +56,9 @@ class PagePin {
   std::byte* data() const { return data_; }
   /// The page is not used again soon. A hint, for where the plan does not know.
   void will_not_reuse() { will_not_reuse_ = true; }
+  /// What has been written stays, whatever comes. Without it, a page for overwriting is what it was if the pin ends
+  /// by an exception.
+  void written();
   /// Copies into the page from memory of the same kind.
   void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
   /// `loan` ends after the pin.
@@ -70,6 +76,8 @@ class PagePin {
   bool will_not_reuse_ = false;
   std::uint64_t thread_ = 0;  // that took it
   std::unique_ptr<PageLoan> loan_;
+  int exceptions_ = 0;  // under way when it was taken
+  bool written_ = false;
 };
 
 class PagePins {
@@ -98,7 +106,8 @@ class PagePins {
 
   PagePin take_pin(Frame& frame, Segment& segment, std::size_t index, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t index);
-  void let_go(PagePin& pin) noexcept;
+  void let_go(PagePin& pin, bool failed) noexcept;
+  void written(PagePin& pin);
   void wait(PagePin& pin);
   void wait_for_uses(const PagePin& pin);
 

@@ -231,8 +231,10 @@ void WholePins::fill(Hold& hold) {
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
   memory_.order_after(frame);
+  if (!hold.read) frame.promised.resize(run.pages.size(), Residency::clean);  // [Note: overwriting]
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
+    if (!hold.read && !page.frame) frame.promised[i] = page.state;
     std::byte* const into = frame.memory.data() + i * run.page_bytes;
     if (page.frame == &frame) continue;
     if (page.frame) {
@@ -256,9 +258,9 @@ void WholePins::commit(Hold& hold) noexcept {
     if (page.frame == &frame) continue;
     Frame* const other = std::exchange(page.frame, &frame);
     if (other) {
-      // Its last page here: none behind points to it.
-      const bool more = i + 1 < run.pages.size() && run.pages[i + 1].frame == other;
-      if (!more) frames_.drop(*other);
+      const auto behind = run.pages.begin() + static_cast<std::ptrdiff_t>(i) + 1;
+      const auto end = run.pages.begin() + static_cast<std::ptrdiff_t>(other->first_page + other->pages);
+      if (std::none_of(behind, end, [&](const Page& p) { return p.frame == other; })) frames_.drop(*other);
     } else if (page.state == Residency::zero) {
       page.state = run.gathered() ? Residency::clean : Residency::dirty;
     } else {
@@ -279,7 +281,7 @@ void WholePins::let_go(std::vector<Hold>& holds) noexcept {
   monitor_.changed().notify_all();
 }
 
-void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept {
+void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread, bool failed) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   for (const PinRequest& request : requests) {
@@ -291,6 +293,8 @@ void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread
     } catch (...) {  // a device that cannot record an event is lost, and so is what it computes
     }
     if (--frame.whole_pins == 0 && !frame.permanent) budgets_.let_go(frame.memory.bytes());
+    if (request.access != Access::read && !failed) frame.promised.clear();
+    if (frame.whole_pins == 0 && frame.pins == 1) Frames::break_promises(frame);
     frames_.drop_pin(frame, thread);
   }
   if (monitor_.closed()) return;

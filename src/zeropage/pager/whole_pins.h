@@ -27,7 +27,7 @@ class WholePins {
 
   // As FrameCache says of them.
   void pin(std::span<const PinRequest> requests);
-  void unpin(std::span<const PinRequest> requests, std::uint64_t thread) noexcept;
+  void unpin(std::span<const PinRequest> requests, std::uint64_t thread, bool failed) noexcept;
   void write_again(Segment& segment);
   /// Runs that pins met with no frame.
   std::size_t faults() const { return faults_; }

@@ -75,6 +75,25 @@ bool asks_metadata(std::string_view name) {
   return names.count(name) > 0;
 }
 
+/// In place, without reading what was there. Other seeded operators, such as dropout_, read it.
+bool fills_at_random(std::string_view name) {
+  static const std::unordered_set<std::string_view> names{"bernoulli_",  "random_",      "uniform_",   "normal_",
+                                                          "cauchy_",     "log_normal_",  "geometric_", "exponential_"};
+  return names.count(name) > 0;
+}
+
+/// Operators on lists that are elementwise, or reduce each tensor by itself, by their names without "_foreach_".
+bool goes_by_elements(std::string_view name) {
+  static const std::unordered_set<std::string_view> names{
+      "abs",      "acos",       "add",   "addcdiv", "addcmul", "asin",  "atan",    "ceil",      "clamp_max", "clamp_min",
+      "clone",    "copy",       "cos",   "cosh",    "div",     "erf",   "erfc",    "exp",       "expm1",     "floor",
+      "frac",     "lerp",       "lgamma", "log",    "log10",   "log1p", "log2",    "maximum",   "minimum",   "mul",
+      "neg",      "pow",        "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin",       "sinh",      "sqrt",
+      "sub",      "tan",        "tanh",  "trunc",   "zero",    "norm",  "max",     "powsum"};
+  if (!name.empty() && name.back() == '_') name.remove_suffix(1);
+  return names.count(name) > 0;
+}
+
 /// Arguments that a kernel writes although its schema does not say so: the running statistics of normalisation.
 bool writes_in_secret(const std::string& argument) { return argument == "running_mean" || argument == "running_var"; }
 
@@ -103,11 +122,11 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
   info.sets = name == "set_" || name == "set_data";
   info.cuts_by_content = name == "tensor_split" && schema.overload_name() == "tensor_indices_or_sections";
   if (asks_metadata(name)) info.kind = OperatorKind::metadata;
-  const bool in_place = !info.writes.empty() && info.writes[0] && schema.returns().size() == 1;
-  info.fills = info.seeded && in_place && name.back() == '_';
+  info.fills = fills_at_random(name);
   info.fused = ours || starts_with(name, "_fused_adam") || starts_with(name, "_fused_sgd") ||
                starts_with(name, "_fused_adagrad");
-  info.list = info.fused || starts_with(name, "_foreach_");
+  constexpr std::string_view kForeach = "_foreach_";
+  info.list = info.fused || (starts_with(name, kForeach) && goes_by_elements(name.substr(kForeach.size())));
   const bool returns_tensor =
       schema.returns().size() == 1 && is_tensor_type(schema.returns()[0].type());  // not equal()
   info.pointwise =
@@ -233,6 +252,11 @@ bool autocasts_on(c10::DeviceType device) {
   return device != c10::kMeta && at::autocast::is_autocast_enabled(device);
 }
 
+bool autocasts(const c10::OperatorHandle& op, c10::DeviceType device) {
+  return autocasts_on(device) &&
+         op.hasKernelForDispatchKey(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+}
+
 namespace {
 
 /// Autocast keeps its casts of leaves until it ends: of paged weights, all of them would stay in memory.
@@ -339,7 +363,10 @@ void Call::run_whole() {
     const NoCastCache no_cache(paged[0].tensor.device().type());
     redispatch();
   }
-  if (const auto written = versions.written(); !written.empty()) TensorPin(written).release();
+  if (const auto written = versions.written(); !written.empty()) {
+    for (const PinRequest& request : written) undeclared.push_back(static_cast<StorageSegment*>(request.segment));
+    TensorPin(written).release();
+  }
   pin.release();
 }
 

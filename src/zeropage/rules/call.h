@@ -56,6 +56,7 @@ struct Call {
   std::size_t arguments;
   c10::SmallVector<PagedArgument, 4> paged = {};  // every paged tensor among them, in order
   bool has_lazy = false;                          // a lazy product may be among them
+  c10::SmallVector<StorageSegment*, 2> undeclared = {};  // what run_whole() wrote and the schema does not declare
 
   c10::IValue& argument(std::size_t i) { return stack[first + i]; }
   const std::string& name() const { return op.schema().name(); }
@@ -90,6 +91,8 @@ bool has_tangent(const at::Tensor& tensor);
 /// Whether autocast casts operators there. Not on torch's "meta" device, where runs are planned.
 bool autocasts_on(c10::DeviceType device);
 inline bool autocasts(const at::Tensor& tensor) { return autocasts_on(tensor.device().type()); }
+/// Whether it casts the arguments of this operator there.
+bool autocasts(const c10::OperatorHandle& op, c10::DeviceType device);
 
 /// An in-place write that autograd did not see must still bump the version that saved tensors check.
 void bump_version(const at::Tensor& tensor);

@@ -60,6 +60,11 @@ HostCopy copy_to_host(const at::Tensor& kept) {
   return copy;
 }
 
+/// A number of Python's that became a tensor does not promote as a tensor does.
+void stay_number(const at::Tensor& copy, const at::Tensor& scalar) {
+  if (scalar.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+}
+
 OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
   if (current_call) {
     const auto& copies = current_call->copies;
@@ -67,6 +72,7 @@ OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
     if (const auto found = std::find_if(copies.begin(), copies.end(), same); found != copies.end()) return *found;
   }
   OneCall::Copy copy{scalar, snapshot(scalar), {}};
+  stay_number(copy.kept, scalar);
   if (!scalar.is_cpu() && domain.offloads_updates() && !domain.planned_on) copy.in_host = copy_to_host(copy.kept);
   if (current_call && current_call->copies.size() < 8) current_call->copies.push_back(copy);
   return copy;
@@ -78,6 +84,9 @@ bool can_be_deferred(const Substitution& call) {
   for (const Operand& operand : call.operands) {
     if (!operand.segment || operand.segment->domain() != first->domain()) return false;
     if (operand.segment->is_pinned()) return false;  // the holder of the pin may read its memory
+    for (const Operand& other : call.operands) {
+      if (other.segment == operand.segment && !Program::are_alike(other, operand)) return false;
+    }
   }
   return true;
 }
@@ -97,6 +106,7 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
   bool joinable = true;
   for (const ProgramPtr& program : found) {
     slots += program->slots().size();
+    for (const Operand& operand : call.operands) joinable = joinable && !program->holds_otherwise(operand);
     joinable = joinable && !program->begun() && !program->is_sealed() && program->takes(chunking, any_chunking) &&
                program->fits(strangers);
     for (const ProgramPtr& other : found) joinable = joinable && program->takes_all_of(*other);
@@ -156,12 +166,17 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
   const bool any_chunking = rounds_once(op, call);
   const ProgramPtr program = program_for(call, chunking, any_chunking);
   c10::SmallVector<int, 8> slots;
-  for (const Operand& operand : call.operands) slots.push_back(program->slot_of(operand));
+  for (Operand operand : call.operands) {
+    const auto reads_it = [&](const Operand& o) { return o.segment == operand.segment && o.access == Access::read; };
+    const bool is_read = std::any_of(call.operands.begin(), call.operands.end(), reads_it);
+    if (operand.access == Access::overwrite && is_read) operand.access = Access::write;
+    slots.push_back(program->slot_of(operand));
+  }
   at::Tensor result;
   int result_slot = -1;
   const Operand& like = call.operands[0];
   if (dtype) {
-    result = make_paged(domain, like.tensor.sizes(), like.tensor.strides(), *dtype, like.segment->role(),
+    result = make_paged(domain, like.tensor.sizes(), strides_of_result(like.tensor), *dtype, like.segment->role(),
                         {.layout = like.segment->layout(), .like = like.segment, .unallocated = true});
     result_slot = program->add_temporary(result);
   }

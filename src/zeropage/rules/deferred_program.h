@@ -66,14 +66,18 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool empty() const { return code_.instructions.empty(); }
   bool makes_only(const StorageSegment& segment) const;
   void run_into(const at::Tensor& target, const StorageSegment& segment);
-  bool fits(std::size_t more_slots) const {
-    return slots_.size() + more_slots <= kMostSlots && code_.instructions.size() < kMostInstructions;
-  }
+  bool fits(std::size_t more_slots) const;
   bool begun() const { return progress_.done > 0; }
   bool takes(Chunking chunking, bool any_chunking) const;
   bool takes_all_of(const Program& other) const { return takes(other.code_.chunking, other.code_.any_chunking); }
   void take_over(Program& other);
   int slot_of(const Operand& operand);
+  /// A slot is a segment seen in one way: as so many elements of one dtype.
+  static bool are_alike(const Operand& a, const Operand& b) {
+    return a.tensor.dtype() == b.tensor.dtype() && a.tensor.numel() == b.tensor.numel() && a.per == b.per;
+  }
+  /// Whether it has the operand's segment as other elements.
+  bool holds_otherwise(const Operand& operand) const;
   int add_temporary(const at::Tensor& tensor);
   void add(Instruction instruction, Chunking chunking, bool any_chunking);
 

@@ -109,7 +109,7 @@ at::Tensor run_element(Call& call, Element element, bool returns) {
     if (written < 0 && call.info.writes[i]) written = static_cast<int>(substitution.operands.size());
     cut = substitution.add(element.tensor_or_value(i), element.is_list(i), shape, access);
   }
-  if (cut && substitution.has_paged_operand() && (written >= 0) != returns) {
+  if (cut && substitution.has_paged_operand() && !substitution.writes_its_scalars() && (written >= 0) != returns) {
     const bool over_ranks = call.paged[0].segment->domain()->partition.ranks != nullptr;
     return run_pointwise_windows(call.op, substitution, written,
                                  call.info.fused ? Chunking::vectors : Chunking::iterator,

@@ -11,9 +11,18 @@
 namespace zeropage {
 namespace {
 
+/// A view of another dtype has none: it is of the bits that operators see.
 bool has_master(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
-  return segment && segment->master().defined() && is_whole(tensor);
+  return segment && segment->master().defined() && is_whole(tensor) &&
+         tensor.scalar_type() == segment->domain()->visible_dtype;
+}
+
+/// Whether the call writes bits of a tensor whose master must follow, by a view that has none itself.
+bool writes_part_of_mixed(const Call& call) {
+  return std::any_of(call.paged.begin(), call.paged.end(), [](const PagedArgument& argument) {
+    return argument.access != Access::read && argument.segment->master().defined() && !has_master(argument.tensor);
+  });
 }
 
 /// Beside what operators see lies what it lacks, and not all of it once more.
@@ -103,9 +112,18 @@ bool reads_masters(Call& call) {
   return false;
 }
 
+/// Into an ordinary tensor of the same dtype. What operators see of two halves rounds ties up, and not to even, so
+/// the rounded master could be another number.
+bool copies_what_is_seen(Call& call) {
+  if (call.name() != "aten::copy_") return false;
+  const at::Tensor to = call.argument(0).toTensor(), from = call.argument(1).toTensor();
+  return !has_master(to) && has_master(from) && to.scalar_type() == from.scalar_type();
+}
+
 }  // namespace
 
 bool run_rule(Call& call) {
+  if (writes_part_of_mixed(call)) return false;
   const auto mixed = [](const PagedArgument& argument) { return has_master(argument.tensor); };
   const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
   if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || (call.needs_autograd() && !asks) ||
@@ -116,7 +134,7 @@ bool run_rule(Call& call) {
   }
   const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
   const bool clones = call.name() == "aten::clone";
-  if (!writes && !clones && !reads_masters(call)) return call.info.rule(call);
+  if ((!writes && !clones && !reads_masters(call)) || copies_what_is_seen(call)) return call.info.rule(call);
 
   struct Materialised {
     at::Tensor tensor, master;
@@ -126,6 +144,12 @@ bool run_rule(Call& call) {
   const auto paged = call.paged;
   for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
     if (!has_master(tensor)) return tensor;
+    const auto is_it = [&](const Materialised& m) { return segment_of(m.tensor) == segment_of(tensor); };
+    const auto known = std::find_if(materialised.begin(), materialised.end(), is_it);
+    if (known != materialised.end()) {  // twice in a list: of one content
+      const bool same = known->tensor.sizes() == tensor.sizes() && known->tensor.strides() == tensor.strides();
+      return same ? known->master : known->master.as_strided(tensor.sizes(), tensor.strides());
+    }
     at::Tensor master = master_of(tensor, asks);
     if (call.info.writes[argument]) materialised.push_back({tensor, master});
     return master;
@@ -154,6 +178,10 @@ bool run_rule(Call& call) {
     materialise(written.tensor, written.master);
     bump_version(written.tensor);
   }
+  visible_follows(call, [&](const StorageSegment& segment) {
+    return std::any_of(materialised.begin(), materialised.end(),
+                       [&](const Materialised& written) { return segment_of(written.tensor) == &segment; });
+  });
   if (call.stack.size() == call.first || !call.stack.back().isTensor()) return true;
   if (clones) {
     at::Tensor copy = call.stack.back().toTensor();
@@ -180,11 +208,11 @@ bool follows_master(const StorageSegment& segment) {
   return segment.master().defined() && !is_hi_lo(segment.master());
 }
 
-void visible_follows(const Call& call) {
+void visible_follows(const Call& call, c10::function_ref<bool(const StorageSegment&)> is_current) {
   for (const PagedArgument& argument : call.paged) {
     if (argument.access == Access::read) continue;
     const auto visible = argument.segment->visible();
-    if (visible && segment_of(*visible)) follow_master(*segment_of(*visible));
+    if (visible && segment_of(*visible) && !is_current(*segment_of(*visible))) follow_master(*segment_of(*visible));
   }
 }
 
@@ -203,24 +231,34 @@ void follow_master(const StorageSegment& segment) {
 }
 
 WrittenMasters::WrittenMasters(const Call& call) {
+  for (const PagedArgument& argument : call.paged) {
+    if (argument.access != Access::read) add(*argument.segment);
+  }
+}
+
+void WrittenMasters::add_undeclared(const Call& call) {
+  for (StorageSegment* const segment : call.undeclared) add(*segment, /*is_before=*/false);
+}
+
+void WrittenMasters::add(StorageSegment& segment, bool is_before) {
+  const auto is_it = [&](const Written& written) { return written.segment == &segment; };
+  if (!segment.master().defined() || std::any_of(written_.begin(), written_.end(), is_it)) return;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
-  for (const PagedArgument& argument : call.paged) {
-    if (argument.access == Access::read || !argument.segment->master().defined()) continue;
-    const at::Tensor& master = argument.segment->master();
-    Written written{argument.segment, {}, {}};
-    {
-      c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
-      written.visible = argument.segment->whole_tensor(master.sizes(), master.strides(), argument.tensor.dtype());
-    }
-    if (is_hi_lo(master)) {  // what was materialised is about to be written
-      written.before =
-          make_paged(argument.segment->domain(), master.sizes(), master.strides(), argument.tensor.dtype(),
-                     argument.segment->role(), {.layout = argument.segment->layout(), .like = argument.segment});
-      copy_windows(written.before, written.visible);
-    }
-    written_.push_back(std::move(written));
+  const at::Tensor& master = segment.master();
+  const auto dtype = c10::scalarTypeToTypeMeta(segment.domain()->visible_dtype);
+  Written written{&segment, {}, {}};
+  {
+    c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
+    written.visible = segment.whole_tensor(master.sizes(), master.strides(), dtype);
   }
+  if (is_hi_lo(master)) {
+    written.before = make_paged(segment.domain(), master.sizes(), master.strides(), dtype, segment.role(),
+                                {.layout = segment.layout(), .like = &segment});
+    // Afterwards nobody knows what was changed: then nothing that is visible lacks anything.
+    if (is_before) copy_windows(written.before, written.visible);
+  }
+  written_.push_back(std::move(written));
 }
 
 void WrittenMasters::follow() const {

@@ -15,9 +15,14 @@ bool run_rule(Call& call);
 class WrittenMasters {
  public:
   explicit WrittenMasters(const Call& call);
+  /// Of raw memory that is about to be written.
+  explicit WrittenMasters(StorageSegment& segment) { add(segment); }
+  /// What the call wrote without declaring it, once it has run.
+  void add_undeclared(const Call& call);
   void follow() const;
 
  private:
+  void add(StorageSegment& segment, bool is_before = true);
   struct Written {
     StorageSegment* segment;
     at::Tensor visible;
@@ -27,8 +32,10 @@ class WrittenMasters {
 };
 
 /// After a call that wrote masters by themselves, as a program does that was given them by state_dict(): what
-/// operators see follows.
-void visible_follows(const Call& call);
+/// operators see follows, but where it is current.
+void visible_follows(
+    const Call& call,
+    c10::function_ref<bool(const StorageSegment&)> is_current = [](const StorageSegment&) { return false; });
 
 /// Has operators see `tensor`, which is paged, in the domain's visible dtype from now on, and gives it a master that
 /// is more precise, in place. The content is kept as precisely as the two allow.

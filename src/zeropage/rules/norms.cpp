@@ -52,7 +52,8 @@ NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
       planned->copy(slices[0].nbytes() / 2);
       return planned->synchronize();
     }
-    const double part = at::linalg_vector_norm(slices[0], ord, std::nullopt, false, c10::kDouble).item<double>();
+    const auto dtype = slices[0].is_complex() ? c10::kComplexDouble : c10::kDouble;
+    const double part = at::linalg_vector_norm(slices[0], ord, std::nullopt, false, dtype).item<double>();
     std::lock_guard lock(mutex);
     total.add_norm(part);
   };
@@ -83,8 +84,8 @@ std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double o
 
 at::Tensor as_result(double norm, const at::Tensor& self, std::optional<c10::ScalarType> dtype) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-  const auto real = c10::toRealValueType(self.scalar_type());
-  return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(dtype.value_or(real)));
+  const auto real = c10::toRealValueType(dtype.value_or(self.scalar_type()));
+  return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(real));
 }
 
 bool is_partitioned_whole(const at::Tensor& tensor) {
@@ -101,8 +102,7 @@ namespace {
 bool is_too_large(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   if (!segment || !is_operand(tensor, tensor)) return false;
-  const FrameCache& cache = segment->is_unallocated() ? *segment->domain()->cache : *segment->cache();
-  return tensor.nbytes() > cache.frame_limit();
+  return tensor.nbytes() > segment->frame_limit();
 }
 
 }  // namespace

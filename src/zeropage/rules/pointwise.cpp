@@ -4,6 +4,10 @@
 
 #include <ATen/ops/ones.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+
+#include <iterator>
+#include <unordered_map>
 
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/program.h"
@@ -17,32 +21,85 @@ at::Tensor first_result(const torch::jit::Stack& stack) {
   return stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0];
 }
 
-/// What dtype follows from promotion: ask the operator itself, on one element.
-caffe2::TypeMeta result_dtype(const c10::OperatorHandle& op, const Substitution& call) {
+/// Runs the operator on one element: what dtype follows from promotion, or what is wrong with the call.
+caffe2::TypeMeta run_on_one(const c10::OperatorHandle& op, const Substitution& call) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   std::vector<at::Tensor> probes;
   for (const Operand& operand : call.operands) probes.push_back(at::ones({1}, operand.tensor.options()));
   auto stack = call.stack(probes);
   call_below(op, stack);
-  return first_result(stack).dtype();
+  return stack.empty() ? caffe2::TypeMeta() : first_result(stack).dtype();
+}
+
+/// All that decides what run_on_one() says. Of integers, values decide too: then there is none.
+std::optional<std::string> signature_of(const c10::OperatorHandle& op, const Substitution& call) {
+  std::string signature = fmt::format("{}.{}", op.schema().name(), op.schema().overload_name());
+  const auto add_tensor = [&](const at::Tensor& tensor) {
+    fmt::format_to(std::back_inserter(signature), " {}{}{}", static_cast<int>(tensor.scalar_type()),
+                   static_cast<int>(tensor.device().type()), tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  };
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    const int operand = call.operand_of[i];
+    const c10::IValue& value = call.arguments[i];
+    if (operand >= 0) {
+      const at::Tensor& tensor = call.operands[operand].tensor;
+      signature += " of";  // which promotes otherwise than a tensor of no dimension
+      if (!tensor.is_floating_point() && !tensor.is_complex()) return std::nullopt;
+      add_tensor(tensor);
+    } else if (value.isTensor() && value.toTensor().defined()) {
+      add_tensor(value.toTensor());
+    } else if (value.isString()) {
+      fmt::format_to(std::back_inserter(signature), " {}", value.toStringRef());
+    } else if (value.isList() || value.isTensor() || value.isNone() || value.isScalar()) {
+      fmt::format_to(std::back_inserter(signature), " {}", value.tagKind());
+      if (value.isBool()) signature += value.toBool() ? '1' : '0';
+    } else {
+      return std::nullopt;
+    }
+  }
+  return signature;
+}
+
+/// What the operator would return, or throws. Nothing of the call has happened.
+caffe2::TypeMeta probe(const c10::OperatorHandle& op, const Substitution& call) {
+  thread_local std::unordered_map<std::string, caffe2::TypeMeta> known;
+  const auto signature = signature_of(op, call);
+  if (signature) {
+    if (const auto found = known.find(*signature); found != known.end()) return found->second;
+  }
+  const caffe2::TypeMeta dtype = run_on_one(op, call);
+  constexpr std::size_t kMost = 1024;
+  if (known.size() >= kMost) known.clear();
+  if (signature) known.emplace(*signature, dtype);
+  return dtype;
 }
 
 }  // namespace
 
 namespace {
 
+/// Integers that are divided by zero are an error, which depends on what the divisor holds.
+bool may_fail_by_content(const c10::OperatorHandle& op, const Substitution& call) {
+  std::string_view name = op.schema().name();
+  name.remove_prefix(std::min(name.find("::") + 2, name.size()));
+  if (name.substr(0, 9) == "_foreach_") name.remove_prefix(9);
+  for (const std::string_view divides : {"div", "floor_divide", "remainder", "fmod", "gcd", "lcm"}) {
+    if (name.substr(0, divides.size()) != divides) continue;
+    return std::any_of(call.operands.begin(), call.operands.end(),
+                       [](const Operand& o) { return c10::isIntegralType(o.tensor.scalar_type(), true); });
+  }
+  return false;
+}
+
 /// Later, if all that it needs is paged. What would be wrong with it is found now.
 std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substitution& call, int written,
                                     Chunking chunking) {
-  const caffe2::TypeMeta first = call.operands[0].tensor.dtype();
-  bool alike = true;
   for (const Operand& operand : call.operands) {
     if (!operand.segment) return std::nullopt;
-    alike = alike && operand.tensor.dtype() == first;
   }
-  std::optional<caffe2::TypeMeta> dtype;
-  if (written < 0 || !alike) dtype = result_dtype(op, call);
-  auto result = defer(op, call, chunking, written < 0 ? dtype : std::nullopt);
+  if (may_fail_by_content(op, call)) return std::nullopt;
+  const caffe2::TypeMeta dtype = probe(op, call);
+  auto result = defer(op, call, chunking, written < 0 ? std::optional(dtype) : std::nullopt);
   if (result && written >= 0) result = call.operands[written].tensor;
   return result;
 }
@@ -68,10 +125,10 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
     });
     return call.operands[written].tensor;
   }
-  const caffe2::TypeMeta dtype = result_dtype(op, call);
+  const caffe2::TypeMeta dtype = probe(op, call);
   const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
   at::Tensor result =
-      make_paged(like->segment->domain(), like->tensor.sizes(), like->tensor.strides(), dtype, like->segment->role(),
+      make_paged(like->segment->domain(), like->tensor.sizes(), strides_of_result(like->tensor), dtype, like->segment->role(),
                  {.layout = like->segment->layout(), .like = like->segment, .placement = placement});
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({result, segment_of(result), Access::overwrite});
@@ -143,7 +200,7 @@ bool run_pointwise(Call& call) {
   }
   // `out=` beside scalars alone has not the result's shape: PyTorch resizes it, or says what is wrong.
   if (written >= 0 && !call.info.writes[0] && substitution.operands.size() == 1) return false;
-  if (!substitution.has_paged_operand()) return false;
+  if (!substitution.has_paged_operand() || substitution.writes_its_scalars()) return false;
   const bool over_ranks = call.paged[0].segment->domain()->partition.ranks != nullptr;
   const Placement placement = over_ranks && written < 0 ? placement_of(call) : Placement::same;
   at::Tensor result = run_pointwise_windows(call.op, substitution, written, Chunking::iterator, placement);

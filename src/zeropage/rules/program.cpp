@@ -44,6 +44,22 @@ void Program::touch(int index, Access access) {
   if (access != Access::read && slot.access == Access::read) slot.access = Access::write;
 }
 
+bool Program::holds_otherwise(const Operand& operand) const {
+  return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return slot.segment == operand.segment &&
+           !are_alike({slot.shape, slot.segment, slot.access, slot.per}, operand);
+  });
+}
+
+/// All slots have a page in memory at once, and two where pages straddle.
+bool Program::fits(std::size_t more_slots) const {
+  const std::size_t slots = slots_.size() + more_slots;
+  constexpr std::size_t kFew = 6;  // which an operator may have by itself
+  const FrameCache& cache = *domain_->cache;
+  return slots <= kMostSlots && code_.instructions.size() < kMostInstructions &&
+         (slots <= kFew || 2 * slots * cache.page_bytes() <= cache.frame_limit());
+}
+
 int Program::slot_of(const Operand& operand) {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (slots_[i].segment == operand.segment) {
@@ -189,7 +205,18 @@ bool Program::run() {
   if (empty()) return true;
   {
     const TraceSpan span("update", "update");
-    execute();
+    try {
+      execute();
+    } catch (const Error&) {  // of memory, disk or ranks: it goes on where it was
+      throw;
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const c10::OutOfMemoryError&) {
+      throw;
+    } catch (...) {  // an operator's own, which would throw again for ever
+      end();
+      throw;
+    }
   }
   end();
   return true;

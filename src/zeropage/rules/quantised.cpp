@@ -59,6 +59,7 @@ Where where_of(const at::Tensor& tensor) {
 constexpr Chunking kChunking = Chunking::vectors;
 
 at::Tensor decode(const at::Tensor& quantised) {
+  const c10::NoGradGuard no_grad;
   static const auto op = operator_named("zeropage::decode");
   const Quantisation& quantisation = *segment_of(quantised)->quantisation();
   Substitution call;
@@ -82,6 +83,7 @@ at::Tensor decode(const at::Tensor& quantised) {
 }
 
 void encode(Quantisation& quantisation, const at::Tensor& value) {
+  const c10::NoGradGuard no_grad;
   static const auto op = operator_named("zeropage::encode_");
   Substitution call;
   add_codes(call, quantisation, quantisation.codes, Access::overwrite);
@@ -199,7 +201,6 @@ void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
   };
   std::vector<Dequantised> all;
   std::vector<std::pair<at::Tensor, at::Tensor>> stands_for;  // argument, what it was
-  c10::NoGradGuard no_grad;
   const auto replace = [&](const at::Tensor& tensor, bool writes) {
     auto* segment = segment_of(tensor);
     if (!segment || !segment->quantisation()) return tensor;
@@ -209,7 +210,10 @@ void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
       known = all.end() - 1;
     }
     known->written |= writes;
-    const at::Tensor& value = known->value;
+    const c10::NoGradGuard no_grad;
+    // A view of another dtype is of the bits.
+    const at::Tensor value =
+        tensor.scalar_type() == at::kFloat ? known->value : known->value.view(tensor.scalar_type());
     const bool whole = value.sizes() == tensor.sizes() && value.strides() == tensor.strides();
     at::Tensor stand = whole ? value : value.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     stands_for.emplace_back(stand, tensor);

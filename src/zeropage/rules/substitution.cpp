@@ -45,6 +45,14 @@ torch::jit::Stack Substitution::stack(c10::ArrayRef<at::Tensor> slices) const {
   return stack;
 }
 
+bool Substitution::writes_its_scalars() const {
+  return std::any_of(operands.begin(), operands.end(), [&](const Operand& operand) {
+    return operand.segment && operand.access != Access::read &&
+           std::any_of(scalars.begin(), scalars.end(),
+                       [&](const PinRequest& scalar) { return scalar.segment == operand.segment; });
+  });
+}
+
 bool Substitution::has_paged_operand() const {
   return std::any_of(operands.begin(), operands.end(), [](const Operand& o) { return o.segment; });
 }

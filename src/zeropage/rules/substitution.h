@@ -20,6 +20,8 @@ struct Substitution {
   /// The stack for one window: `slices` in place of operands.
   torch::jit::Stack stack(c10::ArrayRef<at::Tensor> slices) const;
   bool has_paged_operand() const;
+  /// Whether it writes what one of its scalars is a part of, which PyTorch refuses.
+  bool writes_its_scalars() const;
 
  private:
   c10::SmallVector<bool, 16> list_;

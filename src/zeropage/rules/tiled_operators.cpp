@@ -36,6 +36,12 @@ bool is_alike(const at::Tensor& cast, const at::Tensor& x, const at::Tensor& wei
   return cast.scalar_type() == weight.scalar_type() || cast.scalar_type() != x.scalar_type() || autocasts(x);
 }
 
+/// Exact tiles are products of matrices, whose sums PyTorch forms in another order where it takes a vector.
+bool is_sum_of_its_own(const at::Tensor& x, const at::Tensor& weight) {
+  const bool exact = paged_segment(weight).domain()->tiling == Tiling::exact;
+  return exact && (x.size(1) == 1 || weight.size(2) == 1) && fits_in_memory(weight);
+}
+
 /// x [..., k] · weightᵀ where `transposed`, else x · weight, with a bias of its outputs or none.
 at::Tensor tiled_product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool transposed) {
   const bool by_rows = form_of(weight) == Form::rows;
@@ -95,8 +101,7 @@ bool tile_bmm(Call& call) {
   const bool fits = x.size(0) == weight.size(0) && x.size(2) == weight.size(1);
   const bool by_rows = weight.is_contiguous();
   const at::Tensor cast = as_autocast(x);
-  TORCH_CHECK(is_alike(cast, x, weight), "expected scalar type ", weight.scalar_type(), " but found ",
-              x.scalar_type());
+  if (!is_alike(cast, x, weight) || is_sum_of_its_own(x, weight)) return false;
   if (!fits || !(by_rows || weight.transpose(1, 2).is_contiguous())) return false;
   call.return_value(differentiable_product(cast, by_rows ? weight : weight.transpose(1, 2), std::nullopt, !by_rows,
                                            cast.scalar_type()));
@@ -144,7 +149,7 @@ bool run_on_copies(Call& call) {
   if (parts.empty() || paged != call.paged.size()) return false;  // others are in lists
   for (Part& part : parts) {
     part.copy = copy_of_part(part.tensor);
-    part.version = part.copy._version();
+    part.version = version_of(part.copy);
     call.argument(part.argument) = part.copy;
   }
   const std::vector<bool> writes(call.info.writes.begin(), call.info.writes.end());
@@ -164,7 +169,7 @@ bool run_on_copies(Call& call) {
         call.stack[i] = result.clone();
       }
     }
-    if (writes[part.argument] || part.copy._version() != part.version) {
+    if (writes[part.argument] || version_of(part.copy) != part.version) {
       copy_back(part.copy, part.tensor);
       bump_version(part.tensor);
     }

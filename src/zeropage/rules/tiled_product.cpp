@@ -30,7 +30,7 @@ void refuse_graph_of_gradient() {
 
 bool fits_in_memory(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
-  return !segment || tensor.nbytes() <= segment->cache()->frame_limit();
+  return !segment || tensor.nbytes() <= segment->frame_limit();
 }
 
 at::Tensor in_memory(const at::Tensor& tensor) {
@@ -40,7 +40,7 @@ at::Tensor in_memory(const at::Tensor& tensor) {
         "an operator that takes one operand in tiles needs the other whole, [{}] of {}, and device_memory holds {}: "
         "raise device_memory",
         fmt::join(tensor.sizes(), ", "), format_bytes(tensor.nbytes()),
-        format_bytes(segment_of(tensor)->cache()->frame_limit())));
+        format_bytes(segment_of(tensor)->frame_limit())));
   }
   const c10::NoGradGuard no_grad;
   return at::empty(tensor.sizes(), tensor.options().requires_grad(false)).copy_(tensor);

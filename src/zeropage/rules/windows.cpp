@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/strides.h>
 
 #include <cstring>
 
@@ -58,6 +59,11 @@ class Cursor {
     for (Held& held : held_) {
       if (held.pin) held.pin.wait();
     }
+  }
+
+  /// What was written of the pages stays.
+  void keep() {
+    for (Held& held : held_) held.pin.written();
   }
 
   bool straddles(Cut window) const {
@@ -316,6 +322,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
       // Virtual time is this thread's.
       on_cpu && !is_planned ? run_window(cursors, window, run) : run_part(cursors, window, run);
     }
+    for (auto& cursor : cursors) cursor->keep();
     at = window.end;
   }
 }
@@ -368,6 +375,12 @@ bool holds_share_only(const StorageSegment* segment) {
 
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape) {
   return tensor.device() == shape.device() && lies_like(tensor, shape);
+}
+
+c10::DimVector strides_of_result(const at::Tensor& like) {
+  if (like.is_contiguous()) return c10::contiguous_strides(like.sizes());
+  if (like.is_contiguous(at::MemoryFormat::ChannelsLast)) return c10::DimVector(c10::get_channels_last_strides_2d(like.sizes()));
+  return c10::DimVector(like.strides());
 }
 
 bool lies_like(const at::Tensor& tensor, const at::Tensor& shape) {

@@ -716,6 +716,10 @@ at::Tensor plain_copy(const at::Tensor& tensor) {
     c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
     copy = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().requires_grad(false));
   }
+  // Inside torch.tensor([…]) PyTorch excludes the key.
+  auto keys = c10::impl::tls_local_dispatch_key_set();
+  keys.excluded_ = keys.excluded_.remove(kPagedKey);
+  const c10::impl::ForceDispatchKeyGuard not_excluded(keys);
   return copy.copy_(tensor);
 }
 
@@ -780,12 +784,31 @@ void settle_gradients(const at::Tensor& parameter) {
   if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).settle();
 }
 
-TensorPin pin(const at::Tensor& tensor, Access access) {
+RawPin::RawPin(const at::Tensor& tensor, Access access) {
   auto* segment = segment_of(tensor);
-  if (!segment) return {};
+  if (!segment) return;
   const PinRequest request{segment, access};
-  return TensorPin(request);
+  if (access != Access::read) {
+    segment->complete();
+    written_.emplace(*segment);
+  }
+  pin_ = TensorPin(request);
 }
+
+RawPin::~RawPin() {
+  try {
+    release();
+  } catch (...) {
+  }
+}
+
+void RawPin::release() {
+  const auto written = std::exchange(written_, std::nullopt);
+  pin_.release();
+  if (written) written->follow();
+}
+
+RawPin pin(const at::Tensor& tensor, Access access) { return {tensor, access}; }
 
 bool page_like(at::Tensor& tensor, const at::Tensor& other) {
   const auto* segment = segment_of(other);

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "zeropage/plan/machine.h"
+#include "zeropage/rules/mixed.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/space/config.h"
 #include "zeropage/tensor/paged_tensor.h"
@@ -163,9 +164,29 @@ TensorPin hold(c10::ArrayRef<at::Tensor> tensors);
 /// With ranks: gradients that came so far are summed, zeros for those that this rank lacks. All ranks do it together.
 void settle_gradients(const at::Tensor& parameter);
 
-/// Holds a tensor's data in memory, where data_ptr() may be read and, unless `access` is read, written, while it
-/// lives. Throws AccessError or BudgetError. An ordinary tensor is always there.
-TensorPin pin(const at::Tensor& tensor, Access access = Access::write);
+/// A tensor's data in memory, where data_ptr() may be read and, unless access is `read`, written, while it lives. In
+/// mixed precision the master follows what was written. An ordinary tensor is always there.
+class RawPin {
+ public:
+  RawPin() = default;
+  /// Throws AccessError or BudgetError.
+  RawPin(const at::Tensor& tensor, Access access);
+  RawPin(RawPin&&) = default;
+  RawPin& operator=(RawPin&& other) noexcept {
+    std::swap(pin_, other.pin_);
+    std::swap(written_, other.written_);
+    return *this;
+  }
+  /// As release(), and forgets its errors.
+  ~RawPin();
+  /// Lets go. Throws what keeps the master from following, and over ranks the share from being stored.
+  void release();
+
+ private:
+  TensorPin pin_;
+  std::optional<WrittenMasters> written_;
+};
+RawPin pin(const at::Tensor& tensor, Access access = Access::write);
 
 /// Holds the paged ones among `tensors` whole, together, while it lives, for code that reads addresses of several, as
 /// a compiled region does; those that it writes are said by `writes`. Gradients of leaves among them become paged.

@@ -260,10 +260,10 @@ void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
   deferred_ = std::move(deferred);
   // Before other threads may write it: they see that it is deferred, and wait for the mutex.
   if (!deferred_ && awaiter_) std::exchange(awaiter_, nullptr)->has_run(*this);
-  is_deferred_.store(deferred_ != nullptr, std::memory_order_release);
-  const bool in_host = deferred_ && deferred_->runs_in_host();
+  const bool is_deferred = deferred_ != nullptr, in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
+  is_deferred_.store(is_deferred, std::memory_order_release);  // last: another thread may delete what is not deferred
 }
 
 bool StorageSegment::await_deferred(std::shared_ptr<Awaiter> awaiter) {
@@ -502,11 +502,12 @@ void TensorPin::release() {
 }
 
 TensorPin::~TensorPin() {
+  const bool failed = std::uncaught_exceptions() > exceptions_;
   for (std::size_t begin = 0; begin < requests_.size();) {
     FrameCache& cache = *requests_[begin].segment->cache();
     std::size_t end = begin + 1;
     while (end < requests_.size() && requests_[end].segment->cache().get() == &cache) ++end;
-    cache.unpin({requests_.data() + begin, end - begin}, thread_);
+    cache.unpin({requests_.data() + begin, end - begin}, thread_, failed);
     begin = end;
   }
 }

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -248,6 +249,8 @@ class StorageSegment final : public Segment {
   std::shared_ptr<void> update_habit;
   /// True until find_home() gives it a home (Creation::unallocated).
   bool is_unallocated() const { return unallocated_.load(std::memory_order_acquire); }
+  /// The most bytes that an operator may hold of the cache in which it lies, or will.
+  std::size_t frame_limit() const { return (is_unallocated() ? domain_->cache : cache())->frame_limit(); }
   void find_home();
   /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
   Quantisation* quantisation() const { return quantisation_.get(); }
@@ -435,15 +438,20 @@ class TensorPin {
   TensorPin() = default;
   explicit TensorPin(c10::ArrayRef<PinRequest> requests);
   TensorPin(TensorPin&& other) noexcept
-      : requests_(std::move(other.requests_)), storages_(std::move(other.storages_)), thread_(other.thread_) {
+      : requests_(std::move(other.requests_)),
+        storages_(std::move(other.storages_)),
+        thread_(other.thread_),
+        exceptions_(other.exceptions_) {
     other.requests_.clear();
   }
   TensorPin& operator=(TensorPin&& other) noexcept {
     std::swap(requests_, other.requests_);
     std::swap(storages_, other.storages_);
     std::swap(thread_, other.thread_);
+    std::swap(exceptions_, other.exceptions_);
     return *this;
   }
+  /// What was to be overwritten is what it was if an exception ends the pin.
   ~TensorPin();
   /// Lets go, and stores what was written to gathered tensors in this rank's share: after an operator that succeeded.
   void release();
@@ -452,6 +460,7 @@ class TensorPin {
   c10::SmallVector<PinRequest, 8> requests_;     // all of one cache after another's
   c10::SmallVector<c10::Storage, 8> storages_;   // of these: `tensor.data = other` may let go of them meanwhile
   std::uint64_t thread_ = this_thread_number();  // that took the pins
+  int exceptions_ = std::uncaught_exceptions();  // under way then
 };
 
 // --- the init scope: factories on this thread make paged tensors ---

@@ -8,6 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/heap.h"
@@ -64,6 +65,22 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   return content;
 }
 
+/// Of at most 512 words of the tensor's span, evenly spread; 0 on a device.
+std::uint64_t fingerprint_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return 0;
+  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
+  const std::size_t bytes = span_bytes(tensor), word = std::min(sizeof(std::uint64_t), bytes);
+  const std::size_t step = std::max(bytes / 512, word);
+  std::uint64_t sum = bytes;
+  for (std::size_t at = 0; at + word <= bytes; at += step) {
+    std::uint64_t value = 0;
+    std::memcpy(&value, data + at, word);
+    sum = (sum ^ value) * 0x9e3779b97f4a7c15;
+    sum ^= sum >> 32;
+  }
+  return sum;
+}
+
 }  // namespace
 
 std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
@@ -81,7 +98,8 @@ std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
                 static_cast<std::size_t>(tensor.storage_offset()) * tensor.itemsize(),
                 span_bytes(tensor),
                 {},
-                version_of(tensor)};
+                version_of(tensor),
+                domain->planned_on ? 0 : fingerprint_of(tensor)};
   saved->sizes_ = tensor.sizes().vec();
   saved->strides_ = tensor.strides().vec();
   saved->options_ = tensor.options().requires_grad(false);
@@ -120,7 +138,8 @@ std::shared_ptr<const at::Tensor> Activations::find(const Copied& wanted) {
     const Copied& copied = entry->second;
     const bool same = copied.begin == wanted.begin && copied.bytes == wanted.bytes && copied.view == wanted.view;
     // The address may have become another storage's.
-    if (!same || copied.version != wanted.version || copied.storage.use_count() == 0) continue;
+    if (!same || copied.version != wanted.version || copied.fingerprint != wanted.fingerprint) continue;
+    if (copied.storage.use_count() == 0) continue;
     if (auto content = copied.content.lock()) return content;
   }
   return nullptr;
@@ -169,7 +188,14 @@ at::Tensor SavedTensor::open() const {
   void* const data = content_->storage().mutable_data();
   const at::Tensor opened = at::from_blob(data, sizes_, strides_, [held](void*) {}, options_, options_.device());
   if (at::Tensor wide = widened(opened); wide.defined()) return wide;
-  activations_->note({opened.storage().getWeakStorageImpl(), content_, 0, span_bytes(opened), {}, 0});
+  const bool is_real = !activations_->is_planned();
+  activations_->note({opened.storage().getWeakStorageImpl(),
+                      content_,
+                      0,
+                      span_bytes(opened),
+                      {},
+                      0,
+                      is_real ? fingerprint_of(opened) : 0});
   return opened;
 }
 

@@ -29,6 +29,11 @@ class Activations : public std::enable_shared_from_this<Activations> {
   /// From now on, everything stays as it is.
   void close() { closed_ = true; }
   bool is_open() const { return !closed_ && !domain_.expired(); }
+  /// Whether content has no bytes.
+  bool is_planned() const {
+    const auto domain = domain_.lock();
+    return domain && domain->planned_on;
+  }
 
  private:
   friend class SavedTensor;
@@ -41,6 +46,8 @@ class Activations : public std::enable_shared_from_this<Activations> {
     // Sizes and strides, where others lie between the elements; else none.
     std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> view;
     std::int64_t version;  // of the storage's tensors then
+    // Of sampled bytes, in the host's memory: writes through `.data`, or by foreign kernels, move no version.
+    std::uint64_t fingerprint;
   };
 
   static bool can_page(const Domain& domain, const at::Tensor& tensor);

@@ -23,6 +23,11 @@ namespace {
 
 using torch::autograd::variable_list;
 
+/// What a node holds while it adds a gradient to the leaf's.
+struct NodeMutex : torch::autograd::Node {
+  static std::mutex& of(torch::autograd::Node& node) { return node.*(&NodeMutex::mutex_); }
+};
+
 class PageGradient final : public torch::autograd::FunctionPreHook {
  public:
   PageGradient(torch::autograd::AccumulateGrad* node, std::weak_ptr<Domain> domain)
@@ -90,11 +95,13 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
   }
 
   /// The last gradient of a step is added here, so that what follows from the sum is done while it is in memory.
-  static variable_list accumulate(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
+  /// Other threads' backwards add to it in the leaf's node.
+  variable_list accumulate(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) const {
     c10::NoGradGuard no_grad;
     at::Tensor sum = leaf.grad();
     std::unique_ptr<ForeseenNorm> norm;
     {
+      const std::lock_guard lock(NodeMutex::of(*node_));
       const PinRequest request{segment_of(sum), Access::write};
       const TensorPin pin(request);
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);

@@ -1,0 +1,298 @@
+"""Operators that write bits, fill, fail, or come with numbers: content and errors are plain PyTorch's.
+
+Frames are poisoned in tests (conftest.py), so what is used without being read is seen.
+"""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn as nn
+
+import zeropage
+
+pytestmark = pytest.mark.cpu
+
+SIZE = (512, 512)
+LITTLE = {
+    "device": "cpu",
+    "parameters": "disk",
+    "gradients": "disk",
+    "optimizer": "disk",
+    "device_memory": "16MB",
+    "host_memory": "16MB",
+    "resident_below": 0,
+    "page_size": "64KiB",
+}
+
+
+@pytest.fixture
+def settings(disk):
+    return {**LITTLE, "disk_path": disk}
+
+
+@pytest.fixture
+def paged(settings):
+    """A function from a tensor to the same tensor, paged and evicted."""
+    space = zeropage.init(**settings)
+
+    def page(tensor):
+        space.page(tensor)
+        assert zeropage.is_paged(tensor)
+        zeropage.evict(tensor)
+        return tensor
+
+    return page
+
+
+def plain(tensor):
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_complex_parameters_are_trained_as_plain_ones(optimizer, paged):
+    weight = torch.randn(128, 128, dtype=torch.cfloat)
+    ours, reference = nn.Parameter(paged(weight.clone())), nn.Parameter(weight.clone())
+    for parameter in (ours, reference):
+        steps = optimizer([parameter], lr=1e-2, weight_decay=0.1)
+        for _ in range(3):
+            (parameter.abs() ** 2).sum().backward()
+            steps.step()
+            steps.zero_grad()
+    assert torch.equal(plain(ours), reference.detach())
+
+
+def test_a_view_of_another_dtype_writes_bits_after_a_deferred_operator(paged):
+    reference = torch.randn(SIZE)
+    ours = paged(reference.clone())
+    for tensor in (ours, reference):
+        tensor.mul_(1.5)
+        tensor.view(torch.int32).add_(1)
+        tensor.view(-1).mul_(2)
+    assert torch.equal(plain(ours), reference)
+
+
+@pytest.mark.parametrize("master", ["float32", "hi_lo"])
+def test_in_mixed_precision_a_view_of_integers_is_of_the_bits_that_operators_see(master, settings):
+    with zeropage.init(**settings, visible_dtype="bfloat16", master_dtype=master):
+        layer = nn.Linear(*SIZE)
+    reference = plain(layer.weight)
+    with torch.no_grad():
+        for tensor in (layer.weight, reference):
+            tensor.view(torch.int16).add_(1)
+            tensor.view(torch.int16).bitwise_and_(-2)
+    assert torch.equal(plain(layer.weight), reference)
+    assert torch.equal(plain(layer.state_dict()["weight"]).to(torch.bfloat16), reference)
+
+
+def test_a_quantised_moment_keeps_its_bits_and_the_graph_of_what_uses_it(settings):
+    with zeropage.init(**settings, optimizer_dtype="8bit"):
+        layer = nn.Linear(*SIZE, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    layer(torch.randn(4, 512)).sum().backward()
+    optimizer.step()
+    moment = optimizer.state[layer.weight]["exp_avg_sq"]
+    assert torch.equal(plain(moment.view(torch.int32)), plain(moment).view(torch.int32))
+    layer.zero_grad()
+    (moment * layer.weight**2).sum().backward()
+    assert torch.equal(plain(layer.weight.grad), 2 * plain(layer.weight) * plain(moment))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        nn.Dropout(0.5, inplace=True).eval(),
+        nn.AlphaDropout(0.5, inplace=True).eval(),
+        lambda p: torch.dropout_(p, 0.0, True),
+        lambda p: torch.rrelu_(p, training=False),
+        lambda p: torch.rrelu_(p, training=True),
+    ],
+)
+def test_a_seeded_operator_in_place_reads_what_it_changes(operator, paged):
+    ours = paged(torch.ones(SIZE))
+    with torch.no_grad():
+        operator(ours)
+    assert torch.equal(plain(ours), torch.ones(SIZE))
+
+
+@pytest.mark.parametrize("size", [SIZE, (4096, 2048)], ids=["whole", "page by page"])
+@pytest.mark.parametrize(
+    "bad", [lambda p: p.uniform_(2, 1), lambda p: p.normal_(0, -1), lambda p: p.fill_(1j), lambda p: p.exponential_(-1)]
+)
+def test_an_operator_that_throws_overwrites_nothing(bad, size, paged):
+    ours = paged(torch.ones(size))
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError):
+        bad(ours)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(plain(ours), torch.ones(size))
+    zeropage.evict(ours)
+    assert torch.equal(plain(ours.add_(1)), torch.full(size, 2.0))
+
+
+@pytest.mark.parametrize("master", ["float32", "hi_lo"])
+def test_the_master_follows_what_is_written_raw(master, settings):
+    with zeropage.init(**settings, visible_dtype="bfloat16", master_dtype=master):
+        layer = nn.Linear(*SIZE)
+    with zeropage.pinned(layer.weight) as weight:
+        weight.detach().view(torch.int16).numpy()[:256] = 0
+    before = plain(layer.weight)
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    assert before[:256].abs().max() == 0 < before[256:].abs().max()
+    assert torch.equal(plain(layer.weight), before)
+    assert plain(layer.state_dict()["weight"])[:256].abs().max() == 0
+
+
+def test_the_master_follows_a_write_that_the_schema_does_not_declare(settings):
+    library = torch.library.Library("zeropage_test", "DEF")
+    library.define("halve(Tensor x) -> ()")
+
+    def halve(x):
+        x.detach().mul_(0.5)
+
+    library.impl("halve", halve, "CPU")
+    with zeropage.init(**settings, visible_dtype="bfloat16"):
+        layer = nn.Linear(*SIZE)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        torch.ops.zeropage_test.halve(layer.weight)
+    assert plain(layer.weight).unique().tolist() == [0.5]
+    assert plain(layer.state_dict()["weight"]).unique().tolist() == [0.5]
+
+
+def test_pythons_numbers_promote_as_numbers_where_an_operator_is_deferred(paged):
+    x, g = torch.randn(SIZE), torch.randn(SIZE)
+    ours, h = paged(x.clone()), paged(g.clone())
+    ours.sub_((h > 0) * 0.1)
+    assert torch.equal(plain(ours), x.sub_((g > 0) * 0.1))
+    integers = torch.arange(512 * 512).view(SIZE) * 19
+    assert torch.equal(plain(paged(integers.clone()) * 0.1), integers * 0.1)
+
+
+@pytest.mark.parametrize("master", ["float32", "hi_lo", None])
+def test_a_list_may_hold_a_tensor_twice(master, settings, paged):
+    mixed = {"visible_dtype": "bfloat16", "master_dtype": master} if master else {}
+    with zeropage.init(**settings, **mixed):
+        layer = nn.Linear(*SIZE)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        torch._foreach_mul_([layer.weight, layer.weight], 2)
+        zeropage.evict(layer.weight)
+        torch._foreach_copy_([layer.weight], [layer.weight.detach()])
+    assert plain(layer.weight).unique().tolist() == [4]
+    assert plain(layer.state_dict()["weight"]).unique().tolist() == [4]
+
+
+def test_a_list_of_a_parameter_and_anothers_master_changes_both(settings):
+    with zeropage.init(**settings, visible_dtype="bfloat16"):
+        layer, other = nn.Linear(*SIZE), nn.Linear(*SIZE)
+    with torch.no_grad():
+        layer.weight.fill_(1)
+        other.weight.fill_(1)
+        master = other.state_dict()["weight"]
+        torch._foreach_mul_([layer.weight, master], 2)
+    for tensor in (layer.weight, other.weight, master):
+        assert plain(tensor).unique().tolist() == [2]
+
+
+def test_out_of_a_space_that_mixes_is_followed_by_its_master(settings, paged):
+    with zeropage.init(**settings, visible_dtype="bfloat16"):
+        layer = nn.Linear(*SIZE)
+    ours = paged(3 * torch.eye(512, dtype=torch.bfloat16))
+    with torch.no_grad():
+        torch.mm(ours, torch.eye(512, dtype=torch.bfloat16), out=layer.weight)
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    assert torch.equal(plain(layer.weight), 3 * torch.eye(512, dtype=torch.bfloat16))
+    assert torch.equal(plain(layer.state_dict()["weight"]), 3 * torch.eye(512))
+
+
+LONGS = 2**16
+
+
+@pytest.mark.parametrize(
+    ("make", "bad"),
+    [
+        (lambda: torch.arange(LONGS), lambda t, page: t.div_(2)),
+        (lambda: torch.ones(LONGS), lambda t, page: t.mul_(1j)),
+        (lambda: torch.ones(LONGS, dtype=torch.long), lambda t, page: t.sqrt_()),
+        (lambda: torch.ones(LONGS), lambda t, page: t.bitwise_and_(1)),
+        (lambda: torch.ones(LONGS, dtype=torch.long), lambda t, page: t.remainder_(0)),
+        (lambda: torch.ones(LONGS, dtype=torch.long), lambda t, page: t.pow_(-1)),
+        (lambda: torch.arange(LONGS), lambda t, page: t.remainder_(page(torch.zeros(LONGS, dtype=torch.long)))),
+        (lambda: torch.arange(LONGS), lambda t, page: torch._foreach_div_([t], 2)),
+    ],
+)
+def test_what_is_wrong_with_an_operator_is_said_at_once_and_nothing_is_lost(make, bad, paged):
+    ours = paged(make())
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        bad(ours, paged)
+    assert torch.equal(plain(ours), make())
+    zeropage.wait()
+    assert plain(ours.add_(1).zero_()).count_nonzero() == 0
+
+
+def test_small_parts_of_a_huge_weight_are_read_in_inference_mode(settings):
+    with zeropage.init(**{**settings, "device_memory": "4MB"}):
+        weight = nn.Parameter(torch.ones(4096, 1024))
+    with torch.inference_mode():
+        assert weight[3].sum() == 1024
+
+
+def test_products_of_lists_are_no_elementwise_operators(paged):
+    a = torch.randn(64, 64)
+    assert torch.equal(torch._foreach_mm([paged(a.clone())], [paged(a.clone())])[0], a @ a)
+
+
+def test_a_chain_of_operators_needs_no_more_memory_than_each_of_them(settings):
+    space = zeropage.init(**{**settings, "device_memory": "1MiB", "host_memory": "1MiB"})
+    tensors = [torch.ones(64 * 1024) for _ in range(20)]
+    for tensor in tensors:
+        space.page(tensor)
+        zeropage.evict(tensor)
+    for a, b in zip(tensors, tensors[1:], strict=False):
+        a.add_(b)
+    assert [plain(t).mean().item() for t in tensors] == [2.0] * 19 + [1.0]
+
+
+def test_gradients_of_a_deep_copy_may_be_set_in_mixed_precision(settings):
+    with zeropage.init(**settings, visible_dtype="bfloat16"):
+        layer = nn.Linear(*SIZE)
+    other = copy.deepcopy(layer)
+    other(torch.ones(1, 512, dtype=torch.bfloat16)).sum().backward()
+    other.weight.grad = other.weight.grad * 2
+    assert plain(other.weight.grad).unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_an_activation_that_is_written_through_data_is_saved_again(tier, settings):
+    a, weight = torch.randn(1024, 1024), torch.randn(1024, 1024)
+
+    def gradients():
+        x, w = a.clone().requires_grad_(), weight.clone().requires_grad_()
+        h = torch.relu(x)
+        h.data.mul_(0.5)
+        (h @ w).sum().backward()
+        return x.grad, w.grad
+
+    right = gradients()
+    with zeropage.init(**settings, activations=tier):
+        held = nn.Linear(8, 8)
+    found = gradients()
+    del held
+    assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+
+def test_threads_that_add_to_one_leaf_lose_nothing(settings):
+    with zeropage.init(**settings):
+        layer = nn.Linear(256, 256, bias=False)
+    x = torch.ones(1, 256)
+    layer(x).sum().backward()
+    for _ in range(20):
+        layer.weight.grad.zero_()
+        threads = [threading.Thread(target=lambda: [layer(x).sum().backward() for _ in range(2)]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert plain(layer.weight.grad).unique().tolist() == [4]
