@@ -11,7 +11,7 @@ BUILD  := build
 # ON: several files at once, which takes half of the time from scratch, and longer after a change.
 UNITY  ?= OFF
 
-.PHONY: build test lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests
+.PHONY: build test fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests
 
 demo: build ## train a GPT whose states are on disk
 	$(PYTHON) examples/train_gpt.py $(ARGS)
@@ -46,9 +46,15 @@ cpp-tests: build
 	ninja -C $$folder --quiet torch_tests sim
 	cd $$folder && ctest --output-on-failure -R torch
 
+# Random programs of operators beside plain PyTorch, and over 2 ranks beside averaging by hand.
+SEEDS ?= 0:2000
+fuzz: build ## random programs: make fuzz SEEDS=0:20000
+	$(PYTHON) tests/fuzz/run_operator_programs.py --seeds $(SEEDS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTHON) tests/fuzz/run_rank_programs.py --seeds $(SEEDS)
+
 ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules running saving snapshots step tensors tiling vocabulary
 test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tests
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python -k "not ranks" $(ARGS)
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python tests/fuzz -k "not ranks" $(ARGS)
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python tests/fuzz -k ranks $(ARGS)
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))

@@ -231,7 +231,7 @@ def _leading(ranks: Ranks, shared: _Shared) -> Iterator[None]:
 
 
 def _serve(ranks: Ranks, leader: int, shared: _Shared, convert: Callable[[Tensors], Tensors]) -> None:
-    pin: _core.TensorPin | None = None
+    pin: _core.RawPin | None = None
     failure: BaseException | None = None  # of what was asked last
     while True:
         everyones: list[_Said] = ranks.gather(_Said(error="" if failure is None else _text_of(failure)))

@@ -23,7 +23,7 @@ class _Pins:
     """The pin of the storage that is being written; the one before is let go."""
 
     def __init__(self) -> None:
-        self._pin: _core.TensorPin | None = None
+        self._pin: _core.RawPin | None = None
         self._tensor: torch.Tensor | None = None
 
     def take(self, tensor: torch.Tensor) -> None:

@@ -119,7 +119,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:500", help="FIRST:END, or seeds with commas between them")
     parser.add_argument("--show", type=int, metavar="SEED", help="print a program and end")
-    parser.add_argument("--shrink", type=int, metavar="SEED", help="leave out what its failure does not need; print it")
+    parser.add_argument(
+        "--shrink", type=int, metavar="SEED", help="leave out what its failure does not need; print it"
+    )
     parser.add_argument("--folder", default="build", help="for swap files")
     options = parser.parse_args()
     os.makedirs(options.folder, exist_ok=True)

@@ -4,6 +4,7 @@ Frames are poisoned in tests (conftest.py), so what is used without being read i
 """
 
 import copy
+import itertools
 import threading
 
 import pytest
@@ -118,7 +119,8 @@ def test_a_seeded_operator_in_place_reads_what_it_changes(operator, paged):
 
 @pytest.mark.parametrize("size", [SIZE, (4096, 2048)], ids=["whole", "page by page"])
 @pytest.mark.parametrize(
-    "bad", [lambda p: p.uniform_(2, 1), lambda p: p.normal_(0, -1), lambda p: p.fill_(1j), lambda p: p.exponential_(-1)]
+    "bad",
+    [lambda p: p.uniform_(2, 1), lambda p: p.normal_(0, -1), lambda p: p.fill_(1j), lambda p: p.exponential_(-1)],
 )
 def test_an_operator_that_throws_overwrites_nothing(bad, size, paged):
     ours = paged(torch.ones(size))
@@ -250,7 +252,7 @@ def test_a_chain_of_operators_needs_no_more_memory_than_each_of_them(settings):
     for tensor in tensors:
         space.page(tensor)
         zeropage.evict(tensor)
-    for a, b in zip(tensors, tensors[1:], strict=False):
+    for a, b in itertools.pairwise(tensors):
         a.add_(b)
     assert [plain(t).mean().item() for t in tensors] == [2.0] * 19 + [1.0]
 

@@ -106,17 +106,17 @@ struct Frame {
   Block memory;
   Reservation charge;
   bool permanent = false;
-  bool assembling = false;        // not all of its pages point to it
-  bool ahead = false;             // it was read ahead, and has not been used
-  std::uint64_t ahead_for = 0;    // the use it was read for, in the plan's time
-  std::uint64_t ahead_in = 0;     // surprises of the plan that said so
-  bool transient = false;         // its last user says that it will not be used soon
-  int pins = 0;                   // of operators and rules
-  int whole_pins = 0;             // of them, of operators
-  std::thread::id claimer;        // that is about to overwrite it
-  std::size_t transfers = 0;      // of its pages, under way
-  int starting = 0;               // threads that start reads into it, perhaps with the lock given up
-  std::exception_ptr failure;     // of a read into it
+  bool assembling = false;      // not all of its pages point to it
+  bool ahead = false;           // it was read ahead, and has not been used
+  std::uint64_t ahead_for = 0;  // the use it was read for, in the plan's time
+  std::uint64_t ahead_in = 0;   // surprises of the plan that said so
+  bool transient = false;       // its last user says that it will not be used soon
+  int pins = 0;                 // of operators and rules
+  int whole_pins = 0;           // of them, of operators
+  std::thread::id claimer;      // that is about to overwrite it
+  std::size_t transfers = 0;    // of its pages, under way
+  int starting = 0;             // threads that start reads into it, perhaps with the lock given up
+  std::exception_ptr failure;   // of a read into it
   // By page, what it is at home until its overwriting has succeeded; `clean` where none is under way. Or empty.
   std::vector<Residency> promised;
   DeviceMemory::Event ready;      // of what filled it; null for CPU memory and once past

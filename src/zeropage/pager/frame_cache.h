@@ -125,8 +125,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// Brings all segments in, whole, and exposes them: all, or none and an exception. A segment may be named twice.
   /// This and pin_page throw VersionOpen (timeline.h) where another thread has opened a version.
   void pin(std::span<const PinRequest> requests) { whole_pins_.pin(requests); }
-  /// `thread` took the pins: any thread may let go of them. `failed`: the operator threw, and what it was to overwrite
-  /// is what it was.
+  /// `thread` took the pins: any thread may let go of them. `failed`: the operator threw, and what it was to
+  /// overwrite is what it was.
   void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number(),
              bool failed = false) noexcept {
     whole_pins_.unpin(requests, thread, failed);

@@ -77,19 +77,19 @@ bool asks_metadata(std::string_view name) {
 
 /// In place, without reading what was there. Other seeded operators, such as dropout_, read it.
 bool fills_at_random(std::string_view name) {
-  static const std::unordered_set<std::string_view> names{"bernoulli_",  "random_",      "uniform_",   "normal_",
-                                                          "cauchy_",     "log_normal_",  "geometric_", "exponential_"};
+  static const std::unordered_set<std::string_view> names{"bernoulli_", "random_",     "uniform_",   "normal_",
+                                                          "cauchy_",    "log_normal_", "geometric_", "exponential_"};
   return names.count(name) > 0;
 }
 
 /// Operators on lists that are elementwise, or reduce each tensor by itself, by their names without "_foreach_".
 bool goes_by_elements(std::string_view name) {
   static const std::unordered_set<std::string_view> names{
-      "abs",      "acos",       "add",   "addcdiv", "addcmul", "asin",  "atan",    "ceil",      "clamp_max", "clamp_min",
-      "clone",    "copy",       "cos",   "cosh",    "div",     "erf",   "erfc",    "exp",       "expm1",     "floor",
-      "frac",     "lerp",       "lgamma", "log",    "log10",   "log1p", "log2",    "maximum",   "minimum",   "mul",
-      "neg",      "pow",        "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin",       "sinh",      "sqrt",
-      "sub",      "tan",        "tanh",  "trunc",   "zero",    "norm",  "max",     "powsum"};
+      "abs",   "acos", "add",        "addcdiv", "addcmul", "asin",    "atan", "ceil",    "clamp_max", "clamp_min",
+      "clone", "copy", "cos",        "cosh",    "div",     "erf",     "erfc", "exp",     "expm1",     "floor",
+      "frac",  "lerp", "lgamma",     "log",     "log10",   "log1p",   "log2", "maximum", "minimum",   "mul",
+      "neg",   "pow",  "reciprocal", "round",   "rsqrt",   "sigmoid", "sign", "sin",     "sinh",      "sqrt",
+      "sub",   "tan",  "tanh",       "trunc",   "zero",    "norm",    "max",  "powsum"};
   if (!name.empty() && name.back() == '_') name.remove_suffix(1);
   return names.count(name) > 0;
 }

@@ -54,8 +54,8 @@ struct Call {
   torch::jit::Stack& stack;
   std::size_t first;  // of the arguments on the stack
   std::size_t arguments;
-  c10::SmallVector<PagedArgument, 4> paged = {};  // every paged tensor among them, in order
-  bool has_lazy = false;                          // a lazy product may be among them
+  c10::SmallVector<PagedArgument, 4> paged = {};         // every paged tensor among them, in order
+  bool has_lazy = false;                                 // a lazy product may be among them
   c10::SmallVector<StorageSegment*, 2> undeclared = {};  // what run_whole() wrote and the schema does not declare
 
   c10::IValue& argument(std::size_t i) { return stack[first + i]; }

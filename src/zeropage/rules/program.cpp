@@ -46,8 +46,7 @@ void Program::touch(int index, Access access) {
 
 bool Program::holds_otherwise(const Operand& operand) const {
   return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-    return slot.segment == operand.segment &&
-           !are_alike({slot.shape, slot.segment, slot.access, slot.per}, operand);
+    return slot.segment == operand.segment && !are_alike({slot.shape, slot.segment, slot.access, slot.per}, operand);
   });
 }
 

@@ -379,7 +379,8 @@ bool is_operand(const at::Tensor& tensor, const at::Tensor& shape) {
 
 c10::DimVector strides_of_result(const at::Tensor& like) {
   if (like.is_contiguous()) return c10::contiguous_strides(like.sizes());
-  if (like.is_contiguous(at::MemoryFormat::ChannelsLast)) return c10::DimVector(c10::get_channels_last_strides_2d(like.sizes()));
+  if (like.is_contiguous(at::MemoryFormat::ChannelsLast))
+    return c10::DimVector(c10::get_channels_last_strides_2d(like.sizes()));
   return c10::DimVector(like.strides());
 }
 

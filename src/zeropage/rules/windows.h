@@ -77,8 +77,8 @@ bool holds_share_only(const StorageSegment* segment);
 
 /// True if `tensor` can be an operand beside `shape`: same sizes, same device and dense strides, whole if paged.
 bool is_operand(const at::Tensor& tensor, const at::Tensor& shape);
-/// The strides of what a pointwise operator makes of such tensors: as TensorIterator has it, those of sizes of one count
-/// for nothing.
+/// The strides of what a pointwise operator makes of such tensors: as TensorIterator has it, those of sizes of one
+/// count for nothing.
 c10::DimVector strides_of_result(const at::Tensor& like);
 /// The same but for the device: enough for a copy.
 bool lies_like(const at::Tensor& tensor, const at::Tensor& shape);
