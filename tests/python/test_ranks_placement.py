@@ -401,9 +401,11 @@ def writes_otherwise_on_each_rank(what):
             optimizer.step()
             if what == "data":
                 layer.weight.data.mul_(1.0 + dist.get_rank())
+            if what == "other data":
+                layer.weight.data = torch.full((128, 128), 1.0 + dist.get_rank())
 
 
-@pytest.mark.parametrize("what", ["lr", "data"])
+@pytest.mark.parametrize("what", ["lr", "data", "other data"])
 def test_ranks_that_write_parameters_otherwise_are_told_which(what, pair):
     pair.start(writes_otherwise_on_each_rank, what)
     for rank in range(2):

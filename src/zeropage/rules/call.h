@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "zeropage/tensor/paged_tensor.h"
 
@@ -78,6 +79,16 @@ struct Call {
   void run_whole();
   /// Hands the call to the keys below. Throws AccessError if a paged tensor would have to change its size.
   void redispatch();
+};
+
+/// While it lives, no mode of the caller's sees this thread's operators: those of programs are not its own. And a mode
+/// is given Python's numbers in place of the tensors that they became.
+class OutsideModes {
+ public:
+  OutsideModes();
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
 /// Runs `op` on tensors that are not ours to fault on and need no autograd: slices of pages. On any thread.

@@ -61,8 +61,12 @@ HostCopy copy_to_host(const at::Tensor& kept) {
 }
 
 /// A number of Python's that became a tensor does not promote as a tensor does.
-void stay_number(const at::Tensor& copy, const at::Tensor& scalar) {
-  if (scalar.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+at::Tensor copy_of_number(const at::Tensor& scalar) {
+  if (!scalar.unsafeGetTensorImpl()->is_wrapped_number()) return snapshot(scalar);
+  const OutsideModes unseen;
+  at::Tensor copy = snapshot(scalar);
+  copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return copy;
 }
 
 OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
@@ -71,8 +75,7 @@ OneCall::Copy copy_of(const at::Tensor& scalar, const Domain& domain) {
     const auto same = [&](const OneCall::Copy& copy) { return copy.original.is_same(scalar); };
     if (const auto found = std::find_if(copies.begin(), copies.end(), same); found != copies.end()) return *found;
   }
-  OneCall::Copy copy{scalar, snapshot(scalar), {}};
-  stay_number(copy.kept, scalar);
+  OneCall::Copy copy{scalar, copy_of_number(scalar), {}};
   if (!scalar.is_cpu() && domain.offloads_updates() && !domain.planned_on) copy.in_host = copy_to_host(copy.kept);
   if (current_call && current_call->copies.size() < 8) current_call->copies.push_back(copy);
   return copy;

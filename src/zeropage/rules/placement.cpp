@@ -51,13 +51,6 @@ Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
   return taken;
 }
 
-/// One element of a tensor that this rank holds, near its middle.
-double sample_of(at::Tensor tensor) {
-  const NoPagingGuard no_paging;
-  while (tensor.dim() > 0) tensor = tensor.select(0, tensor.size(0) / 2);
-  return tensor.is_complex() ? std::abs(tensor.item().toComplexDouble()) : tensor.item().toDouble();
-}
-
 /// Notes what is written by contract, for ranks to compare. Autograd's own sums are not the program's writes: ranks
 /// may make different ones.
 void note_contract(Call& call, std::size_t element, const at::Tensor& written, StorageSegment& segment) {
@@ -142,6 +135,12 @@ void move_home(const at::Tensor& tensor, const Creation& creation, bool with_con
 }
 
 }  // namespace
+
+double sample_of(at::Tensor tensor) {
+  const NoPagingGuard no_paging;
+  while (tensor.dim() > 0) tensor = tensor.select(0, tensor.size(0) / 2);
+  return tensor.is_complex() ? std::abs(tensor.item().toComplexDouble()) : tensor.item().toDouble();
+}
 
 Placement placement_of(Call& call, std::size_t element) {
   return taken_by(call, element, {}).is_own() ? Placement::own : Placement::same;

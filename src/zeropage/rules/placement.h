@@ -24,6 +24,9 @@ void make_whole(const at::Tensor& tensor);
 /// of any: where only some ranks compute this, the others need take no part. Throws as StorageSegment::refresh().
 void refresh_outside_steps(StorageSegment& segment);
 
+/// One element of an ordinary tensor on the CPU, near its middle: what ranks compare of content.
+double sample_of(at::Tensor tensor);
+
 /// An optimizer keeps these beside its parameters: they stay the same on all ranks from now on.
 void note_states(c10::ArrayRef<at::Tensor> states);
 

@@ -30,13 +30,6 @@ at::Tensor shape_of(const at::Tensor& tensor) {
   return shape;
 }
 
-/// What the caller may do with operators: those of programs are not its own.
-c10::DispatchKeySet modes() {
-  return c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                              c10::DispatchKey::PythonDispatcher, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                              c10::DispatchKey::FuncTorchDynamicLayerBackMode});
-}
-
 }  // namespace
 
 void Program::touch(int index, Access access) {
@@ -233,7 +226,7 @@ void Program::execute() {
     const bool dropped = slot.orphan && !domain_->partition.ranks;  // what is written to it goes nowhere
     operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
   }
-  const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
+  const OutsideModes unseen;
   in_host_ = in_host_ && can_run_in_host();
   const Where where = in_host_ ? Where::in_host : Where::on_device;
   const bool is_planned = domain_->planned_on != nullptr;
@@ -317,7 +310,7 @@ bool Program::makes_only(const StorageSegment& segment) const {
 /// Computes what it will make of `segment`, into another tensor.
 void Program::run_into(const at::Tensor& target, const StorageSegment& segment) {
   const Running running(running_);
-  const c10::impl::ExcludeDispatchKeyGuard unseen(modes());
+  const OutsideModes unseen;
   c10::SmallVector<Operand, 8> operands;
   std::vector<int> operand_of(slots_.size(), -1);
   for (std::size_t i = 0; i < slots_.size(); ++i) {

@@ -41,6 +41,7 @@ class Arguments {
     return -1;
   }
   static std::optional<double> number_of(const c10::IValue& value) {
+    const OutsideModes unseen;
     if (value.isTensor() && value.toTensor().defined()) return number_of(value.toTensor().item());
     if (value.isScalar() && !value.isComplexDouble()) return value.toScalar().to<double>();
     if (value.isList() && value.toListRef().size() == 1) return number_of(value.toListRef()[0]);

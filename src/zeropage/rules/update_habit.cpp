@@ -28,6 +28,7 @@ bool append_numbers(const c10::IValue& value, std::vector<double>& numbers) {
     if (tensor.is_meta() && tensor.numel() == 1)
       return numbers.push_back(1), true;  // planned: no gradient is clipped
     if (tensor.numel() != 1 || !tensor.is_cpu() || tensor.is_complex()) return false;
+    const OutsideModes unseen;
     numbers.push_back(tensor.item<double>());
   } else if (value.isList()) {
     const auto list = value.toListRef();
@@ -49,7 +50,11 @@ void put_numbers(c10::IValue& value, const double*& number) {
   } else if (value.isString()) {
     number += value.toStringRef().size();
   } else if (value.isTensor() && value.toTensor().defined()) {
-    value = value.toTensor().clone().fill_(*number++);
+    const at::Tensor& of_program = value.toTensor();
+    const OutsideModes unseen;
+    at::Tensor tensor = of_program.clone().fill_(*number++);
+    tensor.unsafeGetTensorImpl()->set_wrapped_number(of_program.unsafeGetTensorImpl()->is_wrapped_number());
+    value = std::move(tensor);
   } else if (value.isList()) {
     c10::impl::GenericList list(value.toList().elementType());
     for (c10::IValue element : value.toListRef()) {

@@ -748,7 +748,13 @@ void RegionPin::drop() { pin_ = TensorPin(); }
 void take_data(at::Tensor parameter) {
   const auto* segment = segment_of(parameter);
   if (!parameter.is_leaf() || (segment && (!segment->domain()->partition.ranks || segment->keeps_same()))) return;
-  if (const auto domain = domain_that_knows(parameter)) page_again(parameter, domain);
+  const auto domain = domain_that_knows(parameter);
+  if (!domain) return;
+  const bool is_sampled = !segment && domain->partition.ranks && parameter.is_cpu() && parameter.numel() > 0;
+  const double sample = is_sampled ? sample_of(parameter.detach()) : 0;
+  if (!page_again(parameter, domain) || !is_sampled) return;
+  domain->contract.note(segment_of(parameter)->number(), sample,
+                        fmt::format("`.data =` on a parameter [{}]", fmt::join(parameter.sizes(), ", ")));
 }
 
 void take_gradient(const at::Tensor& parameter) {
