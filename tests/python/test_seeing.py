@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+from zeropage._space import open_spaces
 from zeropage._tracing import summarize
 
 import zeropage
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture
 def training(disk):
     """A space, and a function that trains one step in it; memory holds a part of the model."""
+    for left in list(open_spaces()):  # of other tests, whose activations would be in the trace too
+        left.close()
     space = zeropage.init(
         device="cpu",
         parameters="disk",

@@ -249,9 +249,9 @@ bool Call::plain_modes() {
 }
 
 OutsideModes::OutsideModes()
-    : guard_(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                  c10::DispatchKey::PythonDispatcher, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                  c10::DispatchKey::FuncTorchDynamicLayerBackMode})) {}
+    : guard_(c10::DispatchKeySet(
+          {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher,
+           c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})) {}
 
 bool autocasts_on(c10::DeviceType device) {
   return device != c10::kMeta && at::autocast::is_autocast_enabled(device);

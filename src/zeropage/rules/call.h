@@ -81,8 +81,8 @@ struct Call {
   void redispatch();
 };
 
-/// While it lives, no mode of the caller's sees this thread's operators: those of programs are not its own. And a mode
-/// is given Python's numbers in place of the tensors that they became.
+/// While it lives, no mode of the caller's sees this thread's operators: those of programs are not its own. And a
+/// mode is given Python's numbers in place of the tensors that they became.
 class OutsideModes {
  public:
   OutsideModes();
