@@ -298,8 +298,8 @@ class Space:
     def wait(self) -> None:
         """Does what optimizers have left to do (see `async_step`), and returns when nothing is under way to the disk.
 
-        Over ranks, all of them call it at the same place of the program: what is left to do may gather. Raises DiskError
-        for a read or write that failed.
+        Over ranks, all of them call it at the same place of the program: what is left to do may gather.
+        Raises DiskError for a read or write that failed.
         """
         self._core.wait()
 
