@@ -255,9 +255,13 @@ def compose(r: random.Random, run: Run, new: str) -> str | None:
     taken = {tensors[n].untyped_storage().data_ptr() for n in (x, y)}
     apart = [n for n in sorted(alike) if tensors[n].untyped_storage().data_ptr() not in taken]
     into = r.choice(apart or ["torch.empty(0)"])
+    # What an operator that throws leaves of an out= that it has resized is anything.
+    is_product = tensors[x].dim() == tensors[y].dim() == 2 and tensors[x].is_floating_point()
+    made = (len(tensors[x]), len(tensors[y])) if is_product else ()
+    of_product = into if into in tensors and tensors[into].shape == made else "torch.empty(0)"
     out = [
         f"torch.{r.choice(['add', 'mul', 'sub'])}({x}, {operand}, out={z})",
-        f"torch.mm({x}, {y}.t(), out={into})",
+        f"torch.mm({x}, {y}.t(), out={of_product})",
         f"torch.{unary}({x}, out={y})",
         f"torch.sum({x}, 0, out={into}[0])",
     ]
