@@ -92,13 +92,8 @@ def _patch_tensor() -> None:
     tensor.new = on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
     tensor.__deepcopy__ = _said(on_paged(tensor.__deepcopy__, _deepcopy))
     tensor.is_pinned = on_paged(tensor.is_pinned, lambda self, *_a, **_k: False)  # it has no address to ask about
-    for name in (
-        "__float__",
-        "__int__",
-        "__index__",
-        "__complex__",
-        "__bool__",
-    ):  # torch.tensor([w[0], w[1]]) asks them
+    # torch.tensor([w[0], w[1]]) converts its elements by these.
+    for name in ["__float__", "__int__", "__index__", "__complex__", "__bool__"]:
         setattr(tensor, name, _as_number(getattr(tensor, name)))
     tolist = tensor.tolist  # printing reads memory: it gets a copy
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))

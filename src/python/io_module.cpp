@@ -89,8 +89,7 @@ class TensorTicket {
     if (!memory_.pin) return;
     std::optional<RawPin> pin = std::exchange(memory_.pin, std::nullopt);
     const py::gil_scoped_release released;
-    if (succeeded) pin->release();
-    pin.reset();
+    succeeded ? pin->release() : pin->drop();
   }
 
   std::shared_ptr<Io> io_;

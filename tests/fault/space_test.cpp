@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include "temporary_directory.h"
+#include "zeropage/rules/windows.h"
 #include "zeropage/zeropage.h"
 
 using namespace zeropage;
@@ -49,4 +50,40 @@ TEST_CASE("a space outlives its owner as long as a tensor of it lives") {
     tensor = torch::ones({300, 300});
   }
   CHECK(tensor.sum().item<float>() == 90000.0f);
+}
+
+TEST_CASE("a page of which the first window was overwritten is what it was if the next window throws") {
+  TemporaryDirectory directory;
+  auto space = Space::make({.device = "cpu",
+                            .parameters = "disk",
+                            .disk_path = directory.path(),
+                            .device_memory = "4MB",
+                            .host_memory = "4MB",
+                            .resident_below = "0",
+                            .page_size = "16KiB"});
+  torch::Tensor tensor = torch::full({300, 256}, 3.0f), wide = torch::full({300, 256}, 3.0, at::kDouble);
+  for (torch::Tensor each : {tensor, wide}) {
+    REQUIRE(space->page(each));
+    evict(each);
+  }
+  int windows = 0;
+  const auto write = [&](c10::ArrayRef<at::Tensor> slices) {
+    if (++windows == 2) throw std::runtime_error("the second window");
+    for (at::Tensor slice : slices) slice.fill_(5.0f);
+  };
+  // A page has half as many elements of the wide one: windows end there, in the middle of the other's page.
+  const Operand operands[] = {{tensor, segment_of(tensor), Access::overwrite},
+                              {wide, segment_of(wide), Access::overwrite}};
+  const auto all_are = [&](float value) { return plain_copy(tensor).eq(value).all().item<bool>(); };
+  SUBCASE("for a caller that does not go on") {
+    CHECK_THROWS_WITH(for_each_window(operands, Chunking::vectors, write), "the second window");
+    CHECK(all_are(3.0f));
+  }
+  SUBCASE("but not for one that does") {
+    Progress progress;
+    CHECK_THROWS_WITH(for_each_window(operands, Chunking::vectors, write, &progress), "the second window");
+    CHECK(progress.done == segment_of(wide)->page_bytes() / sizeof(double));
+    for_each_window(operands, Chunking::vectors, write, &progress);
+    CHECK(all_are(5.0f));
+  }
 }

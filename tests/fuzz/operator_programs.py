@@ -36,7 +36,7 @@ SHAPES = [
 DTYPES = [*[torch.float32] * 8, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
 DTYPES += [torch.bool, torch.complex64]
 BUDGETS = [("3MB", "3MB"), ("4MB", "600kB"), ("8MB", "8MB"), ("3MB", "16MB")]
-# What zeropage refuses by design, by what its error says.
+# Refusals by design, with words of zeropage's error for each.
 REFUSALS = {"growth": "keeps the size it was made with", "budget": "cannot hold", "raw memory": "zeropage.pinned("}
 
 
@@ -255,7 +255,7 @@ def compose(r: random.Random, run: Run, new: str) -> str | None:
     taken = {tensors[n].untyped_storage().data_ptr() for n in (x, y)}
     apart = [n for n in sorted(alike) if tensors[n].untyped_storage().data_ptr() not in taken]
     into = r.choice(apart or ["torch.empty(0)"])
-    # What an operator that throws leaves of an out= that it has resized is anything.
+    # An operator that throws after it has resized its out= leaves undefined content there.
     is_product = tensors[x].dim() == tensors[y].dim() == 2 and tensors[x].is_floating_point()
     made = (len(tensors[x]), len(tensors[y])) if is_product else ()
     of_product = into if into in tensors and tensors[into].shape == made else "torch.empty(0)"

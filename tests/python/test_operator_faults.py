@@ -247,7 +247,7 @@ def test_products_of_lists_are_no_elementwise_operators(paged):
 
 
 def test_a_chain_of_operators_needs_no_more_memory_than_each_of_them(settings):
-    space = zeropage.init(**{**settings, "device_memory": "1MiB", "host_memory": "1MiB"})
+    space = zeropage.init(**{**settings, "device_memory": "1MiB", "host_memory": "128KiB"})
     tensors = [torch.ones(64 * 1024) for _ in range(20)]
     for tensor in tensors:
         space.page(tensor)
@@ -298,3 +298,102 @@ def test_threads_that_add_to_one_leaf_lose_nothing(settings):
         for thread in threads:
             thread.join()
         assert plain(layer.weight.grad).unique().tolist() == [4]
+
+
+# What random programs of operators found (tests/fuzz).
+
+
+def test_programs_that_are_joined_need_no_more_memory_than_the_budget(settings):
+    space = zeropage.init(**{**settings, "device_memory": "1MiB", "host_memory": "128KiB"})
+    tensors = [torch.ones(64 * 1024) for _ in range(21)]
+    for tensor in tensors:
+        space.page(tensor)
+        zeropage.evict(tensor)
+    for begin in (0, 7, 14):
+        for a, b in itertools.pairwise(tensors[begin : begin + 7]):
+            a.add_(b)
+    tensors[0].addcmul_(tensors[7], tensors[14])
+    right = 3 * [*[2.0] * 6, 1.0]
+    right[0] = 6.0
+    assert [plain(t).mean().item() for t in tensors] == right
+
+
+@pytest.mark.parametrize("master", ["float32", "hi_lo"])
+def test_after_an_error_in_a_list_operators_see_what_masters_hold(master, settings):
+    with zeropage.init(**settings, visible_dtype="bfloat16", master_dtype=master):
+        layers = [nn.Linear(*SIZE) for _ in range(3)]
+    weights = [layer.weight for layer in layers]
+    others = [torch.ones(SIZE), torch.ones(SIZE), torch.ones(3, 3)]
+    with torch.no_grad():
+        for weight in weights:
+            weight.fill_(0.5)  # halves are joined with other ties than float32 is rounded with
+        with pytest.raises(RuntimeError):
+            torch._foreach_add_(weights, others)
+    for layer in layers:
+        assert torch.equal(plain(layer.weight), plain(layer.state_dict()["weight"]).to(torch.bfloat16))
+
+
+def test_a_scalar_that_is_part_of_what_is_written_is_refused(paged):
+    for operator in (
+        lambda t: t.add_(t[0]),
+        lambda t: t.mul_(t.view(-1)[2]),
+        lambda t: torch._foreach_mul_([t], t.view(-1)[2]),
+    ):
+        for tensor in (torch.ones(70_000), paged(torch.ones(70_000))):
+            with pytest.raises(RuntimeError):
+                operator(tensor)
+            assert plain(tensor).unique().tolist() == [1]
+
+
+def test_sizes_of_one_count_for_nothing_in_a_results_strides(paged):
+    reference = torch.randn(64, 96, dtype=torch.bfloat16)
+    views = [t.unsqueeze(0)[::2] for t in (paged(reference.clone()), reference)]
+    ours, right = (torch.logical_and(view, view) for view in views)
+    assert ours.stride() == right.stride()
+
+
+def test_norms_of_complex_tensors_that_are_too_large_are_real(settings):
+    space = zeropage.init(**{**settings, "device_memory": "1MiB", "host_memory": "1MiB"})
+    reference = torch.randn(512, 300, dtype=torch.complex64)
+    ours = reference.clone()
+    space.page(ours)
+    (found,) = torch._foreach_norm([ours])
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, reference.norm())
+
+
+def test_a_product_with_a_result_that_has_no_home_yet_is_plain_pytorchs(settings):
+    space = zeropage.init(**settings, tiling="exact", tile_above="100kB")
+    reference = torch.randn(512, 300)
+    ours = reference.clone()
+    space.page(ours)
+    for operator in (torch.mm, torch.nn.functional.linear):
+        second = (lambda t: t.abs().t()) if operator is torch.mm else torch.abs
+        assert torch.equal(operator(ours.neg(), second(ours)), operator(reference.neg(), second(reference)))
+        with pytest.raises(RuntimeError):
+            operator(ours.bfloat16().neg(), second(ours))
+
+
+def test_an_exact_sum_of_a_vector_is_in_plain_pytorchs_order(settings):
+    space = zeropage.init(**settings, tiling="exact", tile_above="100kB")
+    reference = torch.randn(70_000)
+    ours = reference.clone()
+    space.page(ours)
+    assert torch.equal(torch.einsum("i,i->", ours, ours), torch.einsum("i,i->", reference, reference))
+
+
+def test_a_tensor_is_made_of_elements_of_paged_ones(paged):
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64):
+        reference = torch.randn(70_000).to(dtype)
+        ours = paged(reference.clone())
+        made = torch.tensor([ours[0], ours[1]])
+        assert torch.equal(made, torch.tensor([reference[0], reference[1]]))
+
+
+def test_a_tensor_without_dimensions_promotes_otherwise_than_an_operand(paged):
+    single, double = torch.randn(64, 64), torch.randn(64, 64, dtype=torch.float64)
+    scalar = torch.tensor(2.0, dtype=torch.float64)
+    ours, other = paged(single.clone()), paged(double.clone())
+    for operator in (torch.mul, torch.maximum):
+        assert operator(ours, scalar).dtype == torch.float32
+        assert operator(ours, other).dtype == torch.float64

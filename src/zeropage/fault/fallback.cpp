@@ -153,8 +153,8 @@ void run(Call& call) {
     return;
   }
   if (call.info.tile && call.info.tile(call)) return;
-  if (call.info.rule &&
-      !autocasts(call.op, call.paged[0].tensor.device().type())) {  // which casts what rules would take
+  // Rules run below autocast: an operator that it casts is not theirs.
+  if (call.info.rule && !autocasts(call.op, call.paged[0].tensor.device().type())) {
     if (run_rule(call)) return;
     if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
       call.paged[0].segment->domain()->general_path.count(call.name());

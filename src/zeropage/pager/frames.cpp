@@ -39,6 +39,7 @@ void Frames::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
     thread_pins_.pop_back();
   }
   if (--frame.pins > 0) return;
+  break_promises(frame);
   frame.last_use = timeline_.now();
   if (frame.transfers == 0) settle(frame);
   monitor_.changed().notify_all();

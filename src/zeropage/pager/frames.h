@@ -47,15 +47,15 @@ class Frames {
     state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
   }
 
-  // [Note: overwriting] A page that is to be overwritten is not read: its frame holds other bytes until the operator
-  // has written it. The frame remembers what the page is at home, and the page is that again if the operator fails.
+  // [Note: overwriting] The cache does not read a page that an operator is to overwrite: until the operator has
+  // written it, its frame holds other bytes. The frame remembers the page's state before. If the operator fails, the
+  // page has that state again when the frame's last pin goes. An open version (versions.h) is discarded as a whole
+  // instead.
 
-  /// The page, which has no content in its frame, is about to be overwritten.
+  /// Remembers the state of a page that has no content in its frame and is about to be overwritten.
   static void promise(Run& run, std::size_t page);
-  /// It has been.
+  /// Forgets it: the operator has written the page.
   static void keep_promise(Frame& frame, std::size_t page);
-  /// What was not kept is as it was. The caller holds the last pin.
-  static void break_promises(Frame& frame) noexcept;
 
   /// Of a frame that no pin and no transfer holds any more.
   void settle(Frame& frame) noexcept;
@@ -89,6 +89,8 @@ class Frames {
  private:
   using ThreadPins = std::pair<std::uint64_t, std::size_t>;
 
+  /// Gives the pages that no operator has written their states of before. The frame has no pin.
+  static void break_promises(Frame& frame) noexcept;
   void count_pin();
   void consider(Frame& frame) noexcept;
 

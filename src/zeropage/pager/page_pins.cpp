@@ -140,7 +140,6 @@ void PagePins::let_go(PagePin& pin, bool failed) noexcept {
       frame.assembling = true;
     }
     if (pin.access_ != Access::read && !failed) Frames::keep_promise(frame, pin.page_);
-    if (frame.pins == 1) Frames::break_promises(frame);
     frame.transient = pin.will_not_reuse_;
   }
   frames_.drop_pin(frame, pin.thread_);

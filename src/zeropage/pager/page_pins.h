@@ -56,8 +56,8 @@ class PagePin {
   std::byte* data() const { return data_; }
   /// The page is not used again soon. A hint, for where the plan does not know.
   void will_not_reuse() { will_not_reuse_ = true; }
-  /// What has been written stays, whatever comes. Without it, a page for overwriting is what it was if the pin ends
-  /// by an exception.
+  /// Keeps what the caller has written of a page for overwriting. Without this call, the page has its earlier content
+  /// if an exception ends the pin.
   void written();
   /// Copies into the page from memory of the same kind.
   void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);

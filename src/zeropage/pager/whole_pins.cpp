@@ -231,10 +231,11 @@ void WholePins::fill(Hold& hold) {
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
   memory_.order_after(frame);
-  if (!hold.read) frame.promised.resize(run.pages.size(), Residency::clean);  // [Note: overwriting]
+  const bool promises = !hold.read && !run.next;  // [Note: overwriting]
+  if (promises) frame.promised.resize(run.pages.size(), Residency::clean);
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
-    if (!hold.read && !page.frame) frame.promised[i] = page.state;
+    if (promises && !page.frame) frame.promised[i] = page.state;
     std::byte* const into = frame.memory.data() + i * run.page_bytes;
     if (page.frame == &frame) continue;
     if (page.frame) {
@@ -294,7 +295,6 @@ void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread
     }
     if (--frame.whole_pins == 0 && !frame.permanent) budgets_.let_go(frame.memory.bytes());
     if (request.access != Access::read && !failed) frame.promised.clear();
-    if (frame.whole_pins == 0 && frame.pins == 1) Frames::break_promises(frame);
     frames_.drop_pin(frame, thread);
   }
   if (monitor_.closed()) return;

@@ -114,7 +114,7 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
                program->fits(strangers);
     for (const ProgramPtr& other : found) joinable = joinable && program->takes_all_of(*other);
   }
-  if (!found.empty() && joinable && slots <= Program::kMostSlots) {
+  if (!found.empty() && joinable && found[0]->fits(slots - found[0]->slots().size())) {
     for (std::size_t i = 1; i < found.size(); ++i) found[0]->take_over(*found[i]);
     return found[0];
   }

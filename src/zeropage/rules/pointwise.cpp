@@ -28,7 +28,7 @@ caffe2::TypeMeta run_on_one(const c10::OperatorHandle& op, const Substitution& c
   for (const Operand& operand : call.operands) probes.push_back(at::ones({1}, operand.tensor.options()));
   auto stack = call.stack(probes);
   call_below(op, stack);
-  return stack.empty() ? caffe2::TypeMeta() : first_result(stack).dtype();
+  return first_result(stack).dtype();
 }
 
 /// All that decides what run_on_one() says. Of integers, values decide too: then there is none.
@@ -60,7 +60,7 @@ std::optional<std::string> signature_of(const c10::OperatorHandle& op, const Sub
   return signature;
 }
 
-/// What the operator would return, or throws. Nothing of the call has happened.
+/// Finds the dtype of the operator's result, or throws the operator's error, before anything of the call happens.
 caffe2::TypeMeta probe(const c10::OperatorHandle& op, const Substitution& call) {
   thread_local std::unordered_map<std::string, caffe2::TypeMeta> known;
   const auto signature = signature_of(op, call);

@@ -205,8 +205,9 @@ bool Program::run() {
       throw;
     } catch (const c10::OutOfMemoryError&) {
       throw;
-    } catch (...) {  // an operator's own, which would throw again for ever
-      end();
+    } catch (const c10::Error& error) {
+      // An operator's own error would come again for ever. The CPU's allocator has no class for its error.
+      if (error.msg().find("can't allocate memory") == std::string::npos) end();
       throw;
     }
   }

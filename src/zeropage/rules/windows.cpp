@@ -61,7 +61,7 @@ class Cursor {
     }
   }
 
-  /// What was written of the pages stays.
+  /// The pages keep what was written, though a later window of them should fail.
   void keep() {
     for (Held& held : held_) held.pin.written();
   }
@@ -291,8 +291,9 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
   return true;
 }
 
-/// Ends early, with `progress`, where pages cannot be had in the host.
-void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes,
+/// Ends early, with `progress`, where pages cannot be had in the host. `keeps`: the caller goes on after an error
+/// where `progress` says.
+void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes, bool keeps,
                  Where where) {
   announce(reach, where);
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
@@ -322,7 +323,9 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
       // Virtual time is this thread's.
       on_cpu && !is_planned ? run_window(cursors, window, run) : run_part(cursors, window, run);
     }
-    for (auto& cursor : cursors) cursor->keep();
+    for (auto& cursor : cursors) {
+      if (keeps) cursor->keep();
+    }
     at = window.end;
   }
 }
@@ -345,8 +348,10 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   const bool reaches = std::all_of(reached.operands.begin(), reached.operands.end(), [](const Operand& operand) {
     return operand.segment ? operand.segment->cache()->reaches_below(*operand.segment) : operand.tensor.is_cpu();
   });
-  if (where == Where::in_host && reaches) run_windows(reached, chunking, run, so_far, resumes, where);
-  if (so_far.done < reached.elements) run_windows(reached, chunking, run, so_far, resumes, Where::on_device);
+  if (where == Where::in_host && reaches)
+    run_windows(reached, chunking, run, so_far, resumes, progress != nullptr, where);
+  if (so_far.done < reached.elements)
+    run_windows(reached, chunking, run, so_far, resumes, progress != nullptr, Where::on_device);
   if (shared) return;
   for (const Operand& operand : operands) {
     const bool written = operand.segment && operand.access != Access::read;
@@ -362,7 +367,8 @@ void copy_windows(const at::Tensor& to, const at::Tensor& from) {
 void for_each_window_of_share(const Operand& operand, RunSlices run) {
   operand.segment->complete();
   Progress whole;
-  run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole, /*resumes=*/false, Where::on_device);
+  run_windows(reach(operand, operand.segment), Chunking::iterator, run, whole, /*resumes=*/false, /*keeps=*/false,
+              Where::on_device);
 }
 
 bool reaches_host(const StorageSegment& segment) {

@@ -814,6 +814,11 @@ void RawPin::release() {
   if (written) written->follow();
 }
 
+void RawPin::drop() {
+  written_.reset();
+  const TensorPin dropped = std::move(pin_);
+}
+
 RawPin pin(const at::Tensor& tensor, Access access) { return {tensor, access}; }
 
 bool page_like(at::Tensor& tensor, const at::Tensor& other) {

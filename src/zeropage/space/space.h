@@ -181,6 +181,8 @@ class RawPin {
   ~RawPin();
   /// Lets go. Throws what keeps the master from following, and over ranks the share from being stored.
   void release();
+  /// Lets go after a write that failed: neither the master nor, over ranks, the share takes it.
+  void drop();
 
  private:
   TensorPin pin_;

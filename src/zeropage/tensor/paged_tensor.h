@@ -451,7 +451,7 @@ class TensorPin {
     std::swap(exceptions_, other.exceptions_);
     return *this;
   }
-  /// What was to be overwritten is what it was if an exception ends the pin.
+  /// If an exception ends the pin, tensors that were to be overwritten keep their earlier content.
   ~TensorPin();
   /// Lets go, and stores what was written to gathered tensors in this rank's share: after an operator that succeeded.
   void release();

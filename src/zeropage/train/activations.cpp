@@ -65,7 +65,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   return content;
 }
 
-/// Of at most 512 words of the tensor's span, evenly spread; 0 on a device.
+/// Hashes at most 512 words of the tensor's span, evenly spread; 0 on a device.
 std::uint64_t fingerprint_of(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return 0;
   const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());

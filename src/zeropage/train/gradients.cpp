@@ -23,7 +23,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-/// What a node holds while it adds a gradient to the leaf's.
+/// Gives the mutex that a node locks while it adds a gradient to the leaf's.
 struct NodeMutex : torch::autograd::Node {
   static std::mutex& of(torch::autograd::Node& node) { return node.*(&NodeMutex::mutex_); }
 };
