@@ -124,49 +124,46 @@ void set_storage(Call& call) {
   }
 }
 
-void run(Call& call) {
-  if (call.has_lazy && LazyProduct::run(call)) return;
-  if (call.paged.empty()) {
-    choose_device(call);
-    if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;
-    if (scope_domain() && make_from_meta(call)) return;
-    const bool copies = copies_foreign_memory(call);
-    {
-      // A view of an ordinary tensor may still copy inside, and what a composite makes is adopted as a whole.
-      c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
-      call.op.redispatchBoxed(call.below, &call.stack);
-    }
-    return adopt_results(call, copies);
-  }
-  // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
-  if (call.info.kind == OperatorKind::data) {
-    call.paged[0].segment->domain()->cache->check_usable();
-    settle_placements(call);
-  }
-  if (takes_quantised(call)) return run_dequantised(call, run);
-  const auto leaves = hook_leaves(call);
-  if (call.info.kind == OperatorKind::view) {
-    if (call.info.moves) drop_cpu_index(call);
-    const TensorPin cuts = pin_cuts(call);
-    // Not excluded: reshape and its like are marked as views and may copy inside.
+/// No argument is paged: inside an init scope, what it makes may be.
+void run_ordinary(Call& call) {
+  choose_device(call);
+  if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;
+  if (scope_domain() && make_from_meta(call)) return;
+  const bool copies = copies_foreign_memory(call);
+  {
+    // A view of an ordinary tensor may still copy inside, and what a composite makes is adopted as a whole.
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
     call.op.redispatchBoxed(call.below, &call.stack);
-    return;
   }
-  if (call.info.tile && call.info.tile(call)) return;
-  // Rules run below autocast: an operator that it casts is not theirs.
-  if (call.info.rule && !autocasts(call.op, call.paged[0].tensor.device().type())) {
-    if (run_rule(call)) return;
-    if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
-      call.paged[0].segment->domain()->general_path.count(call.name());
-    }
+  adopt_results(call, copies);
+}
+
+/// Of views, which need no data.
+void run_view(Call& call) {
+  if (call.info.moves) drop_cpu_index(call);
+  const TensorPin cuts = pin_cuts(call);
+  // Not excluded: reshape and its like are marked as views and may copy inside.
+  call.op.redispatchBoxed(call.below, &call.stack);
+}
+
+/// Whether a rule did it. Rules run below autocast: an operator that it casts is not theirs.
+bool run_by_rule(Call& call) {
+  if (!call.info.rule || autocasts(call.op, call.paged[0].tensor.device().type())) return false;
+  if (run_rule(call)) return true;
+  if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
+    call.paged[0].segment->domain()->general_path.count(call.name());
   }
+  return false;
+}
+
+/// With the whole tensors in memory, or copies of small parts of what cannot be.
+void run_general(Call& call) {
   if (call.info.sets) return set_storage(call);
   if (call.info.kind == OperatorKind::metadata) {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
-    call.redispatch();
-    return;
+    return call.redispatch();
   }
-  const bool needs_autograd = scope_domain() && call.needs_autograd();
+  const bool adopts = scope_domain() && !call.needs_autograd();
   const auto mixes = [](const PagedArgument& argument) { return argument.segment->domain()->mixes(); };
   if (std::any_of(call.paged.begin(), call.paged.end(), mixes)) {
     WrittenMasters written(call);
@@ -177,7 +174,26 @@ void run(Call& call) {
   } else if (!run_on_copies(call)) {
     call.run_whole();
   }
-  if (!needs_autograd) adopt_results(call, true);
+  if (adopts) adopt_results(call, true);
+}
+
+void run_paged(Call& call) {
+  const auto leaves = hook_leaves(call);
+  if (call.info.kind == OperatorKind::view) return run_view(call);
+  if (call.info.tile && call.info.tile(call)) return;
+  if (run_by_rule(call)) return;
+  run_general(call);
+}
+
+void run(Call& call) {
+  if (call.has_lazy && LazyProduct::run(call)) return;
+  if (call.paged.empty()) return run_ordinary(call);
+  // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
+  if (call.info.kind == OperatorKind::data) {
+    call.paged[0].segment->domain()->cache->check_usable();
+    settle_placements(call);
+  }
+  takes_quantised(call) ? run_dequantised(call, run_paged) : run_paged(call);
 }
 
 void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

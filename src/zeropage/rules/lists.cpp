@@ -5,6 +5,7 @@
 #include "zeropage/rules/pointwise.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
+#include "zeropage/rules/stand_ins.h"
 
 namespace zeropage {
 namespace {
@@ -74,23 +75,16 @@ Access access_of(Call& call, std::size_t argument) {
 /// The whole tensors of element i in memory, the operator on lists of one.
 c10::IValue run_element_whole(Call& call, Element& element) {
   torch::jit::Stack stack;
-  c10::SmallVector<PinRequest, 8> requests;
   for (std::size_t i = 0; i < call.arguments; ++i) {
     c10::IValue value = element.tensor_or_value(i);
-    if (element.is_list(i)) {
-      if (at::Tensor copy = reduces(call.name()) && !call.info.writes[i] ? preview(value.toTensor()) : at::Tensor();
-          copy.defined()) {
-        value = std::move(copy);
-      }
-      if (auto* segment = segment_of(value.toTensor())) {
-        requests.push_back({segment, call.info.writes[i] ? Access::write : Access::read});
-      }
-      c10::List<at::Tensor> list;
-      list.push_back(value.toTensor());
-      value = std::move(list);
-    }
-    stack.push_back(std::move(value));
+    stack.push_back(element.is_list(i) ? c10::List<at::Tensor>({value.toTensor()}) : std::move(value));
   }
+  Call one{call.op, call.info, call.below, stack, 0, call.arguments};
+  one.find_paged();
+  StandIns previews(one);
+  if (reduces(call.name())) previews.replace(&can_be_previewed, &preview);
+  c10::SmallVector<PinRequest, 8> requests;
+  for (const PagedArgument& argument : one.paged) requests.push_back({argument.segment, argument.access});
   TensorPin pin(requests);
   call_below(call.op, stack);
   pin.release();

@@ -6,6 +6,7 @@
 
 #include "zeropage/rules/hi_lo.h"
 #include "zeropage/rules/program.h"
+#include "zeropage/rules/stand_ins.h"
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
@@ -69,20 +70,6 @@ void materialise(const at::Tensor& tensor, const at::Tensor& master) {
   copy_windows(tensor, master);
 }
 
-/// Tensors among the arguments, in order, each of which `visit` may replace.
-void for_each_tensor(Call& call, c10::function_ref<at::Tensor(const at::Tensor&, std::size_t argument)> visit) {
-  for (std::size_t i = 0; i < call.arguments; ++i) {
-    c10::IValue& value = call.argument(i);
-    if (value.isTensor()) {
-      if (value.toTensor().defined()) value = visit(value.toTensor(), i);
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const c10::IValue& element : value.toListRef()) list.push_back(visit(element.toTensor(), i));
-      value = std::move(list);
-    }
-  }
-}
-
 bool is_norm(const Call& call) {
   return call.name() == "aten::linalg_vector_norm" || call.name() == "aten::_foreach_norm";
 }
@@ -120,78 +107,48 @@ bool copies_what_is_seen(Call& call) {
   return !has_master(to) && has_master(from) && to.scalar_type() == from.scalar_type();
 }
 
+/// Whether a rule is to run on masters: what writes parameters or copies them, and what reads masters anyway.
+bool takes_masters(Call& call) {
+  const auto mixed = [](const PagedArgument& argument) { return has_master(argument.tensor); };
+  if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || !Call::plain_modes()) return false;
+  const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
+  if (call.needs_autograd() && !asks) return false;
+  const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
+  return (writes || call.name() == "aten::clone" || reads_masters(call)) && !copies_what_is_seen(call);
+}
+
+bool run_on_masters(Call& call) {
+  StandIns masters(call);
+  const bool asks = call.info.kind == OperatorKind::metadata;
+  masters.replace([](const at::Tensor& tensor, bool) { return has_master(tensor); },
+                  [&](const at::Tensor& tensor) { return master_of(tensor, asks); });
+  const auto run = [&] {
+    if (call.info.rule(call)) return true;
+    if (!is_norm(call)) return false;
+    call.run_whole();
+    return true;
+  };
+  // Of a list, operators on the first tensors may have run, or have been deferred.
+  const auto may_have_changed = [](const at::Tensor& tensor, const at::Tensor& master) {
+    return has_program(segment_of(master)) || stored_master(tensor).defined();
+  };
+  const auto* const domain = call.paged[0].segment->domain().get();
+  if (!masters.run(run, &materialise, may_have_changed)) return false;
+  if (call.name() == "aten::clone") {
+    at::Tensor copy = call.stack.back().toTensor();
+    give_master(copy, *domain);
+    call.stack.back() = copy;
+  }
+  return true;
+}
+
 }  // namespace
 
 bool run_rule(Call& call) {
   if (writes_part_of_mixed(call)) return false;
-  const auto mixed = [](const PagedArgument& argument) { return has_master(argument.tensor); };
-  const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
-  if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || (call.needs_autograd() && !asks) ||
-      !Call::plain_modes()) {
-    const bool done = call.info.rule(call);
-    if (done) visible_follows(call);
-    return done;
-  }
-  const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
-  const bool clones = call.name() == "aten::clone";
-  if ((!writes && !clones && !reads_masters(call)) || copies_what_is_seen(call)) return call.info.rule(call);
-
-  struct Materialised {
-    at::Tensor tensor, master;
-  };
-  std::vector<Materialised> materialised;  // what is written
-  const std::vector<c10::IValue> arguments(call.stack.begin() + call.first, call.stack.end());
-  const auto paged = call.paged;
-  for_each_tensor(call, [&](const at::Tensor& tensor, std::size_t argument) {
-    if (!has_master(tensor)) return tensor;
-    const auto is_it = [&](const Materialised& m) { return segment_of(m.tensor) == segment_of(tensor); };
-    const auto known = std::find_if(materialised.begin(), materialised.end(), is_it);
-    if (known != materialised.end()) {  // twice in a list: of one content
-      const bool same = known->tensor.sizes() == tensor.sizes() && known->tensor.strides() == tensor.strides();
-      return same ? known->master : known->master.as_strided(tensor.sizes(), tensor.strides());
-    }
-    at::Tensor master = master_of(tensor, asks);
-    if (call.info.writes[argument]) materialised.push_back({tensor, master});
-    return master;
-  });
-  call.paged.clear();
-  call.find_paged();
-  bool done = false;
-  try {
-    done = call.info.rule(call);
-  } catch (...) {  // of a list, operators on the first tensors may have been deferred
-    c10::NoGradGuard no_grad;
-    for (const Materialised& written : materialised) {
-      if (has_program(segment_of(written.master))) materialise(written.tensor, written.master);
-    }
-    throw;
-  }
-  if (!done && is_norm(call)) {
-    call.run_whole();
-  } else if (!done) {
-    std::copy(arguments.begin(), arguments.end(), call.stack.begin() + call.first);
-    call.paged = paged;
-    return false;
-  }
-  c10::NoGradGuard no_grad;
-  for (const Materialised& written : materialised) {
-    materialise(written.tensor, written.master);
-    bump_version(written.tensor);
-  }
-  visible_follows(call, [&](const StorageSegment& segment) {
-    return std::any_of(materialised.begin(), materialised.end(),
-                       [&](const Materialised& written) { return segment_of(written.tensor) == &segment; });
-  });
-  if (call.stack.size() == call.first || !call.stack.back().isTensor()) return true;
-  if (clones) {
-    at::Tensor copy = call.stack.back().toTensor();
-    give_master(copy, *paged[0].segment->domain());
-    call.stack.back() = copy;
-  }
-  for (const Materialised& written : materialised) {
-    if (call.stack.back().toTensor().is_same(written.master)) call.stack.back() = written.tensor;
-  }
-  return true;
+  const bool done = takes_masters(call) ? run_on_masters(call) : call.info.rule(call);
+  if (done) visible_follows(call);
+  return done;
 }
 
 at::Tensor stored_master(const at::Tensor& tensor) {
@@ -208,11 +165,11 @@ bool follows_master(const StorageSegment& segment) {
   return segment.master().defined() && !is_hi_lo(segment.master());
 }
 
-void visible_follows(const Call& call, c10::function_ref<bool(const StorageSegment&)> is_current) {
+void visible_follows(const Call& call) {
   for (const PagedArgument& argument : call.paged) {
     if (argument.access == Access::read) continue;
     const auto visible = argument.segment->visible();
-    if (visible && segment_of(*visible) && !is_current(*segment_of(*visible))) follow_master(*segment_of(*visible));
+    if (visible && segment_of(*visible)) follow_master(*segment_of(*visible));
   }
 }
 

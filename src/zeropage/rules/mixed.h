@@ -17,7 +17,7 @@ class WrittenMasters {
   explicit WrittenMasters(const Call& call);
   /// Of raw memory that is about to be written.
   explicit WrittenMasters(StorageSegment& segment) { add(segment); }
-  /// What the call wrote without declaring it, once it has run.
+  /// Adds the tensors that the call, which has run, wrote without declaring it.
   void add_undeclared(const Call& call);
   void follow() const;
 
@@ -32,10 +32,8 @@ class WrittenMasters {
 };
 
 /// After a call that wrote masters by themselves, as a program does that was given them by state_dict(): what
-/// operators see follows, but where it is current.
-void visible_follows(
-    const Call& call,
-    c10::function_ref<bool(const StorageSegment&)> is_current = [](const StorageSegment&) { return false; });
+/// operators see follows.
+void visible_follows(const Call& call);
 
 /// Has operators see `tensor`, which is paged, in the domain's visible dtype from now on, and gives it a master that
 /// is more precise, in place. The content is kept as precisely as the two allow.

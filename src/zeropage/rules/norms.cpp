@@ -15,6 +15,7 @@
 #include "zeropage/plan/machine.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
+#include "zeropage/rules/stand_ins.h"
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
@@ -145,6 +146,19 @@ at::Tensor foreseen(const at::Tensor& tensor, const AskedNorm& asked) {
 
 }  // namespace
 
+namespace {
+
+/// Of what deferred operators will make, without a home for it.
+bool run_on_previews(Call& call) {
+  StandIns previews(call);
+  if (!previews.replace(&can_be_previewed, &preview)) return false;
+  const auto run = [&] { return call.run_whole(), true; };
+  return previews.run(
+      run, [](const at::Tensor&, const at::Tensor&) {}, [](const at::Tensor&, const at::Tensor&) { return false; });
+}
+
+}  // namespace
+
 bool run_norm(Call& call) {
   // linalg_vector_norm(self, ord, dim, keepdim, dtype)
   const at::Tensor self = call.argument(0).toTensor();
@@ -162,13 +176,8 @@ bool run_norm(Call& call) {
     norm = norms_over_ranks(self, ord)[0];
   } else if (is_too_large(self)) {
     norm = norm_by_pages(self, ord, /*of_share=*/false).norm();
-  } else if (const at::Tensor copy = preview(self); copy.defined()) {
-    call.argument(0) = copy;
-    call.paged = {{copy, segment_of(copy), Access::read}};
-    call.run_whole();
-    return true;
   } else {
-    return false;
+    return run_on_previews(call);
   }
   call.return_value(as_result(norm, self, dtype));
   return true;

@@ -6,6 +6,7 @@
 
 #include "zeropage/kernels/update.h"
 #include "zeropage/rules/program.h"
+#include "zeropage/rules/stand_ins.h"
 #include "zeropage/rules/windows.h"
 
 namespace zeropage {
@@ -194,67 +195,20 @@ bool takes_quantised(const Call& call) {
 }
 
 void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
-  struct Dequantised {
-    StorageSegment* segment;
-    at::Tensor quantised, value;
-    bool written = false;
+  StandIns values(call);
+  const auto seen_as = [](const at::Tensor& value, c10::ScalarType dtype) {
+    return value.scalar_type() == dtype ? value : value.view(dtype);
   };
-  std::vector<Dequantised> all;
-  std::vector<std::pair<at::Tensor, at::Tensor>> stands_for;  // argument, what it was
-  const auto replace = [&](const at::Tensor& tensor, bool writes) {
-    auto* segment = segment_of(tensor);
-    if (!segment || !segment->quantisation()) return tensor;
-    auto known = std::find_if(all.begin(), all.end(), [&](const Dequantised& d) { return d.segment == segment; });
-    if (known == all.end()) {
-      all.push_back({segment, tensor, decode(tensor)});
-      known = all.end() - 1;
-    }
-    known->written |= writes;
-    const c10::NoGradGuard no_grad;
-    // A view of another dtype is of the bits.
-    const at::Tensor value =
-        tensor.scalar_type() == at::kFloat ? known->value : known->value.view(tensor.scalar_type());
-    const bool whole = value.sizes() == tensor.sizes() && value.strides() == tensor.strides();
-    at::Tensor stand = whole ? value : value.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    stands_for.emplace_back(stand, tensor);
-    return stand;
+  values.replace([](const at::Tensor& tensor, bool) { return segment_of(tensor)->quantisation() != nullptr; },
+                 [&](const at::Tensor& tensor) { return seen_as(decode(tensor), tensor.scalar_type()); });
+  const auto settle = [&](const at::Tensor& tensor, const at::Tensor& value) {
+    encode(*segment_of(tensor)->quantisation(), seen_as(value, c10::kFloat));
   };
-  for (std::size_t i = 0; i < call.arguments; ++i) {
-    c10::IValue& value = call.argument(i);
-    if (value.isTensor() && value.toTensor().defined()) {
-      value = replace(value.toTensor(), call.info.writes[i]);
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const c10::IValue& element : value.toListRef())
-        list.push_back(replace(element.toTensor(), call.info.writes[i]));
-      value = std::move(list);
-    }
-  }
-  call.paged.clear();
-  call.find_paged();
-  try {
-    run(call);
-  } catch (...) {  // of a list, operators on the first tensors may have been deferred
-    for (const Dequantised& dequantised : all) {
-      if (!dequantised.written || !has_program(segment_of(dequantised.value))) continue;
-      encode(*dequantised.segment->quantisation(), dequantised.value);
-    }
-    throw;
-  }
-  for (Dequantised& dequantised : all) {
-    if (!dequantised.written) continue;
-    encode(*dequantised.segment->quantisation(), dequantised.value);
-    bump_version(dequantised.quantised);
-  }
-  for (std::size_t i = call.first; i < call.stack.size(); ++i) {
-    if (!call.stack[i].isTensor()) continue;
-    for (const auto& [stand, tensor] : stands_for) {
-      if (call.stack[i].toTensor().is_same(stand)) {
-        call.stack[i] = tensor;
-        break;
-      }
-    }
-  }
+  // Of a list, operators on the first tensors may have been deferred.
+  const auto may_have_changed = [](const at::Tensor&, const at::Tensor& value) {
+    return has_program(segment_of(value));
+  };
+  values.run([&] { return run(call), true; }, settle, may_have_changed);
 }
 
 }  // namespace zeropage

@@ -8,6 +8,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/rules.h"
+#include "zeropage/rules/stand_ins.h"
 #include "zeropage/rules/tiled_product.h"
 
 namespace zeropage {
@@ -118,63 +119,59 @@ bool tile_parts(Call& call) {
   return true;
 }
 
+namespace {
+
+/// Whether an operator is to be given a copy of this view, which is small, of a segment that is too large to be
+/// whole. What lies between the elements of what is written may be another argument's.
+bool takes_copy(const at::Tensor& tensor, bool writes) {
+  const std::size_t limit = segment_of(tensor)->frame_limit();
+  if (!is_tiled(tensor) || segment_of(tensor)->bytes() <= limit || tensor.numel() == 0) return false;
+  const std::size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  return span <= limit / 2 && (!writes || span == tensor.nbytes());
+}
+
+bool is_too_large(const PagedArgument& argument) {
+  return is_tiled(argument.tensor) && argument.segment->bytes() > argument.segment->frame_limit() &&
+         argument.tensor.numel() > 0;
+}
+
+/// A view in place, such as t_(), needs no data; only a larger tensor does.
+bool run_view_in_place(Call& call) {
+  if (!call.op.hasTag(at::Tag::inplace_view) || call.name().find("resize") != std::string::npos) return false;
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  call.redispatch();
+  return true;
+}
+
+/// Sizes that an operator gave a copy are not the tensor's: those it cannot change.
+void copy_back_same_size(const at::Tensor& tensor, const at::Tensor& copy) {
+  if (copy.sizes() != tensor.sizes() || copy.strides() != tensor.strides()) {
+    throw AccessError(
+        "a paged tensor keeps the size it was made with, and this operator would have to change it; give out= a "
+        "tensor of the result's shape, or use an ordinary tensor");
+  }
+  copy_back(copy, tensor);
+}
+
+}  // namespace
+
 bool run_on_copies(Call& call) {
   if (!Call::plain_modes() || call.needs_autograd()) return false;
-  const bool is_view = call.op.hasTag(at::Tag::inplace_view);
-  struct Part {
-    std::size_t argument;
-    at::Tensor tensor, copy;
-    std::int64_t version = 0;
-  };
-  c10::SmallVector<Part, 2> parts;
-  std::size_t paged = 0;
+  std::size_t paged = 0, large = 0;
   for (std::size_t i = 0; i < call.arguments; ++i) {
-    if (!call.argument(i).isTensor()) continue;
+    if (!call.argument(i).isTensor() || !segment_of(call.argument(i).toTensor())) continue;
     const at::Tensor& tensor = call.argument(i).toTensor();
-    auto* segment = segment_of(tensor);
-    if (!segment) continue;
     ++paged;
-    const std::size_t limit = segment->domain()->cache->frame_limit();
-    if (!is_tiled(tensor) || segment->bytes() <= limit || tensor.numel() == 0) continue;
-    const std::size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
-    if (is_view && call.name().find("resize") == std::string::npos) {  // needs no data
-      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-      call.redispatch();
-      return true;
-    }
-    // What lies between the elements of what is written may be another argument's.
-    if (is_view || span > limit / 2 || (call.info.writes[i] && span != tensor.nbytes())) return false;
-    parts.push_back({i, tensor, {}});
+    if (!is_too_large({tensor, segment_of(tensor), Access::read})) continue;
+    ++large;
+    if (run_view_in_place(call)) return true;
+    if (call.op.hasTag(at::Tag::inplace_view) || !takes_copy(tensor, call.info.writes[i])) return false;
   }
-  if (parts.empty() || paged != call.paged.size()) return false;  // others are in lists
-  for (Part& part : parts) {
-    part.copy = copy_of_part(part.tensor);
-    part.version = version_of(part.copy);
-    call.argument(part.argument) = part.copy;
-  }
-  const std::vector<bool> writes(call.info.writes.begin(), call.info.writes.end());
-  call.op.callBoxed(&call.stack);
-  for (const Part& part : parts) {
-    if (part.copy.sizes() != part.tensor.sizes() || part.copy.strides() != part.tensor.strides()) {
-      throw AccessError(
-          "a paged tensor keeps the size it was made with, and this operator would have to change it; give out= a "
-          "tensor of the result's shape, or use an ordinary tensor");
-    }
-    for (std::size_t i = call.first; i < call.stack.size(); ++i) {
-      if (!call.stack[i].isTensor() || !call.stack[i].toTensor().defined()) continue;
-      const at::Tensor& result = call.stack[i].toTensor();
-      if (result.is_same(part.copy)) {
-        call.stack[i] = part.tensor;
-      } else if (result.has_storage() && result.is_alias_of(part.copy)) {
-        call.stack[i] = result.clone();
-      }
-    }
-    if (writes[part.argument] || version_of(part.copy) != part.version) {
-      copy_back(part.copy, part.tensor);
-      bump_version(part.tensor);
-    }
-  }
-  return true;
+  if (large == 0 || paged != call.paged.size()) return false;  // others are in lists
+  StandIns copies(call, /*of_views=*/true);
+  copies.replace(&takes_copy, &copy_of_part);
+  const auto run = [&] { return call.op.callBoxed(&call.stack), true; };
+  return copies.run(run, &copy_back_same_size, [](const at::Tensor&, const at::Tensor&) { return false; });
 }
 
 }  // namespace zeropage

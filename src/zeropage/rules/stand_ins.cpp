@@ -1,0 +1,129 @@
+#include "zeropage/rules/stand_ins.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+namespace zeropage {
+namespace {
+
+bool lies_as(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
+}
+
+/// `made`, as `tensor` lies over what it stands for. A view of another dtype is of the bits.
+at::Tensor view_like(const at::Tensor& made, c10::ScalarType stands_for, const at::Tensor& tensor) {
+  const c10::NoGradGuard no_grad;
+  const bool is_of_bits = tensor.scalar_type() != stands_for;
+  const at::Tensor base = is_of_bits ? made.view(tensor.scalar_type()) : made;
+  if (base.sizes() == tensor.sizes() && base.strides() == tensor.strides()) return base;
+  return base.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+}
+
+}  // namespace
+
+bool StandIns::is_same_content(const at::Tensor& a, const at::Tensor& b) const {
+  if (segment_of(a) != segment_of(b)) return false;
+  return !of_views_ || (lies_as(a, b) && a.storage_offset() == b.storage_offset());
+}
+
+at::Tensor StandIns::give(const at::Tensor& tensor, bool writes, Takes takes, Make make) {
+  if (!segment_of(tensor) || !takes(tensor, writes)) return tensor;
+  auto known = std::find_if(stand_ins_.begin(), stand_ins_.end(),
+                            [&](const StandIn& stand_in) { return is_same_content(stand_in.tensor, tensor); });
+  if (known == stand_ins_.end()) {
+    at::Tensor made = make(tensor);
+    if (!made.defined()) return tensor;
+    const std::int64_t version = version_of(made);
+    stand_ins_.push_back({tensor, std::move(made), false, version});
+    known = stand_ins_.end() - 1;
+  }
+  known->is_written |= writes;
+  at::Tensor given = of_views_ ? known->made : view_like(known->made, known->tensor.scalar_type(), tensor);
+  views_.push_back({tensor, given, static_cast<std::size_t>(known - stand_ins_.begin())});
+  return given;
+}
+
+bool StandIns::replace(Takes takes, Make make) {
+  arguments_.assign(call_.stack.begin() + static_cast<std::ptrdiff_t>(call_.first), call_.stack.end());
+  for (std::size_t i = 0; i < call_.arguments; ++i) {
+    c10::IValue& value = call_.argument(i);
+    const bool writes = call_.info.writes[i];
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) value = give(value.toTensor(), writes, takes, make);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const c10::IValue& element : value.toListRef())
+        list.push_back(give(element.toTensor(), writes, takes, make));
+      value = std::move(list);
+    }
+  }
+  if (stand_ins_.empty()) return false;
+  paged_ = std::move(call_.paged);
+  call_.paged.clear();
+  call_.find_paged();
+  return true;
+}
+
+bool StandIns::run(c10::function_ref<bool()> run, Settle settle, MayHaveChanged may_have_changed) {
+  if (stand_ins_.empty()) return run();
+  bool done = false;
+  try {
+    done = run();
+  } catch (...) {
+    const c10::NoGradGuard no_grad;
+    for (const StandIn& stand_in : stand_ins_) {
+      if (!stand_in.is_written || !may_have_changed(stand_in.tensor, stand_in.made)) continue;
+      settle(stand_in.tensor, stand_in.made);
+      bump_version(stand_in.tensor);
+    }
+    throw;
+  }
+  call_.paged = std::move(paged_);
+  if (!done) {
+    std::copy(arguments_.begin(), arguments_.end(), call_.stack.begin() + static_cast<std::ptrdiff_t>(call_.first));
+    return false;
+  }
+  find_written();
+  const c10::NoGradGuard no_grad;
+  for (const StandIn& stand_in : stand_ins_) {
+    if (!stand_in.is_written) continue;
+    settle(stand_in.tensor, stand_in.made);
+    bump_version(stand_in.tensor);
+  }
+  return_originals();
+  return true;
+}
+
+/// What a schema does not declare: of paged stand-ins run_whole() tells, of ordinary ones their versions.
+void StandIns::find_written() {
+  for (StandIn& stand_in : stand_ins_) {
+    auto* const segment = segment_of(stand_in.made);
+    const auto end = call_.undeclared.end();
+    if (segment) {
+      stand_in.is_written |= std::find(call_.undeclared.begin(), end, segment) != end;
+    } else {
+      stand_in.is_written |= version_of(stand_in.made) != stand_in.version;
+    }
+  }
+}
+
+void StandIns::return_originals() {
+  for (std::size_t i = call_.first; i < call_.stack.size(); ++i) {
+    if (!call_.stack[i].isTensor() || !call_.stack[i].toTensor().defined()) continue;
+    const at::Tensor& result = call_.stack[i].toTensor();
+    const auto given =
+        std::find_if(views_.begin(), views_.end(), [&](const View& view) { return result.is_same(view.given); });
+    if (given != views_.end()) {
+      call_.stack[i] = given->original;
+      continue;
+    }
+    // A view of an ordinary stand-in would be of content that nobody keeps.
+    const auto is_view = [&](const StandIn& stand_in) {
+      return !segment_of(stand_in.made) && result.has_storage() && result.is_alias_of(stand_in.made);
+    };
+    if (std::any_of(stand_ins_.begin(), stand_ins_.end(), is_view)) call_.stack[i] = result.clone();
+  }
+}
+
+}  // namespace zeropage
