@@ -72,11 +72,12 @@ sanitize: build
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
 
-lint: build docs ## formatting, types, which module uses which, and the docs
+lint: build docs ## formatting, types, functions' lengths, which module uses which, and the docs
 	$(PYTHON) -m ruff check python tests examples bench tools
 	$(PYTHON) -m ruff format --check python tests examples bench tools
 	$(PYTHON) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
+	$(PYTHON) -m lizard -l cpp -T length=70 -C 1000 -a 100 -w src
 	$(PYTHON) tools/check_modules.py
 
 format: build ## what lint asks for

@@ -287,16 +287,7 @@ void bind_machine(py::module_& module) {
       .def_property_readonly("network_seconds", [](const Machine& m) { return m.network.busy_seconds(); });
 }
 
-}  // namespace
-
-PYBIND11_MODULE(_core, module) {
-  bind_exceptions(module);
-  bind_report(module);
-  bind_tensor_files(module);
-  bind_io(module);
-  bind_machine(module);
-  module.attr("built_for_torch") = TORCH_VERSION;
-
+void bind_spaces(py::module_& module) {
   py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
 
   py::class_<PythonScope>(module, "Scope")
@@ -337,7 +328,9 @@ PYBIND11_MODULE(_core, module) {
       .def("report", &Space::report)
       .def("holds", &Space::holds, py::arg("tensor"))
       .def_property_readonly("config", &Space::config);
+}
 
+void bind_pins(py::module_& module) {
   py::class_<TensorPin>(module, "TensorPin")
       .def("release", &TensorPin::release, py::call_guard<py::gil_scoped_release>());
   py::class_<RawPin>(module, "RawPin").def("release", &RawPin::release, py::call_guard<py::gil_scoped_release>());
@@ -359,6 +352,9 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "hold", [](const std::vector<at::Tensor>& tensors) { return std::make_unique<TensorPin>(hold(tensors)); },
       py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_steps(py::module_& module) {
   module.def("keep_same", [](const at::Tensor& parameter) {
     if (auto* segment = segment_of(parameter); segment && !segment->is_own()) segment->set_keeps_same(true);
   });
@@ -392,6 +388,9 @@ PYBIND11_MODULE(_core, module) {
     });
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_watching(py::module_& module) {
   module.def("available_memory", [] { return available_memory(); });
   py::class_<LongWait>(module, "LongWait")
       .def_readonly("number", &LongWait::number)
@@ -407,6 +406,9 @@ PYBIND11_MODULE(_core, module) {
     const auto now = Trace::Clock::now();
     Trace::span(category, name, now, now, args);
   });
+}
+
+void bind_tensors(py::module_& module) {
   py::class_<Kept>(module, "Kept")
       .def_readonly("role", &Kept::role)
       .def_readonly("tier", &Kept::tier)
@@ -448,4 +450,20 @@ PYBIND11_MODULE(_core, module) {
     const auto* segment = segment_of(*storage.unsafeGetStorageImpl());
     return segment ? segment->virtual_address() : 0;
   });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+  bind_exceptions(module);
+  bind_report(module);
+  bind_tensor_files(module);
+  bind_io(module);
+  bind_machine(module);
+  bind_spaces(module);
+  bind_pins(module);
+  bind_steps(module);
+  bind_watching(module);
+  bind_tensors(module);
+  module.attr("built_for_torch") = TORCH_VERSION;
 }

@@ -26,103 +26,122 @@ struct Demand {
 
 }  // namespace
 
+/// One frame that is being made, and what its maker has seen on its way.
+struct Room::Making {
+  std::size_t bytes, failed_before;
+  bool fragmented = false, needs_window = false;
+  bool clearing = false;  // neighbours are being written
+  Clock::time_point give_up_at = {};
+};
+
 Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
   const Demand demand(demands_);
-  const std::size_t failed_before = transfers_.failed_writes();
-  const std::size_t bytes = FrameMemory::bytes_of(run, first_page, pages);
-  if (bytes > memory_.budget().limit()) throw Shortage{};
-  bool clearing = false;  // neighbours are being written
-  Clock::time_point give_up_at;
+  Making making{FrameMemory::bytes_of(run, first_page, pages), transfers_.failed_writes()};
+  if (making.bytes > memory_.budget().limit()) throw Shortage{};
   while (true) {
     monitor_.check_usable();
-    bool fragmented = false;
-    if (Frame* frame = frames_.try_make(run, first_page, pages, permanent, fragmented)) return *frame;
-    const bool needs_window = fragmented && !memory_.joins_holes();
-    if (transfers_.failed_writes() != failed_before && transfers_.has_failed_write()) {
-      Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
-      if (clean && !needs_window) {
-        frames_.evict(*clean);
-        continue;
-      }
-      transfers_.throw_failed_write();
-    }
+    making.fragmented = false;
+    if (Frame* frame = frames_.try_make(run, first_page, pages, permanent, making.fragmented)) return *frame;
+    making.needs_window = making.fragmented && !memory_.joins_holes();
+    if (give_up_clean(making)) continue;
     frames_.plan_anew();
-    const bool enough =
-        !fragmented && transfers_.writing_bytes() > 0 && memory_.free() + transfers_.writing_bytes() >= bytes;
-    if (needs_window) {
-      // What is clean and is used soon stays, if something else can be written.
-      const AccessPlan::Time soon = timeline_.now() + memory_.budget().limit() / 2;
-      if (clear_window(bytes, soon, /*clean_only=*/true, lock)) continue;
-      if ((!clearing || transfers_.writing_bytes() == 0) && clear_window(bytes, 0, false, lock)) {
-        clearing = true;
-        continue;
-      }
-      clearing = false;
-    } else if (Frame* victim = frames_.victims().best(timeline_.now())) {
-      if (!Frames::is_dirty(*victim)) {
-        frames_.evict(*victim);
-        continue;
-      }
-      // It must be written first. What is clean and is not used soon leaves instead of being waited for.
-      Frame* clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
-      const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
-      if (leaves) frames_.evict(*clean);
-      if (!enough) transfers_.write_back(lock, *victim, Priority::demanded);
-      if (leaves || !enough) continue;
-    }
-    if (frames_.is_gathered() && transfers_.reading_bytes() > 0) {  // a gather ends when it is waited for
-      const auto& frames = memory_.frames();
-      Frame* first = nullptr;  // in an order that is the same on all ranks
-      const auto key = [](const Frame& f) { return std::pair(f.run ? f.run->number : 0, f.first_page); };
-      for (const auto& [_, frame] : frames) {
-        if (!Frames::is_reading(*frame)) continue;
-        if (!first || key(*frame) < key(*first)) first = frame.get();
-      }
-      if (first) {
-        transfers_.wait_for_reads(lock, *first);
-        continue;
-      }
-    }
-    if (transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0) {
-      // Until one of them has ended, or, where neighbours must leave together, all.
-      const std::size_t writing = transfers_.writing_bytes(), reading = transfers_.reading_bytes(),
-                        queued = frames_.victims().size();
-      const auto is_another = [&] {
-        if (needs_window && writing > 0) return transfers_.writing_bytes() == 0;
-        return transfers_.writing_bytes() != writing || transfers_.reading_bytes() != reading ||
-               frames_.victims().size() != queued;
-      };
-      transfers_.wait_until(lock, is_another, Cause::memory);
+    if (making.needs_window ? clear_neighbours(lock, making) : send_victim_home(lock, making)) continue;
+    if (wait_for_gather(lock) || wait_for_transfers(lock, making) || tidy_above(lock) ||
+        wait_for_pins(lock, making)) {
       continue;
-    }
-    if (upper_.connected()) {  // transfers of the cache above hold pages here, and may have ended without a word
-      const std::size_t pins = frames_.pins(), queued = frames_.victims().size(), free = memory_.free();
-      bool ended = false;
-      {
-        const Unlocked unlocked(lock);
-        ended = upper_.tidy();
-      }
-      // Other threads may have let go of frames, or begun to write them, while this one had no lock.
-      if (ended || frames_.pins() != pins || frames_.victims().size() != queued || memory_.free() != free ||
-          transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0)
-        continue;
-    }
-    // ShardedHome frees what its gathers hold when it is refused.
-    if ((!upper_.serves() || upper_.connected()) && frames_.pins() > frames_.pins_of_this_thread()) {
-      // What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
-      const auto now = Clock::now();
-      if (give_up_at == decltype(give_up_at){}) give_up_at = now + kLongestWait;
-      const auto until = upper_.connected() ? std::min(give_up_at, now + kUntilTidied) : give_up_at;
-      const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
-      const Waiting waiting(monitor_, Cause::memory);
-      const bool more = monitor_.changed().wait_until(lock, until, [&] {
-        return frames_.pins() < pins || frames_.victims().size() > queued || monitor_.closed();
-      });
-      if (frames_.victims().size() > queued) give_up_at = {};
-      if (more || until < give_up_at) continue;
     }
     throw Shortage{};
   }
+}
+
+/// After a write has failed: what needs none leaves, or its error is told.
+bool Room::give_up_clean(const Making& making) {
+  if (transfers_.failed_writes() == making.failed_before || !transfers_.has_failed_write()) return false;
+  Frame* const clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
+  if (!clean || making.needs_window) transfers_.throw_failed_write();
+  frames_.evict(*clean);
+  return true;
+}
+
+bool Room::clear_neighbours(Lock& lock, Making& making) {
+  // What is clean and is used soon stays, if something else can be written.
+  const AccessPlan::Time soon = timeline_.now() + memory_.budget().limit() / 2;
+  if (clear_window(making.bytes, soon, /*clean_only=*/true, lock)) return true;
+  const bool may_write = !making.clearing || transfers_.writing_bytes() == 0;
+  return making.clearing = may_write && clear_window(making.bytes, 0, false, lock);
+}
+
+bool Room::send_victim_home(Lock& lock, const Making& making) {
+  Frame* const victim = frames_.victims().best(timeline_.now());
+  if (!victim) return false;
+  if (!Frames::is_dirty(*victim)) {
+    frames_.evict(*victim);
+    return true;
+  }
+  const std::size_t writing = transfers_.writing_bytes();
+  const bool enough = !making.fragmented && writing > 0 && memory_.free() + writing >= making.bytes;
+  // It must be written first. What is clean and is not used soon leaves instead of being waited for.
+  Frame* const clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
+  const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
+  if (leaves) frames_.evict(*clean);
+  if (!enough) transfers_.write_back(lock, *victim, Priority::demanded);
+  return leaves || !enough;
+}
+
+/// A gather ends when it is waited for: one at a time, in an order that is the same on all ranks.
+bool Room::wait_for_gather(Lock& lock) {
+  if (!frames_.is_gathered() || transfers_.reading_bytes() == 0) return false;
+  Frame* first = nullptr;
+  const auto key = [](const Frame& f) { return std::pair(f.run ? f.run->number : 0, f.first_page); };
+  for (const auto& [_, frame] : memory_.frames()) {
+    if (!Frames::is_reading(*frame)) continue;
+    if (!first || key(*frame) < key(*first)) first = frame.get();
+  }
+  if (first) transfers_.wait_for_reads(lock, *first);
+  return first != nullptr;
+}
+
+/// Until one of them has ended, or, where neighbours must leave together, all.
+bool Room::wait_for_transfers(Lock& lock, const Making& making) {
+  const std::size_t writing = transfers_.writing_bytes(), reading = transfers_.reading_bytes(),
+                    queued = frames_.victims().size();
+  if (writing == 0 && reading == 0) return false;
+  const auto is_another = [&] {
+    if (making.needs_window && writing > 0) return transfers_.writing_bytes() == 0;
+    return transfers_.writing_bytes() != writing || transfers_.reading_bytes() != reading ||
+           frames_.victims().size() != queued;
+  };
+  transfers_.wait_until(lock, is_another, Cause::memory);
+  return true;
+}
+
+/// Transfers of the cache above hold pages here, and may have ended without a word.
+bool Room::tidy_above(Lock& lock) {
+  if (!upper_.connected()) return false;
+  const std::size_t pins = frames_.pins(), queued = frames_.victims().size(), free = memory_.free();
+  bool ended = false;
+  {
+    const Unlocked unlocked(lock);
+    ended = upper_.tidy();
+  }
+  // Other threads may have let go of frames, or begun to write them, while this one had no lock.
+  return ended || frames_.pins() != pins || frames_.victims().size() != queued || memory_.free() != free ||
+         transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0;
+}
+
+/// What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
+bool Room::wait_for_pins(Lock& lock, Making& making) {
+  // ShardedHome frees what its gathers hold when it is refused.
+  if ((upper_.serves() && !upper_.connected()) || frames_.pins() <= frames_.pins_of_this_thread()) return false;
+  const auto now = Clock::now();
+  if (making.give_up_at == Clock::time_point{}) making.give_up_at = now + kLongestWait;
+  const auto until = upper_.connected() ? std::min(making.give_up_at, now + kUntilTidied) : making.give_up_at;
+  const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
+  const Waiting waiting(monitor_, Cause::memory);
+  const bool more = monitor_.changed().wait_until(
+      lock, until, [&] { return frames_.pins() < pins || frames_.victims().size() > queued || monitor_.closed(); });
+  if (frames_.victims().size() > queued) making.give_up_at = {};
+  return more || until < making.give_up_at;
 }
 
 Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,

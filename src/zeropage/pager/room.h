@@ -45,6 +45,15 @@ class Room {
   void clean_behind(Lock& lock) noexcept;
 
  private:
+  struct Making;
+  // Each returns whether it did something, or waited, so that it is worth while to try again.
+  bool give_up_clean(const Making& making);
+  bool clear_neighbours(Lock& lock, Making& making);
+  bool send_victim_home(Lock& lock, const Making& making);
+  bool wait_for_gather(Lock& lock);
+  bool wait_for_transfers(Lock& lock, const Making& making);
+  bool tidy_above(Lock& lock);
+  bool wait_for_pins(Lock& lock, Making& making);
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
 
   Monitor& monitor_;

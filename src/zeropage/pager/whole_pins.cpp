@@ -62,6 +62,21 @@ bool WholePins::is_of_one_rank(std::span<const PinRequest> requests) const {
          });
 }
 
+/// Whether each lies in one frame that can be used as it is, and all may be held.
+bool WholePins::is_resident(std::span<const PinRequest> requests) const {
+  std::size_t more = 0;
+  for (const PinRequest& request : requests) {
+    const Run& run = *request.segment->run_;
+    const Frame* frame = run.whole_frame();
+    if (!frame || frame->failure || run.lent > 0) return false;
+    if (request.access != Access::read && !is_writable(run)) return false;
+    if (frame->permanent) continue;
+    if (frame->transfers > 0) return false;
+    if (frame->whole_pins == 0) more += frame->memory.bytes();
+  }
+  return more == 0 || budgets_.can_hold(more);
+}
+
 void WholePins::pin(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
@@ -72,19 +87,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   if (counts && timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   std::vector<Hold> holds;
-  std::size_t more = 0;
-  const bool ready = std::all_of(requests.begin(), requests.end(), [](const PinRequest& request) {
-    return request.access == Access::read || is_writable(*request.segment->run_);
-  });
-  const bool resident = ready && std::all_of(requests.begin(), requests.end(), [&](const PinRequest& request) {
-                          const Frame* frame = request.segment->run_->whole_frame();
-                          if (request.segment->run_->lent > 0) return false;
-                          if (!frame || frame->failure || frame->transfers > 0)
-                            return frame && frame->permanent && !frame->failure;
-                          if (!frame->permanent && frame->whole_pins == 0) more += frame->memory.bytes();
-                          return true;
-                        });
-  if (!resident || (more > 0 && !budgets_.can_hold(more))) {
+  if (!is_resident(requests)) {
     holds = holds_for(requests);
     try {
       hold(lock, holds);

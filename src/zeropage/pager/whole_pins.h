@@ -36,6 +36,7 @@ class WholePins {
   using Lock = Monitor::Lock;
   struct Hold;
 
+  bool is_resident(std::span<const PinRequest> requests) const;
   bool is_of_one_rank(std::span<const PinRequest> requests) const;
   std::vector<Hold> holds_for(std::span<const PinRequest> requests) const;
   void hold(Lock& lock, std::vector<Hold>& holds);

@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
@@ -17,6 +18,7 @@
 #include <map>
 #include <optional>
 #include <sstream>
+#include <tuple>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/memory_limits.h"
@@ -389,63 +391,66 @@ std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, c
   return made;
 }
 
-std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups, const Here& here) {
-  Config config = requested;
-  const auto& [planned, memory] = here;
-  auto domain = std::make_shared<Domain>();
-  domain->planned_on = planned;
-  domain->device = device_of(config, planned.get());
-  domain->on_host = is_on_host(domain->device, planned.get());
-  const bool separate = has_separate_memory(config, domain->on_host);
-  const std::pair<Role, std::string> roles[] = {
-      {Role::parameter, config.parameters}, {Role::gradient, config.gradients}, {Role::optimizer, config.optimizer}};
-  const char* const names[] = {"parameters", "gradients", "optimizer"};
-  bool to_disk = false, may_go_to_disk = false;
-  for (int i = 0; i < 3; ++i) {
-    const TierChoice tier = tier_choice_of(names[i], roles[i].second);
-    domain->tiers[static_cast<int>(roles[i].first)] = tier;
-    to_disk |= tier == TierChoice::disk;
+namespace {
+
+/// Where tensors of each role are made. Whether any may go to disk.
+bool choose_tiers(const Config& config, Domain& domain) {
+  const std::tuple<Role, const char*, const std::string&> roles[] = {
+      {Role::parameter, "parameters", config.parameters},
+      {Role::gradient, "gradients", config.gradients},
+      {Role::optimizer, "optimizer", config.optimizer},
+      {Role::activation, "activations", config.activations}};
+  bool may_go_to_disk = false;
+  for (const auto& [role, name, text] : roles) {
+    const TierChoice tier = tier_choice_of(name, text);
+    domain.tiers[static_cast<int>(role)] = tier;
     may_go_to_disk |= tier == TierChoice::disk || tier == TierChoice::automatic;
   }
-  const TierChoice activations = tier_choice_of("activations", config.activations);
-  if (activations == TierChoice::automatic) {
+  if (domain.tiers[static_cast<int>(Role::activation)] == TierChoice::automatic) {
     throw SettingError("activations = \"auto\"; write \"device\", \"host\" or \"disk\"");
   }
-  domain->tiers[static_cast<int>(Role::activation)] = activations;
-  to_disk |= activations == TierChoice::disk;
-  may_go_to_disk |= activations == TierChoice::disk;
   if (!config.disk_path.empty() && !may_go_to_disk) {
     throw SettingError(
         fmt::format("disk_path = \"{}\" is set but no role is on disk; set a role to \"disk\" or \"auto\", or "
                     "leave disk_path out",
                     config.disk_path));
   }
+  return may_go_to_disk;
+}
 
-  const std::size_t free = free_memory(groups.shard != nullptr, planned.get());
-  CacheOptions options;
-  const std::size_t device_free = domain->on_host ? free : free_memory_of(domain->device, planned.get());
-  options.device_bytes = size_of("device_memory", config.device_memory, memory.at("device_memory"));
-  options.host_bytes = size_of("host_memory", config.host_memory, memory.at("host_memory"));
+/// Both memories fit what is free.
+void check_memory(const CacheOptions& options, const Domain& domain, bool over_ranks) {
+  const std::size_t free = free_memory(over_ranks, domain.planned_on.get());
   if (options.device_bytes < 16 * kBlockBytes) {
     throw SettingError(
         fmt::format("device_memory = {} cannot hold a frame; raise it, at least to the largest operator's "
                     "tensors",
                     format_bytes(options.device_bytes)));
   }
-  if (!domain->on_host && options.device_bytes > device_free) {
+  const std::size_t device_free = domain.on_host ? free : free_memory_of(domain.device, domain.planned_on.get());
+  if (!domain.on_host && options.device_bytes > device_free) {
     throw SettingError(fmt::format("device_memory = {} is more than the {} that are free on {}; lower it",
                                    format_bytes(options.device_bytes), format_bytes(device_free),
-                                   domain->device.str()));
+                                   domain.device.str()));
   }
-  if ((domain->on_host ? options.device_bytes : 0) + options.host_bytes > free) {
+  if ((domain.on_host ? options.device_bytes : 0) + options.host_bytes > free) {
     throw SettingError(
         fmt::format("device_memory = {} and host_memory = {} are more than the {} that are free on this "
                     "machine{}; lower them",
                     format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free),
-                    groups.shard ? " for each rank" : ""));
+                    over_ranks ? " for each rank" : ""));
   }
+}
+
+/// `least`: device_memory and host_memory where they are left out.
+CacheOptions choose_sizes(const Config& config, const std::map<std::string, std::size_t>& least, const Domain& domain,
+                          bool separate, bool over_ranks) {
+  CacheOptions options;
+  options.device_bytes = size_of("device_memory", config.device_memory, least.at("device_memory"));
+  options.host_bytes = size_of("host_memory", config.host_memory, least.at("host_memory"));
+  check_memory(options, domain, over_ranks);
   options.page_bytes = size_of("page_size", config.page_size,
-                               automatic_page_size(memory.at("device_memory"), memory.at("host_memory"), separate));
+                               automatic_page_size(least.at("device_memory"), least.at("host_memory"), separate));
   if (options.page_bytes < kBlockBytes || options.page_bytes % kBlockBytes != 0 || options.page_bytes > 64 * kMiB) {
     throw SettingError(
         fmt::format("page_size = {} bytes must be a multiple of 4KiB, up to 64MiB", options.page_bytes));
@@ -456,26 +461,63 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
                     "raise host_memory",
                     format_bytes(options.host_bytes), format_bytes(options.page_bytes)));
   }
-  options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   options.io = io_of(config);
-  domain->resident_below = parse_bytes(config.resident_below, "resident_below");
-  domain->tiling = tiling_of(config.tiling);
-  domain->tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
-  domain->async_step = flag_of("async_step", config.async_step);
+  return options;
+}
+
+/// What tensors are and how operators take them.
+void choose_handling(const Config& config, const CacheOptions& options, bool separate, bool over_ranks,
+                     Domain& domain) {
+  domain.resident_below = parse_bytes(config.resident_below, "resident_below");
+  domain.tiling = tiling_of(config.tiling);
+  domain.tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
+  domain.async_step = flag_of("async_step", config.async_step);
   const UpdateAhead update_ahead = update_ahead_of(config.update_ahead);
-  if (!groups.shard && !separate) domain->update_ahead = update_ahead;
-  choose_dtypes(config, *domain);
+  if (!over_ranks && !separate) domain.update_ahead = update_ahead;
+  choose_dtypes(config, domain);
   if (config.state_dict != "master" && config.state_dict != "visible") {
     throw SettingError(fmt::format("state_dict = \"{}\": must be \"master\" or \"visible\"", config.state_dict));
   }
-  domain->saves_masters = config.state_dict == "master";
-  domain->homes_in_files = flag_of("file_homes", config.file_homes);
-  domain->moments = moments_of(config, *domain, groups.shard != nullptr);
-  partition_roles(config, domain->partition);
-  domain->partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
+  domain.saves_masters = config.state_dict == "master";
+  domain.homes_in_files = flag_of("file_homes", config.file_homes);
+  domain.moments = moments_of(config, domain, over_ranks);
+  partition_roles(config, domain.partition);
+  domain.partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
+}
+
+/// Whether an optimizer's states are updated in the host; `config` says where from now on.
+void choose_where_to_update(Config& config, const CacheOptions& options, const Groups& groups, Domain& domain) {
+  if (domain.moments != Moments::as_they_are && !domain.on_host) {
+    config.update_on = "host";
+    domain.shares_pages = false;  // so that all can be reached there
+    auto& of_optimizer = domain.tiers[static_cast<int>(Role::optimizer)];
+    if (of_optimizer == TierChoice::automatic) of_optimizer = TierChoice::automatic_below;
+  }
+  domain.updates_in_host = updates_in_host(config, options.device.get(), domain);
+  // Where several ranks update the same, all do so with the device's arithmetic: which pages can be had in a host is
+  // for each rank to know.
+  if (groups.shard && (domain.partition.reduces_whole || groups.replica)) domain.updates_in_host = false;
+  domain.updates_where_all_fits = config.update_on == "auto";
+}
+
+}  // namespace
+
+std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups, const Here& here) {
+  Config config = requested;
+  const auto& [planned, memory] = here;
+  const bool over_ranks = groups.shard != nullptr;
+  auto domain = std::make_shared<Domain>();
+  domain->planned_on = planned;
+  domain->device = device_of(config, planned.get());
+  domain->on_host = is_on_host(domain->device, planned.get());
+  const bool separate = has_separate_memory(config, domain->on_host);
+  const bool may_go_to_disk = choose_tiers(config, *domain);
+  CacheOptions options = choose_sizes(config, memory, *domain, separate, over_ranks);
+  options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
+  choose_handling(config, options, separate, over_ranks, *domain);
   const CheckRanks check = check_of(config.check_ranks);
-  const std::size_t gathered_bytes = groups.shard ? gathered_share(options.device_bytes, *domain, separate) : 0;
   const std::size_t device_bytes = options.device_bytes;
+  const std::size_t gathered_bytes = over_ranks ? gathered_share(device_bytes, *domain, separate) : 0;
   options.device_bytes -= gathered_bytes;
   const auto device_memory = [&](std::size_t bytes) -> std::shared_ptr<DeviceMemory> {
     if (!separate || bytes == 0) return nullptr;
@@ -484,20 +526,10 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   };
   if (planned) options.hollow = {planned->speeds.disk_bytes, planned->speeds.copy};
   options.device = device_memory(options.device_bytes);
-  if (domain->moments != Moments::as_they_are && !domain->on_host) {
-    config.update_on = "host";
-    domain->shares_pages = false;  // so that all can be reached there
-    auto& of_optimizer = domain->tiers[static_cast<int>(Role::optimizer)];
-    if (of_optimizer == TierChoice::automatic) of_optimizer = TierChoice::automatic_below;
-  }
-  domain->updates_in_host = updates_in_host(config, options.device.get(), *domain);
-  // Where several ranks update the same, all do so with the device's arithmetic: which pages can be had in a host is
-  // for each rank to know.
-  if (groups.shard && (domain->partition.reduces_whole || groups.replica)) domain->updates_in_host = false;
-  domain->updates_where_all_fits = config.update_on == "auto";
+  choose_where_to_update(config, options, groups, *domain);
   const bool has_disk = planned && !options.disk_path.empty();
   domain->cache = FrameCache::make(options, has_disk ? make_planned_io(planned, options.io) : nullptr);
-  if (groups.shard) {
+  if (over_ranks) {
     domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check, groups.keep);
     if (groups.replica && groups.replica->getSize() > 1) {
       domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check, groups.keep);
@@ -714,7 +746,10 @@ at::Tensor plain_copy(const at::Tensor& tensor) {
   at::Tensor copy;
   {
     c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    copy = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().requires_grad(false));
+    const auto options = tensor.options().requires_grad(false);
+    const bool overlaps = at::has_internal_overlap(tensor.unsafeGetTensorImpl()) == at::MemOverlap::Yes;
+    copy =
+        overlaps ? at::empty(tensor.sizes(), options) : at::empty_strided(tensor.sizes(), tensor.strides(), options);
   }
   // Inside torch.tensor([…]) PyTorch excludes the key.
   auto keys = c10::impl::tls_local_dispatch_key_set();
