@@ -62,7 +62,8 @@ c10::SmallVector<LeafHold, 4> hook_leaves(const Call& call) {
 /// array's.
 bool has_memory_of_torch(const at::Tensor& tensor) {
   if (!tensor.has_storage()) return false;
-  const auto& data = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
+  const auto& data =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   const auto made_by_torch = c10::GetAllocator(tensor.device().type())->raw_deleter();
   return !made_by_torch || data.get_deleter() == made_by_torch;
 }
@@ -140,6 +141,10 @@ void run_ordinary(Call& call) {
 
 /// Of views, which need no data.
 void run_view(Call& call) {
+  if (call.info.made_of_views) {
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    return call.op.redispatchBoxed(call.below, &call.stack);
+  }
   if (call.info.moves) drop_cpu_index(call);
   const TensorPin cuts = pin_cuts(call);
   // Not excluded: reshape and its like are marked as views and may copy inside.

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -75,10 +76,28 @@ bool asks_metadata(std::string_view name) {
   return names.count(name) > 0;
 }
 
+/// Views whose kernels call other views alone: those need not come to the fallback again.
+bool is_made_of_views(std::string_view name) {
+  static const std::unordered_set<std::string_view> names{
+      "t",        "numpy_T",    "mT",        "adjoint",   "transpose", "swapaxes", "swapdims", "permute",   "movedim",
+      "moveaxis", "view_as",    "expand",    "expand_as", "select",    "slice",    "squeeze",  "unsqueeze", "chunk",
+      "split",    "as_strided", "unflatten", "unbind",    "diagonal",  "detach",   "alias",    "view"};
+  return names.count(name) > 0;
+}
+
 /// In place, without reading what was there. Other seeded operators, such as dropout_, read it.
 bool fills_at_random(std::string_view name) {
   static const std::unordered_set<std::string_view> names{"bernoulli_", "random_",     "uniform_",   "normal_",
                                                           "cauchy_",    "log_normal_", "geometric_", "exponential_"};
+  return names.count(name) > 0;
+}
+
+/// Operators that autograd does not record, whatever they are given.
+bool has_no_derivative(std::string_view name) {
+  static const std::unordered_set<std::string_view> names{
+      "isnan",       "isinf",       "isfinite",   "isposinf",   "isneginf", "signbit", "eq",    "ne",
+      "lt",          "le",          "gt",         "ge",         "any",      "all",     "equal", "count_nonzero",
+      "logical_not", "logical_and", "logical_or", "logical_xor"};
   return names.count(name) > 0;
 }
 
@@ -116,9 +135,11 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
     info.numbers.push_back(is_number_type(argument.type()));
   }
   info.seeded = op.hasTag(at::Tag::nondeterministic_seeded);
-  if (is_view(schema)) info.kind = OperatorKind::view;
+  if (is_view(schema) || name == "_unsafe_view") info.kind = OperatorKind::view;  // which does not say that it is one
   if (!aten && !ours) return info;
   info.moves = name == "to";
+  info.is_constant = has_no_derivative(name);
+  info.made_of_views = is_made_of_views(name);
   info.sets = name == "set_" || name == "set_data";
   info.cuts_by_content = name == "tensor_split" && schema.overload_name() == "tensor_indices_or_sections";
   if (asks_metadata(name)) info.kind = OperatorKind::metadata;
@@ -188,18 +209,28 @@ class KnownOperators {
 
 const OperatorInfo& info_of(const c10::OperatorHandle& op) {
   // [Note: addresses of operators]
-  thread_local std::unordered_map<const void*, const OperatorInfo*> known;
-  thread_local std::uint64_t unloads = 0;
-  auto& all = KnownOperators::instance();
-  if (const auto now = all.unloads(); now != unloads) {
-    known.clear();
-    unloads = now;
+  struct Known {
+    std::uint64_t unloads = 0;
+    struct Recent {
+      const void* key = nullptr;
+      const OperatorInfo* info = nullptr;
+    };
+    std::array<Recent, 128> recent;  // by address: seldom do two operators in use share a place
+    std::unordered_map<const void*, const OperatorInfo*> all;
+  };
+  thread_local Known known;
+  static auto& operators = KnownOperators::instance();
+  if (const auto now = operators.unloads(); now != known.unloads) {
+    known = Known();
+    known.unloads = now;
   }
-  const void* key = &op.operator_name();
-  if (auto found = known.find(key); found != known.end()) return *found->second;
-  const auto& info = all.find(op);
-  known.emplace(key, &info);
-  return info;
+  const void* const key = &op.operator_name();
+  auto& recent = known.recent[(reinterpret_cast<std::uintptr_t>(key) >> 6) % known.recent.size()];
+  if (recent.key == key) return *recent.info;
+  const OperatorInfo*& info = known.all[key];
+  if (!info) info = &operators.find(op);
+  recent = {key, info};
+  return *info;
 }
 
 void Call::find_paged() {
@@ -224,6 +255,7 @@ void Call::find_paged() {
 }
 
 bool Call::needs_autograd() {
+  if (info.is_constant) return false;
   const bool records = c10::GradMode::is_enabled();
   const auto is_seen = [&](const c10::IValue& value) {
     if (!value.isTensor() || !value.toTensor().defined()) return false;

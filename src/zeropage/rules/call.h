@@ -29,10 +29,12 @@ struct OperatorInfo {
   bool fused = false;
   bool takes_tensors = false;
   bool moves = false;            // to(): a view where nothing changes, a copy where something does
+  bool made_of_views = false;    // a view that needs no other kind of operator
   bool fills = false;            // overwrites its first argument at random
   bool sets = false;             // gives its first argument another storage
   bool cuts_by_content = false;  // a view whose cuts are the content of its second argument
   bool seeded = false;           // draws random numbers
+  bool is_constant = false;      // has no derivative: true or false of each element, or of all
   Rule rule = nullptr;
   Rule tile = nullptr;                 // for operands that are too large to be whole (tiles.h)
   c10::SmallVector<bool, 16> writes;   // by argument

@@ -2,6 +2,7 @@
 // inside an init scope everything a factory makes.
 #include <ATen/ops/from_blob.h>
 #include <c10/core/MemoryFormat.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/strides.h>
 #include <fmt/format.h>
 
@@ -111,7 +112,7 @@ bool make_new(Call& call) {
   if (call.paged.size() != 1 || !Call::plain_modes()) return false;
   const auto& [self, segment, _] = call.paged[0];
   // Only what has the tensor's own shape is state kept beside it; other shapes are the program's own arithmetic.
-  if (call.argument(1).toIntVector() != self.sizes().vec()) return false;
+  if (!call.argument(1).isIntList() || call.argument(1).toIntVector() != self.sizes().vec()) return false;
   const Request request(call, self.scalar_type(), self.device());
   const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
   if (!request.plain || request.device != segment->domain()->device || !segment->domain()->pages(bytes)) return false;
@@ -180,9 +181,34 @@ bool make_from_meta(Call& call) {
   return true;
 }
 
+namespace {
+
+/// An ordinary copy, which autograd sees being made.
+at::Tensor ordinary_copy(const at::Tensor& tensor) {
+  const PinRequest request{segment_of(tensor), Access::read};
+  const TensorPin pin(request);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  return tensor.clone();
+}
+
+}  // namespace
+
+/// Operators on a sparse tensor read its parts' memory and do not come to us. So its parts are copies: what is
+/// written to the values afterwards does not change it.
+bool make_sparse(Call& call) {
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    c10::IValue& value = call.argument(i);
+    if (value.isTensor() && segment_of(value.toTensor())) value = ordinary_copy(value.toTensor());
+  }
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  call.op.redispatchBoxed(call.below, &call.stack);
+  return true;
+}
+
 bool make_in_scope(Call& call) {
   const auto& domain = scope_domain();
-  if (!domain || !Call::plain_modes()) return false;
+  // Sizes that are symbols are of tensors without data, which a compiler makes.
+  if (!domain || !Call::plain_modes() || !call.argument(0).isIntList()) return false;
   const bool full = call.name() == "aten::full";
   const auto scalar_type = [&] {  // torch.full takes its dtype from the value
     const auto value = call.argument(1).toScalar();

@@ -140,7 +140,7 @@ bool tile_grouped_mm(Call& call) {
 
 bool widen_select(Call& call) {
   const auto sizes = call.argument(1).toIntVector();
-  if (call.argument(2).toInt() != 0 || sizes.empty()) return false;
+  if (call.argument(2).toInt() != 0 || sizes.size() < 2) return false;  // of a vector: numbers, which are no rows
   const std::int64_t index = call.argument(3).toInt();
   return widen(call, index < 0 ? index + sizes[0] : index, 1);
 }

@@ -1,6 +1,7 @@
 #include "zeropage/rules/rules.h"
 
 #include <unordered_map>
+#include <unordered_set>
 
 namespace zeropage {
 
@@ -57,8 +58,32 @@ Rule find_tile_rule(const std::string& name, const std::string& overload) {
       {"embedding_bag.", tile_embedding_bag},
       {"embedding_bag.padding_idx", tile_embedding_bag},
       {"index_select.", tile_index_select},
+      {"any.", tile_reduction},
+      {"all.", tile_reduction},
+      {"max.", tile_reduction},
+      {"min.", tile_reduction},
+      {"count_nonzero.", tile_reduction},
+      {"sum.", tile_reduction},
+      {"equal.", tile_equal},
       {"index.Tensor", tile_index},
   };
+  static const auto* sparse = new std::unordered_set<std::string>{
+      "sparse_coo_tensor",
+      "_sparse_coo_tensor_unsafe",
+      "_sparse_coo_tensor_with_dims_and_tensors",
+      "sparse_compressed_tensor",
+      "_sparse_compressed_tensor_unsafe",
+      "_sparse_compressed_tensor_with_dims",
+      "sparse_csr_tensor",
+      "_sparse_csr_tensor_unsafe",
+      "sparse_csc_tensor",
+      "_sparse_csc_tensor_unsafe",
+      "sparse_bsr_tensor",
+      "_sparse_bsr_tensor_unsafe",
+      "sparse_bsc_tensor",
+      "_sparse_bsc_tensor_unsafe",
+  };
+  if (sparse->count(name) > 0) return make_sparse;
   const auto found = table->find(name + "." + overload);
   return found != table->end() ? found->second : nullptr;
 }

@@ -27,8 +27,10 @@ bool widen_select(Call& call);          // experts.cpp: backward of weight[i]
 bool widen_slice(Call& call);           // experts.cpp: backward of weight[i:j]
 bool add_nonzero(Call& call);           // experts.cpp: sum += a gradient of which most is known to be zero
 bool take_vocabulary_loss(Call& call);  // vocabulary_loss.cpp: cross entropy of a lazy product
+bool tile_reduction(Call& call);        // reductions.cpp: extremes, any, all, counts
+bool tile_equal(Call& call);            // reductions.cpp: of two
 bool tile_parts(Call& call);            // what is made of operators
-bool run_on_copies(Call& call);         // any operator without autograd, on small views of what is too large
+bool run_on_copies(Call& call);         // any operator, on small views of what is too large
 
 bool run_pointwise(Call& call);   // pointwise.cpp: page by page, in place or into a new paged tensor
 bool run_list(Call& call);        // lists.cpp: _foreach_ and _fused_ operators, tensor by tensor, page by page
@@ -44,6 +46,7 @@ bool make_new(Call& call);        // creations.cpp: new_zeros and its like
 bool make_clone(Call& call);      // creations.cpp: clone
 bool make_converted(Call& call);  // creations.cpp: _to_copy
 bool make_in_scope(Call& call);   // creations.cpp: empty, zeros, randn, … inside an init scope
+bool make_sparse(Call& call);     // creations.cpp: a sparse tensor of paged indices and values
 bool make_from_meta(Call& call);  // creations.cpp: there, what Module.to_empty() makes of tensors without data
 
 }  // namespace zeropage

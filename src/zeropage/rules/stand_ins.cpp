@@ -51,10 +51,13 @@ bool StandIns::replace(Takes takes, Make make) {
     const bool writes = call_.info.writes[i];
     if (value.isTensor()) {
       if (value.toTensor().defined()) value = give(value.toTensor(), writes, takes, make);
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const c10::IValue& element : value.toListRef())
-        list.push_back(give(element.toTensor(), writes, takes, make));
+    } else if (value.isList()) {  // of tensors, or of optional ones
+      const auto elements = value.toListRef();
+      if (std::none_of(elements.begin(), elements.end(), [](const c10::IValue& e) { return e.isTensor(); })) continue;
+      c10::impl::GenericList list(value.toList().elementType());
+      for (const c10::IValue& element : elements) {
+        list.push_back(element.isTensor() ? give(element.toTensor(), writes, takes, make) : element);
+      }
       value = std::move(list);
     }
   }

@@ -124,6 +124,7 @@ namespace {
 /// Whether an operator is to be given a copy of this view, which is small, of a segment that is too large to be
 /// whole. What lies between the elements of what is written may be another argument's.
 bool takes_copy(const at::Tensor& tensor, bool writes) {
+  if (!segment_of(tensor)) return false;
   const std::size_t limit = segment_of(tensor)->frame_limit();
   if (!is_tiled(tensor) || segment_of(tensor)->bytes() <= limit || tensor.numel() == 0) return false;
   const std::size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
@@ -143,6 +144,16 @@ bool run_view_in_place(Call& call) {
   return true;
 }
 
+/// A copy that autograd sees being made.
+class RecordedCopy : public torch::autograd::Function<RecordedCopy> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& part) { return copy_of_part(part); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& gradients) {
+    return gradients;
+  }
+};
+
 /// Sizes that an operator gave a copy are not the tensor's: those it cannot change.
 void copy_back_same_size(const at::Tensor& tensor, const at::Tensor& copy) {
   if (copy.sizes() != tensor.sizes() || copy.strides() != tensor.strides()) {
@@ -156,20 +167,23 @@ void copy_back_same_size(const at::Tensor& tensor, const at::Tensor& copy) {
 }  // namespace
 
 bool run_on_copies(Call& call) {
-  if (!Call::plain_modes() || call.needs_autograd()) return false;
-  std::size_t paged = 0, large = 0;
-  for (std::size_t i = 0; i < call.arguments; ++i) {
-    if (!call.argument(i).isTensor() || !segment_of(call.argument(i).toTensor())) continue;
-    const at::Tensor& tensor = call.argument(i).toTensor();
-    ++paged;
-    if (!is_too_large({tensor, segment_of(tensor), Access::read})) continue;
-    ++large;
+  if (!Call::plain_modes()) return false;
+  const bool is_recorded = call.needs_autograd();
+  bool any = false;
+  for (const PagedArgument& argument : call.paged) {
+    if (!is_too_large(argument)) continue;
+    if (is_recorded && (argument.access != Access::read || has_tangent(argument.tensor))) return false;
     if (run_view_in_place(call)) return true;
-    if (call.op.hasTag(at::Tag::inplace_view) || !takes_copy(tensor, call.info.writes[i])) return false;
+    if (call.op.hasTag(at::Tag::inplace_view) || !takes_copy(argument.tensor, argument.access != Access::read)) {
+      return false;
+    }
+    any = true;
   }
-  if (large == 0 || paged != call.paged.size()) return false;  // others are in lists
+  if (!any) return false;
   StandIns copies(call, /*of_views=*/true);
-  copies.replace(&takes_copy, &copy_of_part);
+  copies.replace(&takes_copy, [&](const at::Tensor& tensor) {
+    return is_recorded ? RecordedCopy::apply(tensor) : copy_of_part(tensor);
+  });
   const auto run = [&] { return call.op.callBoxed(&call.stack), true; };
   return copies.run(run, &copy_back_same_size, [](const at::Tensor&, const at::Tensor&) { return false; });
 }

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <mutex>
+#include <typeinfo>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/heap.h"
@@ -196,7 +197,7 @@ LeafHold hook_gradient(const at::Tensor& leaf) {
                                           : torch::autograd::impl::try_get_grad_accumulator(leaf);
   if (!node) return node;
   for (const auto& hook : node->pre_hooks()) {
-    if (dynamic_cast<PageGradient*>(hook.get())) return node;
+    if (typeid(*hook) == typeid(PageGradient)) return node;
   }
   if (auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
     node->add_pre_hook(std::make_unique<PageGradient>(accumulate, segment.domain()));
