@@ -1,0 +1,17 @@
+"""A fixed few of the random training programs; `run_training_programs.py` runs more of them."""
+
+import os
+
+from run_training_programs import run_seeds
+from workers import RIGHT
+
+SEEDS = range(300)
+
+
+def test_random_training_programs_have_the_bits_and_the_errors_of_plain_pytorch():
+    os.makedirs("build", exist_ok=True)
+    verdicts = run_seeds(list(SEEDS), "build")
+    wrong = [f"seed {seed}: {kind}: {said}" for seed, (kind, said) in verdicts.items() if kind not in RIGHT]
+    assert not wrong, "\n".join(wrong)
+    refused = sum(kind == "refused" for kind, _ in verdicts.values())
+    assert refused <= len(verdicts) * 0.02

@@ -1,0 +1,294 @@
+"""Run the statements of a training program, plain or paged, and say where two runs differ.
+
+A statement's outcome is the class of the exception that it raised, all that it looked at, and the state of the random
+number generator after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import io
+import linecache
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo  # which the first optimizer imports: once for all workers
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.nn.utils.prune
+import torch.optim.swa_utils
+import torch.utils.checkpoint
+from execution import NAMES, Run
+from training_programs import Program
+
+import zeropage
+
+Looked = list[tuple[str, Any]]
+Outcome = tuple[str, str, Looked, torch.Tensor]  # class and message of an exception, …, random numbers' state
+RESIDENT = {
+    **{role: "device" for role in ("parameters", "gradients", "optimizer")},
+    **{
+        "device_memory": "512MB",
+        "host_memory": "512MB",
+        "tiling": "off",
+        "async_step": False,
+        "update_ahead": "never",
+    },
+    **{"activations": "device", "memory": "auto", "update_on": "auto"},
+}
+# Refusals by design, with words of zeropage's error for each.
+REFUSALS = {
+    "budget": "cannot hold",
+    "raw memory": "zeropage.pinned(",
+    "second derivative in tiles": "a second derivative by a weight that is taken in tiles",
+    "growth": "keeps the size it was made with",
+}
+# A saved tensor is written before backward: plain PyTorch raises, paged activations keep what was saved.
+SAVED = "modified by an inplace operation"
+
+
+class Twin:
+    """A model in fewer bits beside its masters: mixed precision by hand."""
+
+    def __init__(self, high: nn.Module, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.high, self.low, self.seen = high, copy.deepcopy(high), seen
+        self.versions: dict[nn.Parameter, int] = {}  # of masters, as they are shown
+        for low, master in self._pairs():
+            low.grad = None
+            low.data = seen(master.detach())
+            low.grad_dtype = None  # as operators make it
+            low.register_post_accumulate_grad_hook(functools.partial(self._widen, master))
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return zip(self.low.parameters(), self.high.parameters(), strict=True)
+
+    @staticmethod
+    def _widen(master: nn.Parameter, low: torch.Tensor) -> None:
+        assert low.grad is not None
+        if master.grad is None:
+            master.grad = low.grad.float()
+        else:
+            master.grad.add_(low.grad)
+        low.grad = None
+
+    def follow(self) -> None:
+        self.low.train(self.high.training)
+        for low, master in self._pairs():
+            low.requires_grad_(master.requires_grad)
+            if self.versions.get(master, master._version) != master._version:
+                with torch.no_grad():
+                    low.copy_(self.seen(master.detach()))
+            else:  # the program may have written it in a way that PyTorch does not count
+                low.data.copy_(self.seen(master.detach()))
+            self.versions[master] = master._version
+
+
+class TrainingRun(Run):
+    """One execution. `mode` is "plain", "paged", "hand" or "resident"; see `training_programs.Program`."""
+
+    def __init__(self, program: Program, mode: str, folder: str) -> None:
+        super().__init__(program.text(), program.seed, mode)
+        self.program, self.folder = program, folder
+        self.twins: list[Twin] = []
+        self.looked: Looked = []
+
+    @property
+    def is_paged(self) -> bool:
+        return self.mode in ("paged", "resident")
+
+    # What the program's text calls.
+
+    @contextlib.contextmanager
+    def _plain_scope(self) -> Iterator[None]:
+        yield
+
+    def make_space(self, **settings: Any) -> Any:
+        if not self.is_paged:
+            return self._plain_scope()
+        if self.mode == "resident":
+            settings |= RESIDENT
+        if "disk" in settings.values():
+            settings["disk_path"] = self.stack.enter_context(
+                tempfile.TemporaryDirectory(dir=self.folder, prefix="swap-")
+            )
+        self.spaces.append(zeropage.init(device="cpu", **settings))
+        return self.spaces[-1]
+
+    def page(self, model: nn.Module, **settings: Any) -> nn.Module:
+        return zeropage.page(model, self.make_space(**settings)) if self.is_paged else model
+
+    def evict(self, what: Any) -> None:
+        if self.is_paged:
+            zeropage.evict(what)
+
+    def wait(self) -> None:
+        if self.is_paged:
+            zeropage.wait()
+
+    def pinned(self, tensor: torch.Tensor) -> Any:
+        return zeropage.pinned(tensor) if self.is_paged else contextlib.nullcontext(tensor)
+
+    def labels(self, at: int, rows: int, many: int) -> torch.Tensor:
+        return self.tokens(at + 7, rows, 1, many)[:, 0]
+
+    def look(self, name: str, what: Any) -> None:
+        """Record all that can be told of tensors, modules, optimizers, and lists and mappings of them."""
+        if isinstance(what, nn.Module):
+            for key, parameter in what.named_parameters():
+                self.look(f"{name}: parameter {key}", parameter)
+                self.look(f"{name}: {key} has gradients", parameter.requires_grad)
+                self.look(f"{name}: gradient of {key}", parameter.grad)
+            for key, buffer in what.named_buffers():
+                self.look(f"{name}: buffer {key}", buffer)
+        elif isinstance(what, torch.optim.Optimizer):
+            for number, group in enumerate(what.param_groups):
+                self.look(f"{name}: group {number}", {k: v for k, v in group.items() if k != "params"})
+                for at, parameter in enumerate(group["params"]):
+                    state = what.state.get(parameter, {})
+                    self.look(f"{name}: state of {number}, {at}", dict(state) if state else None)
+        elif isinstance(what, dict):
+            for key, value in what.items():
+                self.look(f"{name} {key}", value)
+        elif isinstance(what, (list, tuple)):
+            for i, each in enumerate(what):
+                self.look(f"{name} {i}", each)
+        elif isinstance(what, torch.Tensor):
+            self.looked.append((name, self._copied(what)))
+        else:
+            self.looked.append((name, repr(what)))
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            tensor = tensor.detach()
+            if self.program.judge == "hand" and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor = tensor.float()  # a master
+            if tensor.is_sparse:
+                tensor = tensor.coalesce().to_dense()
+            return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+    def see(self, model: nn.Module) -> nn.Module:
+        """The model that operators see. By hand: a copy in fewer bits, whose gradients become the masters'."""
+        if self.mode != "hand":
+            return model
+        twin = next((twin for twin in self.twins if twin.high is model), None)
+        if twin is None:
+            with torch.inference_mode(False):
+                twin = Twin(model, self._seen)
+            self.twins.append(twin)
+        twin.follow()
+        return twin.low
+
+    def _seen(self, high: torch.Tensor) -> torch.Tensor:
+        if self.program.settings.get("master_dtype") != "hi_lo":
+            return high.to(getattr(torch, self.program.settings["visible_dtype"]))
+        # The nearest, ties away from zero; what is not a number stays so.
+        kept = (high.view(torch.int32) + 0x8000).bitwise_and(-0x10000).view(torch.float32)
+        return torch.where(high.isfinite(), kept, high).bfloat16()
+
+    # Statement by statement.
+
+    def outcomes(self) -> Iterator[tuple[str, Outcome]]:
+        own = ["see", "pinned", "labels"]
+        self.names = {
+            **{"torch": torch, "nn": nn, "F": F, "copy": copy, "gc": gc, "io": io, "__name__": "program"},
+            **{"rank": 0, "ranks": 1},
+            **{each: getattr(self, each) for each in [*NAMES, *own]},
+        }
+        torch.manual_seed(self.seed)
+        with contextlib.ExitStack() as self.stack, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                for number, statement in enumerate(self.program.statements()):
+                    yield statement, self._execute(number, statement)
+            finally:
+                self.names.clear()
+                self.twins.clear()
+                gc.collect()
+                for space in self.spaces:
+                    space.close()
+
+    def _execute(self, number: int, statement: str) -> Outcome:
+        self.looked, raised, said = [], "", ""
+        name = f"<program {self.seed}, {number}>"
+        linecache.cache[name] = (len(statement), None, statement.splitlines(True), name)
+        try:
+            exec(compile(statement, name, "exec"), self.names)
+        except Exception as error:
+            raised, said = type(error).__name__, str(error)
+        for twin in self.twins:
+            twin.follow()
+        return raised, said, self.looked, torch.get_rng_state()
+
+
+def difference(found: Any, right: Any) -> str:
+    """What differs, bits of the same dtype, shape and strides; or ""."""
+    if not isinstance(found, torch.Tensor) or not isinstance(right, torch.Tensor):
+        told = [f"a tensor {list(t.shape)}" if isinstance(t, torch.Tensor) else t for t in (found, right)]
+        return "" if told[0] == told[1] else f"{told[0]} for {told[1]}"
+    if (found.shape, found.dtype) != (right.shape, right.dtype):
+        return f"{found.dtype} {list(found.shape)} for {right.dtype} {list(right.shape)}"
+    found, right = found.flatten(), right.flatten()
+    bad = (found != right) & ~((found != found) & (right != right))
+    if found.is_floating_point():
+        bad |= (found == 0) & (right == 0) & (found.signbit() != right.signbit())
+    if not bad.any():
+        return ""
+    at = int(bad.nonzero()[0])
+    return f"{int(bad.sum())} of {bad.numel()} elements, at {at} {found[at].item():.9g} for {right[at].item():.9g}"
+
+
+def judge(program: Program, folder: str, plain: bool = False) -> tuple[str, str]:
+    """("right" | "differs" | "raises" | "refused" | "unsteady", why) of the program on paged tensors.
+
+    If `plain`, of the program run plain twice.
+    """
+    right = list(TrainingRun(program, program.judge, folder).outcomes())
+    run = TrainingRun(program, program.judge if plain else "paged", folder)
+    outcomes = run.outcomes()
+    with contextlib.closing(outcomes):
+        for (statement, found), (_, expected) in zip(outcomes, right, strict=True):
+            if verdict := _compare(statement, found, expected, program.judge == "hand"):
+                return (
+                    verdict
+                    if verdict[0] != "differs" or _is_steady(program, folder, right)
+                    else ("unsteady", verdict[1])
+                )
+    return "right", ""
+
+
+def _is_steady(program: Program, folder: str, right: list[tuple[str, Outcome]]) -> bool:
+    """Whether what is right has the same bits again, in memory that held something else."""
+    kept = [torch.full((size,), float("nan")) for size in range(16, 4096, 16)]
+    del kept
+    again = TrainingRun(program, program.judge, folder).outcomes()
+    return not any(
+        _compare(text, found, expected, False) for (text, found), (_, expected) in zip(again, right, strict=True)
+    )
+
+
+def _compare(statement: str, found: Outcome, expected: Outcome, by_hand: bool) -> tuple[str, str] | None:
+    raised, said, looked, state = found
+    if raised != expected[0]:
+        if SAVED in expected[1] or (by_hand and SAVED in said):  # by hand, versions are others
+            return "refused", "a saved tensor is written before backward"
+        for reason, words in REFUSALS.items():
+            if raised and words in said:
+                return "refused", f"{reason}: {statement}: {said}"
+        told = f"{raised or 'nothing'} for {expected[0] or 'nothing'}"
+        return "raises", f"{told}: {statement}: {said[:300] or 'plain: ' + expected[1][:200]}"
+    for (name, a), (other, b) in zip(looked, expected[2], strict=False):
+        if name != other:
+            return "differs", f"{name!r} for {other!r}: {statement}"
+        if told := difference(a, b):
+            return "differs", f"{name}: {told}: {statement}"
+    if len(looked) != len(expected[2]):
+        return "differs", f"{len(looked)} looked at for {len(expected[2])}: {statement}"
+    if not torch.equal(state, expected[3]):
+        return "differs", f"random numbers after: {statement}"
+    return None
