@@ -95,6 +95,14 @@ def _patch_tensor() -> None:
     # torch.tensor([w[0], w[1]]) converts its elements by these.
     for name in ["__float__", "__int__", "__index__", "__complex__", "__bool__"]:
         setattr(tensor, name, _as_number(getattr(tensor, name)))
+    swap: Any = torch.utils.swap_tensors
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        with _space.forgotten([t1, t2]):
+            swap(t1, t2)
+
+    torch.utils.swap_tensors = swap_tensors
     tolist = tensor.tolist  # printing reads memory: it gets a copy
     tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
 

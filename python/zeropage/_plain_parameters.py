@@ -20,7 +20,7 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 
 def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step. Raises RankError."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if not torch.nn.parameter.is_lazy(p)]
     if _checked.get(optimizer) == len(parameters):
         return
     _checked[optimizer] = len(parameters)

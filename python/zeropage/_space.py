@@ -78,6 +78,24 @@ def _keep(space: Space, tensor: torch.Tensor) -> None:
             _new = None
 
 
+@contextlib.contextmanager
+def forgotten(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """While PyTorch swaps them: it refuses tensors to which somebody has weak references."""
+    tensors = list(tensors)
+    spaces = open_spaces()
+    registered = [[space._registered.pop(tensor, False) for tensor in tensors] for space in spaces]
+    for tensor in tensors:
+        _core.forget_leaf(tensor)
+    keepers = {kept for tensor in tensors if (kept := _kept_by.pop(tensor, None)) is not None}
+    try:
+        yield
+    finally:
+        for space, known in zip(spaces, registered, strict=True):
+            space._registered.update((tensor, True) for tensor, was in zip(tensors, known, strict=True) if was)
+        for tensor in tensors:
+            _kept_by.update((tensor, space) for space in keepers if space._core.holds(tensor))
+
+
 def keep_alike(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Let `tensor` keep the space that `other` keeps, if it is paged there."""
     if (space := _kept_by.get(other)) is not None:

@@ -358,6 +358,7 @@ void bind_steps(py::module_& module) {
   module.def("keep_same", [](const at::Tensor& parameter) {
     if (auto* segment = segment_of(parameter); segment && !segment->is_own()) segment->set_keeps_same(true);
   });
+  module.def("forget_leaf", &forget_leaf);
   module.def("take_data", &take_data, py::call_guard<py::gil_scoped_release>());
   module.def("take_gradient", &take_gradient, py::call_guard<py::gil_scoped_release>());
   module.def("announce_steps", &announce_steps);

@@ -259,7 +259,8 @@ ZEROPAGE_INLINE std::uint32_t adam_loop(const AdamNumbers& a, const Block& b) {
     m[i] = moment;
     v[i] = square;
     if constexpr (amsgrad) {
-      square = square > largest[i] || square != square ? square : largest[i];
+      // [Note: scalar ends]: vectors keep what is not a number, std::max() does not.
+      square = square > largest[i] || (square != square && !b.scalar) ? square : largest[i];
       largest[i] = square;
     }
     p[i] = parameter + step_size * moment / (__builtin_sqrtf(square) / bias2_sqrt + eps);

@@ -19,6 +19,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/rules.h"
+#include "zeropage/rules/shared_casts.h"
 
 namespace zeropage {
 namespace {
@@ -395,11 +396,13 @@ void Call::run_whole() {
     return TensorPin(requests);
   }();
   const ReadVersions versions(*this);
+  const SharedCasts casts(*this);
   {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
     const NoCastCache no_cache(paged[0].tensor.device().type());
     redispatch();
   }
+  casts.share(*this);
   if (const auto written = versions.written(); !written.empty()) {
     for (const PinRequest& request : written) undeclared.push_back(static_cast<StorageSegment*>(request.segment));
     TensorPin(written).release();

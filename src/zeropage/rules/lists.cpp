@@ -165,7 +165,7 @@ bool run_list(Call& call) {
     }
     if (has_result) results[i] = std::move(result);
   }
-  for (std::size_t i = 0; i < call.arguments; ++i) {
+  for (std::size_t i = 0; i < call.arguments && !call.info.fused; ++i) {  // PyTorch's fused ones count no version
     if (!call.info.writes[i] || !call.argument(i).isTensorList()) continue;
     for (const c10::IValue& tensor : call.argument(i).toListRef()) bump_version(tensor.toTensor());
   }

@@ -117,14 +117,33 @@ bool takes_masters(Call& call) {
   return (writes || call.name() == "aten::clone" || reads_masters(call)) && !copies_what_is_seen(call);
 }
 
+/// Operands that are not masters, in the masters' dtype, for operators that take one dtype alone.
+void widen_others(Call& call) {
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  for (const PagedArgument& argument : call.paged) {
+    if (argument.access != Access::read) dtype = argument.tensor.scalar_type();
+  }
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    c10::IValue& value = call.argument(i);
+    if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().scalar_type() == dtype) continue;
+    if (c10::isReducedFloatingType(value.toTensor().scalar_type())) value = value.toTensor().to(dtype);
+  }
+  call.paged.clear();
+  call.find_paged();
+}
+
 bool run_on_masters(Call& call) {
   StandIns masters(call);
   const bool asks = call.info.kind == OperatorKind::metadata;
   masters.replace([](const at::Tensor& tensor, bool) { return has_master(tensor); },
                   [&](const at::Tensor& tensor) { return master_of(tensor, asks); });
+  const bool writes = std::any_of(call.paged.begin(), call.paged.end(),
+                                  [](const PagedArgument& argument) { return argument.access != Access::read; });
+  if (call.name() == "aten::lerp_") widen_others(call);
   const auto run = [&] {
     if (call.info.rule(call)) return true;
-    if (!is_norm(call)) return false;
+    // Of operands that lie otherwise: run on what operators see, its result would be rounded.
+    if (!is_norm(call) && !(call.info.pointwise && writes)) return false;
     call.run_whole();
     return true;
   };

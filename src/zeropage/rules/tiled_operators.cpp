@@ -67,7 +67,10 @@ bool tile_linear(Call& call) {
   const auto bias = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   if (form_of(weight) == Form::none || !is_plain(x, weight) || !fits_in_memory(x)) return false;
   if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
-  call.return_value(tiled_product(x, weight, bias, /*transposed=*/true));
+  // PyTorch adds the bias inside the product where it has a matrix, or can view one; else by an addition of its own.
+  const bool adds_inside = x.dim() == 2 || x.is_contiguous();
+  const at::Tensor y = tiled_product(x, weight, adds_inside ? bias : at::Tensor(), /*transposed=*/true);
+  call.return_value(adds_inside || !bias.defined() ? y : y.add(as_autocast(bias)));
   return true;
 }
 

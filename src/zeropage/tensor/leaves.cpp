@@ -50,6 +50,14 @@ std::uint64_t Leaves::know(const at::Tensor& leaf) {
   return key;
 }
 
+void Leaves::forget(const at::Tensor& leaf) {
+  std::lock_guard lock(mutex_);
+  const auto key = keys_.find(leaf.unsafeGetTensorImpl());
+  if (key == keys_.end()) return;
+  by_key_.erase(key->second);
+  keys_.erase(key);
+}
+
 at::Tensor Leaves::find(std::uint64_t key) const {
   std::lock_guard lock(mutex_);
   const auto known = by_key_.find(key);

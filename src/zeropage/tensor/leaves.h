@@ -20,6 +20,8 @@ class Leaves {
  public:
   /// Knows a paged leaf from now on. Its key.
   std::uint64_t know(const at::Tensor& leaf);
+  /// Until it is known again nothing here refers to the leaf.
+  void forget(const at::Tensor& leaf);
   /// Undefined if there is none, or it died.
   at::Tensor find(std::uint64_t key) const;
   /// The key of a leaf that was known, paged or not; 0: it was not.

@@ -63,6 +63,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (!segment || !gradient.defined()) return gradients;
     const bool is_last = note_arrival(*segment);
     if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
+    if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};
     // With create_graph the gradient has a history of its own; a sparse one has no pages.
     if (gradient.requires_grad() || gradient.layout() != c10::kStrided || gradient.device() != leaf.device()) {
       return gradients;
@@ -84,6 +85,12 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const bool widens = segment.master().defined() && !leaf.grad().defined() && gradient_dtype(leaf) == at::kFloat &&
                         c10::isReducedFloatingType(gradient.scalar_type()) && is_operand(gradient, leaf);
     return widens ? widened(gradient) : gradient;
+  }
+
+  static at::Tensor widened_sparse(const at::Tensor& leaf, const at::Tensor& gradient) {
+    c10::NoGradGuard no_grad;
+    const bool widens = gradient_dtype(leaf) == at::kFloat && c10::isReducedFloatingType(gradient.scalar_type());
+    return widens ? gradient.to(at::kFloat) : gradient;
   }
 
   /// Whether AccumulateGrad would do no more than add, in place, and nothing else sees the gradient on its way.
@@ -182,6 +189,12 @@ bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
   segment.leaf_known = true;
   domain->leaves.know(leaf);
   return true;
+}
+
+void forget_leaf(const at::Tensor& leaf) {
+  if (auto* segment = segment_of(leaf); segment && std::exchange(segment->leaf_known, false)) {
+    segment->domain()->leaves.forget(leaf);
+  }
 }
 
 LeafHold hook_gradient(const at::Tensor& leaf) {

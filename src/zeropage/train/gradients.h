@@ -28,5 +28,7 @@ using LeafHold = decltype(torch::autograd::impl::grad_accumulator(std::declval<c
 /// Puts the hook before the leaf's AccumulateGrad node unless it is there. `leaf` is a paged leaf that requires grad.
 /// Under no_grad only a node that exists is hooked (a custom autograd function makes its edges before its forward).
 LeafHold hook_gradient(const at::Tensor& leaf);
+/// The paged leaf is one that no operator has met, until one does: nothing refers to it.
+void forget_leaf(const at::Tensor& leaf);
 
 }  // namespace zeropage

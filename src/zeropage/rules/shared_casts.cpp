@@ -1,0 +1,134 @@
+#include "zeropage/rules/shared_casts.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/ones.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <map>
+#include <mutex>
+#include <string_view>
+#include <unordered_set>
+
+namespace zeropage {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+
+/// Up to torch 2.12 std::shared_ptr, then c10::intrusive_ptr.
+using NodePointer = decltype(Edge::function);
+template <class Pointer>
+struct Weak {
+  using type = c10::weak_intrusive_ptr<Node>;
+};
+template <>
+struct Weak<std::shared_ptr<Node>> {
+  using type = std::weak_ptr<Node>;
+};
+using WeakNode = Weak<NodePointer>::type;
+
+/// Casts since autocast last forgot its own. A node lives as long as a graph that uses it.
+class Known {
+ public:
+  static Known& instance() {
+    static auto* known = new Known;
+    return *known;
+  }
+
+  /// The cast of this leaf, which is `made` if none is known.
+  NodePointer find(const at::Tensor& leaf, const NodePointer& made) {
+    std::lock_guard lock(mutex_);
+    const void* const key = leaf.unsafeGetTensorImpl();
+    const auto known = casts_.find(key);
+    const NodePointer node = known != casts_.end() ? known->second.lock() : NodePointer();
+    // Another leaf may have come to lie at this address.
+    const auto* grad = node ? dynamic_cast<AccumulateGrad*>(node->next_edge(0).function.get()) : nullptr;
+    if (grad && grad->variable.is_same(leaf)) return node;
+    casts_.insert_or_assign(key, WeakNode(made));
+    return made;
+  }
+
+  /// Autocast's cache holds a cast of a number of ours, until it is cleared.
+  void forget_with_autocast(c10::Device device) {
+    std::lock_guard lock(mutex_);
+    at::Tensor& number = numbers_[device.type()];
+    if (!number.defined()) number = at::ones({1}, at::device(device).dtype(at::kFloat)).requires_grad_();
+    const auto dtype = at::autocast::get_autocast_dtype(device.type());
+    const at::Tensor cast = at::autocast::cached_cast(dtype, number, device.type());
+    at::Tensor& latest = latest_[device.type()];
+    if (latest.is_same(cast)) return;
+    latest = cast;
+    casts_.clear();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<const void*, WeakNode> casts_;
+  std::map<c10::DeviceType, at::Tensor> numbers_, latest_;
+};
+
+bool is_cast(const Node& node) {
+  return std::string_view(typeid(node).name()).find("ToCopyBackward0") != std::string_view::npos;
+}
+
+/// The paged leaf that a new node casts; undefined if it is none of the call's.
+at::Tensor leaf_of(const Node& node, const Call& call) {
+  if (!is_cast(node) || node.num_outputs() != 1) return {};
+  const auto* grad = dynamic_cast<const AccumulateGrad*>(node.next_edge(0).function.get());
+  if (!grad || grad->variable.scalar_type() != c10::kFloat) return {};
+  const auto is_it = [&](const PagedArgument& argument) { return argument.tensor.is_same(grad->variable); };
+  return std::any_of(call.paged.begin(), call.paged.end(), is_it) ? grad->variable : at::Tensor();
+}
+
+}  // namespace
+
+SharedCasts::SharedCasts(const Call& call) {
+  const c10::Device device = call.paged[0].tensor.device();
+  if (!autocasts_on(device.type()) || !at::autocast::is_autocast_cache_enabled() || !c10::GradMode::is_enabled()) {
+    return;
+  }
+  is_on_ = std::any_of(call.paged.begin(), call.paged.end(), [](const PagedArgument& argument) {
+    return argument.tensor.is_leaf() && argument.tensor.requires_grad();
+  });
+  if (!is_on_) return;
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  Known::instance().forget_with_autocast(device);
+  first_ = at::sequence_number::peek();
+}
+
+void SharedCasts::share(const Call& call) const {
+  if (!is_on_) return;
+  std::vector<Node*> nodes;
+  std::unordered_set<Node*> seen;
+  const auto visit = [&](Node* node) {
+    if (node && node->sequence_nr() >= first_ && seen.insert(node).second) nodes.push_back(node);
+  };
+  const auto visit_result = [&](const c10::IValue& value) {
+    if (value.isTensor() && value.toTensor().defined()) visit(value.toTensor().grad_fn().get());
+  };
+  for (std::size_t i = call.first; i < call.stack.size(); ++i) {
+    const c10::IValue& value = call.stack[i];
+    visit_result(value);
+    if (value.isTensorList()) {
+      for (const c10::IValue& element : value.toListRef()) visit_result(element);
+    }
+  }
+  while (!nodes.empty()) {
+    Node* const node = nodes.back();
+    nodes.pop_back();
+    for (std::uint32_t i = 0; i < node->num_outputs(); ++i) {
+      const Edge& edge = node->next_edge(i);
+      if (!edge.function || edge.function->sequence_nr() < first_) continue;
+      if (const at::Tensor leaf = leaf_of(*edge.function, call); leaf.defined()) {
+        node->next_edges()[i] = Edge(Known::instance().find(leaf, edge.function), 0);
+      } else {
+        visit(edge.function.get());
+      }
+    }
+  }
+}
+
+}  // namespace zeropage

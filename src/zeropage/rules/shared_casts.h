@@ -1,0 +1,23 @@
+// Autocast casts a leaf once, keeps the cast until it ends, and so sums the gradients of all its uses in the lower
+// precision. Of paged leaves nothing is kept: all casts would stay in memory. Each use casts again, and what the
+// casts share is their node in autograd's graph, which holds no data: gradients meet in it as they do in plain
+// PyTorch.
+#pragma once
+
+#include "zeropage/rules/call.h"
+
+namespace zeropage {
+
+class SharedCasts {
+ public:
+  /// Before the call runs, with autocast's cache as the program set it.
+  explicit SharedCasts(const Call& call);
+  /// After it: casts of paged leaves in the graph of its results become those of earlier calls.
+  void share(const Call& call) const;
+
+ private:
+  bool is_on_ = false;
+  std::uint64_t first_ = 0;  // number of the first node that the call makes
+};
+
+}  // namespace zeropage
