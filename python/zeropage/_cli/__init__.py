@@ -101,6 +101,44 @@ def run_command(
 
 
 @_with_settings
+@main.command("verify")
+@click.argument("script", type=_FOLDER)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--steps", default=20, show_default=True, help="Steps of optimizers after which a run is stopped.")
+@click.option("--ranks", default=1, show_default=True, help="Ranks of the paged run.")
+@click.option("--config", help="A JSON file of settings; flags go before it.")
+@click.option("--plant", hidden=True, help="For tests: a Python file that is run before the script, if it is paged.")
+def verify_command(
+    script: pathlib.Path,
+    arguments: tuple[str, ...],
+    steps: int,
+    ranks: int,
+    config: str | None,
+    plant: str | None,
+    **settings: str | None,
+) -> None:
+    """Run SCRIPT plain and paged, and compare losses, gradients, parameters and optimizer states to the bit.
+
+    The script needs no change. ARGUMENTS that begin with a dash come after "--". Left out, settings put everything on
+    disk, under budgets of a quarter of the parameters. Exit status: 0 if equal, 1 if not, 2 if there is nothing to
+    compare.
+    """
+    from zeropage._cli.verifying import verify
+    from zeropage._verify.runs import CannotCompare
+
+    given = {name.removeprefix("setting_"): value for name, value in settings.items() if value is not None}
+    with _errors_in_one_line():
+        try:
+            verdict = verify(script, arguments, steps, ranks, config, given, plant)
+        except CannotCompare as error:
+            click.echo(f"Error: {error}", err=True)
+            raise click.exceptions.Exit(2) from None
+    click.echo("\n".join(verdict.lines))
+    if not verdict.is_equal:
+        raise click.exceptions.Exit(1)
+
+
+@_with_settings
 @main.command("plan")
 @click.option("--program", type=_FOLDER, help="A Python file whose function program() gives a zeropage.plan.Program.")
 @click.option("--transformers", "model_config", type=_FOLDER, help="A Hugging Face config.json, or its folder.")
