@@ -48,6 +48,7 @@ REFUSALS = {
     "raw memory": "zeropage.pinned(",
     "second derivative in tiles": "a second derivative by a weight that is taken in tiles",
     "growth": "keeps the size it was made with",
+    "written before backward under save_on_cpu": "a paged tensor of [",  # which keeps no second copy
 }
 # A saved tensor is written before backward: plain PyTorch raises, paged activations keep what was saved.
 SAVED = "modified by an inplace operation"

@@ -74,13 +74,11 @@ bool is_cast(const Node& node) {
   return std::string_view(typeid(node).name()).find("ToCopyBackward0") != std::string_view::npos;
 }
 
-/// The paged leaf that a new node casts; undefined if it is none of the call's.
-at::Tensor leaf_of(const Node& node, const Call& call) {
+/// The leaf that a new node casts, paged or not: while the call runs, autocast keeps none.
+at::Tensor leaf_of(const Node& node) {
   if (!is_cast(node) || node.num_outputs() != 1) return {};
   const auto* grad = dynamic_cast<const AccumulateGrad*>(node.next_edge(0).function.get());
-  if (!grad || grad->variable.scalar_type() != c10::kFloat) return {};
-  const auto is_it = [&](const PagedArgument& argument) { return argument.tensor.is_same(grad->variable); };
-  return std::any_of(call.paged.begin(), call.paged.end(), is_it) ? grad->variable : at::Tensor();
+  return grad && grad->variable.scalar_type() == c10::kFloat ? grad->variable : at::Tensor();
 }
 
 }  // namespace
@@ -90,10 +88,7 @@ SharedCasts::SharedCasts(const Call& call) {
   if (!autocasts_on(device.type()) || !at::autocast::is_autocast_cache_enabled() || !c10::GradMode::is_enabled()) {
     return;
   }
-  is_on_ = std::any_of(call.paged.begin(), call.paged.end(), [](const PagedArgument& argument) {
-    return argument.tensor.is_leaf() && argument.tensor.requires_grad();
-  });
-  if (!is_on_) return;
+  is_on_ = true;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   Known::instance().forget_with_autocast(device);
   first_ = at::sequence_number::peek();
@@ -122,7 +117,7 @@ void SharedCasts::share(const Call& call) const {
     for (std::uint32_t i = 0; i < node->num_outputs(); ++i) {
       const Edge& edge = node->next_edge(i);
       if (!edge.function || edge.function->sequence_nr() < first_) continue;
-      if (const at::Tensor leaf = leaf_of(*edge.function, call); leaf.defined()) {
+      if (const at::Tensor leaf = leaf_of(*edge.function); leaf.defined()) {
         node->next_edges()[i] = Edge(Known::instance().find(leaf, edge.function), 0);
       } else {
         visit(edge.function.get());

@@ -12,7 +12,7 @@ class SharedCasts {
  public:
   /// Before the call runs, with autocast's cache as the program set it.
   explicit SharedCasts(const Call& call);
-  /// After it: casts of paged leaves in the graph of its results become those of earlier calls.
+  /// After it: casts of leaves in the graph of its results become those of earlier calls.
   void share(const Call& call) const;
 
  private:

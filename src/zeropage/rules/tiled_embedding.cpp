@@ -25,7 +25,8 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
   /// `sums`: by which operator's kernel PyTorch sums the gradient of a row.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
                             std::int64_t padding, bool by_frequency, Sums sums) {
-    context->save_for_backward({weight, indices});
+    context->save_for_backward({indices});
+    context->saved_data["weight"] = weight.detach();  // for its shape and place: what is written to it is no matter
     context->saved_data["sums"] = static_cast<std::int64_t>(sums);
     context->saved_data["padding"] = padding;
     context->saved_data["by_frequency"] = by_frequency;
@@ -50,8 +51,8 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
 
  private:
   static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
-    const auto saved = context->get_saved_variables();
-    const at::Tensor &weight = saved[0], &indices = saved[1];
+    const at::Tensor indices = context->get_saved_variables()[0];
+    const at::Tensor weight = context->saved_data["weight"].toTensor();
     const at::Tensor flat = in_memory(indices.reshape(-1));
     const at::Tensor rows = gradients[0].reshape({flat.numel(), weight.size(1)});
     const std::int64_t padding = context->saved_data["padding"].toInt();

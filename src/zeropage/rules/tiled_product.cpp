@@ -141,12 +141,15 @@ namespace {
 
 class TiledProduct : public torch::autograd::Function<TiledProduct> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, bool rows_are_outputs, at::ScalarType dtype,
-                            bool is_lazy) {
-    context->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight});
+  /// In the order of addmm's, so that gradients come to be in its order.
+  static at::Tensor forward(AutogradContext* context, const std::optional<at::Tensor>& bias, const at::Tensor& x,
+                            const at::Tensor& weight, bool rows_are_outputs, at::ScalarType dtype, bool is_lazy) {
+    // Its content is read for x's gradient alone; else it may be written before.
+    context->save_for_backward(
+        {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()});
+    context->saved_data["weight"] = weight.detach();
     context->saved_data["rows_are_outputs"] = rows_are_outputs;
-    context->saved_data["bias"] = bias.has_value() && bias->defined();
+    context->saved_data["bias"] = bias.has_value();
     context->saved_data["dtype"] = static_cast<std::int64_t>(x.scalar_type());
     if (is_lazy) return LazyProduct::make({x, weight, bias.value_or(at::Tensor()), dtype});
     const Computing computing;
@@ -160,34 +163,40 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
  private:
   static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
     const auto saved = context->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1];
+    const at::Tensor& x = saved[0];
+    // As of the weight's view that PyTorch's product saves: also after `weight.data = another`.
+    const at::Tensor place = context->saved_data["weight"].toTensor();
+    const at::Tensor& weight = c10::GradMode::is_enabled() && saved[1].defined() ? saved[1] : place;
     const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
     const at::Tensor arrived = gradients[0].to(dtype).contiguous();
     const at::Tensor gradient = c10::GradMode::is_enabled() ? arrived : in_memory(arrived);
     const bool rows_are_outputs = context->saved_data["rows_are_outputs"].toBool();
+    const bool has_bias = context->saved_data["bias"].toBool();
+    const std::size_t edge_of_x = has_bias ? 1 : 0;  // without a bias it has none
+    const bool for_weight = context->needs_input_grad(edge_of_x + 1);
     variable_list result(6);
-    if (context->needs_input_grad(0)) {
-      result[0] = apply(gradient, weight, std::nullopt, !rows_are_outputs, dtype, /*is_lazy=*/false);
+    if (context->needs_input_grad(edge_of_x)) {
+      result[1] = apply(std::nullopt, gradient, weight, !rows_are_outputs, dtype, /*is_lazy=*/false);
     }
-    if (context->needs_input_grad(1) && c10::GradMode::is_enabled() && x.size(0) == 1 && !is_tiled(weight)) {
+    if (for_weight && c10::GradMode::is_enabled() && x.size(0) == 1 && !is_tiled(place)) {
       const at::Tensor &left = rows_are_outputs ? gradient : x, &right = rows_are_outputs ? x : gradient;
-      result[1] = left[0].t().mm(right[0]).view(weight.sizes());  // a part, which fits
-    } else if (context->needs_input_grad(1)) {
+      result[2] = left[0].t().mm(right[0]).view(place.sizes());  // a part, which fits
+    } else if (for_weight) {
       refuse_graph_of_gradient();
       const Computing computing;
-      result[1] = gradient_like(weight);
+      result[2] = gradient_like(place);
       const at::Tensor input = in_memory(x);
       const at::Tensor &left = rows_are_outputs ? gradient : input, &right = rows_are_outputs ? input : gradient;
-      const Rows all(result[1]);
+      const Rows all(result[2]);
       for (std::int64_t i = 0; i < x.size(0); ++i) {
         Rows part = all.part(i, x.size(0));
         part.at_once = part.fits_at_once();
         // bmm's is inputᵀ · gradient, whatever lies transposed: to the library another sum than linear's.
-        weight.dim() == 3 && rows_are_outputs ? outer_transposed(left[i], right[i], part)
-                                              : outer(left[i], right[i], part);
+        place.dim() == 3 && rows_are_outputs ? outer_transposed(left[i], right[i], part)
+                                             : outer(left[i], right[i], part);
       }
     }
-    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) result[2] = gradient[0].sum(0);
+    if (has_bias && context->needs_input_grad(0)) result[0] = gradient[0].sum(0);
     return result;
   }
 };
@@ -198,7 +207,7 @@ at::Tensor differentiable_product(const at::Tensor& x, const at::Tensor& weight,
                                   const std::optional<at::Tensor>& bias, bool rows_are_outputs,
                                   at::ScalarType dtype) {
   const bool is_lazy = rows_are_outputs && x.size(0) == 1 && LazyProduct::is_worth_it(x, weight, dtype);
-  const at::Tensor y = TiledProduct::apply(x, weight, bias, rows_are_outputs, dtype, is_lazy);
+  const at::Tensor y = TiledProduct::apply(bias, x, weight, rows_are_outputs, dtype, is_lazy);
   if (is_lazy) LazyProduct::record(y);
   return y;
 }
