@@ -50,6 +50,7 @@ cpp-tests: build
 SEEDS ?= 0:2000
 fuzz: build ## random programs: make fuzz SEEDS=0:20000
 	$(PYTHON) tests/fuzz/run_operator_programs.py --seeds $(SEEDS)
+	OMP_NUM_THREADS=1 $(PYTHON) tests/fuzz/run_training_programs.py --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTHON) tests/fuzz/run_rank_programs.py --seeds $(SEEDS)
 
 ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules running saving snapshots step tensors tiling vocabulary
