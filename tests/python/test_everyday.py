@@ -224,3 +224,21 @@ def test_compiled_functions_inside_a_scope(settings):
     with zeropage.init(**{**settings, "resident_below": "64KB"}):
         for rows in (3, 5):
             assert torch.equal(double(torch.ones(rows, 3)), torch.full((rows, 3), 2.0))
+
+
+def test_views_that_operators_do_not_declare_keep_their_graph(huge):
+    content = contents()[0]
+    ours, plain = huge(content), nn.Parameter(content.clone())
+    for weight in (ours, plain):
+        (torch.atleast_2d(weight[0]) * 2).sum().backward()
+    assert torch.equal(ours.grad[:2], plain.grad[:2])
+
+
+def test_a_lazy_product_without_a_bias_that_is_converted(huge):
+    content = contents()[0]
+    x = torch.randn(4, HUGE[1])
+    ours, plain = huge(content), nn.Parameter(content.clone())
+    for weight in (ours, plain):
+        logits = torch.nn.functional.linear(x, weight).double()
+        logits.square().sum().backward()
+    assert torch.allclose(ours.grad[:8], plain.grad[:8])

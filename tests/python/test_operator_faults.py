@@ -397,3 +397,43 @@ def test_a_tensor_without_dimensions_promotes_otherwise_than_an_operand(paged):
     for operator in (torch.mul, torch.maximum):
         assert operator(ours, scalar).dtype == torch.float32
         assert operator(ours, other).dtype == torch.float64
+
+
+def test_casts_that_a_program_asks_for_are_not_those_of_autocast(paged):
+    x, content = torch.randn(8, 64), torch.randn(64, 64)
+    gradients = []
+    for weight in (nn.Parameter(content.clone()), nn.Parameter(paged(content.clone()))):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = torch.nn.functional.linear(x, weight)
+            other = weight.softmax(-1, dtype=torch.float64)
+            second = torch.nn.functional.linear(x, weight)
+        (first.float().sum() + second.float().pow(2).sum() + other.pow(3).sum()).backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*map(plain, gradients))
+
+
+def test_a_weight_used_twice_under_autocast_sums_in_the_lower_precision(paged):
+    layers = [nn.GRU(16, 16, 2), nn.Linear(16, 16)]
+    for layer in layers:
+        ours = copy.deepcopy(layer)
+        for parameter in ours.parameters():
+            paged(parameter.data)
+        x = torch.randn(6, 3, 16)
+        for model in (layer, ours):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = model(x)
+                    y = (model(y) if isinstance(model, nn.Linear) else y[0]).float().square().mean()
+                y.backward()
+        for a, b in zip(layer.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a.grad, plain(b.grad))
+
+
+def test_an_average_kept_by_lerp_beside_masters(settings):
+    with zeropage.init(**settings, visible_dtype="bfloat16"):
+        layer = nn.Linear(64, 64, bias=False)
+    average = torch.zeros(64, 64, dtype=torch.bfloat16)
+    expected = average.clone().lerp_(plain(layer.weight), 0.1)
+    with torch.no_grad():
+        average.lerp_(layer.weight, 0.1)
+    assert torch.equal(average, expected)

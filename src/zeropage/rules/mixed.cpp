@@ -114,15 +114,14 @@ bool takes_masters(Call& call) {
   const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
   if (call.needs_autograd() && !asks) return false;
   const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
+  // It takes one dtype alone: that of what it writes.
+  if (call.name() == "aten::lerp_" && !has_master(call.argument(0).toTensor())) return false;
   return (writes || call.name() == "aten::clone" || reads_masters(call)) && !copies_what_is_seen(call);
 }
 
 /// Operands that are not masters, in the masters' dtype, for operators that take one dtype alone.
 void widen_others(Call& call) {
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
-  for (const PagedArgument& argument : call.paged) {
-    if (argument.access != Access::read) dtype = argument.tensor.scalar_type();
-  }
+  const c10::ScalarType dtype = call.argument(0).toTensor().scalar_type();
   for (std::size_t i = 0; i < call.arguments; ++i) {
     c10::IValue& value = call.argument(i);
     if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().scalar_type() == dtype) continue;

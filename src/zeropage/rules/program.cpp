@@ -209,6 +209,14 @@ bool Program::run() {
       // An operator's own error would come again for ever. The CPU's allocator has no class for its error.
       if (error.msg().find("can't allocate memory") == std::string::npos) end();
       throw;
+    } catch (const std::system_error&) {
+      throw;
+    } catch (const std::runtime_error&) {
+      end();
+      throw;
+    } catch (const std::logic_error&) {
+      end();
+      throw;
     }
   }
   end();

@@ -75,10 +75,12 @@ bool is_cast(const Node& node) {
 }
 
 /// The leaf that a new node casts, paged or not: while the call runs, autocast keeps none.
-at::Tensor leaf_of(const Node& node) {
-  if (!is_cast(node) || node.num_outputs() != 1) return {};
+at::Tensor leaf_of(const Node& node, c10::ScalarType lower) {
+  if (!is_cast(node) || node.num_outputs() != 1 || node.num_inputs() != 1) return {};
+  if (c10::typeMetaToScalarType(node.input_metadata(0).options().dtype()) != lower) return {};
   const auto* grad = dynamic_cast<const AccumulateGrad*>(node.next_edge(0).function.get());
-  return grad && grad->variable.scalar_type() == c10::kFloat ? grad->variable : at::Tensor();
+  const bool is_cached = grad && grad->variable.scalar_type() == c10::kFloat && !grad->variable.is_view();
+  return is_cached ? grad->variable : at::Tensor();
 }
 
 }  // namespace
@@ -89,6 +91,17 @@ SharedCasts::SharedCasts(const Call& call) {
     return;
   }
   is_on_ = true;
+  call_device_ = device.type();
+  // Numbers of nodes are a thread's own: what other threads made is not the call's, however it is numbered.
+  const auto note = [&](const c10::IValue& value) {
+    if (!value.isTensor() || !value.toTensor().defined()) return;
+    if (auto node = value.toTensor().grad_fn()) before_.push_back(node.get());
+  };
+  for (std::size_t i = call.first; i < call.stack.size(); ++i) {
+    note(call.stack[i]);
+    if (!call.stack[i].isList()) continue;
+    for (const c10::IValue& element : call.stack[i].toListRef()) note(element);
+  }
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   Known::instance().forget_with_autocast(device);
   first_ = at::sequence_number::peek();
@@ -97,7 +110,8 @@ SharedCasts::SharedCasts(const Call& call) {
 void SharedCasts::share(const Call& call) const {
   if (!is_on_) return;
   std::vector<Node*> nodes;
-  std::unordered_set<Node*> seen;
+  std::unordered_set<Node*> seen(before_.begin(), before_.end());
+  const auto lower = at::autocast::get_autocast_dtype(call_device_);
   const auto visit = [&](Node* node) {
     if (node && node->sequence_nr() >= first_ && seen.insert(node).second) nodes.push_back(node);
   };
@@ -117,7 +131,7 @@ void SharedCasts::share(const Call& call) const {
     for (std::uint32_t i = 0; i < node->num_outputs(); ++i) {
       const Edge& edge = node->next_edge(i);
       if (!edge.function || edge.function->sequence_nr() < first_) continue;
-      if (const at::Tensor leaf = leaf_of(*edge.function); leaf.defined()) {
+      if (const at::Tensor leaf = leaf_of(*edge.function, lower); leaf.defined()) {
         node->next_edges()[i] = Edge(Known::instance().find(leaf, edge.function), 0);
       } else {
         visit(edge.function.get());

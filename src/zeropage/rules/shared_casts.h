@@ -17,7 +17,9 @@ class SharedCasts {
 
  private:
   bool is_on_ = false;
-  std::uint64_t first_ = 0;  // number of the first node that the call makes
+  c10::DeviceType call_device_ = c10::kCPU;
+  std::vector<torch::autograd::Node*> before_;  // the graphs of its arguments begin there
+  std::uint64_t first_ = 0;                     // number of the first node that the call makes
 };
 
 }  // namespace zeropage

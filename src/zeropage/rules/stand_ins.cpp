@@ -88,9 +88,9 @@ bool StandIns::run(c10::function_ref<bool()> run, Settle settle, MayHaveChanged 
     return false;
   }
   find_written();
-  const c10::NoGradGuard no_grad;
   for (const StandIn& stand_in : stand_ins_) {
     if (!stand_in.is_written) continue;
+    const c10::NoGradGuard no_grad;
     settle(stand_in.tensor, stand_in.made);
     bump_version(stand_in.tensor);
   }
@@ -106,7 +106,9 @@ void StandIns::find_written() {
     if (segment) {
       stand_in.is_written |= std::find(call_.undeclared.begin(), end, segment) != end;
     } else {
-      stand_in.is_written |= version_of(stand_in.made) != stand_in.version;
+      const bool is_new = version_of(stand_in.made) != stand_in.version;
+      if (is_new && !stand_in.is_written) call_.undeclared.push_back(segment_of(stand_in.tensor));
+      stand_in.is_written |= is_new;
     }
   }
 }

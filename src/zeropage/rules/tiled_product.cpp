@@ -149,7 +149,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
         {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()});
     context->saved_data["weight"] = weight.detach();
     context->saved_data["rows_are_outputs"] = rows_are_outputs;
-    context->saved_data["bias"] = bias.has_value();
+    context->saved_data["bias"] = bias.has_value() && bias->defined();
     context->saved_data["dtype"] = static_cast<std::int64_t>(x.scalar_type());
     if (is_lazy) return LazyProduct::make({x, weight, bias.value_or(at::Tensor()), dtype});
     const Computing computing;
