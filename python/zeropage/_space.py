@@ -80,7 +80,7 @@ def _keep(space: Space, tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def forgotten(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While PyTorch swaps them: it refuses tensors to which somebody has weak references."""
+    """Drop our weak references to tensors meanwhile: torch.utils.swap_tensors() refuses tensors that have any."""
     tensors = list(tensors)
     spaces = open_spaces()
     registered = [[space._registered.pop(tensor, False) for tensor in tensors] for space in spaces]

@@ -54,7 +54,7 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
   }
 }
 
-/// After a write has failed: what needs none leaves, or its error is told.
+/// After a write has failed: evicts a clean frame, or throws the write's error if there is none.
 bool Room::give_up_clean(const Making& making) {
   if (transfers_.failed_writes() == making.failed_before || !transfers_.has_failed_write()) return false;
   Frame* const clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
@@ -129,7 +129,8 @@ bool Room::tidy_above(Lock& lock) {
          transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0;
 }
 
-/// What other threads hold they let go of, unless they wait for this one: that is found out by waiting long.
+/// Waits until another thread lets go of a frame. Gives up after kLongestWait: that thread may be waiting for this
+/// one.
 bool Room::wait_for_pins(Lock& lock, Making& making) {
   // ShardedHome frees what its gathers hold when it is refused.
   if ((upper_.serves() && !upper_.connected()) || frames_.pins() <= frames_.pins_of_this_thread()) return false;

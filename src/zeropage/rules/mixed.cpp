@@ -146,7 +146,7 @@ bool run_on_masters(Call& call) {
     call.run_whole();
     return true;
   };
-  // Of a list, operators on the first tensors may have run, or have been deferred.
+  // An operator on a list that throws may have run on the first tensors already, or have deferred those calls.
   const auto may_have_changed = [](const at::Tensor& tensor, const at::Tensor& master) {
     return has_program(segment_of(master)) || stored_master(tensor).defined();
   };

@@ -148,7 +148,7 @@ at::Tensor foreseen(const at::Tensor& tensor, const AskedNorm& asked) {
 
 namespace {
 
-/// Of what deferred operators will make, without a home for it.
+/// Takes the norm of a copy of what deferred operators will make, so that the tensor itself needs no home yet.
 bool run_on_previews(Call& call) {
   StandIns previews(call);
   if (!previews.replace(&can_be_previewed, &preview)) return false;

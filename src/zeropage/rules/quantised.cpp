@@ -204,7 +204,7 @@ void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
   const auto settle = [&](const at::Tensor& tensor, const at::Tensor& value) {
     encode(*segment_of(tensor)->quantisation(), seen_as(value, c10::kFloat));
   };
-  // Of a list, operators on the first tensors may have been deferred.
+  // An operator on a list that throws may have deferred its calls on the first tensors already.
   const auto may_have_changed = [](const at::Tensor&, const at::Tensor& value) {
     return has_program(segment_of(value));
   };

@@ -54,6 +54,7 @@ class Known {
   /// Autocast's cache holds a cast of a number of ours, until it is cleared.
   void forget_with_autocast(c10::Device device) {
     std::lock_guard lock(mutex_);
+    const OutsideModes unseen;  // a number that a mode made would stay
     at::Tensor& number = numbers_[device.type()];
     if (!number.defined()) number = at::ones({1}, at::device(device).dtype(at::kFloat)).requires_grad_();
     const auto dtype = at::autocast::get_autocast_dtype(device.type());
@@ -87,7 +88,8 @@ at::Tensor leaf_of(const Node& node, c10::ScalarType lower) {
 
 SharedCasts::SharedCasts(const Call& call) {
   const c10::Device device = call.paged[0].tensor.device();
-  if (!autocasts_on(device.type()) || !at::autocast::is_autocast_cache_enabled() || !c10::GradMode::is_enabled()) {
+  if (!autocasts_on(device.type()) || !at::autocast::is_autocast_cache_enabled() || !c10::GradMode::is_enabled() ||
+      !Call::plain_modes()) {
     return;
   }
   is_on_ = true;

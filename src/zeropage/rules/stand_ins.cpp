@@ -40,7 +40,7 @@ at::Tensor StandIns::give(const at::Tensor& tensor, bool writes, Takes takes, Ma
   }
   known->is_written |= writes;
   at::Tensor given = of_views_ ? known->made : view_like(known->made, known->tensor.scalar_type(), tensor);
-  views_.push_back({tensor, given, static_cast<std::size_t>(known - stand_ins_.begin())});
+  views_.push_back({tensor, given});
   return given;
 }
 
@@ -98,7 +98,7 @@ bool StandIns::run(c10::function_ref<bool()> run, Settle settle, MayHaveChanged 
   return true;
 }
 
-/// What a schema does not declare: of paged stand-ins run_whole() tells, of ordinary ones their versions.
+/// Notes undeclared writes: run_whole() lists those to paged stand-ins, and versions show those to ordinary ones.
 void StandIns::find_written() {
   for (StandIn& stand_in : stand_ins_) {
     auto* const segment = segment_of(stand_in.made);

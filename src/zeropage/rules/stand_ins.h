@@ -1,7 +1,7 @@
-// What a call is given in place of paged arguments that no operator can take as they are kept: codes, two halves, a
-// master that is more precise, a small part of what is too large. Each is known by what it stands for, so that two
-// arguments over one content are two views of one stand-in. What the operator wrote to a stand-in, declared or not,
-// is taken back; results that are a stand-in become what it stands for; autograd's state is untouched.
+// StandIns gives an operator other tensors in place of paged arguments that it cannot take as they are kept: the
+// value of codes or of two halves, a more precise master, a copy of a small part of a huge tensor. Two arguments over
+// one content get two views of one stand-in. What the operator wrote to a stand-in, declared or not, StandIns writes
+// back, and where the operator returns a stand-in, the caller gets the original argument.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -14,7 +14,7 @@ class StandIns {
  public:
   /// Whether something is to stand for `tensor`, which is paged. `writes`: the call declares that it writes it.
   using Takes = c10::function_ref<bool(const at::Tensor& tensor, bool writes)>;
-  /// What stands for `tensor`, or for all of its segment, seen in `tensor`'s dtype; undefined if nothing can.
+  /// Makes the stand-in of `tensor`, or of its whole segment, in `tensor`'s dtype; undefined: `tensor` stays.
   using Make = c10::function_ref<at::Tensor(const at::Tensor& tensor)>;
   /// `tensor` is to hold what `stand_in` does: of the segment's first argument, and what was made of it.
   using Settle = c10::function_ref<void(const at::Tensor& tensor, const at::Tensor& stand_in)>;
@@ -38,7 +38,6 @@ class StandIns {
   };
   struct View {
     at::Tensor original, given;
-    std::size_t stand_in;
   };
   at::Tensor give(const at::Tensor& tensor, bool writes, Takes takes, Make make);
   bool is_same_content(const at::Tensor& a, const at::Tensor& b) const;

@@ -124,19 +124,18 @@ bool tile_parts(Call& call) {
 
 namespace {
 
-/// Whether an operator is to be given a copy of this view, which is small, of a segment that is too large to be
-/// whole. What lies between the elements of what is written may be another argument's.
-bool takes_copy(const at::Tensor& tensor, bool writes) {
-  if (!segment_of(tensor)) return false;
-  const std::size_t limit = segment_of(tensor)->frame_limit();
-  if (!is_tiled(tensor) || segment_of(tensor)->bytes() <= limit || tensor.numel() == 0) return false;
-  const std::size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
-  return span <= limit / 2 && (!writes || span == tensor.nbytes());
+/// Whether the tensor lies in a segment that can never be whole in memory.
+bool is_of_huge(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  return segment && is_tiled(tensor) && segment->bytes() > segment->frame_limit() && tensor.numel() > 0;
 }
 
-bool is_too_large(const PagedArgument& argument) {
-  return is_tiled(argument.tensor) && argument.segment->bytes() > argument.segment->frame_limit() &&
-         argument.tensor.numel() > 0;
+/// Whether an operator can be given a copy of this view of a huge segment: it is small, and if the operator writes
+/// it, nothing lies between its elements, which another argument could hold.
+bool takes_copy(const at::Tensor& tensor, bool writes) {
+  if (!is_of_huge(tensor)) return false;
+  const std::size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  return span <= segment_of(tensor)->frame_limit() / 2 && (!writes || span == tensor.nbytes());
 }
 
 /// A view in place, such as t_(), needs no data; only a larger tensor does.
@@ -174,7 +173,7 @@ bool run_on_copies(Call& call) {
   const bool is_recorded = call.needs_autograd();
   bool any = false;
   for (const PagedArgument& argument : call.paged) {
-    if (!is_too_large(argument)) continue;
+    if (!is_of_huge(argument.tensor)) continue;
     if (is_recorded && (argument.access != Access::read || has_tangent(argument.tensor))) return false;
     if (run_view_in_place(call)) return true;
     if (call.op.hasTag(at::Tag::inplace_view) || !takes_copy(argument.tensor, argument.access != Access::read)) {

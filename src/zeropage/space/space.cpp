@@ -393,7 +393,7 @@ std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, c
 
 namespace {
 
-/// Where tensors of each role are made. Whether any may go to disk.
+/// Sets the tier of each role. Returns whether any role's tensors may go to disk.
 bool choose_tiers(const Config& config, Domain& domain) {
   const std::tuple<Role, const char*, const std::string&> roles[] = {
       {Role::parameter, "parameters", config.parameters},
@@ -465,7 +465,7 @@ CacheOptions choose_sizes(const Config& config, const std::map<std::string, std:
   return options;
 }
 
-/// What tensors are and how operators take them.
+/// Sets dtypes, tiling, partitioning and how steps run.
 void choose_handling(const Config& config, const CacheOptions& options, bool separate, bool over_ranks,
                      Domain& domain) {
   domain.resident_below = parse_bytes(config.resident_below, "resident_below");
