@@ -172,11 +172,11 @@ void run_general(Call& call) {
   const auto mixes = [](const PagedArgument& argument) { return argument.segment->domain()->mixes(); };
   if (std::any_of(call.paged.begin(), call.paged.end(), mixes)) {
     WrittenMasters written(call);
-    if (!run_on_copies(call)) call.run_whole();
+    if (!call.may_tile || !run_on_copies(call)) call.run_whole();
     written.add_undeclared(call);
     written.follow();
     visible_follows(call);
-  } else if (!run_on_copies(call)) {
+  } else if (!call.may_tile || !run_on_copies(call)) {
     call.run_whole();
   }
   if (adopts) adopt_results(call, true);
@@ -185,7 +185,8 @@ void run_general(Call& call) {
 void run_paged(Call& call) {
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) return run_view(call);
-  if (call.info.tile && call.info.tile(call)) return;
+  if (call.info.makes_sparse) return make_sparse(call);
+  if (call.may_tile && call.info.tile && call.info.tile(call)) return;
   if (run_by_rule(call)) return;
   run_general(call);
 }

@@ -232,6 +232,8 @@ class Segment {
   std::size_t bytes() const { return bytes_; }
   /// True while pinned. Racy unless the caller holds a pin.
   bool is_pinned() const { return pins_ > 0; }
+  /// Whether it never leaves memory: its frame is its home.
+  bool is_always_in_memory() const { return run_ && !run_->home; }
   Role role() const { return run_->role; }
   Tier tier() const { return run_->tier; }
   std::size_t pages() const { return run_->pages.size(); }

@@ -140,6 +140,7 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
   if (!aten && !ours) return info;
   info.moves = name == "to";
   info.is_constant = has_no_derivative(name);
+  info.makes_sparse = makes_sparse(name);
   info.made_of_views = is_made_of_views(name);
   info.sets = name == "set_" || name == "set_data";
   info.cuts_by_content = name == "tensor_split" && schema.overload_name() == "tensor_indices_or_sections";
@@ -238,6 +239,7 @@ void Call::find_paged() {
   const auto see = [&](const at::Tensor& tensor, bool write) {
     if (auto* segment = segment_of(tensor)) {
       paged.push_back({tensor, segment, write ? Access::write : Access::read});
+      may_tile |= !segment->is_always_in_memory() || segment->bytes() > segment->domain()->tile_above;
       if (write) segment->note_write();
     } else if (LazyProduct::of(tensor)) {
       has_lazy = true;
@@ -300,8 +302,7 @@ namespace {
 /// Autocast keeps its casts of leaves until it ends: of paged weights, all of them would stay in memory.
 class NoCastCache {
  public:
-  explicit NoCastCache(c10::DeviceType device)
-      : switched_(autocasts_on(device) && at::autocast::is_autocast_cache_enabled()) {
+  explicit NoCastCache(bool is_autocast) : switched_(is_autocast && at::autocast::is_autocast_cache_enabled()) {
     if (switched_) at::autocast::set_autocast_cache_enabled(false);
   }
   ~NoCastCache() {
@@ -396,10 +397,11 @@ void Call::run_whole() {
     return TensorPin(requests);
   }();
   const ReadVersions versions(*this);
-  const SharedCasts casts(*this);
+  const bool is_autocast = autocasts(paged[0].tensor);
+  const SharedCasts casts(*this, is_autocast);
   {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
-    const NoCastCache no_cache(paged[0].tensor.device().type());
+    const NoCastCache no_cache(is_autocast);
     redispatch();
   }
   casts.share(*this);

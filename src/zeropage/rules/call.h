@@ -35,6 +35,7 @@ struct OperatorInfo {
   bool cuts_by_content = false;  // a view whose cuts are the content of its second argument
   bool seeded = false;           // draws random numbers
   bool is_constant = false;      // has no derivative: true or false of each element, or of all
+  bool makes_sparse = false;     // of tensors of indices and values
   Rule rule = nullptr;
   Rule tile = nullptr;                 // for operands that are too large to be whole (tiles.h)
   c10::SmallVector<bool, 16> writes;   // by argument
@@ -59,13 +60,14 @@ struct Call {
   std::size_t arguments;
   c10::SmallVector<PagedArgument, 4> paged = {};         // every paged tensor among them, in order
   bool has_lazy = false;                                 // a lazy product may be among them
+  bool may_tile = false;                                 // one of `paged` is huge, or not always in memory
   c10::SmallVector<StorageSegment*, 2> undeclared = {};  // what run_whole() wrote and the schema does not declare
 
   c10::IValue& argument(std::size_t i) { return stack[first + i]; }
   const std::string& name() const { return op.schema().name(); }
   std::string argument_name(std::size_t i) const { return op.schema().arguments()[i].name(); }
 
-  /// Fills `paged` and `has_lazy`.
+  /// Fills `paged`, `has_lazy` and `may_tile`.
   void find_paged();
   /// True if autograd would have to see this call: a rule that computes must leave it alone.
   bool needs_autograd();

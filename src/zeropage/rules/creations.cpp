@@ -195,14 +195,13 @@ at::Tensor ordinary_copy(const at::Tensor& tensor) {
 
 /// Operators on a sparse tensor read its parts' memory and do not come to us. So its parts are copies: what is
 /// written to the values afterwards does not change it.
-bool make_sparse(Call& call) {
+void make_sparse(Call& call) {
   for (std::size_t i = 0; i < call.arguments; ++i) {
     c10::IValue& value = call.argument(i);
     if (value.isTensor() && segment_of(value.toTensor())) value = ordinary_copy(value.toTensor());
   }
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   call.op.redispatchBoxed(call.below, &call.stack);
-  return true;
 }
 
 bool make_in_scope(Call& call) {

@@ -1,5 +1,6 @@
 #include "zeropage/rules/rules.h"
 
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -67,7 +68,12 @@ Rule find_tile_rule(const std::string& name, const std::string& overload) {
       {"equal.", tile_equal},
       {"index.Tensor", tile_index},
   };
-  static const auto* sparse = new std::unordered_set<std::string>{
+  const auto found = table->find(name + "." + overload);
+  return found != table->end() ? found->second : nullptr;
+}
+
+bool makes_sparse(std::string_view name) {
+  static const std::unordered_set<std::string_view> names{
       "sparse_coo_tensor",
       "_sparse_coo_tensor_unsafe",
       "_sparse_coo_tensor_with_dims_and_tensors",
@@ -83,9 +89,7 @@ Rule find_tile_rule(const std::string& name, const std::string& overload) {
       "sparse_bsc_tensor",
       "_sparse_bsc_tensor_unsafe",
   };
-  if (sparse->count(name) > 0) return make_sparse;
-  const auto found = table->find(name + "." + overload);
-  return found != table->end() ? found->second : nullptr;
+  return names.count(name) > 0;
 }
 
 }  // namespace zeropage

@@ -10,6 +10,9 @@ namespace zeropage {
 /// The rule for an operator of aten, without the "aten::"; null if the general path is right for it.
 Rule find_rule(const std::string& name, const std::string& overload, const OperatorInfo& info);
 
+/// Whether an operator of aten makes a sparse tensor of its parts.
+bool makes_sparse(std::string_view name);
+
 /// How an operator takes what is too large to be whole in memory; null if it cannot.
 Rule find_tile_rule(const std::string& name, const std::string& overload);
 
@@ -46,7 +49,7 @@ bool make_new(Call& call);        // creations.cpp: new_zeros and its like
 bool make_clone(Call& call);      // creations.cpp: clone
 bool make_converted(Call& call);  // creations.cpp: _to_copy
 bool make_in_scope(Call& call);   // creations.cpp: empty, zeros, randn, … inside an init scope
-bool make_sparse(Call& call);     // creations.cpp: a sparse tensor of paged indices and values
+void make_sparse(Call& call);     // creations.cpp: a sparse tensor of paged indices and values, always
 bool make_from_meta(Call& call);  // creations.cpp: there, what Module.to_empty() makes of tensors without data
 
 }  // namespace zeropage

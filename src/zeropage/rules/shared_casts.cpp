@@ -86,13 +86,11 @@ at::Tensor leaf_of(const Node& node, c10::ScalarType lower) {
 
 }  // namespace
 
-SharedCasts::SharedCasts(const Call& call) {
+SharedCasts::SharedCasts(const Call& call, bool is_autocast)
+    : is_on_(is_autocast && at::autocast::is_autocast_cache_enabled() && c10::GradMode::is_enabled() &&
+             Call::plain_modes()) {
+  if (!is_on_) return;
   const c10::Device device = call.paged[0].tensor.device();
-  if (!autocasts_on(device.type()) || !at::autocast::is_autocast_cache_enabled() || !c10::GradMode::is_enabled() ||
-      !Call::plain_modes()) {
-    return;
-  }
-  is_on_ = true;
   call_device_ = device.type();
   // Numbers of nodes are a thread's own: what other threads made is not the call's, however it is numbered.
   const auto note = [&](const c10::IValue& value) {

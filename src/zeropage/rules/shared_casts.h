@@ -10,13 +10,13 @@ namespace zeropage {
 
 class SharedCasts {
  public:
-  /// Before the call runs, with autocast's cache as the program set it.
-  explicit SharedCasts(const Call& call);
+  /// Before the call runs, with autocast's cache as the program set it. `is_autocast`: whether autocast is on.
+  SharedCasts(const Call& call, bool is_autocast);
   /// After it: casts of leaves in the graph of its results become those of earlier calls.
   void share(const Call& call) const;
 
  private:
-  bool is_on_ = false;
+  const bool is_on_;
   c10::DeviceType call_device_ = c10::kCPU;
   std::vector<torch::autograd::Node*> before_;  // the graphs of its arguments begin there
   std::uint64_t first_ = 0;                     // number of the first node that the call makes

@@ -496,7 +496,7 @@ void TensorPin::release() {
   for (const PinRequest& request : requests_) {
     if (request.access != Access::read && request.segment->cache()->is_gathered()) written.push_back(request.segment);
   }
-  const auto storages = storages_;
+  const auto storages = written.empty() ? decltype(storages_)() : storages_;  // which live until they are stored
   { TensorPin dropped = std::move(*this); }
   for (Segment* segment : written) segment->cache()->store(*segment);
 }
