@@ -13,7 +13,8 @@ void PagePins::announce(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
-  if (timeline_.record_use(requests, /*whole=*/false, monitor_.worked_seconds())) ahead_.restart();
+  const bool uses = Timeline::has_uses(requests);
+  if (uses && timeline_.record_use(requests, /*whole=*/false, monitor_.worked_seconds())) ahead_.restart();
   if (!frames_.is_gathered()) ahead_.run(lock);
 }
 

@@ -6,8 +6,6 @@ namespace zeropage {
 
 /// What a program that repeats itself will do again.
 bool Timeline::record_use(std::span<const PinRequest> requests, bool whole, double seconds) {
-  if (std::none_of(requests.begin(), requests.end(), [](auto& r) { return r.segment->run()->home != nullptr; }))
-    return false;
   const std::uint64_t surprises = plan_.surprises(), uses = plan_.uses();
   bool begins = true;
   for (const PinRequest& request : requests) {

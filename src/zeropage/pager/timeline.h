@@ -19,6 +19,10 @@ class VersionOpen : public AccessError {
 
 class Timeline {
  public:
+  /// Whether a use of these tells anything: one may leave memory.
+  static bool has_uses(std::span<const PinRequest> requests) {
+    return std::any_of(requests.begin(), requests.end(), [](auto& r) { return !r.segment->is_always_in_memory(); });
+  }
   /// The program uses these now, whole, or page by page and taking turns. True if that was not planned.
   /// `seconds`: that it has worked until now, without its waits.
   bool record_use(std::span<const PinRequest> requests, bool whole, double seconds);

@@ -83,7 +83,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   const auto is_closed = [](const PinRequest& r) { return r.segment->run_->is_closed_to_this_thread(); };
   if (std::any_of(requests.begin(), requests.end(), is_closed)) throw VersionOpen();
-  const bool counts = !is_of_one_rank(requests);
+  const bool counts = Timeline::has_uses(requests) && !is_of_one_rank(requests);
   if (counts && timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   std::vector<Hold> holds;

@@ -437,6 +437,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   std::unique_lock<std::recursive_mutex> deferral;  // no other thread runs it meanwhile: what it will do holds
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
+    if (request.access != Access::read && !exceptions_) exceptions_ = std::uncaught_exceptions();
     storages_.emplace_back(segment->storage().lock());
     segment->settle();
     if (segment->quantisation()) {
@@ -496,13 +497,12 @@ void TensorPin::release() {
   for (const PinRequest& request : requests_) {
     if (request.access != Access::read && request.segment->cache()->is_gathered()) written.push_back(request.segment);
   }
-  const auto storages = written.empty() ? decltype(storages_)() : storages_;  // which live until they are stored
-  { TensorPin dropped = std::move(*this); }
+  let_go(/*failed=*/false);
   for (Segment* segment : written) segment->cache()->store(*segment);
+  storages_.clear();
 }
 
-TensorPin::~TensorPin() {
-  const bool failed = std::uncaught_exceptions() > exceptions_;
+void TensorPin::let_go(bool failed) {
   for (std::size_t begin = 0; begin < requests_.size();) {
     FrameCache& cache = *requests_[begin].segment->cache();
     std::size_t end = begin + 1;
@@ -510,6 +510,7 @@ TensorPin::~TensorPin() {
     cache.unpin({requests_.data() + begin, end - begin}, thread_, failed);
     begin = end;
   }
+  requests_.clear();
 }
 
 namespace {

@@ -452,15 +452,18 @@ class TensorPin {
     return *this;
   }
   /// If an exception ends the pin, tensors that were to be overwritten keep their earlier content.
-  ~TensorPin();
+  ~TensorPin() {
+    if (!requests_.empty()) let_go(exceptions_ && std::uncaught_exceptions() > *exceptions_);
+  }
   /// Lets go, and stores what was written to gathered tensors in this rank's share: after an operator that succeeded.
   void release();
 
  private:
+  void let_go(bool failed);
   c10::SmallVector<PinRequest, 8> requests_;     // all of one cache after another's
   c10::SmallVector<c10::Storage, 8> storages_;   // of these: `tensor.data = other` may let go of them meanwhile
   std::uint64_t thread_ = this_thread_number();  // that took the pins
-  int exceptions_ = std::uncaught_exceptions();  // under way then
+  std::optional<int> exceptions_;                // under way then; none if nothing is written
 };
 
 // --- the init scope: factories on this thread make paged tensors ---

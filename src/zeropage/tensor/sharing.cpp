@@ -234,7 +234,7 @@ void StorageSegment::refresh(Access access) {
                       number_));
     }
   }
-  set_stale(false);
+  if (stale_) set_stale(false);
 }
 
 void StorageSegment::set_keeps_same(bool keeps) {
