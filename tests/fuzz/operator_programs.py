@@ -35,7 +35,12 @@ SHAPES = [
 ]
 DTYPES = [*[torch.float32] * 8, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
 DTYPES += [torch.bool, torch.complex64]
-BUDGETS = [("3MB", "3MB"), ("4MB", "600kB"), ("8MB", "8MB"), ("3MB", "16MB")]
+# device_memory and host_memory by home: where tensors are at home in memory, that holds all of a program's.
+BUDGETS = {
+    "disk": [("3MB", "3MB"), ("4MB", "600kB"), ("8MB", "8MB"), ("3MB", "16MB")],
+    "host": [("3MB", "24MB"), ("8MB", "24MB")],
+    "device": [("24MB", "3MB"), ("32MB", "600kB")],
+}
 # Refusals by design, with words of zeropage's error for each.
 REFUSALS = {"growth": "keeps the size it was made with", "budget": "cannot hold", "raw memory": "zeropage.pinned("}
 
@@ -153,9 +158,10 @@ class Run:
 def generate(seed: int) -> tuple[Program, Run]:
     """The program of a seed, and its plain run."""
     r = random.Random(seed)
-    device, host = r.choice(BUDGETS)
+    home = r.choice(["disk", "disk", "host", "device"])
+    device, host = r.choice(BUDGETS[home])
     settings: dict[str, Any] = {
-        "parameters": r.choice(["disk", "disk", "host", "device"]),
+        "parameters": home,
         "device_memory": device,
         "host_memory": host,
         "resident_below": r.choice([0, 0, 64, "1kB"]),
