@@ -263,13 +263,8 @@ void UpdateHabit::learn(const Program& program, const ParameterUpdate& update) {
   gradient_ = update.gradient;
   written_ = update.written;
   asleep_ = update.all_factors_are_one;
-  if (asleep_ && pause_ > 0) --pause_;
+  if (asleep_) backoff_.pass();
   arrivals_a_step = std::max(1, std::exchange(arrivals, 0));
-}
-
-void UpdateHabit::missed() {
-  pause_ = next_pause_;
-  next_pause_ = std::min(2 * next_pause_, kLongestPause);
 }
 
 std::optional<ExpectedUpdate> UpdateHabit::expected(const std::shared_ptr<Domain>& domain, StorageSegment& gradient,

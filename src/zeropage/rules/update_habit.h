@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "zeropage/base/backoff.h"
 #include "zeropage/rules/deferred_program.h"
 #include "zeropage/rules/speculation.h"
 
@@ -57,7 +58,7 @@ class UpdateHabit {
   void learn(const Program& program, const ParameterUpdate& update);
   /// Whether the next step's program can be told, and is likely to be taken.
   bool is_expected(UpdateAhead when) const {
-    return settled_ && (when == UpdateAhead::always || (asleep_ && pause_ == 0));
+    return settled_ && (when == UpdateAhead::always || (asleep_ && backoff_.is_over()));
   }
   /// It, with the numbers that are expected. nullopt if a tensor of it is gone or has yet to be written itself.
   std::optional<ExpectedUpdate> expected(const std::shared_ptr<Domain>& domain, StorageSegment& gradient,
@@ -65,8 +66,8 @@ class UpdateHabit {
   /// Whether its gradients are widened.
   bool widens() const { return code_.instructions[0].op.schema().name() == "zeropage::widen"; }
 
-  void hit() { next_pause_ = 1; }
-  void missed();
+  void hit() { backoff_.hit(); }
+  void missed() { backoff_.missed(); }
   /// It could not run ahead: it is tried again later, and not in each step, for the plan's sake.
   void refused() {
     runs_ahead = false;
@@ -88,7 +89,6 @@ class UpdateHabit {
     bool lasts = false;
     std::size_t per = 1;
   };
-  static constexpr int kLongestPause = 64;  // steps
 
   bool has_same_shape(const Program& program, const ParameterUpdate& update) const;
 
@@ -99,7 +99,7 @@ class UpdateHabit {
   std::vector<NumberHabit> habits_;
   bool settled_ = false;  // the last numbers were to be expected
   bool asleep_ = false;   // nothing multiplied the last gradient
-  int pause_ = 0, next_pause_ = 1;
+  Backoff backoff_;       // by steps
 };
 
 }  // namespace zeropage

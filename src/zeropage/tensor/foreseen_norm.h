@@ -4,10 +4,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
+
+#include "zeropage/base/backoff.h"
 
 namespace zeropage {
 
@@ -31,27 +32,21 @@ class NormHabit {
   /// What the gradient that is made now will be asked for.
   std::optional<AskedNorm> expected() {
     std::lock_guard lock(mutex_);
-    if (asked_ && pause_ > 0) {
-      --pause_;
-      return std::nullopt;
-    }
-    return asked_;
+    return asked_ && backoff_.pass() ? asked_ : std::nullopt;
   }
   void hit() {
     std::lock_guard lock(mutex_);
-    next_pause_ = 1;
+    backoff_.hit();
   }
   void missed() {
     std::lock_guard lock(mutex_);
-    pause_ = next_pause_;
-    next_pause_ = std::min(2 * next_pause_, kLongestPause);
+    backoff_.missed();
   }
 
  private:
-  static constexpr int kLongestPause = 64;  // gradients
   std::mutex mutex_;
   std::optional<AskedNorm> asked_;
-  int pause_ = 0, next_pause_ = 1;
+  Backoff backoff_;  // by gradients
 };
 
 /// Equal as long as a segment's content is.
