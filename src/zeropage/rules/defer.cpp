@@ -197,7 +197,8 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
     in_host.resize(kept.arguments.size());
     in_host[i] = std::move(copy.in_host);
   }
-  program->add({op, std::move(kept), std::move(slots), result_slot, std::move(in_host)}, chunking, any_chunking);
+  program->add(Instruction(op, std::move(kept), std::move(slots), result_slot, std::move(in_host)), chunking,
+               any_chunking);
   return result;
 }
 

@@ -72,7 +72,7 @@ int Program::add_temporary(const at::Tensor& tensor) {
 
 void Program::add(Instruction instruction, Chunking chunking, bool any_chunking) {
   elements_ = slots_[0].shape.numel();
-  if (instruction.op.schema().name() == "aten::copy_") drop_copies(instruction.slots);
+  if (instruction.kind == Instruction::Kind::copy) drop_copies(instruction.slots);
   if (!any_chunking) code_.chunking = chunking, code_.any_chunking = false;
   code_.instructions.push_back(std::move(instruction));
   choose_where();
@@ -91,7 +91,7 @@ void Program::choose_where() {
 /// An earlier copy between the same operands, whose target no operator has used since, was for nothing.
 void Program::drop_copies(c10::ArrayRef<int> slots) {
   for (auto last = code_.instructions.rbegin(); last != code_.instructions.rend(); ++last) {
-    const bool same = last->op.schema().name() == "aten::copy_" && slots.equals(last->slots);
+    const bool same = last->kind == Instruction::Kind::copy && slots.equals(last->slots);
     if (same) return void(code_.instructions.erase(std::next(last).base()));
     if (std::find(last->slots.begin(), last->slots.end(), slots[0]) != last->slots.end()) return;
   }

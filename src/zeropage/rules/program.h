@@ -17,28 +17,12 @@
 // of parameters goes up, and states do not move. Small tensors that share pages are updated on the device.
 #pragma once
 
-#include <c10/core/Event.h>
-
 #include <memory>
 #include <optional>
 
-#include "zeropage/rules/substitution.h"
+#include "zeropage/rules/instruction.h"
 
 namespace zeropage {
-
-/// A scalar that the device holds, on its way to the host.
-struct HostCopy {
-  at::Tensor tensor;                 // undefined: there is none
-  std::shared_ptr<c10::Event> done;  // null: it is there
-};
-
-struct Instruction {
-  c10::OperatorHandle op;
-  Substitution call;                   // whose operands are slots of the program
-  c10::SmallVector<int, 8> slots;      // by operand
-  int result;                          // the slot of what it returns, or -1
-  std::vector<HostCopy> in_host = {};  // by argument, if any is on a device
-};
 
 /// While it lives, what this thread defers is of one call: a tensor that is a scalar of many elements of its lists,
 /// as a clipping coefficient is, is copied once.

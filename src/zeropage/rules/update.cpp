@@ -7,65 +7,39 @@
 namespace zeropage {
 namespace {
 
-/// The arguments of one instruction, by name.
-class Arguments {
- public:
-  explicit Arguments(const Instruction& instruction) : instruction_(instruction) {}
+using Kind = Instruction::Kind;
 
-  int slot(std::string_view name) const {
-    const int i = index(name);
-    const int operand = i < 0 ? -1 : instruction_.call.operand_of[i];
-    return operand < 0 ? -1 : instruction_.slots[operand];
-  }
-  /// A number, given as a scalar, a tensor of one element, or a list of one of these.
+/// A scalar, a tensor of one element, or a list of one of these.
+std::optional<double> number_of(const c10::IValue& value) {
+  const OutsideModes unseen;
+  if (value.isTensor() && value.toTensor().defined()) return number_of(value.toTensor().item());
+  if (value.isScalar() && !value.isComplexDouble()) return value.toScalar().to<double>();
+  if (value.isList() && value.toListRef().size() == 1) return number_of(value.toListRef()[0]);
+  return std::nullopt;
+}
+
+/// Arguments that are no operands, by name; what there is not is 0.
+class Numbers {
+ public:
+  explicit Numbers(const Instruction& instruction) : instruction_(instruction) {}
+
   std::optional<double> number(std::string_view name) const {
-    const int i = index(name);
+    const int i = instruction_.argument(name);
     if (i < 0 || instruction_.call.operand_of[i] >= 0) return std::nullopt;
     return number_of(instruction_.call.arguments[i]);
   }
   std::int64_t integer(std::string_view name) const {
-    const int i = index(name);
+    const int i = instruction_.argument(name);
     return i >= 0 && instruction_.call.arguments[i].isInt() ? instruction_.call.arguments[i].toInt() : 0;
   }
   bool flag(std::string_view name) const {
-    const int i = index(name);
+    const int i = instruction_.argument(name);
     return i >= 0 && instruction_.call.arguments[i].isBool() && instruction_.call.arguments[i].toBool();
   }
 
  private:
-  int index(std::string_view name) const {
-    const auto& arguments = instruction_.op.schema().arguments();
-    for (std::size_t i = 0; i < arguments.size(); ++i) {
-      if (arguments[i].name() == name) return static_cast<int>(i);
-    }
-    return -1;
-  }
-  static std::optional<double> number_of(const c10::IValue& value) {
-    const OutsideModes unseen;
-    if (value.isTensor() && value.toTensor().defined()) return number_of(value.toTensor().item());
-    if (value.isScalar() && !value.isComplexDouble()) return value.toScalar().to<double>();
-    if (value.isList() && value.toListRef().size() == 1) return number_of(value.toListRef()[0]);
-    return std::nullopt;
-  }
   const Instruction& instruction_;
 };
-
-std::string_view base_name(const Instruction& instruction) {
-  std::string_view name = instruction.op.schema().name();
-  for (std::string_view prefix : {"aten::", "zeropage::", "_foreach_"}) {
-    if (name.substr(0, prefix.size()) == prefix) name.remove_prefix(prefix.size());
-  }
-  return name;
-}
-
-std::optional<kernels::Rule> rule_of(std::string_view name) {
-  if (name == "_fused_adam_") return kernels::Rule::adam;
-  if (name == "_fused_adamw_") return kernels::Rule::adamw;
-  if (name == "_fused_sgd_") return kernels::Rule::sgd;
-  if (name == "_fused_adagrad_") return kernels::Rule::adagrad;
-  if (name == "_fused_lion_") return kernels::Rule::lion;
-  return std::nullopt;
-}
 
 /// How many floats PyTorch's fused kernels take at once here; 0 where it is not known that theirs do what ours do. It
 /// builds them for AVX2, and uses these on machines with AVX-512 too.
@@ -79,33 +53,29 @@ std::size_t torch_vector() {
 
 /// gradient *= number, or /=: one more scale. False if it is something else.
 bool add_scale(const Instruction& instruction, UpdateProgram& program) {
-  const std::string_view name = base_name(instruction);
-  if (name != "mul_" && name != "div_") return false;
-  const Arguments arguments(instruction);
-  auto number = arguments.number("other");
+  if (instruction.kind != Kind::scale) return false;
+  const Numbers numbers(instruction);
+  auto number = numbers.number("other");
   for (const char* other : {"scalar", "scalars"}) {
-    if (!number) number = arguments.number(other);
+    if (!number) number = numbers.number(other);
   }
-  const auto& schema = instruction.op.schema();
-  if (!number || schema.overload_name().find("_mode") != std::string::npos || instruction.slots.size() != 1 ||
-      program.update.scale_count == kernels::kMostScales) {
-    return false;
-  }
-  program.update.scales[program.update.scale_count++] = {static_cast<float>(*number), name == "div_"};
+  if (!number || program.update.scale_count == kernels::kMostScales) return false;
+  program.update.scales[program.update.scale_count++] = {static_cast<float>(*number), instruction.divides()};
   if (program.gradient >= 0 && program.gradient != instruction.slots[0]) return false;
   program.update.store_gradient = true;
   program.gradient = instruction.slots[0];
   return true;
 }
 
-bool add_rule(const Instruction& instruction, kernels::Rule rule, UpdateProgram& program) {
-  const Arguments arguments(instruction);
+bool add_rule(const Instruction& instruction, UpdateProgram& program) {
+  const Numbers arguments(instruction);
+  const kernels::Rule rule = *instruction.rule;
   kernels::Update& u = program.update;
   if (arguments.number("found_inf").value_or(0) != 0) return false;
-  const int gradient = arguments.slot("grads");
+  const int gradient = instruction.slot("grads");
   if (program.gradient >= 0 && program.gradient != gradient) return false;
   program.gradient = gradient;
-  const int parameter = arguments.slot("self");
+  const int parameter = instruction.slot("self");
   if (program.high >= 0 && program.parameter != parameter) return false;
   program.parameter = parameter;
   if (const auto scale = arguments.number("grad_scale")) {
@@ -132,7 +102,7 @@ bool add_rule(const Instruction& instruction, kernels::Rule rule, UpdateProgram&
                                    {"momentum_buffer_list", "", ""},
                                    {"state_sums", "", ""},
                                    {"exp_avgs", "", ""}};
-  for (int i = 0; i < 3; ++i) program.state[i] = arguments.slot(states[static_cast<int>(rule)][i]);
+  for (int i = 0; i < 3; ++i) program.state[i] = instruction.slot(states[static_cast<int>(rule)][i]);
   const bool adam = rule == kernels::Rule::adam || rule == kernels::Rule::adamw;
   const int needed = adam ? 2 + u.amsgrad : rule == kernels::Rule::sgd ? u.momentum != 0 : 1;
   for (int i = 0; i < needed; ++i) {
@@ -143,7 +113,7 @@ bool add_rule(const Instruction& instruction, kernels::Rule rule, UpdateProgram&
 
 /// gradient = widen(narrow).
 bool add_widen(const Instruction& instruction, UpdateProgram& program) {
-  if (base_name(instruction) != "widen" || program.gradient >= 0) return false;
+  if (instruction.kind != Kind::widen || program.gradient >= 0) return false;
   program.gradient = instruction.result;
   program.narrow = instruction.slots[0];
   program.update.store_gradient = true;
@@ -152,7 +122,7 @@ bool add_widen(const Instruction& instruction, UpdateProgram& program) {
 
 /// visible.copy_(parameter).
 bool add_visible(const Instruction& instruction, UpdateProgram& program) {
-  if (base_name(instruction) != "copy_" || instruction.slots.size() != 2 || program.visible >= 0) return false;
+  if (instruction.kind != Kind::copy || program.visible >= 0) return false;
   if (instruction.slots[1] != program.parameter) return false;
   program.visible = instruction.slots[0];
   return true;
@@ -160,7 +130,7 @@ bool add_visible(const Instruction& instruction, UpdateProgram& program) {
 
 /// parameter = join_hi_lo(high, low).
 bool add_join_hi_lo(const Instruction& instruction, UpdateProgram& program) {
-  if (base_name(instruction) != "join_hi_lo" || program.high >= 0) return false;
+  if (instruction.kind != Kind::join_hi_lo || program.high >= 0) return false;
   program.parameter = instruction.result;
   program.high = instruction.slots[0];
   program.low = instruction.slots[1];
@@ -169,7 +139,7 @@ bool add_join_hi_lo(const Instruction& instruction, UpdateProgram& program) {
 
 /// split_hi_lo_(high, low, parameter).
 bool ends_in_split_hi_lo(const Instruction& instruction, const UpdateProgram& program) {
-  return base_name(instruction) == "split_hi_lo_" && instruction.slots[0] == program.high &&
+  return instruction.kind == Kind::split_hi_lo && instruction.slots[0] == program.high &&
          instruction.slots[1] == program.low && instruction.slots[2] == program.parameter;
 }
 
@@ -180,21 +150,21 @@ struct Dequantised {
 };
 
 bool add_decode(const Instruction& instruction, std::vector<Dequantised>& dequantised) {
-  if (base_name(instruction) != "decode") return false;
-  const Arguments arguments(instruction);
-  const int scales = arguments.slot("scales");
+  if (instruction.kind != Kind::decode) return false;
+  const Numbers arguments(instruction);
+  const int scales = instruction.slot("scales");
   const auto format = format_of_codes(scales >= 0, arguments.flag("is_signed"));
-  dequantised.push_back({instruction.result, {arguments.slot("codes"), scales, format, 0}});
+  dequantised.push_back({instruction.result, {instruction.slot("codes"), scales, format, 0}});
   return true;
 }
 
 /// A state that was dequantised goes back to where it came from.
 bool add_encode(const Instruction& instruction, std::vector<Dequantised>& dequantised, UpdateProgram& program) {
-  if (base_name(instruction) != "encode_") return false;
-  const Arguments arguments(instruction);
-  const int value = arguments.slot("value");
+  if (instruction.kind != Kind::encode) return false;
+  const Numbers arguments(instruction);
+  const int value = instruction.slot("value");
   const auto from = std::find_if(dequantised.begin(), dequantised.end(), [&](const Dequantised& d) {
-    return d.value == value && d.from.codes == arguments.slot("codes");
+    return d.value == value && d.from.codes == instruction.slot("codes");
   });
   if (from == dequantised.end()) return false;
   for (int i = 0; i < 3; ++i) {
@@ -236,8 +206,8 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
       stored = true;
       continue;
     }
-    if (const auto rule = rule_of(base_name(instruction)); rule && !updated) {
-      if (!add_rule(instruction, *rule, program)) return std::nullopt;
+    if (instruction.kind == Kind::update && !updated) {
+      if (!add_rule(instruction, program)) return std::nullopt;
       updated = true;
     } else if (!(updated ? add_visible(instruction, program) : add_scale(instruction, program))) {
       return std::nullopt;

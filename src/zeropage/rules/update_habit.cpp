@@ -65,37 +65,13 @@ void put_numbers(c10::IValue& value, const double*& number) {
   }
 }
 
-std::string_view name_of(const Instruction& instruction) { return instruction.op.schema().name(); }
-
 /// slot *= number, or /=.
 bool is_factor(const Instruction& instruction, int slot) {
-  const std::string_view name = name_of(instruction);
-  const bool multiplies =
-      name == "aten::mul_" || name == "aten::_foreach_mul_" || name == "aten::div_" || name == "aten::_foreach_div_";
-  return multiplies && instruction.slots.size() == 1 && instruction.slots[0] == slot &&
-         instruction.op.schema().overload_name().find("_mode") == std::string::npos;
+  return instruction.kind == Instruction::Kind::scale && instruction.slots[0] == slot;
 }
 
 bool uses(const Instruction& instruction, int slot) {
   return std::find(instruction.slots.begin(), instruction.slots.end(), slot) != instruction.slots.end();
-}
-
-/// Of the instruction's operands, by their number: whether it writes them.
-c10::SmallVector<bool, 8> writes_of(const Instruction& instruction) {
-  const OperatorInfo& info = info_of(instruction.op);
-  const auto& arguments = instruction.op.schema().arguments();
-  c10::SmallVector<bool, 8> writes(instruction.slots.size(), false);
-  bool stores_gradient = false;  // a fused operator writes it only to store what it unscaled
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    stores_gradient |= arguments[i].name() == "grad_scale" && instruction.call.arguments[i].isTensor();
-  }
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const int operand = instruction.call.operand_of[i];
-    if (operand < 0 || !info.writes[i]) continue;
-    if (info.fused && arguments[i].name() == "grads" && !stores_gradient) continue;
-    writes[operand] = true;
-  }
-  return writes;
 }
 
 /// Whether two arguments can differ in numbers alone.
@@ -160,7 +136,7 @@ int find_gradient(const Program& program) {
   const auto& slots = program.slots();
   std::vector<char> changes(slots.size(), false);
   for (const Instruction& instruction : program.code().instructions) {
-    const auto writes = writes_of(instruction);
+    const auto& writes = instruction.writes;
     for (std::size_t i = 0; i < writes.size(); ++i) {
       if (writes[i] && !is_factor(instruction, instruction.slots[i])) changes[instruction.slots[i]] = true;
     }
@@ -181,7 +157,7 @@ bool divide(const Program& program, ParameterUpdate& update) {
   const auto& instructions = program.code().instructions;
   for (std::size_t i = 0; i < instructions.size(); ++i) {
     const Instruction& instruction = instructions[i];
-    if (name_of(instruction) == "zeropage::widen" && instruction.slots[0] == gradient) {
+    if (instruction.kind == Instruction::Kind::widen && instruction.slots[0] == gradient) {
       if (taken || gradient != update.gradient) return false;
       gradient = instruction.result;
       update.making.push_back(i);
@@ -210,7 +186,7 @@ std::optional<ParameterUpdate> as_update_of_parameter(const Program& program) {
   update.gradient = find_gradient(program);
   if (update.gradient < 0 || !divide(program, update)) return std::nullopt;
   for (const Instruction& instruction : update.rest) {
-    const auto writes = writes_of(instruction);
+    const auto& writes = instruction.writes;
     for (std::size_t i = 0; i < writes.size(); ++i) {
       const int slot = instruction.slots[i];
       if (!writes[i]) continue;
@@ -221,7 +197,7 @@ std::optional<ParameterUpdate> as_update_of_parameter(const Program& program) {
       }
     }
     // What a tensor still holds of the update's own temporaries must be made.
-    const bool makes_gradient = name_of(instruction) == "zeropage::widen";
+    const bool makes_gradient = instruction.kind == Instruction::Kind::widen;
     if (instruction.result >= 0 && !makes_gradient && slots[instruction.result].is_alive()) return std::nullopt;
     for (const c10::IValue& argument : instruction.call.arguments) {
       if (!append_numbers(argument, update.numbers)) return std::nullopt;

@@ -64,7 +64,7 @@ class UpdateHabit {
   std::optional<ExpectedUpdate> expected(const std::shared_ptr<Domain>& domain, StorageSegment& gradient,
                                          const StepNumbers& next) const;
   /// Whether its gradients are widened.
-  bool widens() const { return code_.instructions[0].op.schema().name() == "zeropage::widen"; }
+  bool widens() const { return code_.instructions[0].kind == Instruction::Kind::widen; }
 
   void hit() { backoff_.hit(); }
   void missed() { backoff_.missed(); }

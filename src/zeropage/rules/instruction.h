@@ -1,0 +1,54 @@
+// One deferred operator of a program, and what is known of it: the kernels that run whole updates and the speculation
+// on the next step recognise programs by this, not by names.
+#pragma once
+
+#include <c10/core/Event.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "zeropage/kernels/update.h"
+#include "zeropage/rules/substitution.h"
+
+namespace zeropage {
+
+/// A scalar that the device holds, on its way to the host.
+struct HostCopy {
+  at::Tensor tensor;                 // undefined: there is none
+  std::shared_ptr<c10::Event> done;  // null: it is there
+};
+
+struct Instruction {
+  enum class Kind : std::uint8_t {
+    other,
+    scale,        // slots[0] *= number, or /= it
+    copy,         // slots[0] = slots[1], in slots[0]'s dtype
+    widen,        // result = slots[0], in float32
+    join_hi_lo,   // result = float32 of slots[0], slots[1]
+    split_hi_lo,  // slots[0], slots[1] = slots[2]
+    decode,       // result = what codes and scales say
+    encode,       // codes and scales = value
+    update,       // an optimizer's whole rule: `rule`
+  };
+
+  Instruction(c10::OperatorHandle op, Substitution call, c10::SmallVector<int, 8> slots, int result,
+              std::vector<HostCopy> in_host = {});
+
+  c10::OperatorHandle op;
+  Substitution call;               // whose operands are slots of the program
+  c10::SmallVector<int, 8> slots;  // by operand
+  int result;                      // the slot of what it returns, or -1
+  std::vector<HostCopy> in_host;   // by argument, if any is on a device
+  Kind kind = Kind::other;
+  std::optional<kernels::Rule> rule;  // of an update
+  c10::SmallVector<bool, 8> writes;   // by operand
+
+  bool divides() const;  // of a scale
+  /// The argument of that name: its index, or -1.
+  int argument(std::string_view name) const;
+  /// The slot of the argument of that name; -1: there is none.
+  int slot(std::string_view name) const;
+};
+
+}  // namespace zeropage
