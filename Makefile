@@ -8,14 +8,18 @@ VENV   := .venv
 PYTHON := $(VENV)/bin/python
 TORCH  ?= 2.13.0
 BUILD  := build
-# ON: several files at once, which takes half of the time from scratch, and longer after a change.
-UNITY  ?= OFF
+# ON compiles several files at once: half the time from scratch, more time after a change. A folder keeps its mode.
+UNITY  ?= $(or $(shell sed -n 's/^CMAKE_UNITY_BUILD:[^=]*=//p' $(BUILD)/cp*/CMakeCache.txt 2>/dev/null | head -1),ON)
+# Extras of pyproject.toml whose tools `build` installs.
+EXTRAS := all
 
-.PHONY: build test fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests
+.PHONY: build test test-all test-torch fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests
 
+demo: EXTRAS := examples
 demo: build ## train a GPT whose states are on disk
 	$(PYTHON) examples/train_gpt.py $(ARGS)
 
+demo-ranks: EXTRAS := examples
 demo-ranks: build ## the same over 2 and 4 ranks of this machine
 	$(PYTHON) examples/demo_ranks.py $(ARGS)
 
@@ -31,10 +35,10 @@ $(PYTHON):
 build: system $(PYTHON) ## torch, the package (editable) and its tools into .venv
 	@$(PYTHON) -c 'import torch; assert torch.__version__.startswith("$(TORCH)")' 2>/dev/null || $(PYTHON) -m pip install -q torch==$(TORCH)
 	mkdir -p $(BUILD)
-	stamp=$(BUILD)/.tools-$$(sha1sum pyproject.toml | cut -c1-12)
-	if [ ! -e $$stamp ] || ! $(PYTHON) -c 'import scikit_build_core, pytest, tqdm' 2>/dev/null; then
-	  $(PYTHON) -m pip install -q $$($(PYTHON) tools/requirements.py)
-	  touch $$stamp
+	version=$$(sha1sum pyproject.toml | cut -c1-12)
+	if [ ! -e $(BUILD)/.tools-all-$$version -a ! -e $(BUILD)/.tools-$(EXTRAS)-$$version ] || ! $(PYTHON) -c 'import scikit_build_core, tqdm' 2>/dev/null; then
+	  $(PYTHON) -m pip install -q $$(python3 tools/requirements.py $(EXTRAS))
+	  touch $(BUILD)/.tools-$(EXTRAS)-$$version
 	fi
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -C cmake.define.CMAKE_UNITY_BUILD=$(UNITY) -e .
 
@@ -54,12 +58,22 @@ fuzz: build ## random programs: make fuzz SEEDS=0:20000
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTHON) tests/fuzz/run_rank_programs.py --seeds $(SEEDS)
 
 ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules running saving snapshots step tensors tiling vocabulary
-test: cpp-tests sanitize ## C++ tests, most of them under sanitizers; Python tests
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python tests/fuzz -k "not ranks" $(ARGS)
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 tests/python tests/fuzz -k ranks $(ARGS)
+PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2
+# What a change most likely breaks: everything in one process, and the shortest files over ranks.
+SHORT_RANKS := ranks_arithmetic ranks_errors ranks_placement snapshots_ranks saving_groups_ranks
+test: cpp-tests ## C++ and Python tests, without the long ones
+	$(PYTEST) tests/python tests/fuzz -k "not ranks and not verify and not examples_in_docs" $(ARGS)
+	$(PYTEST) $(addprefix tests/python/test_,$(addsuffix .py,$(SHORT_RANKS)))
+
+test-all: cpp-tests sanitize ## every test
+	$(PYTEST) tests/python tests/fuzz -k "not ranks" $(ARGS)
+	$(PYTEST) tests/python tests/fuzz -k ranks $(ARGS)
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2 --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
+	$(PYTEST) --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
 	$(PYTHON) -m pytest -q --device sim tests/python/test_ranks.py -k "two and (1 or 2 or 3) and disk"
+
+test-torch: system ## the short tests on another release of torch: make test-torch TORCH=2.14.1
+	tools/test_torch.sh $(TORCH)
 
 # ASan+UBSan and TSan over the modules without torch, several files at once, so that names in their anonymous namespaces
 # must differ. With SANITIZE_TORCH=ON, ASan over the rest of the C++ tests too:

@@ -1,6 +1,6 @@
 """Trains a byte-level GPT on the source of the Python standard library, with its states on disk.
 
-    python examples/train_gpt.py              # parameters, gradients and optimizer states on disk, 512 MB of memory
+    python examples/train_gpt.py              # parameters, gradients and optimizer states on disk, in 160 MB of memory
     python examples/train_gpt.py --activations disk   # and with what backward needs there too
     python examples/train_gpt.py --plain      # the same program without zeropage
     python examples/train_gpt.py --check 5    # both, five steps: are losses and parameters equal to the bit?
@@ -175,6 +175,11 @@ class Watch:
         self.bar.update()
 
 
+def parse_bytes(text: str) -> int:
+    units = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
+    return int(float(text[:-2]) * units[text[-2:]]) if text[-2:] in units else int(text)
+
+
 def measure_plain(args: argparse.Namespace, argv: list[str]) -> dict[str, float]:
     """Peak memory of the same program without zeropage, in a process of its own."""
     command = [sys.executable, __file__, *argv, "--plain", "--steps", "2", "--json"]
@@ -189,18 +194,26 @@ def picture(path: pathlib.Path, args, losses, memory, peak: int, state: int, pla
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    left.plot(range(1, len(losses) + 1), losses, color="tab:blue")
-    left.set(title="loss", xlabel="step", ylabel="nats per byte")
-    after_steps = [m / 1e6 for m in memory]
-    right.plot(range(1, len(memory) + 1), after_steps, color="tab:green", label="paged, after each step")
-    right.axhline(peak / 1e6, color="tab:green", linestyle=":", label="paged, peak")
-    right.axhline(state / 1e6, color="tab:red", linestyle="--", label="states alone")
+    figure, (bars, memories, loss) = plt.subplots(1, 3, figsize=(14, 4))
+    budgets = sum(parse_bytes(text) for text in (args.device_memory, args.host_memory))
+    named = {"states": (state, "tab:red"), "budgets": (budgets, "tab:green"), "paged, peak": (peak, "tab:olive")}
     if plain:
-        right.axhline(plain["peak"] / 1e6, color="tab:gray", linestyle=":", label="plain, peak")
-    right.set(title="memory above the baseline", xlabel="step", ylabel="MB")
-    right.set_ylim(bottom=0)
-    right.legend(loc="lower right")
+        named = {"plain program, peak": (plain["peak"], "tab:gray"), **named}
+    drawn = bars.barh(list(named), [size / 1e6 for size, _ in named.values()], color=[c for _, c in named.values()])
+    bars.bar_label(drawn, fmt=" {:,.0f}")
+    bars.margins(x=0.2)
+    bars.invert_yaxis()
+    bars.set(title=f"states are {state / budgets:.1f} times the budgets", xlabel="MB")
+    after_steps = [m / 1e6 for m in memory]
+    memories.plot(range(1, len(memory) + 1), after_steps, color="tab:olive", label="paged, after each step")
+    memories.axhline(state / 1e6, color="tab:red", linestyle="--", label="states")
+    if plain:
+        memories.axhline(plain["peak"] / 1e6, color="tab:gray", linestyle=":", label="plain program, peak")
+    memories.set(title="memory above the baseline", xlabel="step", ylabel="MB")
+    memories.set_ylim(bottom=0)
+    memories.legend(loc="center right")
+    loss.plot(range(1, len(losses) + 1), losses, color="tab:blue")
+    loss.set(title="loss", xlabel="step", ylabel="nats per byte")
     figure.suptitle(
         f"GPT, {state // 16 / 1e6 if args.dtype == 'float32' else state // 8 / 1e6:.0f}M parameters: states on disk, "
         f"budgets {args.device_memory} + {args.host_memory}"
@@ -294,7 +307,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--length", type=int, default=128, help="bytes of context")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -303,8 +316,8 @@ def main(argv: list[str]) -> None:
         "--activations", choices=["disk", "host", "device"], default="device", help="home of what backward needs"
     )
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="of ZeRO, over ranks")
-    parser.add_argument("--device-memory", default="256MB")
-    parser.add_argument("--host-memory", default="256MB")
+    parser.add_argument("--device-memory", default="96MB")
+    parser.add_argument("--host-memory", default="64MB")
     parser.add_argument("--disk-path", default=None, help="directory for the swap file (a temporary one)")
     parser.add_argument("--picture", default="out/train_gpt.png")
     parser.add_argument("--plain", action="store_true", help="without zeropage")
