@@ -94,6 +94,7 @@ lint: build docs ## formatting, types, functions' lengths, which module uses whi
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(PYTHON) -m lizard -l cpp -T length=70 -C 1000 -a 100 -w src
 	$(PYTHON) tools/check_modules.py
+	$(PYTHON) tools/generate_settings.py --check
 
 format: build ## what lint asks for
 	$(PYTHON) -m ruff check --fix -q python tests examples bench tools || true

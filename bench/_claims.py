@@ -5,7 +5,7 @@ import functools
 
 import torch.nn as nn
 
-from zeropage.plan import Machine, Plan, Program, dry_run, transformer
+from zeropage.plan import Machine, Plan, Program, simulate, transformer
 
 #: GB/s that a GPU sends in a ring. In one node over NVLink, of which it has 150 each way. Between nodes over a
 #: node's eight links of 12.5 together, since a byte enters a node once for all of its GPUs. Four fifths of either.
@@ -16,7 +16,7 @@ SETTINGS = {
     "parameters": "disk",
     "gradients": "disk",
     "optimizer": "disk",
-    "visible_dtype": "float16",
+    "compute_dtype": "float16",
     "reduce_dtype": "float16",
     "page_size": "64MiB",
     "device_memory": "12GB",
@@ -40,7 +40,7 @@ def as_one(nodes: int) -> Machine:
 
 
 def run(program: Program, machine: Machine, ranks: int, warm_up: int = 3, **settings: object) -> Plan:
-    return dry_run(program, {**SETTINGS, **settings}, machine, ranks, steps=1, warm_up=warm_up)
+    return simulate(program, {**SETTINGS, **settings}, machine, ranks, steps=1, warm_up=warm_up)
 
 
 def model(layers: int, hidden: int = HIDDEN, batch: int = BATCH, group: int = 1) -> Program:
@@ -126,7 +126,7 @@ def line(
     """`machine`: "dgx-2", with `ranks` as they are, or "as one" for `nodes` nodes by 16 ranks. Other settings: of the
     space; `warm_up`, `group` (layers of a checkpoint) and `device_memory_gb` are of the plan."""
     if machine == "as one":  # "auto" would compare the link and the host, as fast as of many nodes, with one device
-        settings = {"update_on": "device", **settings}
+        settings = {"optimizer_device": "device", **settings}
     return _line(few, many, machine, nodes, ranks, hidden, batch, tuple(sorted(settings.items())))
 
 

@@ -66,7 +66,7 @@ def child(args: argparse.Namespace) -> None:
             report = zeropage.report()
             homes = [one.peak for one in report.homes if one.role == "activation"]
             said |= {"read": report.read_bytes, "written": report.written_bytes, "saved": sum(homes)}
-            said |= {"waited": report.waited_seconds, "faults": report.faults, "evictions": report.evictions}
+            said |= {"waited": report.waited_total, "faults": report.faults, "evictions": report.evictions}
         print(json.dumps(said), flush=True)
 
 

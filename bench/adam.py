@@ -52,7 +52,7 @@ class Paged(Case):
         super().__init__(tensors, each)
         self.all_in_one = all_in_one
         roles = dict.fromkeys(["parameters", "gradients", "optimizer"], "device")
-        mixed = {"visible_dtype": "bfloat16"} if all_in_one else {}
+        mixed = {"compute_dtype": "bfloat16"} if all_in_one else {}
         self.space = zeropage.init(
             device="cpu", device_memory=24 * tensors * each + (64 << 20), host_memory="64MB", **roles, **mixed
         )
@@ -80,7 +80,7 @@ class Paged(Case):
             del gradients
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.space.wait()
+        self.space.synchronize()
 
 
 class Torch(Case):

@@ -48,7 +48,7 @@ def small_config(kind: type) -> transformers.PretrainedConfig:
 
 def losses_of(model: torch.nn.Module, evict: bool) -> list[float]:
     tokens = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(3))
-    between = zeropage.evict if evict else lambda model: None
+    between = zeropage.page_out if evict else lambda model: None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     for _ in range(2):
@@ -83,7 +83,7 @@ def compare(name: str, tiling: bool, answer: "multiprocessing.connection.Connect
         homes = dict.fromkeys(["parameters", "gradients", "optimizer", "activations"], "disk")
         with tempfile.TemporaryDirectory(dir="build", prefix="swap-") as directory:
             torch.manual_seed(0)
-            memory = {"device_memory": "64MB", "host_memory": "16MB", "resident_below": 1, "page_size": "16KiB"}
+            memory = {"device_memory": "64MB", "host_memory": "16MB", "min_page_bytes": 1, "page_size": "16KiB"}
             tiles = {"tiling": "exact", "tile_above": "32KB"} if tiling else {"tiling": "off"}
             with zeropage.init(device="cpu", disk_path=directory, **homes, **memory, **tiles):
                 paged = kind(small_config(config_kind)).train()

@@ -53,7 +53,7 @@ def build(args: argparse.Namespace, swap: str) -> tuple[torch.nn.Module, torch.o
         device="cpu",
         device_memory=args.device_memory,
         host_memory=args.host_memory,
-        visible_dtype=args.visible_dtype,
+        compute_dtype=args.compute_dtype,
         disk_path=swap if args.tier == "disk" else "",
         **dict.fromkeys(["parameters", "gradients", "optimizer"], args.tier),
     ):
@@ -133,11 +133,11 @@ def child(args: argparse.Namespace) -> None:
             model(text[:, :-1], text[:, 1:]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        zeropage.wait()
+        zeropage.synchronize()
         memory.peak = before = memory.now()
         begin = time.perf_counter()
         (save if args.child == "save" else load)(model, optimizer)
-        zeropage.wait()
+        zeropage.synchronize()
         seconds = time.perf_counter() - begin
         if args.child == "save":
             subprocess.run(["sync"], check=True)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--model", default="350m", choices=SHAPES)
     parser.add_argument("--tier", default="disk", choices=["disk", "host"])
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--visible-dtype", default="bfloat16")
+    parser.add_argument("--compute-dtype", default="bfloat16")
     parser.add_argument("--device-memory", default="600MB")
     parser.add_argument("--host-memory", default="400MB")
     parser.add_argument("--rounds", type=int, default=3)

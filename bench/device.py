@@ -60,7 +60,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in GPT(shape).parameters())
     space = zeropage.init(
         device=device.type,
-        visible_dtype="bfloat16",
+        compute_dtype="bfloat16",
         device_memory=18 * parameters // 8,
         host_memory=18 * parameters * 5 // 4,
         **dict.fromkeys(["parameters", "gradients", "optimizer"], "host"),

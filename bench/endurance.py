@@ -33,7 +33,7 @@ def main() -> None:
     shape = Shape(2, 64, 4, 2048, 128)
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="swap-") as directory:
         homes = dict.fromkeys(["parameters", "gradients", "optimizer", "activations"], "disk")
-        memory = {"device_memory": args.device_memory, "host_memory": args.host_memory, "resident_below": 1}
+        memory = {"device_memory": args.device_memory, "host_memory": args.host_memory, "min_page_bytes": 1}
         tiles = {"tile_above": "256KB", "page_size": "64KiB"}
         with zeropage.init(device="cpu", disk_path=directory, **homes, **memory, **tiles) as space:
             model = GPT(shape)

@@ -53,7 +53,7 @@ def operators() -> list[list[object]]:
     """Single operators on small tensors, so that what paging adds is most of what there is to see."""
     x = torch.randn(8, 64)
     plain = nn.Linear(64, 64)
-    with zeropage.init(device="cpu", parameters="device", device_memory="16MB", host_memory="16MB", resident_below=0):
+    with zeropage.init(device="cpu", parameters="device", device_memory="16MB", host_memory="16MB", min_page_bytes=0):
         paged = nn.Linear(64, 64)
     calls = {
         "F.linear, no grad": lambda m: torch.no_grad()(lambda: F.linear(x, m.weight))(),

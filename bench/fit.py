@@ -26,7 +26,7 @@ import zeropage.plan as zp
 def seconds_or_inf(what: Callable[[dict[str, object]], float], settings: dict[str, object]) -> float:
     try:
         return what(settings)
-    except zeropage.Error:
+    except zeropage.ZeropageError:
         return math.inf
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         machine = dataclasses.replace(zp.Machine.measure(directory), host_memory_gb=args.memory)
         print(machine, file=sys.stderr)
-        costs = in_processes(1, record, case, zp.Measured())
+        costs = in_processes(1, record, case, zp.MeasuredCosts())
         over = {"page_size": ["auto"], "activations": ["device"], "tiling": ["exact"], "device_share": shares}
         found = zp.fit(program(case), machine, over=over, costs=costs)
         fastest: dict[str, object] = dict(found[0].settings)
@@ -56,7 +56,7 @@ def main() -> None:
                 settings["disk_path"] = directory
 
         def plan(settings: dict[str, object]) -> float:
-            return zp.dry_run(program(case), settings, machine, costs=costs).seconds
+            return zp.simulate(program(case), settings, machine, costs=costs).seconds
 
         def measure(settings: dict[str, object]) -> float:
             return float(in_processes(1, run, case, settings, args.steps, WARM_UP)["seconds"])

@@ -34,7 +34,7 @@ def trains(hidden: int, memory: str, tiling: str, args: argparse.Namespace) -> d
         except BudgetError:
             return None
         optimizer.step()
-        space.wait()
+        space.synchronize()
         seconds = time.perf_counter() - begin
         budget = next(one for one in space.report().budgets if one.name == "device_memory")
         assert budget.peak <= budget.limit

@@ -71,7 +71,7 @@ def main() -> None:
             device_memory=args.device_memory,
             host_memory=args.host_memory,
             disk_path=directory,
-            visible_dtype="bfloat16",
+            compute_dtype="bfloat16",
             master_dtype=args.master_dtype,
             **roles,
         )
@@ -94,7 +94,7 @@ def main() -> None:
                 continue
             seconds.append(time.perf_counter() - start)
             moved.append((now.read_bytes - first.read_bytes, now.written_bytes - first.written_bytes))
-            waited += (now.waited_seconds - first.waited_seconds) / args.steps
+            waited += (now.waited_total - first.waited_total) / args.steps
         peak = peak_bytes() - before
         print(space.report())
         del model, optimizer

@@ -34,7 +34,7 @@ class Follower:
         if settings:
             roles = dict.fromkeys(["parameters", "gradients", "optimizer"], "device")
             space = zeropage.init(
-                device="cpu", device_memory="2GB", host_memory="64MB", resident_below=1, **roles, **settings
+                device="cpu", device_memory="2GB", host_memory="64MB", min_page_bytes=1, **roles, **settings
             )
             holder = torch.nn.Module()
             with space:
@@ -55,7 +55,7 @@ class Follower:
             parameter.grad = torch.zeros_like(parameter).copy_(gradient)
         start = time.perf_counter()
         self.optimizer.step()
-        zeropage.wait()
+        zeropage.synchronize()
         self.seconds.append(time.perf_counter() - start)
         with torch.no_grad():
             now = [torch.empty(p.shape).copy_(p) for p in self.parameters]

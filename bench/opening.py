@@ -1,7 +1,7 @@
 """Opening a Hugging Face model that is larger than memory: seconds until from_pretrained() has returned, what went to
 the swap file, and what its first forward read, of a model whose weights stay in the safetensors files.
 
-Each in a process of its own, with the files out of the system's cache; "copied" is file_homes = false.
+Each in a process of its own, with the files out of the system's cache; "copied" is lazy_load = false.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def child(args: argparse.Namespace) -> None:
             disk_path=swap,
             device_memory=args.device_memory,
             host_memory=args.host_memory,
-            file_homes=args.child == "in files",
+            lazy_load=args.child == "in files",
         )
         begin = time.perf_counter()
         with space:

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--models", default="125m,350m")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--batch", type=int, default=4, help="of 128 tokens")
-    parser.add_argument("--most", type=float, default=1e6, help="the norm to which gradients are clipped")
+    parser.add_argument("--rows", type=float, default=1e6, help="the norm to which gradients are clipped")
     parser.add_argument("--directory", default="build", help="on the disk to use")
     args = parser.parse_args()
     systems = args.systems.split(",")

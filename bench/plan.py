@@ -54,7 +54,7 @@ CASES = [
     Case("125m", 4, DISK, of_states=0.5),
     Case("125m", 4, DISK, of_states=0.15),
     Case("125m", 4, HOST, of_states=2.0),
-    Case("125m", 4, DISK | {"update_ahead": "never"}),
+    Case("125m", 4, DISK | {"early_update": "never"}),
     Case("350m", 4, DISK),
     Case("125m", 4, DISK, micro_batches=2),
     Case("125m", 8, DISK | {"activations": "disk"}, later=True),
@@ -64,7 +64,7 @@ CASES = [
     Case("350m", 8, DISK, of_states=0.4, later=True),
     Case("125m", 4, DISK | {"memory": "separate"}, of_states=0.5, later=True),
     Case("125m", 4, DISK | {"gradients": "host"}, of_states=0.6, later=True),
-    Case("350m", 4, DISK | {"update_ahead": "never"}, later=True),
+    Case("350m", 4, DISK | {"early_update": "never"}, later=True),
     Case("1.2b", 4, DISK, later=True),
     Case("125m", 4, DISK, ranks=2, later=True),
     Case("125m", 4, HOST, of_states=2.0, ranks=2, later=True),
@@ -126,7 +126,7 @@ def network(ranks: int, rank: int, meeting: str) -> float:
     return (ranks - 1) * part.nbytes / statistics.median(seconds[1:])
 
 
-def record(case: Case, costs: zp.Measured, rank: int, meeting: str) -> zp.Measured:
+def record(case: Case, costs: zp.MeasuredCosts, rank: int, meeting: str) -> zp.MeasuredCosts:
     """Operators' seconds, as the ranks of a run have them that compute at once. Adds them to `costs`."""
     join(rank, case.ranks, meeting)
     if case.ranks > 1:
@@ -176,8 +176,8 @@ def run(
     return result
 
 
-def plan(case: Case, config: dict[str, object], machine: zp.Machine, costs: zp.Measured) -> dict[str, object]:
-    planned = zp.dry_run(program(case), config, machine, ranks=case.ranks, costs=costs)
+def plan(case: Case, config: dict[str, object], machine: zp.Machine, costs: zp.MeasuredCosts) -> dict[str, object]:
+    planned = zp.simulate(program(case), config, machine, ranks=case.ranks, costs=costs)
     return {
         "seconds": planned.seconds,
         "read": planned.read_bytes,
@@ -197,10 +197,10 @@ def in_processes(ranks: int, what, *args):
         return pool.starmap(what, each, chunksize=1)[0]
 
 
-def costs_of(ranks: int) -> zp.Measured:
+def costs_of(ranks: int) -> zp.MeasuredCosts:
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // ranks))
-    costs = zp.Measured()
+    costs = zp.MeasuredCosts()
     torch.set_num_threads(threads)
     return costs
 
@@ -239,7 +239,7 @@ def main() -> None:
                 measured = in_processes(case.ranks, run, case, config, args.steps, WARM_UP)
                 costs = in_processes(case.ranks, record, case, costs)
                 planned = plan(case, config, over_ranks(machine, case.ranks), costs)
-            except zeropage.Error as error:  # one that cannot be planned or run leaves the others
+            except zeropage.ZeropageError as error:  # one that cannot be planned or run leaves the others
                 rows.append([describe(case), "", None, None, "", "", "", str(error).splitlines()[0]])
                 continue
             seconds = distance(planned["seconds"], measured["seconds"])

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--picture", type=pathlib.Path, default=pathlib.Path("out/precision.png"))
     args = parser.parse_args()
     roles = dict.fromkeys(["parameters", "gradients", "optimizer"], "device")
-    mixed = zeropage.init(device="cpu", device_memory="4GB", host_memory="256MB", visible_dtype="bfloat16", **roles)
+    mixed = zeropage.init(device="cpu", device_memory="4GB", host_memory="256MB", compute_dtype="bfloat16", **roles)
     curves = {
         "float32": losses(args, "float32", contextlib.nullcontext(), torch.float32),
         "bfloat16 over float32 masters": losses(args, "mixed", mixed, torch.bfloat16),

@@ -42,7 +42,7 @@ def move(path: str, size: int, direction: str, block: int, threads: int, seconds
                     ticket.wait()
                 tickets[slot] = start(own[slot], thread * share + done % share)
                 done += block
-            zeropage.io.wait(ticket for ticket in tickets if ticket is not None)
+            zeropage.io.wait_all(ticket for ticket in tickets if ticket is not None)
             moved[thread] = done
 
         begin = time.perf_counter()

@@ -26,7 +26,7 @@ SAVES = """
 import sys, torch, zeropage
 from torch import nn
 with zeropage.init(parameters="disk", gradients="disk", optimizer="disk", disk_path=sys.argv[2], device="cpu",
-                   device_memory="8MB", host_memory="8MB", page_size="64KiB", resident_below=1):
+                   device_memory="8MB", host_memory="8MB", page_size="64KiB", min_page_bytes=1):
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 value = int(sys.argv[3])
 while True:
@@ -48,7 +48,7 @@ def outcome(folder: pathlib.Path, said: list[int]) -> str:
     model = plain_model()
     try:
         value = zeropage.load(folder, model)["value"]
-    except zeropage.Error:
+    except zeropage.ZeropageError:
         return "error"
     whole = all(torch.equal(p, torch.full_like(p, value)) for p in model.parameters())
     if not whole:

@@ -265,7 +265,7 @@ def scaling(figures: dict[str, object]) -> Iterator[Row]:
     curves: dict[str, dict[int, dict[str, float]]] = {"device": {}, "host": {}}
     for where in curves:
         for nodes in NODES:
-            by_layer = line(machine="dgx-2" if nodes == 1 else "as one", nodes=nodes, update_on=where)
+            by_layer = line(machine="dgx-2" if nodes == 1 else "as one", nodes=nodes, optimizer_device=where)
             curves[where][nodes] = by_layer.of(LAYERS)
     for where, curve in curves.items():
         rates = {n: claims.tflops(of, BATCH) * 16 * n / 1e3 for n, of in curve.items()}

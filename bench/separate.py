@@ -36,7 +36,7 @@ def main() -> None:
             space = zeropage.init(
                 device="cpu",
                 memory=memory,
-                visible_dtype="bfloat16",
+                compute_dtype="bfloat16",
                 device_memory=state // 8,
                 host_memory=state // 8,
                 disk_path=stack.enter_context(tempfile.TemporaryDirectory(dir=args.directory)),

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: how long save(wait=False) holds training up, and how much
+"""Checkpoints that are written while training goes on: how long save(background=True) holds training up, and how much
 longer steps take until the checkpoint is there, beside steps of the same run without one.
 
 blocked: of a median step. steps: a median step while a checkpoint is written / a median step without. until: steps
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="350m", choices=SHAPES)
     parser.add_argument("--tier", default="disk", choices=["disk", "host"])
-    parser.add_argument("--visible-dtype", default="auto")
+    parser.add_argument("--compute-dtype", default="auto")
     parser.add_argument("--device-memory", default="600MB")
     parser.add_argument("--host-memory", default="400MB")
     parser.add_argument("--batch", type=int, default=16, help="of 128 tokens")
@@ -38,7 +38,7 @@ def main() -> None:
             device="cpu",
             device_memory=args.device_memory,
             host_memory=args.host_memory,
-            visible_dtype=args.visible_dtype,
+            compute_dtype=args.compute_dtype,
             disk_path=directory,
             **dict.fromkeys(["parameters", "gradients", "optimizer"], args.tier),
         ) as space:

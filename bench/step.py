@@ -27,9 +27,9 @@ PHASES = ("forward and step", "backward")
 
 
 FORMATS: dict[str, dict[str, str]] = {
-    "mixed": {"visible_dtype": "bfloat16"},
-    "hi_lo": {"visible_dtype": "bfloat16", "master_dtype": "hi_lo"},
-    "8bit": {"visible_dtype": "bfloat16", "master_dtype": "hi_lo", "optimizer_dtype": "8bit"},
+    "mixed": {"compute_dtype": "bfloat16"},
+    "float32_split": {"compute_dtype": "bfloat16", "master_dtype": "float32_split"},
+    "8bit": {"compute_dtype": "bfloat16", "master_dtype": "float32_split", "optimizer_dtype": "8bit"},
     "float32": {},
 }
 CLIPPING = {"asleep": 1e6, "active": 1e-3}  # the norm that gradients are clipped to
@@ -114,18 +114,23 @@ def train(program: Paged | Plain, batch: int, shape: Shape, steps: int) -> Meter
 def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Namespace) -> dict[str, float]:
     shape = SHAPES[model]
     # Bytes a parameter: what operators see, what the master has beside it, gradient, moments.
-    a_parameter = {"mixed": 2 + 4 + 4 + 8, "hi_lo": 2 + 2 + 4 + 8, "8bit": 2 + 2 + 4 + 2, "float32": 4 + 4 + 8}[kind]
+    a_parameter = {
+        "mixed": 2 + 4 + 4 + 8,
+        "float32_split": 2 + 2 + 4 + 8,
+        "8bit": 2 + 2 + 4 + 2,
+        "float32": 4 + 4 + 8,
+    }[kind]
     state = a_parameter * sum(p.numel() for p in GPT(shape).parameters())
     most = CLIPPING[clipping]
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
 
-        def make_space(update_ahead: str) -> zeropage.Space:
+        def make_space(early_update: str) -> zeropage.Space:
             return zeropage.init(
                 device="cpu",
                 device_memory=state // 8,
                 host_memory=state // 8,
                 disk_path=directory,
-                update_ahead=update_ahead,
+                early_update=early_update,
                 **FORMATS[kind],
                 **dict.fromkeys(["parameters", "gradients", "optimizer"], "disk"),
             )

@@ -1,6 +1,6 @@
 """The optimizer's step alone, its states on disk: bytes a second, against fio for the same mix of reads and writes.
 
-ratio: bytes moved a second by optimizer.step() and zeropage.wait() / those that fio moves, alternating in one run.
+ratio: bytes a second of optimizer.step() and zeropage.synchronize() / those of fio, alternating in one run.
 """
 
 import argparse
@@ -35,14 +35,14 @@ def main() -> None:
         with space:
             parameters = [torch.nn.Parameter(torch.empty(each // 1024, 1024).normal_()) for _ in range(args.tensors)]
         gradients = [torch.zeros_like(p).normal_().mul_(1e-3) for p in parameters]
-        space.wait()
+        space.synchronize()
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, **form)
 
         def step() -> None:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             optimizer.step()
-            space.wait()
+            space.synchronize()
 
         step()
         ours, theirs = [], []

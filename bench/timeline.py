@@ -34,7 +34,7 @@ class Recorder:
     def _run(self) -> None:
         while not self.ended.wait(INTERVAL):
             report = self.space.report()
-            self.samples.append((time.perf_counter(), report.read_bytes, report.written_bytes, report.waited_seconds))
+            self.samples.append((time.perf_counter(), report.read_bytes, report.written_bytes, report.waited_total))
 
     def __enter__(self) -> "Recorder":
         self.thread.start()
@@ -56,8 +56,8 @@ def record(shape: Shape, when: str, args: argparse.Namespace) -> tuple[Recorder,
             device_memory=state // 8,
             host_memory=state // 8,
             disk_path=directory,
-            visible_dtype="bfloat16",
-            update_ahead=when,
+            compute_dtype="bfloat16",
+            early_update=when,
             **roles,
         )
         with space:

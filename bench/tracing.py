@@ -34,7 +34,7 @@ def main() -> None:
             model(tokens, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
-            zeropage.wait()
+            zeropage.synchronize()
 
         def recorded() -> None:
             with zeropage.trace(file, model):

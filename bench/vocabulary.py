@@ -49,7 +49,7 @@ def child(args: argparse.Namespace) -> None:
         head.weight.grad = x.grad = None
         if args.way != "plain":
             report = zeropage.report()
-            said |= {"peaks": [memory.peak for memory in report.budgets], "waited": report.waited_seconds}
+            said |= {"peaks": [memory.peak for memory in report.budgets], "waited": report.waited_total}
         print(json.dumps(said), flush=True)
 
 

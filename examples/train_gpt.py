@@ -1,6 +1,6 @@
 """Trains a byte-level GPT on the source of the Python standard library, with its states on disk.
 
-    python examples/train_gpt.py              # parameters, gradients and optimizer states on disk, in 160 MB of memory
+    python examples/train_gpt.py              # states on disk, budgets of 160 MB
     python examples/train_gpt.py --activations disk   # and with what backward needs there too
     python examples/train_gpt.py --plain      # the same program without zeropage
     python examples/train_gpt.py --check 5    # both, five steps: are losses and parameters equal to the bit?
@@ -279,7 +279,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
             ["  budgets", megabytes(sum(b.limit for b in report.budgets))],
             ["read from disk", megabytes(report.read_bytes)],
             ["written to disk", megabytes(report.written_bytes)],
-            ["waited for the disk", f"{report.waited_seconds:.1f} s of {seconds:.1f} s"],
+            ["waited for the disk", f"{report.waited_total:.1f} s of {seconds:.1f} s"],
         ]
     print(tabulate(rows, colalign=("left", "right")))
     if plain:

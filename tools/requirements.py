@@ -1,14 +1,15 @@
 """Print the requirements of the build, of the package and of extras, one a line; without torch.
 
-    python tools/requirements.py examples test    those of two extras
-    python tools/requirements.py all              those of every extra
+python tools/requirements.py examples test    those of two extras
+python tools/requirements.py all              those of every extra
 """
 
+import pathlib
 import re
 import sys
 
 # Python 3.10 has no tomllib, and the environment has no package yet: the tables are plain lists of strings.
-text = open("pyproject.toml", encoding="utf-8").read()
+text = pathlib.Path("pyproject.toml").read_text(encoding="utf-8")
 
 
 def strings(name: str) -> list[str]:

@@ -145,12 +145,12 @@ def zeropage(args: argparse.Namespace) -> Step:
     tier = args.system.split("-")[1]
     settings = dict.fromkeys(["parameters", "gradients", "optimizer"], tier)
     settings |= {
-        "hi_lo": {"master_dtype": "hi_lo"},
-        "8bit": {"master_dtype": "hi_lo", "optimizer_dtype": "8bit"},
+        "float32_split": {"master_dtype": "float32_split"},
+        "8bit": {"master_dtype": "float32_split", "optimizer_dtype": "8bit"},
     }.get(args.system.split("-")[-1], {})
     if tier == "disk":
         settings |= {"disk_path": args.directory, "host_memory": str(state // 8)}
-    with zeropage.init(device="cpu", device_memory=state // 8, visible_dtype="bfloat16", **settings):
+    with zeropage.init(device="cpu", device_memory=state // 8, compute_dtype="bfloat16", **settings):
         model = GPT(shape)
     return _stock(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), args.most)
 
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--system", required=True, choices=SYSTEMS)
     parser.add_argument("--model", default="125m", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=4, help="of 128 tokens")
-    parser.add_argument("--most", type=float, default=1e6, help="the norm to which gradients are clipped")
+    parser.add_argument("--rows", type=float, default=1e6, help="the norm to which gradients are clipped")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--directory", default="build", help="on the disk to use")

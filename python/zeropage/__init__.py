@@ -9,7 +9,9 @@ A PyTorch program trains a model whose parameters, gradients and optimizer state
     # an ordinary loop
 """
 
+import importlib.metadata
 import pathlib
+import warnings
 
 import torch
 
@@ -26,18 +28,28 @@ if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:
         "it for that torch: `pip install --no-build-isolation .` in zeropage's source"
     )
 
-from zeropage import io
-from zeropage._checkpoint import Saving, latest, load, save
-from zeropage._core import AccessError, BudgetError, DiskError, Error, RankError, SettingError, is_paged
+from zeropage import io, optim
+from zeropage._checkpoint import SaveHandle, latest_checkpoint, load, save
+from zeropage._config import Config
+from zeropage._core import AccessError, BudgetError, ConfigError, DiskError, RankError, ZeropageError, is_paged
 from zeropage._explain import Explanation, explain
-from zeropage._lion import Lion
+from zeropage._gather_together import gather_together
 from zeropage._patches import install as _install_patches
 from zeropage._report import Report
-from zeropage._space import Config, Space, evict, init, page, pinned, report, wait
-from zeropage._together import together
-from zeropage._tracing import trace
+from zeropage._space import Space, init, page, page_out, pinned, report, synchronize
+from zeropage._tracing import Trace, trace
 
 _install_patches()
+
+#: The latest release of torch that the tests pass on.
+_TESTED = (2, 14)
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) > _TESTED:
+    warnings.warn(
+        f"zeropage is tested up to torch {'.'.join(map(str, _TESTED))}, and torch {torch.__version__} is installed",
+        stacklevel=2,
+    )
+
+__version__ = importlib.metadata.version("zeropage")
 
 #: For CMAKE_PREFIX_PATH, so that `find_package(zeropage)` finds the C++ library this package carries.
 cmake_prefix_path = str(pathlib.Path(_core.__file__ or "").parent / "share" / "cmake")
@@ -46,28 +58,30 @@ __all__ = [
     "AccessError",
     "BudgetError",
     "Config",
+    "ConfigError",
     "DiskError",
-    "Error",
     "Explanation",
-    "Lion",
     "RankError",
     "Report",
-    "Saving",
-    "SettingError",
+    "SaveHandle",
     "Space",
+    "Trace",
+    "ZeropageError",
+    "__version__",
     "cmake_prefix_path",
-    "evict",
     "explain",
+    "gather_together",
     "init",
     "io",
     "is_paged",
-    "latest",
+    "latest_checkpoint",
     "load",
+    "optim",
     "page",
+    "page_out",
     "pinned",
     "report",
     "save",
-    "together",
+    "synchronize",
     "trace",
-    "wait",
 ]

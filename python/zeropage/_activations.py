@@ -28,7 +28,7 @@ def start(activations: _core.Activations) -> None:
     """What autograd saves on this thread goes there, until it is closed or its space is gone."""
     tidy()
     if _latest() is None and _hooks._top_saved_tensors_default_hooks(True) is not None:
-        raise _core.SettingError(
+        raise _core.ConfigError(
             "activations cannot page from inside saved_tensors_hooks or save_on_cpu, whose end would end this too; "
             "make the space outside"
         )

@@ -55,7 +55,7 @@ def _data_parallel(module: ModuleType) -> None:
         def __init__(self, module: torch.nn.Module, settings: dict[str, Any]) -> None:
             ranks = min(_core.ranks_of(p) for p in module.parameters() if _core.is_paged(p))
             if ranks == 1 < torch.distributed.get_world_size():
-                raise _core.SettingError(
+                raise _core.ConfigError(
                     "this program started its ranks after zeropage run, in which the model lies on one: start them "
                     "with `torchrun --nproc-per-node N -m zeropage run …`"
                 )
@@ -105,7 +105,7 @@ def _data_parallel(module: ModuleType) -> None:
                             buffer.copy_(content)  # on rank 0 too: each rank writes its share
 
         def join(self, *_args: Any, **_kwargs: Any) -> Any:
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 "DistributedDataParallel.join: ranks with paged models take the same number of steps; pad or drop "
                 "what is left over (DistributedSampler does)"
             )
@@ -113,7 +113,7 @@ def _data_parallel(module: ModuleType) -> None:
         join_hook = join
 
         def register_comm_hook(self, *_args: Any) -> None:
-            raise _core.SettingError("register_comm_hook: gradients of a paged model are summed by zeropage itself")
+            raise _core.ConfigError("register_comm_hook: gradients of a paged model are summed by zeropage itself")
 
         def _set_static_graph(self) -> None:
             self.static_graph = True
@@ -157,7 +157,7 @@ def _data_parallel(module: ModuleType) -> None:
 def _check_group(group: Any) -> None:
     size, world = torch.distributed.get_world_size(group), torch.distributed.get_world_size()
     if size != world:
-        raise _core.SettingError(
+        raise _core.ConfigError(
             f"DistributedDataParallel over {size} of {world} ranks: gradients of a paged model are summed over all "
             "ranks; leave process_group out"
         )

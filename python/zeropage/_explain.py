@@ -86,12 +86,12 @@ def _reasons(tensor: torch.Tensor, space: Space | None) -> Iterator[str]:
         yield "no space was made: zeropage.init(...) or zeropage.page(model)"
     else:
         config = space.config
-        size, below = tensor.numel() * tensor.element_size(), int(config["resident_below"])
-        if tensor.device.type != torch.device(config["device"]).type:
-            here, there = tensor.device, config["device"]
+        size, below = tensor.numel() * tensor.element_size(), int(config.min_page_bytes)
+        if tensor.device.type != torch.device(config.device).type:
+            here, there = tensor.device, config.device
             yield f"it is on {here}, and the space is on {there}: zeropage.page(model, space) moves it"
         elif size < below:
-            yield f"{_size(size)} is below resident_below = {_size(below)}"
+            yield f"{_size(size)} is below min_page_bytes = {_size(below)}"
         else:
             yield "it was made outside the scope: make the model inside, or zeropage.page(model, space)"
 

@@ -26,7 +26,7 @@ class MetricsBetweenLogs:
         own = None if model is None else space_of_any(model.parameters())
         space = self._given or own or latest_space()
         if space is None:
-            raise _core.Error(
+            raise _core.ZeropageError(
                 "ReportCallback finds no space to report on: make one with zeropage.init(...) before training"
             )
         self._space = weakref.ref(space)

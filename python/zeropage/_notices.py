@@ -85,10 +85,10 @@ class _Steps:
         self._general_path(space)
         steps = self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         if steps == 1:
-            self._moments(optimizer, space.config["optimizer_dtype"])
+            self._moments(optimizer, str(space.config.optimizer_dtype))
 
     def _general_path(self, space: Space) -> None:
-        calls, before = dict(space._core.general_path()), self._calls.get(space, {})
+        calls, before = dict(space._core.unpaged_operators()), self._calls.get(space, {})
         for name, count in calls.items():
             if count <= before.get(name, 0):
                 continue

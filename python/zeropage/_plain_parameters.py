@@ -29,7 +29,7 @@ def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if space is None:
         return
     ranks = max(_core.ranks_of(p) for p in paged)
-    least = 1 if ranks > 1 else max(int(space.config["resident_below"]), 1)
+    least = 1 if ranks > 1 else max(int(space.config.min_page_bytes), 1)
     plain = [
         p for p in parameters if p.requires_grad and not _core.is_paged(p) and p.numel() * p.element_size() >= least
     ]

@@ -39,7 +39,7 @@ def is_alive(group: ProcessGroup | None) -> bool:
 
 def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup | None) -> Groups:
     if replica is not None and shard is None:
-        raise _core.SettingError("replica_group needs shard_group: the ranks over which tensors are partitioned")
+        raise _core.ConfigError("replica_group needs shard_group: the ranks over which tensors are partitioned")
     if shard is not None:
         return Groups(shard, replica)
     if not dist.is_available():

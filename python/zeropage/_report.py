@@ -1,136 +1,175 @@
-"""A space's report, as a table for people and as attributes for programs."""
+"""A space's report: what it holds and has moved, as typed data and as a table for people."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 from tabulate import tabulate
 
 from zeropage import _core
 
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
-
-
-_COUNTERS = (
-    "faults",
-    "evictions",
-    "read_bytes",
-    "written_bytes",
-    "uploaded_bytes",
-    "downloaded_bytes",
-    "waited_seconds",
-    "waited_for_disk",
-    "waited_for_upload",
-    "waited_for_gather",
-    "waited_for_memory",
-    "gathered_bytes",
-    "reduced_bytes",
-    "broadcast_bytes",
-    "control_bytes",
-    "non_finite",
-    "updated_in_host",
-    "updated_on_device",
-    "updates_ahead",
-    "updates_committed",
-    "discarded_bytes",
-    "collectives",
-)
-_STATES = ("swap_bytes", "file_bytes", "ranks", "io")
-
-
 _ADVICE = {
-    "disk": 'raise host_memory; keep fewer bytes (visible_dtype, master_dtype="hi_lo", optimizer_dtype); more tokens '
-    "a step; more disks in disk_path",
-    "upload": 'raise device_memory; visible_dtype halves what moves; update_on="host"; more tokens a step',
-    "gather": "more tokens a step; raise device_memory, so that gathered tensors stay; stage=2, or a shard group of "
-    "fewer ranks",
-    "memory": "raise device_memory and host_memory: what comes waits until something has left",
+    "disk": "raise host_memory; store fewer bytes (compute_dtype, master_dtype='float32_split', optimizer_dtype); "
+    "use more tokens a step; add disks to disk_path",
+    "upload": "raise device_memory; set compute_dtype, which halves the traffic; set optimizer_device='host'; use "
+    "more tokens a step",
+    "gather": "use more tokens a step; raise device_memory, so that gathered tensors stay; set stage=2, or use a "
+    "shard group of fewer ranks",
+    "memory": "raise device_memory and host_memory: reads wait until other pages have left memory",
 }
+_DAY = 86_400  # seconds
 
 
+def _counter(default: Any = 0) -> Any:
+    """A field that since() subtracts and per() divides."""
+    return field(default=default, metadata={"counts": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of one role on one tier: now, and at most."""
+
+    role: str
+    tier: str
+    now: int
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """A budget in bytes: in use now, at most so far, and its limit."""
+
+    name: str
+    now: int
+    peak: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """Bytes held and moved. Attributes: homes, budgets, faults, evictions, read_bytes, written_bytes, uploaded_bytes,
-    downloaded_bytes, swap_bytes, file_bytes, waited_seconds, non_finite, updated_in_host, updated_on_device,
-    updates_ahead, updates_committed, discarded_bytes, io, general_path, seconds (since the space was made, or over
-    which since() counts); over ranks: ranks, gathered_bytes, reduced_bytes, broadcast_bytes, control_bytes (sent by
-    this rank), collectives."""
+    """What a space holds and has moved. Sizes are bytes, times are seconds."""
 
-    homes: list[_core.Home]
-    budgets: list[_core.Memory]
-    general_path: list[tuple[str, int]]
+    seconds: float = _counter(0.0)
+    """Since the space was made, or between the two reports of since()."""
+    homes: tuple[Held, ...] = ()
+    """Bytes by role and tier."""
+    budgets: tuple[Budget, ...] = ()
+    """device_memory and host_memory."""
+    faults: int = _counter()
+    """Accesses that found a page absent."""
+    evictions: int = _counter()
+    """Pages that left memory."""
+    read_bytes: int = _counter()
+    """Bytes read from disk."""
+    written_bytes: int = _counter()
+    """Bytes written to disk."""
+    uploaded_bytes: int = _counter()
+    """Bytes copied to the device."""
+    downloaded_bytes: int = _counter()
+    """Bytes copied from the device."""
+    swap_bytes: int = 0
+    """Size of the swap file."""
+    file_bytes: int = 0
+    """Bytes that stay in the files of a loader (lazy_load)."""
+    waited_total: float = _counter(0.0)
+    """Time that threads waited for transfers, for memory and for other threads."""
+    waited_for_disk: float = _counter(0.0)
+    """Part of it: for content from disk."""
+    waited_for_upload: float = _counter(0.0)
+    """Part of it: for content from the host."""
+    waited_for_gather: float = _counter(0.0)
+    """Part of it: for content from other ranks."""
+    waited_for_memory: float = _counter(0.0)
+    """Part of it: for other pages to leave memory."""
+    ranks: int = 1
+    """Ranks that share the tensors."""
+    gathered_bytes: int = _counter()
+    """Bytes this rank sent in all-gathers."""
+    reduced_bytes: int = _counter()
+    """Bytes this rank sent in sums of gradients."""
+    broadcast_bytes: int = _counter()
+    """Bytes this rank sent to start equal."""
+    control_bytes: int = _counter()
+    """Bytes this rank sent in checks and norms."""
+    collectives: int = _counter()
+    """Collectives that moved data."""
+    nonfinite_grads: int = _counter()
+    """Values in gradients that were not finite when an update met them."""
+    updated_in_host: int = _counter()
+    """Elements of parameters that the host updated for a device."""
+    updated_on_device: int = _counter()
+    """Elements of parameters that the device updated."""
+    early_updates: int = _counter()
+    """Updates of a parameter that ran during backward (early_update)."""
+    updates_committed: int = _counter()
+    """Early updates that the optimizer's step accepted."""
+    wasted_bytes: int = _counter()
+    """Bytes that the other early updates wrote."""
+    io: str = "none"
+    """The I/O engine in use."""
+    unpaged_operators: tuple[tuple[str, int], ...] = ()
+    """Operators that loaded complete tensors although a rule exists for their kind, with the number of calls."""
 
-    def __init__(self, core: _core.Report, seconds: float) -> None:
-        values = {name: getattr(core, name) for name in (*_COUNTERS, *_STATES)}
-        self._set(values, core.homes, core.budgets, core.general_path, seconds)
+    @classmethod
+    def _of(cls, core: _core.Report, seconds: float) -> Report:
+        held = {f.name: getattr(core, f.name) for f in dataclasses.fields(cls) if f.name != "seconds"}
+        homes = tuple(Held(role=h.role, tier=h.tier, now=h.now, peak=h.peak) for h in core.homes)
+        budgets = tuple(Budget(name=b.name, now=b.now, peak=b.peak, limit=b.limit) for b in core.budgets)
+        calls = tuple(core.unpaged_operators)
+        return cls(**held | {"homes": homes, "budgets": budgets, "unpaged_operators": calls, "seconds": seconds})
 
-    def _set(
-        self,
-        values: dict[str, Any],
-        homes: list[_core.Home],
-        budgets: list[_core.Memory],
-        general_path: list[tuple[str, int]],
-        seconds: float,
-    ) -> None:
-        self._values, self.seconds = values, seconds
-        self.homes, self.budgets, self.general_path = homes, budgets, general_path
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_values"][name]
-        except KeyError:
-            raise AttributeError(f"a report has no {name!r}") from None
+    def _counted(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("counts")}
 
     def since(self, earlier: Report) -> Report:
-        """What was moved and waited for between an earlier report of the same space and this one. What is held, and
-        its peaks, are as they are here."""
-        values = {name: self._values[name] - earlier._values[name] for name in _COUNTERS}
-        values |= {name: self._values[name] for name in _STATES}
-        before = dict(earlier.general_path)
-        calls = [(name, count - before.get(name, 0)) for name, count in self.general_path]
-        between = Report.__new__(Report)
-        between._set(
-            values,
-            self.homes,
-            self.budgets,
-            [(name, count) for name, count in calls if count > 0],
-            self.seconds - earlier.seconds,
-        )
-        return between
+        """Return the traffic and the waits between an earlier report of the same space and this one.
 
-    def add_waits(self, **seconds: float) -> None:
-        """Of "disk", "upload", "gather", "memory": what something other than a thread waited for."""
-        for cause, more in seconds.items():
-            self._values[f"waited_for_{cause}"] += more
+        Bytes held, and their peaks, stay as they are in this report.
+        """
+        before, calls = earlier._counted(), dict(earlier.unpaged_operators)
+        more = [(name, count - calls.get(name, 0)) for name, count in self.unpaged_operators]
+        return dataclasses.replace(
+            self,
+            **{name: value - before[name] for name, value in self._counted().items()},
+            unpaged_operators=tuple(row for row in more if row[1] > 0),
+        )
 
     def per(self, steps: int) -> Report:
-        """Of what since() gave of so many steps, a step's share."""
-        values = {n: v / steps if n in _COUNTERS else v for n, v in self._values.items()}
-        one = Report.__new__(Report)
-        one._set(values, self.homes, self.budgets, self.general_path, self.seconds / steps)
-        return one
+        """Return one step's share of a report that since() gave for `steps` steps."""
+        return dataclasses.replace(self, **{name: value / steps for name, value in self._counted().items()})
+
+    def with_waits(self, **seconds: float) -> Report:
+        """Return the report with more waits for "disk", "upload", "gather" or "memory"."""
+        more = {f"waited_for_{cause}": getattr(self, f"waited_for_{cause}") + s for cause, s in seconds.items()}
+        return dataclasses.replace(self, **more)
 
     def bound_by(self) -> tuple[str, float, str]:
-        """What held threads up most: "disk", "upload", "gather", "memory", or "compute" where waits are less than 5 %
-        of the time; its share of the time (of several threads that wait at once, the sum); and what would help.
+        """Return the cause of most waits, its share of the time, and what would help.
 
-        Of steps: `space.report().since(earlier).bound_by()`.
+        The cause is "disk", "upload", "gather" or "memory", or "compute" if no cause reaches 5 % of the time. Several
+        threads that wait at once count each. For steps, use `space.report().since(earlier).bound_by()`.
         """
-        waits = {name: self._values[f"waited_for_{name}"] for name in _ADVICE}
+        waits = {name: getattr(self, f"waited_for_{name}") for name in _ADVICE}
         name = max(waits, key=lambda cause: waits[cause])
         share = waits[name] / self.seconds if self.seconds > 0 else 0.0
         if share < 0.05:
-            return "compute", 1 - share, "what moves is hidden behind it"
+            return "compute", 1 - share, "transfers are hidden behind it"
         return name, share, _ADVICE[name]
 
-    def to_metrics(self, steps: int) -> dict[str, float]:
-        """Flat numbers for TensorBoard, W&B and the like, of `steps` steps: of a report that since() gives.
+    @property
+    def written_per_day(self) -> float:
+        """Bytes written to disk in a day at the rate of this report."""
+        return self.written_bytes / self.seconds * _DAY if self.seconds > 0 else 0.0
 
-        A step, on average: zeropage/seconds_per_step, disk_read_gb, disk_written_gb; uploaded_gb and downloaded_gb
-        unless both are 0; over ranks gathered_gb and reduced_gb, sent by this rank. zeropage/waited_share is the part
-        of the time in which threads waited for the disk, uploads, ranks or memory (of several that wait at once, the
-        sum). Held now: zeropage/device_memory_gb, host_memory_gb, swap_gb. A GB is 10⁹ bytes.
+    def to_metrics(self, steps: int) -> dict[str, float]:
+        """Return flat numbers for TensorBoard, W&B and the like, for a report that since() gave for `steps` steps.
+
+        For one step on average: zeropage/seconds_per_step, disk_read_gb, disk_written_gb; uploaded_gb and
+        downloaded_gb unless both are 0; over ranks gathered_gb and reduced_gb, sent by this rank. The share of time
+        that threads waited for the disk, uploads, ranks or memory: zeropage/waited_share. Held now:
+        zeropage/device_memory_gb, host_memory_gb, swap_gb. A GB is 10⁹ bytes.
         """
         moved = {"disk_read": self.read_bytes, "disk_written": self.written_bytes}
         if self.uploaded_bytes or self.downloaded_bytes:
@@ -138,7 +177,7 @@ class Report:
         if self.ranks > 1:
             moved |= {"gathered": self.gathered_bytes, "reduced": self.reduced_bytes}
         held = {budget.name: budget.now for budget in self.budgets} | {"swap": self.swap_bytes}
-        waited = sum(self._values[f"waited_for_{cause}"] for cause in _ADVICE)
+        waited = sum(getattr(self, f"waited_for_{cause}") for cause in _ADVICE)
         return {
             "zeropage/seconds_per_step": self.seconds / steps,
             "zeropage/waited_share": waited / self.seconds if self.seconds > 0 else 0.0,
@@ -147,62 +186,72 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: each counter, {role: {tier: {"now", "peak"}}} under "homes", {name:
-        {"now", "peak", "limit"}} under "budgets", {operator: calls} under "general_path"."""
+        """Return plain data for JSON.
+
+        Every counter by its name; {role: {tier: {"now", "peak"}}} under "homes"; {name: {"now", "peak", "limit"}}
+        under "budgets"; {operator: calls} under "unpaged_operators".
+        """
         homes: dict[str, dict[str, dict[str, int]]] = {}
         for home in self.homes:
             homes.setdefault(home.role, {})[home.tier] = {"now": home.now, "peak": home.peak}
-        budgets = {b.name: {"now": b.now, "peak": b.peak, "limit": b.limit} for b in self.budgets}
         return {
-            **self._values,
-            "seconds": self.seconds,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
             "homes": homes,
-            "budgets": budgets,
-            "general_path": dict(self.general_path),
+            "budgets": {b.name: {"now": b.now, "peak": b.peak, "limit": b.limit} for b in self.budgets},
+            "unpaged_operators": dict(self.unpaged_operators),
         }
 
     def __str__(self) -> str:
-        core = self
-        homes = [[h.role, h.tier, _megabytes(h.now), _megabytes(h.peak)] for h in core.homes]
-        budgets = [[b.name, _megabytes(b.now), _megabytes(b.peak), _megabytes(b.limit)] for b in core.budgets]
-        moved = [
-            ["faults", f"{core.faults:,}"],
-            ["evictions", f"{core.evictions:,}"],
-            ["read from disk", _megabytes(core.read_bytes)],
-            ["written to disk", _megabytes(core.written_bytes)],
-            ["to the device", _megabytes(core.uploaded_bytes)],
-            ["from the device", _megabytes(core.downloaded_bytes)],
-            ["swap file", _megabytes(core.swap_bytes)],
-            *([["at home in files", _megabytes(core.file_bytes)]] if core.file_bytes else []),
-            ["waited for the disk", f"{core.waited_seconds:.2f} s"],
-            ["I/O by", core.io],
-        ]
-        if core.updated_in_host or core.updated_on_device:
-            moved.append(["parameters updated in the host", f"{core.updated_in_host:,}"])
-            moved.append(["parameters updated on the device", f"{core.updated_on_device:,}"])
-        if core.updates_ahead:
-            moved.append(["updates of a parameter under backward", f"{core.updates_ahead:,}"])
-            moved.append(["of them asked for by the step", f"{core.updates_committed:,}"])
-            moved.append(["written by the others, in vain", _megabytes(core.discarded_bytes)])
-        if core.non_finite:
-            moved.append(["values in gradients that were not finite", f"{core.non_finite:,}"])
-        if core.ranks > 1:
-            moved += [
-                ["ranks", str(core.ranks)],
-                ["sent in all-gathers", _megabytes(core.gathered_bytes)],
-                ["sent in sums of gradients", _megabytes(core.reduced_bytes)],
-                ["sent to start equal", _megabytes(core.broadcast_bytes)],
-                ["sent in checks and norms", _megabytes(core.control_bytes)],
-                ["collectives", f"{core.collectives:,}"],
-            ]
+        homes = [[h.role, h.tier, _megabytes(h.now), _megabytes(h.peak)] for h in self.homes]
+        budgets = [[b.name, _megabytes(b.now), _megabytes(b.peak), _megabytes(b.limit)] for b in self.budgets]
         parts = [
-            tabulate(homes, headers=["role", "home", "now", "peak"], colalign=("left", "left", "right", "right")),
+            tabulate(homes, headers=["role", "tier", "now", "peak"], colalign=("left", "left", "right", "right")),
             tabulate(budgets, headers=["budget", "now", "peak", "limit"], colalign=("left", *["right"] * 3)),
-            tabulate(moved, headers=["moved", ""], colalign=("left", "right")),
+            tabulate(self._moved(), headers=["moved", ""], colalign=("left", "right")),
         ]
         name, share, advice = self.bound_by()
         parts.append(f"bound by {name}: {share:.0%} of {self.seconds:.1f} s; {advice}")
-        if core.general_path:
-            rows = sorted(core.general_path, key=lambda row: -row[1])
-            parts.append(tabulate(rows, headers=["brought in whole though a rule is there for its kind", "calls"]))
+        if self.unpaged_operators:
+            rows = sorted(self.unpaged_operators, key=lambda row: -row[1])
+            parts.append(tabulate(rows, headers=["operator that loaded complete tensors", "calls"]))
         return "\n\n".join(part for part in parts if part)
+
+    def _moved(self) -> list[list[str]]:
+        moved = [
+            ["faults", f"{self.faults:,}"],
+            ["evictions", f"{self.evictions:,}"],
+            ["read from disk", _megabytes(self.read_bytes)],
+            ["written to disk", _megabytes(self.written_bytes)],
+            ["written to disk a day, at this rate", f"{self.written_per_day / 1e12:,.2f} TB"],
+            ["copied to the device", _megabytes(self.uploaded_bytes)],
+            ["copied from the device", _megabytes(self.downloaded_bytes)],
+            ["swap file", _megabytes(self.swap_bytes)],
+            ["waited, all causes", f"{self.waited_total:.2f} s"],
+            ["waited for the disk", f"{self.waited_for_disk:.2f} s"],
+            ["I/O by", self.io],
+        ]
+        if self.file_bytes:
+            moved.append(["in files of a loader", _megabytes(self.file_bytes)])
+        if self.updated_in_host or self.updated_on_device:
+            moved.append(["elements updated in the host", f"{self.updated_in_host:,}"])
+            moved.append(["elements updated on the device", f"{self.updated_on_device:,}"])
+        if self.early_updates:
+            moved.append(["early updates of a parameter", f"{self.early_updates:,}"])
+            moved.append(["early updates that the step accepted", f"{self.updates_committed:,}"])
+            moved.append(["wasted by the other early updates", _megabytes(self.wasted_bytes)])
+        if self.nonfinite_grads:
+            moved.append(["values in gradients that were not finite", f"{self.nonfinite_grads:,}"])
+        if self.ranks > 1:
+            moved += [
+                ["ranks", str(self.ranks)],
+                ["sent in all-gathers", _megabytes(self.gathered_bytes)],
+                ["sent in sums of gradients", _megabytes(self.reduced_bytes)],
+                ["sent to start equal", _megabytes(self.broadcast_bytes)],
+                ["sent in checks and norms", _megabytes(self.control_bytes)],
+                ["collectives", f"{self.collectives:,}"],
+            ]
+        return moved
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"

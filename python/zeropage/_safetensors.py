@@ -67,7 +67,9 @@ class Layout:
         """`block`: tensors begin at a multiple of it, but for those of other sizes, which come last."""
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
-                raise _core.Error(f'"{name}" is {tensor.dtype}, which safetensors has no name for; convert it')
+                raise _core.ZeropageError(
+                    f'"{name}" is {tensor.dtype}, which safetensors has no name for; convert it'
+                )
         header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
         starts: dict[str, int] = {}
         at = 0

@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeropage import _activations, _core, _identity, _parameters
+from zeropage._config import Config, ConfigLike
 from zeropage._ranks import Groups, ProcessGroup, find_groups, is_alive
 from zeropage._report import Report
 from zeropage._tuned import add_tuned
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
-ConfigLike: TypeAlias = "Config | Mapping[str, Any] | str | os.PathLike[str] | None"
 
 #: Spaces that are open, in the order in which they were made. [Note: what keeps a space]
 _spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
@@ -102,64 +100,6 @@ def keep_alike(tensor: torch.Tensor, other: torch.Tensor) -> None:
         _keep(space, tensor)
 
 
-def _text(name: str, value: object) -> str:
-    if name == "disk_path" and isinstance(value, list | tuple):  # several disks
-        disks = [_text("", item) for item in value]
-        one = len(disks) == 1 and os.path.isdir(disks[0])
-        if not all(disks) or not disks or (not one and any(":" in disk for disk in disks)):
-            raise _core.SettingError(
-                f"disk_path = {value!r}: each item is to be one directory; of several, none may have ':' in its name"
-            )
-        return ":".join(disks)
-    return str(os.fspath(value) if isinstance(value, os.PathLike) else value)
-
-
-class Config:
-    """Settings by name; see docs/settings.md. Unknown names raise SettingError.
-
-    Tiers (`parameters`, `gradients`, `optimizer`): "device", "host", "disk" or "auto". Sizes: bytes or "256MB".
-    """
-
-    def __init__(self, **settings: object) -> None:
-        self._settings = dict(settings)
-        self._core()  # names are checked here, values when a space is made
-
-    def _core(self) -> _core.Config:
-        config = _core.Config()
-        for name, value in self._settings.items():
-            config.set(name, _text(name, value))
-        return config
-
-    def get(self, name: str, default: object = None) -> object:
-        return self._settings.get(name, default)
-
-    def replace(self, **settings: object) -> Config:
-        return Config(**{**self._settings, **settings})
-
-    def __repr__(self) -> str:
-        return f"Config({', '.join(f'{k}={v!r}' for k, v in self._settings.items())})"
-
-    @staticmethod
-    def of(config: ConfigLike) -> Config:
-        """A Config, a mapping, the path of a JSON file, or None for the defaults."""
-        if config is None:
-            return Config()
-        if isinstance(config, Config):
-            return config
-        if isinstance(config, Mapping):
-            return Config(**config)
-        try:
-            with open(config, encoding="utf-8") as file:
-                settings = json.load(file)
-        except OSError as error:
-            raise _core.SettingError(f"config {os.fspath(config)!r} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise _core.SettingError(f"config {os.fspath(config)!r} is not JSON: {error}") from None
-        if not isinstance(settings, dict):
-            raise _core.SettingError(f"config {os.fspath(config)!r} must hold one JSON object of settings")
-        return Config(**settings)
-
-
 class Space:
     """An address space: tiers, budgets and its tensors. A context manager: what its thread creates inside is paged.
 
@@ -211,9 +151,9 @@ class Space:
         self._scopes.entered.pop().leave(failed=raised is not None)
 
     @property
-    def config(self) -> dict[str, str]:
-        """The settings in force, with every "auto" size resolved."""
-        return dict(self._core.config.items())
+    def config(self) -> Config:
+        """The settings in force, with every "auto" size resolved to bytes."""
+        return Config._in_force(self._core.config)
 
     def is_over_ranks(self) -> bool:
         """Whether its tensors lie over ranks, or over one that was asked for."""
@@ -311,21 +251,21 @@ class Space:
         return paged
 
     def report(self) -> Report:
-        return Report(self._core.report(), self._now() - self._made)
+        return Report._of(self._core.report(), self._now() - self._made)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Does what optimizers have left to do (see `async_step`), and returns when nothing is under way to the disk.
 
         Over ranks, all of them call it at the same place of the program: what is left to do may gather.
         Raises DiskError for a read or write that failed.
         """
-        self._core.wait()
+        self._core.synchronize()
 
     def close(self) -> None:
         """Gives memory and disk back; the space's tensors raise AccessError when used afterwards.
 
-        This rank's part of what save(wait=False) left under way is written first; no rank waits for another. An error
-        of that save is a warning, and Saving.wait() raises it.
+        This rank's part of a background save is written first; no rank waits for another. An error
+        of that save is a warning, and SaveHandle.wait() raises it.
         """
         global _new
         from zeropage._checkpoint.saving import finish_writing  # which imports this module
@@ -355,7 +295,7 @@ class _Entered:
         self._thread = thread
         self._scope = space.scope()
         self._scope.enter()
-        device = torch.device(owner.config["device"])
+        device = torch.device(owner.config.device)
         # As under `with torch.device(...)`: what the program builds without naming a device is built on the space's.
         self._device = device if device.type != "cpu" else contextlib.nullcontext()
         self._device.__enter__()
@@ -428,16 +368,16 @@ def init(
     started if the program runs under torchrun and has not done so. With `shard_group` and `replica_group` they are
     partitioned inside the one and replicated across the other.
 
-    Raises SettingError for settings or groups that are unknown or contradict each other, DiskError for a disk_path
+    Raises ConfigError for settings or groups that are unknown or contradict each other, DiskError for a disk_path
     that cannot hold pages.
     """
     if group is not None and (shard_group is not None or replica_group is not None):
         other = "shard_group" if shard_group is not None else "replica_group"
-        raise _core.SettingError(
+        raise _core.ConfigError(
             f"group and {other} contradict each other: give group alone, or shard_group with replica_group"
         )
     settings = Config.of(config).replace(**overrides)
-    groups = find_groups(str(settings.get("device", "auto")), group or shard_group, replica_group)
+    groups = find_groups(settings.device, group or shard_group, replica_group)
     return Space(settings, groups)
 
 
@@ -445,11 +385,11 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     """Page a model that exists: its parameters, buffers and gradients, in place, on the space's device. Return it.
 
     `config`: a space, or what `init()` takes, with `overrides`, to make a new one. Like `Module.to`, it gives a
-    parameter that shares its memory with a tensor outside the model memory of its own. Raises SettingError for
+    parameter that shares its memory with a tensor outside the model memory of its own. Raises ConfigError for
     `overrides` beside a space, which has its settings.
     """
     if isinstance(config, Space) and overrides:
-        raise _core.SettingError(
+        raise _core.ConfigError(
             f"page(model, space) takes no settings, and {', '.join(overrides)} is given: set it in zeropage.init(...)"
         )
     space = config if isinstance(config, Space) else init(config, **overrides)
@@ -470,7 +410,7 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     return model
 
 
-def evict(target: torch.nn.Module | torch.Tensor) -> None:
+def page_out(target: torch.nn.Module | torch.Tensor) -> None:
     """Pages out now: a tensor, or a model's parameters, buffers and gradients."""
     tensors = [target] if isinstance(target, torch.Tensor) else [*target.parameters(), *target.buffers()]
     for tensor in tensors:
@@ -493,10 +433,10 @@ def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         pin.release()
 
 
-def wait() -> None:
-    """Run `Space.wait()` of the space made last: afterwards no optimizer step and no transfer is under way."""
+def synchronize() -> None:
+    """Run `Space.synchronize()` of the space made last: afterwards no optimizer step and no transfer is under way."""
     if (space := latest_space()) is not None:
-        space.wait()
+        space.synchronize()
 
 
 def report() -> Report:
@@ -507,5 +447,5 @@ def report() -> Report:
     """
     space = latest_space()
     if space is None:
-        raise _core.Error("there is no open space to report on: enter zeropage.init(...) first")
+        raise _core.ZeropageError("there is no open space to report on: enter zeropage.init(...) first")
     return space.report()

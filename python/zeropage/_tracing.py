@@ -20,7 +20,7 @@ from zeropage import _core
 KindT = TypeVar("KindT")
 
 
-class trace:
+class Trace:
     """Records what zeropage does to a file that https://ui.perfetto.dev opens:
 
         with zeropage.trace("run.json"):
@@ -32,7 +32,7 @@ class trace:
     are alive when it ends. `zeropage trace run.json` says what held the program up. Over
     ranks, each records its own: run.rank0.json and so on; `path` is this rank's.
 
-    Raises SettingError while another is recorded, DiskError if the file cannot be written.
+    Raises ConfigError while another is recorded, DiskError if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
@@ -49,14 +49,19 @@ class trace:
         if _recording is not None and _recording() is self:
             _end(self._model)
 
-    def __enter__(self) -> trace:
+    def __enter__(self) -> Trace:
         return self
 
     def __exit__(self, *_details: object) -> None:
         self.stop()
 
 
-_recording: weakref.ref[trace] | None = None
+def trace(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Trace:
+    """Start to record; see Trace."""
+    return Trace(path, model)
+
+
+_recording: weakref.ref[Trace] | None = None
 
 
 def _end(model: torch.nn.Module | None = None) -> None:
@@ -163,18 +168,18 @@ class Summary:
 
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
-    """Raises SettingError if the file is no trace of ours."""
+    """Raises ConfigError if the file is no trace of ours."""
     try:
         with open(path, encoding="utf-8") as file:
             recorded = json.load(file)
         events: list[dict[str, Any]] = recorded["traceEvents"]
         version = recorded["otherData"]["zeropage"]
     except OSError as error:
-        raise _core.SettingError(f"{os.fspath(path)} cannot be read: {error.strerror}") from None
+        raise _core.ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise _core.SettingError(f"{os.fspath(path)} is not a trace that zeropage has finished") from None
+        raise _core.ConfigError(f"{os.fspath(path)} is not a trace that zeropage has finished") from None
     if version != "1":
-        raise _core.SettingError(f"{os.fspath(path)} is a trace of another version of zeropage ({version})")
+        raise _core.ConfigError(f"{os.fspath(path)} is a trace of another version of zeropage ({version})")
     summary = Summary()
     stalls: dict[tuple[str, str], Stall] = {}
     transfers: dict[tuple[str, str], Moved] = {}

@@ -17,7 +17,7 @@ def has_uring() -> bool:
     """Whether io_uring is built in and allowed."""
     try:
         _core.Io("uring")
-    except _core.SettingError:
+    except _core.ConfigError:
         return False
     return True
 
@@ -32,7 +32,7 @@ def add_tuned(config: _core.Config) -> None:
     """Sets what is left to us of how requests go to the disk as the first directory of disk_path has it written.
 
     A file of another user does not count, nor a link, nor one for an engine that cannot be had here. Raises
-    SettingError for one that `zeropage io tune` has not written.
+    ConfigError for one that `zeropage io tune` has not written.
     """
     given = dict(config.items())
     path = pathlib.Path(first_disk(config), TUNED_NAME)
@@ -48,7 +48,7 @@ def add_tuned(config: _core.Config) -> None:
     except OSError:
         return
     except (ValueError, KeyError, TypeError) as error:
-        raise _core.SettingError(f"{path} is not what `zeropage io tune` writes ({error!r}): remove it") from None
+        raise _core.ConfigError(f"{path} is not what `zeropage io tune` writes ({error!r}): remove it") from None
     if any(given[name] != "auto" for name in _SETTINGS):
         return  # what is best together is not best apart
     if settings["io"] == "uring" and not has_uring():

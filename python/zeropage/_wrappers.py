@@ -207,7 +207,7 @@ def refused(name: str) -> Callable[[ModuleType], None]:
                     _joining.join_ranks()
                     ranks = max(_core.ranks_of(parameter) for parameter in model.parameters())
                     does = f"averages its gradients over {ranks} ranks" if ranks > 1 else "trains it in one process"
-                    raise _core.SettingError(f"zeropage pages this model already and {does}: use it without {name}")
+                    raise _core.ConfigError(f"zeropage pages this model already and {does}: use it without {name}")
             return original(*args, **kwargs)
 
         if is_class:

@@ -30,7 +30,7 @@ import torch
 from zeropage import _core
 from zeropage._core import AccessError, DiskError
 
-__all__ = ["AccessError", "Arena", "DiskError", "Engine", "File", "Ticket", "empty", "open", "wait"]
+__all__ = ["AccessError", "Arena", "DiskError", "Engine", "File", "Ticket", "empty", "open", "wait_all"]
 
 Buffer: TypeAlias = "torch.Tensor | bytes | bytearray | memoryview | Any"
 
@@ -40,12 +40,12 @@ class Engine:
 
     `name`: "uring", "threads", or "auto", which is io_uring where it is built in and allowed. Transfers are cut into
     requests of `block_size` bytes, a multiple of 4 KiB; `depth` of them are in flight at most: by default 64 with
-    io_uring, 16 with threads. Raises SettingError.
+    io_uring, 16 with threads. Raises ConfigError.
     """
 
     def __init__(self, name: str = "auto", *, block_size: int = 1 << 20, depth: int | None = None) -> None:
         if depth is not None and depth < 1:
-            raise _core.SettingError(f"depth = {depth}: at least one request must be in flight")
+            raise _core.ConfigError(f"depth = {depth}: at least one request must be in flight")
         self._core = _core.Io(name, block_size, depth or 0)
 
     @property
@@ -97,7 +97,7 @@ class Ticket:
         return self._core.done()
 
 
-def wait(tickets: Iterable[Ticket]) -> None:
+def wait_all(tickets: Iterable[Ticket]) -> None:
     """Waits for all, then raises the first error among them."""
     error: DiskError | AccessError | None = None
     for ticket in tickets:
@@ -176,7 +176,7 @@ def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine
     `size` bytes. `engine`: what carries its transfers out; by default all files share one. Raises DiskError."""
     name = os.fspath(path)
     if mode not in ("r", "r+", "w"):
-        raise _core.SettingError(f'mode = {mode!r} is not known: write "r", "r+" or "w"')
+        raise _core.ConfigError(f'mode = {mode!r} is not known: write "r", "r+" or "w"')
     core = _core.DirectFile.create(name, size) if mode == "w" else _core.DirectFile.open(name, mode == "r+")
     return File(core, engine, name)
 
@@ -221,15 +221,15 @@ def _tensor_of(buffer: Buffer, written: bool) -> torch.Tensor:
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
-        raise _core.SettingError(f"{name} cannot be transferred: {error}; give a tensor or a buffer") from None
+        raise _core.ConfigError(f"{name} cannot be transferred: {error}; give a tensor or a buffer") from None
     if "O" in re.sub(":[^:]*:", "", view.format):  # names of fields stand between colons
-        raise _core.SettingError(f"{name} holds Python objects, whose bytes are addresses: give it another dtype")
+        raise _core.ConfigError(f"{name} holds Python objects, whose bytes are addresses: give it another dtype")
     if written and view.readonly:
-        raise _core.SettingError(f"{name} cannot be read into: it is read-only")
+        raise _core.ConfigError(f"{name} cannot be read into: it is read-only")
     if view.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if not view.c_contiguous:
-        raise _core.SettingError(f"{name} has gaps: a transfer needs memory in one piece")
+        raise _core.ConfigError(f"{name} has gaps: a transfer needs memory in one piece")
     return torch.frombuffer(_writable(view) if view.readonly else view.cast("B"), dtype=torch.uint8)
 
 

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import zeropage
+from zeropage._config import ConfigLike
 from zeropage._metrics import MetricsBetweenLogs
-from zeropage._space import ConfigLike
 
 __all__ = ["ReportCallback", "ZeropageStrategy"]
 
@@ -39,7 +39,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     @property
     def space(self) -> zeropage.Space:
         if self._space is None:
-            device = self._config.get("device") or str(self.root_device)
+            device = self._config.given().get("device") or str(self.root_device)
             self._space = zeropage.init(self._config, device=device)
         return self._space
 
@@ -72,7 +72,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     def teardown(self) -> None:
         try:
             if self._space is not None:
-                self._space.wait()
+                self._space.synchronize()
         finally:
             with self._left_in_pages():
                 super().teardown()
@@ -114,7 +114,7 @@ class ReportCallback(Callback):  # type: ignore[misc,unused-ignore]
     validation and saving between them included.
 
     `space`: the one to report on; left out, the module's when training starts, or the one made last. Over ranks, the
-    numbers are those of rank 0, and it waits for no other. When training starts, raises SettingError if the Trainer
+    numbers are those of rank 0, and it waits for no other. When training starts, raises ConfigError if the Trainer
     has no logger, and Error if there is no space.
     """
 
@@ -124,7 +124,7 @@ class ReportCallback(Callback):  # type: ignore[misc,unused-ignore]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.loggers:
-            raise zeropage.SettingError("ReportCallback needs a logger: Trainer(logger=…)")
+            raise zeropage.ConfigError("ReportCallback needs a logger: Trainer(logger=…)")
         if trainer.is_global_zero:
             self._metrics.start(trainer.fit_loop.epoch_loop._batches_that_stepped, pl_module)
 

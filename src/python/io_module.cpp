@@ -31,7 +31,7 @@ IoEngine engine_of(const std::string& name) {
   if (name == "auto") return IoEngine::automatic;
   if (name == "uring") return IoEngine::uring;
   if (name == "threads") return IoEngine::threads;
-  throw SettingError(fmt::format("\"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", name));
+  throw ConfigError(fmt::format("\"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", name));
 }
 
 /// What a transfer reads or writes. The storage, for `tensor.data = other` takes it away from a tensor; of a paged
@@ -57,8 +57,7 @@ class TensorTicket {
 
   /// False if `seconds` are over before.
   bool wait(std::optional<double> seconds) {
-    if (seconds && !(*seconds >= 0))
-      throw SettingError(fmt::format("timeout = {} is no number of seconds", *seconds));
+    if (seconds && !(*seconds >= 0)) throw ConfigError(fmt::format("timeout = {} is no number of seconds", *seconds));
     bool has_ended = false;
     try {
       // With the interpreter's lock while nothing blocks: among threads, handing it over costs more than a transfer.
@@ -101,12 +100,12 @@ class TensorTicket {
 TensorTicket start(const std::shared_ptr<DirectFile>& file, const std::shared_ptr<Io>& io, bool reads,
                    const at::Tensor& tensor, std::uint64_t offset) {
   if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.layout() != c10::kStrided) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("\"{}\": a transfer needs a contiguous tensor in the host's memory, and this one is on {}{}",
                     file->name(), tensor.device().str(), tensor.is_contiguous() ? "" : ", with gaps"));
   }
   if (tensor.is_conj() || tensor.is_neg()) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("\"{}\": the tensor is a view of numbers that are {}, and its memory holds others; give {}",
                     file->name(), tensor.is_conj() ? "conjugated" : "negated",
                     tensor.is_conj() ? "tensor.resolve_conj()" : "tensor.resolve_neg()"));

@@ -27,7 +27,7 @@ struct Exceptions {
 } exceptions;
 
 PyObject* type_of(const Error& error) {
-  if (dynamic_cast<const SettingError*>(&error)) return exceptions.setting;
+  if (dynamic_cast<const ConfigError*>(&error)) return exceptions.setting;
   if (dynamic_cast<const BudgetError*>(&error)) return exceptions.budget;
   if (dynamic_cast<const DiskError*>(&error)) return exceptions.disk;
   if (dynamic_cast<const AccessError*>(&error)) return exceptions.access;
@@ -77,12 +77,12 @@ PyObject* make_exception(py::module_& module, const char* name, py::tuple bases,
 
 void bind_exceptions(py::module_& module) {
   const auto runtime_error = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
-  exceptions.error = make_exception(module, "Error", py::make_tuple(runtime_error));
+  exceptions.error = make_exception(module, "ZeropageError", py::make_tuple(runtime_error));
   const auto base = py::reinterpret_borrow<py::object>(exceptions.error);
   const auto with = [&](PyObject* builtin) {
     return py::make_tuple(base, py::reinterpret_borrow<py::object>(builtin));
   };
-  exceptions.setting = make_exception(module, "SettingError", with(PyExc_ValueError));
+  exceptions.setting = make_exception(module, "ConfigError", with(PyExc_ValueError));
   exceptions.budget = make_exception(module, "BudgetError", with(PyExc_MemoryError));
   // OSError would print errno and file once more.
   py::dict members;
@@ -147,7 +147,7 @@ void bind_report(py::module_& module) {
       .def_readonly("downloaded_bytes", &Report::downloaded_bytes)
       .def_readonly("swap_bytes", &Report::swap_bytes)
       .def_readonly("file_bytes", &Report::file_bytes)
-      .def_readonly("waited_seconds", &Report::waited_seconds)
+      .def_readonly("waited_total", &Report::waited_total)
       .def_readonly("waited_for_disk", &Report::waited_for_disk)
       .def_readonly("waited_for_upload", &Report::waited_for_upload)
       .def_readonly("waited_for_gather", &Report::waited_for_gather)
@@ -157,15 +157,15 @@ void bind_report(py::module_& module) {
       .def_readonly("reduced_bytes", &Report::reduced_bytes)
       .def_readonly("broadcast_bytes", &Report::broadcast_bytes)
       .def_readonly("control_bytes", &Report::control_bytes)
-      .def_readonly("non_finite", &Report::non_finite)
+      .def_readonly("nonfinite_grads", &Report::nonfinite_grads)
       .def_readonly("updated_in_host", &Report::updated_in_host)
       .def_readonly("updated_on_device", &Report::updated_on_device)
-      .def_readonly("updates_ahead", &Report::updates_ahead)
+      .def_readonly("early_updates", &Report::early_updates)
       .def_readonly("updates_committed", &Report::updates_committed)
-      .def_readonly("discarded_bytes", &Report::discarded_bytes)
+      .def_readonly("wasted_bytes", &Report::wasted_bytes)
       .def_readonly("collectives", &Report::collectives)
       .def_readonly("io", &Report::io)
-      .def_readonly("general_path", &Report::general_path);
+      .def_readonly("unpaged_operators", &Report::unpaged_operators);
 }
 
 using PieceTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;  // as Piece
@@ -320,10 +320,10 @@ void bind_spaces(py::module_& module) {
       .def(
           "mix", [](Space& space, at::Tensor parameter) { return space.mix(parameter); }, py::arg("parameter"),
           py::call_guard<py::gil_scoped_release>())
-      .def("general_path", &Space::general_path, py::call_guard<py::gil_scoped_release>())
+      .def("unpaged_operators", &Space::unpaged_operators, py::call_guard<py::gil_scoped_release>())
       .def("start_equal", &Space::start_equal, py::call_guard<py::gil_scoped_release>())
       .def("activations", &Space::activations)
-      .def("wait", &Space::wait, py::call_guard<py::gil_scoped_release>())
+      .def("synchronize", &Space::synchronize, py::call_guard<py::gil_scoped_release>())
       .def("close", &Space::close, py::call_guard<py::gil_scoped_release>())
       .def("report", &Space::report)
       .def("holds", &Space::holds, py::arg("tensor"))

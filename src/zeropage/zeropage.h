@@ -1,7 +1,7 @@
 // zeropage: virtual memory for training state. This header is the table of contents for C++ programs.
 #pragma once
 
-#include "zeropage/base/errors.h"             // SettingError, BudgetError, DiskError, AccessError
+#include "zeropage/base/errors.h"             // ConfigError, BudgetError, DiskError, AccessError
 #include "zeropage/checkpoint/snapshot.h"     // Snapshot: tensors as they are now, written while training goes on
 #include "zeropage/checkpoint/tensor_file.h"  // TensorFileWriter, TensorFolderReader: tensors in files, page by page
 #include "zeropage/space/config.h"            // Config: tiers of each role, budgets

@@ -18,7 +18,7 @@ Config on_disk(const std::string& path, const char* memory = "2MB") {
   config.parameters = config.gradients = config.optimizer = "disk";
   config.disk_path = path;
   config.device_memory = config.host_memory = memory;
-  config.resident_below = "1";
+  config.min_page_bytes = "1";
   config.page_size = "16KiB";
   return config;
 }

@@ -36,9 +36,9 @@ TEST_CASE("raw data may be read inside a pin and only there") {
 
 TEST_CASE("settings are checked by name and by value") {
   Config config;
-  CHECK_THROWS_WITH_AS(config.set("colour", "blue"), doctest::Contains("the settings are"), SettingError);
+  CHECK_THROWS_WITH_AS(config.set("colour", "blue"), doctest::Contains("the settings are"), ConfigError);
   config.set("parameters", "cloud");
-  CHECK_THROWS_WITH_AS(Space::make(config), doctest::Contains("parameters = \"cloud\""), SettingError);
+  CHECK_THROWS_WITH_AS(Space::make(config), doctest::Contains("parameters = \"cloud\""), ConfigError);
 }
 
 TEST_CASE("a space outlives its owner as long as a tensor of it lives") {
@@ -59,7 +59,7 @@ TEST_CASE("a page of which the first window was overwritten is what it was if th
                             .disk_path = directory.path(),
                             .device_memory = "4MB",
                             .host_memory = "4MB",
-                            .resident_below = "0",
+                            .min_page_bytes = "0",
                             .page_size = "16KiB"});
   torch::Tensor tensor = torch::full({300, 256}, 3.0f), wide = torch::full({300, 256}, 3.0, at::kDouble);
   for (torch::Tensor each : {tensor, wide}) {

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import zeropage
 
 PAGED = ("paged", "alone")
-SMALL = {"device_memory": "6MB", "host_memory": "4MB", "resident_below": 1, "page_size": "16KiB"}
+SMALL = {"device_memory": "6MB", "host_memory": "4MB", "min_page_bytes": 1, "page_size": "16KiB"}
 TOLERANCE, MIXED = 2e-5, 3e-2  # of a tensor's norm; the second with bfloat16
 STABLE = 5e-6  # of float32 against float64
 FLOOR = 1e-8  # of an element: what rounding leaves of sums that are 0
@@ -69,11 +69,11 @@ class Run:
 
     def evict(self, model: nn.Module) -> None:
         if self.mode in PAGED:
-            zeropage.evict(model)
+            zeropage.page_out(model)
 
     def wait(self) -> None:
         if self.mode in PAGED:
-            zeropage.wait()
+            zeropage.synchronize()
 
     def make_space(self, **settings: Any) -> Any:
         if self.mode not in PAGED:
@@ -86,7 +86,7 @@ class Run:
         return self.spaces[-1]
 
     def together(self, module: nn.Module) -> nn.Module:
-        return zeropage.together(module) if self.mode in PAGED else module
+        return zeropage.gather_together(module) if self.mode in PAGED else module
 
     def _random(self, at: int, shape: tuple[int, ...], rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + at * 101 + rank)
@@ -280,7 +280,7 @@ def where_raised(error: BaseException) -> str:
 
 def compare(text: str, seed: int, against: str = "paged") -> dict[str, Any]:
     """Run a program on this rank, plain and then `against`, and say how they differ. All ranks call it."""
-    mixed = "visible_dtype" in text and against == "paged"  # the one that rounds as the paged run does
+    mixed = "compute_dtype" in text and against == "paged"  # the one that rounds as the paged run does
     plain = Run(text, seed, "alone" if mixed else "plain").execute()
     try:
         found = Run(text, seed, against).execute()

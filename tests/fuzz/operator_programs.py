@@ -133,11 +133,11 @@ class Run:
 
     def evict(self, tensor: Any) -> None:
         if self.space is not None and isinstance(tensor, torch.Tensor):
-            zeropage.evict(tensor)
+            zeropage.page_out(tensor)
 
     def wait(self) -> None:
         if self.space is not None:
-            self.space.wait()
+            self.space.synchronize()
 
     def execute(self, statement: str) -> tuple[str, str]:
         """The class of the exception that it raised, or "", and what that said."""
@@ -164,7 +164,7 @@ def generate(seed: int) -> tuple[Program, Run]:
         "parameters": home,
         "device_memory": device,
         "host_memory": host,
-        "resident_below": r.choice([0, 0, 64, "1kB"]),
+        "min_page_bytes": r.choice([0, 0, 64, "1kB"]),
         "page_size": r.choice(["4KiB", "16KiB", "64KiB"]),
         **r.choice([{}, {}, {"tiling": "exact", "tile_above": "100kB"}, {"tiling": "off"}]),
     }

@@ -12,7 +12,7 @@ from ingredients import Piece
 
 SETTINGS: list[dict[str, object]] = [
     *[{}] * 4,
-    {"resident_below": "8KB"},
+    {"min_page_bytes": "8KB"},
     {"async_step": False},
     {"check_ranks": "always"},
     {"device_memory": "3MB"},
@@ -321,12 +321,12 @@ class _Writer:
         first, last = self.program.layers[0], self.program.layers[-1]
         tokens = first.kind == "Embedding"
         lines = [f"x = tokens(at, 8, 6, {first.rows})" if tokens else f"x = mine(at, 8, {first.columns})"]
-        if not tokens and "visible_dtype" in self.program.settings:
+        if not tokens and "compute_dtype" in self.program.settings:
             lines.append("x = x.bfloat16()")
         if tokens and last.width == first.rows:
             lines.append("loss = F.cross_entropy(model(x) * 4, x[:, 0])")
         else:
-            out = "model(x).float()" if "visible_dtype" in self.program.settings else "model(x)"
+            out = "model(x).float()" if "compute_dtype" in self.program.settings else "model(x)"
             lines.append(f"loss = F.mse_loss({out}, mine(at + 500, 8, {last.width}))")
         return ["def loss_of(at):", *(f"    {line}" for line in [*lines, *self.all("loss"), "return loss"])]
 
@@ -493,7 +493,7 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None, bfloat16: bool
     if tier == "host":
         program.settings["host_memory"] = "32MB"  # its homes are there
     if bfloat16:
-        program.settings["visible_dtype"] = "bfloat16"
+        program.settings["compute_dtype"] = "bfloat16"
     program.layers = _layers(r, bfloat16)
     program.steps, program.exists_before = r.choice([2, 2, 3, 4]), r.random() < 0.15
     if r.random() < 0.25:

@@ -180,7 +180,7 @@ class Judge:
         verdict = self._verdict(seed, text, answers)
         if verdict.kind != "right":
             self.renew()
-        if verdict.kind == "differs" and self.against != "double" and "visible_dtype" not in text:
+        if verdict.kind == "differs" and self.against != "double" and "compute_dtype" not in text:
             rounding = max(said.get("rounding", 0.0) for said in self.group.call("steadiness", text, seed))
             off = re.search(r"differs by ([\d.e+-]+)", verdict.said)
             if off and float(off[1]) <= 10 * rounding:

@@ -38,9 +38,9 @@ RESIDENT = {
         "host_memory": "512MB",
         "tiling": "off",
         "async_step": False,
-        "update_ahead": "never",
+        "early_update": "never",
     },
-    **{"activations": "device", "memory": "auto", "update_on": "auto"},
+    **{"activations": "device", "memory": "auto", "optimizer_device": "auto"},
 }
 # Refusals by design, with words of zeropage's error for each.
 REFUSALS = {
@@ -126,11 +126,11 @@ class TrainingRun(Run):
 
     def evict(self, what: Any) -> None:
         if self.is_paged:
-            zeropage.evict(what)
+            zeropage.page_out(what)
 
     def wait(self) -> None:
         if self.is_paged:
-            zeropage.wait()
+            zeropage.synchronize()
 
     def pinned(self, tensor: torch.Tensor) -> Any:
         return zeropage.pinned(tensor) if self.is_paged else contextlib.nullcontext(tensor)
@@ -186,8 +186,8 @@ class TrainingRun(Run):
         return twin.low
 
     def _seen(self, high: torch.Tensor) -> torch.Tensor:
-        if self.program.settings.get("master_dtype") != "hi_lo":
-            return high.to(getattr(torch, self.program.settings["visible_dtype"]))
+        if self.program.settings.get("master_dtype") != "float32_split":
+            return high.to(getattr(torch, self.program.settings["compute_dtype"]))
         # The nearest, ties away from zero; what is not a number stays so.
         kept = (high.view(torch.int32) + 0x8000).bitwise_and(-0x10000).view(torch.float32)
         return torch.where(high.isfinite(), kept, high).bfloat16()

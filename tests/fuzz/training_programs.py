@@ -70,7 +70,7 @@ class Program:
 
     @property
     def is_mixed(self) -> bool:
-        return "visible_dtype" in self.settings
+        return "compute_dtype" in self.settings
 
     def _of(self, place: str) -> list[str]:
         return [part.text for part in self.parts if part.place == place]
@@ -219,7 +219,7 @@ class _Generator:
             "device_memory": "48MB" if on_device else r.choice(["1500kB", "2MB", "3MB"]),
             "host_memory": "64MB" if on_host else r.choice(["600kB", "1MB", "4MB"]),
             "page_size": r.choice(PAGES[2:] if huge else PAGES),
-            "resident_below": r.choice([1, 1, 1, 1, 300, "1kB", "4kB"]),
+            "min_page_bytes": r.choice([1, 1, 1, 1, 300, "1kB", "4kB"]),
         }
         if activations:
             made["activations"] = activations
@@ -231,14 +231,14 @@ class _Generator:
             made["tiling"] = r.choice(["exact", "off"])  # "auto" has other bits by design
         for share, name, values in (
             (0.15, "async_step", [False]),
-            (0.6, "update_ahead", ["always", "always", "never"]),
+            (0.6, "early_update", ["always", "always", "never"]),
             (0.1, "io", ["threads"]),
             (0.12, "memory", ["separate"]),
         ):
             if self.chance(share):
                 made[name] = r.choice(values)
         if "memory" in made:
-            made["update_on"] = r.choice(["host", "device", "auto"])
+            made["optimizer_device"] = r.choice(["host", "device", "auto"])
         return made
 
     def precision(self) -> None:
@@ -246,13 +246,13 @@ class _Generator:
         r, settings = self.r, self.program.settings
         kind = r.choices(["plain", "hand", "mixed", "moments"], [78, 10, 6, 6])[0]
         if kind in ("hand", "mixed"):
-            settings["visible_dtype"] = r.choice(["bfloat16", "bfloat16", "float16"])
-            if settings["visible_dtype"] == "bfloat16" and self.chance(0.35):
-                settings["master_dtype"] = "hi_lo"
-            self.program.dtype = f"torch.{settings['visible_dtype']}"
+            settings["compute_dtype"] = r.choice(["bfloat16", "bfloat16", "float16"])
+            if settings["compute_dtype"] == "bfloat16" and self.chance(0.35):
+                settings["master_dtype"] = "float32_split"
+            self.program.dtype = f"torch.{settings['compute_dtype']}"
         if kind == "mixed":
             if self.chance(0.3):
-                settings["gradient_dtype"] = r.choice([settings["visible_dtype"], "float32"])
+                settings["gradient_dtype"] = r.choice([settings["compute_dtype"], "float32"])
             if self.chance(0.3):
                 settings["state_dict"] = "visible"
         if kind == "moments" or (kind == "mixed" and self.chance(0.4)):

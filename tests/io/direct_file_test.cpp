@@ -197,9 +197,9 @@ TEST_CASE("a ticket that has not ended by its deadline is waited for again") {
 }
 
 TEST_CASE("sizes and numbers of requests that cannot be are refused") {
-  CHECK_THROWS_WITH_AS(make_io({.block_bytes = 1000}), doctest::Contains("multiple of 4 KiB"), SettingError);
-  CHECK_THROWS_AS(make_io({.block_bytes = 0}), SettingError);
-  CHECK_THROWS_AS(make_io({.depth = 5000}), SettingError);
+  CHECK_THROWS_WITH_AS(make_io({.block_bytes = 1000}), doctest::Contains("multiple of 4 KiB"), ConfigError);
+  CHECK_THROWS_AS(make_io({.block_bytes = 0}), ConfigError);
+  CHECK_THROWS_AS(make_io({.depth = 5000}), ConfigError);
   for (const IoEngine engine : {IoEngine::threads, IoEngine::automatic}) {
     const auto io = make_io({.engine = engine, .block_bytes = 4 * kKiB, .depth = 1});
     TemporaryDirectory directory;

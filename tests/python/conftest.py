@@ -78,9 +78,9 @@ def config(disk, request):
         disk_path=disk,
         device_memory="4MB",
         host_memory="2MB",
-        resident_below=1,
+        min_page_bytes=1,
         page_size="16KiB",
-        update_ahead=["auto", "always"][chance % 2],
+        early_update=["auto", "always"][chance % 2],
         activations=activations,
         **tiles,
     )
@@ -93,7 +93,7 @@ def deterministic(request):
         torch.set_default_device(device)
         torch.backends.cudnn.deterministic = True
         # Either half of the tests: bits are the same.
-        devices.update_on = ["host", "device"][zlib.crc32(request.node.nodeid.encode()) % 2]
+        devices.optimizer_device = ["host", "device"][zlib.crc32(request.node.nodeid.encode()) % 2]
     yield
     torch.set_default_dtype(torch.float32)
 

@@ -18,14 +18,14 @@ class Twins:
     def evict(self):
         """What was written to memory and not noted as written is lost here."""
         for base in self._bases:
-            zeropage.evict(base)
+            zeropage.page_out(base)
 
     def _page(self, tensor):
         if not _has_pages(tensor):
             return _plain(tensor)
         base = _storage_of(tensor)
         assert self._space.page(base)
-        zeropage.evict(base)
+        zeropage.page_out(base)
         self._bases.append(base)
         return _like(tensor, base)
 

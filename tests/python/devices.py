@@ -9,7 +9,7 @@ import torch
 NAME = os.environ.get("ZEROPAGE_TEST_DEVICE", "cpu")
 SEED = int(os.environ.get("ZEROPAGE_TEST_DELAYS", "0"))  # of random delays of the simulated device; 0: none
 LONGEST_DELAY = 2000  # microseconds
-update_on = "auto"  # of configurations that do not say, on a device with memory of its own
+optimizer_device = "auto"  # of configurations that do not say, on a device with memory of its own
 
 
 def choose(name: str, seed: int) -> None:
@@ -34,8 +34,8 @@ def _choose_where_updates_run() -> None:
 
     def core(self: zeropage.Config) -> object:
         config = of_library(self)
-        if self.get("update_on") is None and self.get("optimizer_dtype") is None:  # the second needs the host
-            config.set("update_on", update_on)
+        if not {"optimizer_device", "optimizer_dtype"} & self.given().keys():  # the second needs the host
+            config.set("optimizer_device", optimizer_device)
         return config
 
     zeropage.Config._core = core  # type: ignore[method-assign,assignment]

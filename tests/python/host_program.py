@@ -15,7 +15,7 @@ join(timeout=8)
 torch.manual_seed(0)
 with zeropage.init(
     device="cpu", parameters="disk", gradients="disk", optimizer="disk", disk_path=sys.argv[2], device_memory="6MB",
-    host_memory="4MB", resident_below=1, page_size="16KiB",
+    host_memory="4MB", min_page_bytes=1, page_size="16KiB",
 ):  # fmt: skip
     model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

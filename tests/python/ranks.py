@@ -37,7 +37,7 @@ def _serve(rank, size, port, timeout, pipe):
     )
     torch.set_num_threads(1)
     devices.use(devices.NAME, devices.SEED and devices.SEED + rank)
-    devices.update_on = ["host", "device"][rank % 2]  # each for itself: bits are the same
+    devices.optimizer_device = ["host", "device"][rank % 2]  # each for itself: bits are the same
     join(timeout)
     pipe.send((True, None))
     while True:
@@ -119,7 +119,7 @@ def space(tier="disk", **settings):
             "device": devices.NAME,
             "device_memory": "6MB",
             "host_memory": "4MB",
-            "resident_below": 1,
+            "min_page_bytes": 1,
             "page_size": "16KiB",
         }
         if dist.get_world_size() == 1:

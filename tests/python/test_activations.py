@@ -102,7 +102,7 @@ def test_gradients_are_plain_pytorchs(tier, how, config):
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_what_several_operators_save_is_kept_once(tier, config):
-    with zeropage.init(config, activations=tier, resident_below=1024) as space:
+    with zeropage.init(config, activations=tier, min_page_bytes=1024) as space:
         weight = nn.Parameter(torch.randn(64, 64))
     x = torch.randn(64, 64, device=weight.device, requires_grad=True)
     plain = torch.randn(64, 64, device=weight.device)
@@ -132,7 +132,7 @@ def test_views_of_one_storage_are_apart(config):
         return x.grad
 
     expected = run()
-    with zeropage.init(config, activations="disk", resident_below=1024) as space:
+    with zeropage.init(config, activations="disk", min_page_bytes=1024) as space:
         nn.Linear(64, 64)
     assert torch.equal(run(), expected)
     assert home_of_activations(space).peak == 2 * 64 * 64 * 4  # two parts
@@ -151,7 +151,7 @@ def test_what_is_larger_than_half_of_memory(config):
 
 
 def test_small_ones_and_parameters_stay(config):
-    with zeropage.init(config, activations="disk", resident_below=4096) as space:
+    with zeropage.init(config, activations="disk", min_page_bytes=4096) as space:
         layer = nn.Linear(16, 16)
         large = nn.Linear(64, 64, bias=False)
     other = nn.Parameter(torch.randn(64, 64, device=large.weight.device))  # ordinary, and the program's
@@ -222,7 +222,7 @@ def test_save_on_cpu_copies_no_page(config):
         layer.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         hooks.unpack_hook(packed)
-    with torch.autograd.graph.save_on_cpu(), pytest.raises(zeropage.SettingError, match="outside"):
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(zeropage.ConfigError, match="outside"):
         zeropage.init(config, activations="disk")
 
 
@@ -251,7 +251,7 @@ def test_function_transforms_work_beside(config):
 @pytest.mark.parametrize("elements", [8, 4096])
 def test_what_is_written_in_place_since(elements, config):
     """What was not copied says so, as autograd does. Of what was copied, backward has what was saved."""
-    with zeropage.init(config, activations="disk", resident_below=4096):
+    with zeropage.init(config, activations="disk", min_page_bytes=4096):
         _keeps_the_space = nn.Linear(64, 64)
     x = torch.randn(elements, requires_grad=True)
     y = 2 * x
@@ -275,7 +275,7 @@ def test_a_tier_that_is_full_is_an_error_and_nothing_is_lost(config):
         model(x)
     assert home_of_activations(space).now == 0
     assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(zeropage.SettingError, match="activations"):
+    with pytest.raises(zeropage.ConfigError, match="activations"):
         zeropage.init(config, activations="auto")
 
 
@@ -333,7 +333,7 @@ MEMORY = """
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     model(x).square().mean().backward()
-    zeropage.wait()
+    zeropage.synchronize()
     activations = next(home for home in zeropage.report().homes if home.role == "activation")
     print(peak() - before, activations.peak)
 """

@@ -22,7 +22,7 @@ import zeropage
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"devcie": "cpu"}, r'"devcie" is not a setting; the settings are device, parameters'),
+        ({"devcie": "cpu"}, r'"devcie" is not a setting; the settings are states, disk_path'),
         ({"parameters": "nvme"}, r'parameters = "nvme" is not a tier'),
         ({"device": "abacus"}, r'device = "abacus" is not a device'),
         ({"host_memory": "lots"}, r'host_memory = "lots" is not a size'),
@@ -45,7 +45,7 @@ import zeropage
     ],
 )
 def test_unknown_and_contradictory_settings_are_named(settings, says):
-    with pytest.raises(zeropage.SettingError, match=says):
+    with pytest.raises(zeropage.ConfigError, match=says):
         zeropage.init(**{"device": "cpu", **settings})
 
 
@@ -54,15 +54,15 @@ def test_a_configuration_may_be_a_file_a_dict_or_nothing(tmp_path, disk):
     (tmp_path / "run.json").write_text(json.dumps(settings))
     for config in (settings, tmp_path / "run.json", str(tmp_path / "run.json"), zeropage.Config(**settings)):
         space = zeropage.init(config, device_memory="2MB")
-        assert space.config["device_memory"] == "2000000" and space.config["host_memory"] == "1000000"
+        assert space.config.device_memory == 2_000_000 and space.config.host_memory == 1_000_000
     defaults = zeropage.init()
-    assert int(defaults.config["host_memory"]) > 2**20
+    assert int(defaults.config.host_memory) > 2**20
     with defaults:
         assert zeropage.is_paged(nn.Linear(500, 500).weight)
-    with pytest.raises(zeropage.SettingError, match=r"none\.json.*cannot be read"):
+    with pytest.raises(zeropage.ConfigError, match=r"none\.json.*cannot be read"):
         zeropage.init(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(zeropage.SettingError, match="is not JSON"):
+    with pytest.raises(zeropage.ConfigError, match="is not JSON"):
         zeropage.init(tmp_path / "bad.json")
 
 
@@ -122,7 +122,7 @@ def test_a_full_disk_is_an_error_at_creation_and_training_goes_on(disk, config, 
             nn.Linear(5000, 5000)
     small(torch.ones(1, 300)).sum().backward()
     torch.optim.AdamW(small.parameters(), lr=0.0, weight_decay=0.0).step()
-    zeropage.evict(small)
+    zeropage.page_out(small)
     assert small.weight.sum().item() == before
 
 
@@ -190,7 +190,7 @@ def test_forked_data_workers_work_beside_a_paged_model(config):
     before = layer.weight.sum().item()
     loader = DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork")
     assert sum(batch.sum().item() for batch in loader) == 28
-    zeropage.evict(layer)
+    zeropage.page_out(layer)
     assert layer.weight.sum().item() == before
 
 
@@ -213,7 +213,7 @@ def test_kill_9_leaves_nothing_behind(disk):
     program = textwrap.dedent(f"""
         import torch, zeropage
         with zeropage.init(device="cpu", parameters="disk", gradients="disk", optimizer="disk", disk_path={disk!r},
-                           device_memory="8MB", host_memory="8MB", resident_below=1):
+                           device_memory="8MB", host_memory="8MB", min_page_bytes=1):
             model = torch.nn.Sequential(*[torch.nn.Linear(700, 700) for _ in range(8)])
         optimizer = torch.optim.AdamW(model.parameters())
         while True:
@@ -237,5 +237,5 @@ def test_an_exception_in_a_step_leaves_the_model_usable(config):
         layer(torch.ones(1, 299))
     with torch.no_grad(), pytest.raises(RuntimeError):
         layer.weight.add_(torch.ones(3))
-    zeropage.evict(layer)
+    zeropage.page_out(layer)
     assert layer.weight.sum().item() == expected

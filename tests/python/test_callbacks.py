@@ -49,8 +49,8 @@ def one_step(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 256)).sum().backward()
     optimizer.step()
-    zeropage.evict(model)
-    zeropage.wait()
+    zeropage.page_out(model)
+    zeropage.synchronize()
 
 
 def test_metrics_are_of_a_step(config):
@@ -141,7 +141,7 @@ def test_trainer_is_told_that_there_is_no_space(tmp_path, monkeypatch):
     from zeropage.hugging_face import ReportCallback
 
     monkeypatch.setattr("zeropage._space._spaces", weakref.WeakValueDictionary())
-    with pytest.raises(zeropage.Error, match=r"no space to report on.*zeropage\.init"):
+    with pytest.raises(zeropage.ZeropageError, match=r"no space to report on.*zeropage\.init"):
         trainer_of(None, tmp_path, "none", ReportCallback()).train()
 
 
@@ -207,7 +207,7 @@ def test_lightning_logs_them_to_wandb(config, tmp_path, wandb):
 
 
 def test_lightning_without_a_logger_is_an_error(config):
-    with pytest.raises(zeropage.SettingError, match=r"Trainer\(logger="):
+    with pytest.raises(zeropage.ConfigError, match=r"Trainer\(logger="):
         lightning_fit(config, False)
 
 

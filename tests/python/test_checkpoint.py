@@ -36,7 +36,7 @@ def trained(config, form="AdamW-fused", steps=2):
 
 @pytest.mark.parametrize("form, precision", FORMS)
 def test_a_resumed_run_is_the_uninterrupted_one(form, precision, config, folder):
-    config = config.replace(**PRECISIONS[precision], resident_below=4096)
+    config = config.replace(**PRECISIONS[precision], min_page_bytes=4096)
     model, optimizer = trained(config, form)
     zeropage.save(folder, model, optimizer)
     expected = run_steps(model, optimizer, range(3, 6))
@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(form, precision, config, folder)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_weights_that_do_not_lie_row_by_row_resume_to_the_bit(precision, config, folder):
-    model = build_strided(zeropage.init(config.replace(**PRECISIONS[precision], resident_below=4096)))
+    model = build_strided(zeropage.init(config.replace(**PRECISIONS[precision], min_page_bytes=4096)))
     optimizer = make_optimizer(model, "AdamW-fused")
     run_steps(model, optimizer, range(2))
     zeropage.save(folder, model, optimizer)
@@ -67,7 +67,7 @@ def test_weights_that_do_not_lie_row_by_row_resume_to_the_bit(precision, config,
 
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
 def test_quantised_moments_resume_and_never_take_more_room(moments, config, folder):
-    config = config.replace(optimizer_dtype=moments, resident_below=4096)
+    config = config.replace(optimizer_dtype=moments, min_page_bytes=4096)
     model, optimizer = trained(config)
     zeropage.save(folder, model, optimizer)
     expected = run_steps(model, optimizer, range(3, 6))
@@ -85,10 +85,10 @@ def test_quantised_moments_resume_and_never_take_more_room(moments, config, fold
 
 
 @pytest.mark.parametrize("visible", [False, True])
-@pytest.mark.parametrize("precision", ["mixed", "hi_lo"])
+@pytest.mark.parametrize("precision", ["mixed", "float32_split"])
 def test_other_dtypes_load_what_was_saved(precision, visible, config, folder):
     model, optimizer = trained(config.replace(**PRECISIONS[precision]))
-    zeropage.save(folder, model, optimizer, visible=visible)
+    zeropage.save(folder, model, optimizer, low_precision=visible)
     for other in PRECISIONS.values():
         again = build(zeropage.init(config.replace(**other)))
         zeropage.load(folder, again, make_optimizer(again, "AdamW-fused"))
@@ -137,9 +137,9 @@ def test_all_that_a_run_needs_is_there(config, folder):
         and torch.equal(result["tensor"], extra["tensor"])
     )
     assert isinstance(result["nested"]["c"], collections.Counter) and result["scaler"] is scaler_again
-    with pytest.raises(zeropage.Error, match=r"extra/f is a builtins\.function|extra/f is a"):
+    with pytest.raises(zeropage.ZeropageError, match=r"extra/f is a builtins\.function|extra/f is a"):
         zeropage.save(folder, model, extra={"f": lambda: 0})
-    with pytest.raises(zeropage.Error, match="holds no extra"):
+    with pytest.raises(zeropage.ZeropageError, match="holds no extra"):
         zeropage.load(folder, model, extra={"other": scaler_again})
 
 
@@ -191,7 +191,7 @@ def flip(path, at):
 def test_a_flipped_byte_anywhere_is_an_error_that_names_what_it_hit(config, folder):
     model, optimizer = trained(config)
     extra = {"t": torch.arange(10, device="cpu")}
-    zeropage.save(folder, model, optimizer, extra=extra, visible=True)
+    zeropage.save(folder, model, optimizer, extra=extra, low_precision=True)
     files = sorted(folder.iterdir())
     random.seed(1)
     for i in range(40):
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_an_error_before_anything_changes(config, folder):
     zeropage.save(folder, model, optimizer)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def refused(match, *objects, kind=zeropage.Error):
+    def refused(match, *objects, kind=zeropage.ZeropageError):
         with pytest.raises(kind, match=match):
             zeropage.load(folder, *objects)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_an_error_before_anything_changes(config, folder):
     refused("is missing", model, optimizer, kind=zeropage.DiskError)
     (folder / "zeropage-checkpoint.json").unlink()
     refused("is no checkpoint", model, optimizer, kind=zeropage.DiskError)
-    with pytest.raises(zeropage.Error, match="is no checkpoint; save to another folder"):
+    with pytest.raises(zeropage.ZeropageError, match="is no checkpoint; save to another folder"):
         zeropage.save(folder, model)  # it may be the user's
     shutil.rmtree(folder)
     zeropage.save(folder, model)
@@ -245,9 +245,9 @@ def test_what_does_not_fit_is_an_error_before_anything_changes(config, folder):
 
 def test_the_latest_are_kept_and_one_is_replaced_in_place(config, folder):
     model, _ = trained(config)
-    assert zeropage.latest(folder.parent) is None
+    assert zeropage.latest_checkpoint(folder.parent) is None
     for step in range(4):
-        zeropage.save(folder.parent / f"step-{step}", model, extra={"step": step}, keep=2)
+        zeropage.save(folder.parent / f"step-{step}", model, extra={"step": step}, keep_last=2)
     assert sorted(p.name for p in folder.parent.iterdir()) == ["step-2", "step-3"]
     assert zeropage.load(folder.parent, model) == {"step": 3}
     zeropage.save(folder.parent / "step-2", model, extra={"step": 20})
@@ -259,7 +259,7 @@ SAVES = """
 import sys, torch, zeropage
 from torch import nn
 with zeropage.init(parameters="disk", gradients="disk", optimizer="disk", disk_path=sys.argv[2], device="cpu",
-                   device_memory="4MB", host_memory="2MB", page_size="16KiB", resident_below=1):
+                   device_memory="4MB", host_memory="2MB", page_size="16KiB", min_page_bytes=1):
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
 value = int(sys.argv[3])
 while True:
@@ -314,7 +314,7 @@ def test_two_processes_do_not_save_to_one_folder_at_once(config, folder):
 
     model, _ = trained(config)
     under_way = PartialFolder(folder, listed=None)
-    with pytest.raises(zeropage.Error, match="another process is saving"):
+    with pytest.raises(zeropage.ZeropageError, match="another process is saving"):
         zeropage.save(folder, model)
     zeropage.save(folder.with_name("other"), model)  # and does not take it for a dead one's
     assert under_way.path.exists()
@@ -376,7 +376,7 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone(config, folder):
     model, _ = trained(config)
     zeropage.save(folder / "step-1", model, extra={"step": 1})
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(zeropage.Error, match="is no checkpoint"):
+    with pytest.raises(zeropage.ZeropageError, match="is no checkpoint"):
         zeropage.save(folder, model)
     assert (folder / "notes.txt").read_text() == "mine" and zeropage.load(folder, model) == {"step": 1}
     (folder / "newest").symlink_to("step-1")
@@ -411,12 +411,14 @@ def test_a_project_with_settings_in_it_is_left_alone(folder):
     (project / "train.py").write_text("mine")
     for settings in ('{"stage": 1}', '{\n  "stage": 1\n}', "{}", "[]", ""):
         (project / "zeropage.json").write_text(settings)  # as docs/migration.md advises
-        with pytest.raises(zeropage.Error, match=r'project".*"train\.py".*is no checkpoint; save to another folder'):
+        with pytest.raises(
+            zeropage.ZeropageError, match=r'project".*"train\.py".*is no checkpoint; save to another folder'
+        ):
             zeropage.save(project, extra={"step": 1})
-        zeropage.save(folder / "step-1", extra={"step": 1}, keep=1)
-        zeropage.save(folder / "step-2", extra={"step": 2}, keep=1)
+        zeropage.save(folder / "step-1", extra={"step": 1}, keep_last=1)
+        zeropage.save(folder / "step-2", extra={"step": 2}, keep_last=1)
         assert names(folder) == ["project", "step-2"] and names(project) == ["train.py", "zeropage.json"]
-        assert zeropage.load(folder) == {"step": 2} and zeropage.latest(folder) == folder / "step-2"
+        assert zeropage.load(folder) == {"step": 2} and zeropage.latest_checkpoint(folder) == folder / "step-2"
     with pytest.raises(zeropage.DiskError, match="is no checkpoint"):
         zeropage.load(project)
 
@@ -425,10 +427,10 @@ def test_a_project_with_settings_in_it_is_left_alone(folder):
 def test_what_another_run_or_another_name_saved_is_not_removed(folder):
     other = "for i in (1, 2): zeropage.save(f'{sys.argv[1]}/step-{i}', extra={})"
     program(other, folder)
-    zeropage.save(folder / "best", extra={"step": 0}, keep=1)
+    zeropage.save(folder / "best", extra={"step": 0}, keep_last=1)
     for step in (3, 4):
-        zeropage.save(folder / f"step-{step}", extra={"step": step}, keep=1)
-    zeropage.save(folder / "last", extra={"step": 4}, keep=1)
+        zeropage.save(folder / f"step-{step}", extra={"step": step}, keep_last=1)
+    zeropage.save(folder / "last", extra={"step": 4}, keep_last=1)
     assert names(folder) == ["best", "last", "step-1", "step-2", "step-4"]
     zeropage.save(folder / "step-2", extra={"step": 5})  # by its name, one of another run may be replaced
     assert zeropage.load(folder) == {"step": 5}
@@ -444,7 +446,7 @@ folder, first, last, resume = sys.argv[1:]
 if resume:
     zeropage.load(folder, model, optimizer if resume == "all" else None)
 for step in range(int(first), int(last)):
-    zeropage.save(f"{folder}/step-{step}", model, optimizer, keep=2)
+    zeropage.save(f"{folder}/step-{step}", model, optimizer, keep_last=2)
 """
     program(resumed, folder, "0", "3", "")
     assert names(folder) == ["step-1", "step-2"]
@@ -455,11 +457,11 @@ for step in range(int(first), int(last)):
 
 
 def test_an_older_checkpoint_with_a_file_that_was_added_stays_and_a_warning_names_both(folder):
-    zeropage.save(folder / "step-1", extra={"step": 1}, keep=1)
+    zeropage.save(folder / "step-1", extra={"step": 1}, keep_last=1)
     (folder / "step-1" / "tokenizer.json").write_text("mine")
     with pytest.warns(RuntimeWarning, match=r'step-1" is not removed: "tokenizer\.json" in it is no file of'):
-        zeropage.save(folder / "step-2", extra={"step": 2}, keep=1)
-    zeropage.save(folder / "step-3", extra={"step": 3}, keep=2)
+        zeropage.save(folder / "step-2", extra={"step": 2}, keep_last=1)
+    zeropage.save(folder / "step-3", extra={"step": 3}, keep_last=2)
     assert names(folder) == ["step-1", "step-2", "step-3"]
     assert (folder / "step-1" / "tokenizer.json").read_text() == "mine"
     assert zeropage.load(folder / "step-1") == {"step": 1}
@@ -477,7 +479,9 @@ def test_what_was_added_to_a_checkpoint_stays_when_another_takes_its_place(confi
     assert (folder / "tokenizer.json").read_text() == "mine" and (folder / "link" / "a.txt").read_text() == "deep"
     assert zeropage.load(folder) == {"step": 2} and names(folder.parent) == ["checkpoint"]
     (folder / "model.safetensors").write_text("mine")
-    with pytest.raises(zeropage.Error, match=r"model\.safetensors\" is no file of the checkpoint there.*move it"):
+    with pytest.raises(
+        zeropage.ZeropageError, match=r"model\.safetensors\" is no file of the checkpoint there.*move it"
+    ):
         zeropage.save(folder, model)
     assert (folder / "model.safetensors").read_text() == "mine" and zeropage.load(folder) == {"step": 2}
     assert names(folder.parent) == ["checkpoint"]
@@ -485,13 +489,13 @@ def test_what_was_added_to_a_checkpoint_stays_when_another_takes_its_place(confi
 
 def test_a_file_or_a_damaged_checkpoint_at_the_place_is_not_replaced(folder):
     folder.write_text("mine")
-    with pytest.raises(zeropage.Error, match=r'checkpoint" is there already, and is a file; save to another'):
+    with pytest.raises(zeropage.ZeropageError, match=r'checkpoint" is there already, and is a file; save to another'):
         zeropage.save(folder, extra={})
     assert folder.read_text() == "mine"
     folder.unlink()
     zeropage.save(folder, extra={})
     flip(folder / "zeropage-checkpoint.json", 200)
-    with pytest.raises(zeropage.Error, match=r"is there already.*is no checkpoint; save to another"):
+    with pytest.raises(zeropage.ZeropageError, match=r"is there already.*is no checkpoint; save to another"):
         zeropage.save(folder, extra={})
     with pytest.raises(zeropage.DiskError, match="is damaged"):
         zeropage.load(folder)
@@ -504,7 +508,7 @@ def test_what_comes_to_the_place_while_a_checkpoint_is_written_is_not_replaced(c
         folder.mkdir(exist_ok=True)
         (folder / "train.py").write_text("mine")
 
-    with pytest.raises(zeropage.Error, match=r'"train\.py" in it, and is no checkpoint'):
+    with pytest.raises(zeropage.ZeropageError, match=r'"train\.py" in it, and is no checkpoint'):
         zeropage.save(folder, model, progress=project)
     assert names(folder) == ["train.py"] and names(folder.parent) == ["checkpoint"]
 
@@ -512,7 +516,7 @@ def test_what_comes_to_the_place_while_a_checkpoint_is_written_is_not_replaced(c
 def test_links_to_checkpoints_are_not_counted_as_others(folder):
     zeropage.save(folder / "step-1", extra={"step": 1})
     (folder / "step-0").symlink_to("step-1")
-    zeropage.save(folder / "step-0", extra={"step": 2}, keep=1)
+    zeropage.save(folder / "step-0", extra={"step": 2}, keep_last=1)
     assert names(folder) == ["step-0", "step-1"] and (folder / "step-0").is_symlink()
     assert zeropage.load(folder) == {"step": 2}
 
@@ -533,10 +537,10 @@ def test_checkpoints_of_earlier_versions_are_loaded_replaced_and_kept(config, fo
         to_format_1(folder / f"step-{step}")
     again = build(zeropage.init(config))
     optimizer_again = make_optimizer(again, "AdamW-fused")
-    assert zeropage.latest(folder) == folder / "step-2"
+    assert zeropage.latest_checkpoint(folder) == folder / "step-2"
     assert zeropage.load(folder, again, optimizer_again) == {"step": 2}
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
-    zeropage.save(folder / "step-2", again, extra={"step": 3}, keep=1)
+    zeropage.save(folder / "step-2", again, extra={"step": 3}, keep_last=1)
     assert zeropage.load(folder, again) == {"step": 3}
     assert "zeropage.json" not in names(folder / "step-2") and names(folder) == ["step-1", "step-2"]
     flip(folder / "step-1" / "zeropage.json", 100)
@@ -564,13 +568,13 @@ def test_a_checkpoint_that_names_files_outside_its_folder_is_refused(part, name,
         manifest[part][name] = zlib.crc32(b"x") if part == "others" else manifest["files"]["state.safetensors"]
 
     resigned(folder, change)
-    with pytest.raises(zeropage.Error, match="names a file outside its folder") as raised:
+    with pytest.raises(zeropage.ZeropageError, match="names a file outside its folder") as raised:
         zeropage.load(folder)
     assert repr(name) in str(raised.value)
     for to in ("torch", "deepspeed-fp32"):
-        with pytest.raises(zeropage.Error, match="names a file outside its folder"):
+        with pytest.raises(zeropage.ZeropageError, match="names a file outside its folder"):
             export_checkpoint(folder, folder.parent / "out", to)
-    with pytest.raises(zeropage.Error, match="is no checkpoint"):
+    with pytest.raises(zeropage.ZeropageError, match="is no checkpoint"):
         zeropage.save(folder, extra={})
 
 
@@ -584,5 +588,5 @@ def test_names_with_slashes_are_two_places(config, folder):
 def test_an_optimizer_with_state_of_its_own_is_an_error(config, folder):
     model, optimizer = trained(config)
     optimizer.state["global"] = {"step": 3}
-    with pytest.raises(zeropage.Error, match="keeps state of its own, under 'global'"):
+    with pytest.raises(zeropage.ZeropageError, match="keeps state of its own, under 'global'"):
         zeropage.save(folder, model, optimizer)

@@ -68,7 +68,7 @@ def test_without_locks_a_save_that_another_process_has_under_way_stays_until_it_
         for step in (1, 2):
             zeropage.save(folder / "ours", extra={"step": step})
             assert names(folder) == [under_way, "ours"] and "model.safetensors" in names(folder / under_way)
-        with pytest.raises(zeropage.Error, match=r'another process is saving to ".*other" now'):
+        with pytest.raises(zeropage.ZeropageError, match=r'another process is saving to ".*other" now'):
             zeropage.save(folder / "other", extra={})
     finally:
         other.kill()
@@ -105,7 +105,7 @@ def test_a_save_waits_for_another_machines_to_the_same_folder_until_that_is_dead
     silent_for(theirs, 60)
     beat = threading.Timer(0.5, os.utime, [theirs])
     beat.start()
-    with pytest.raises(zeropage.Error, match="another process is saving"):
+    with pytest.raises(zeropage.ZeropageError, match="another process is saving"):
         zeropage.save(folder / "ours", extra={"step": 2})
     beat.join()
     assert theirs.exists() and zeropage.load(folder) == {"step": 1}
@@ -197,7 +197,7 @@ def test_a_process_that_dies_between_two_steps_leaves_a_whole_checkpoint(die_at,
     if then == "save":
         zeropage.save(folder / "next", extra={"step": 3})
     if then == "latest":
-        assert zeropage.latest(folder) == folder / "ours"
+        assert zeropage.latest_checkpoint(folder) == folder / "ours"
     assert zeropage.load(folder / "ours") == {"step": expected}
     zeropage.save(folder / "next", extra={"step": 3})
     assert names(folder) == ["next", "ours"]
@@ -206,7 +206,7 @@ def test_a_process_that_dies_between_two_steps_leaves_a_whole_checkpoint(die_at,
 def test_a_save_to_a_place_from_which_a_checkpoint_was_moved_replaces_that(folder):
     process = run(STEPS, folder / "ours", "refused", "2")
     process.wait(60)
-    with pytest.raises(zeropage.Error, match="cannot hold"):
+    with pytest.raises(zeropage.ZeropageError, match="cannot hold"):
         zeropage.save(folder / "ours", extra={"step": print})
     assert zeropage.load(folder / "ours") == {"step": 1}
     zeropage.save(folder / "ours", extra={"step": 3})
@@ -264,7 +264,7 @@ def test_the_step_of_a_living_process_is_waited_for(folder):
 WRITES = """
 from safetensors.torch import save_file
 import torch
-with zeropage.init(parameters="host", device="cpu", host_memory="64MB", device_memory="64MB", resident_below=1):
+with zeropage.init(parameters="host", device="cpu", host_memory="64MB", device_memory="64MB", min_page_bytes=1):
     a = torch.nn.Linear(1000, 300)
 with torch.no_grad():
     a.weight.fill_(float(sys.argv[2]))
@@ -299,7 +299,7 @@ def test_two_processes_that_save_one_file_leave_one_whole_file(folder):
 
 
 def linear(value):
-    with zeropage.init(parameters="host", device="cpu", host_memory="64MB", device_memory="64MB", resident_below=1):
+    with zeropage.init(parameters="host", device="cpu", host_memory="64MB", device_memory="64MB", min_page_bytes=1):
         layer = torch.nn.Linear(1000, 300)
     with torch.no_grad():
         layer.weight.fill_(value)
@@ -330,7 +330,7 @@ def test_two_threads_that_save_one_file_leave_one_whole_file(folder):
 DIES = """
 from safetensors.torch import save_file
 import torch
-with zeropage.init(parameters="host", device="cpu", host_memory="64MB", device_memory="64MB", resident_below=1):
+with zeropage.init(parameters="host", device="cpu", host_memory="64MB", device_memory="64MB", min_page_bytes=1):
     a = torch.nn.Linear(1000, 300)
 def stop(_tensor):
     print("under way", flush=True)

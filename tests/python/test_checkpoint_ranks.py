@@ -25,7 +25,7 @@ def content(model, optimizer):
 
 
 def save_some(path, stage, precision, form):
-    with space(stage=stage, resident_below=4096, **PRECISIONS[precision]) as made:
+    with space(stage=stage, min_page_bytes=4096, **PRECISIONS[precision]) as made:
         model = build(made)
         optimizer = make_optimizer(model, form)
         run_steps(model, optimizer, range(2))
@@ -36,7 +36,7 @@ def save_some(path, stage, precision, form):
 
 
 def load_some(path, stage, precision, form):
-    settings = {"stage": stage, "tier": "host", "resident_below": 1024, "page_size": "32KiB"}
+    settings = {"stage": stage, "tier": "host", "min_page_bytes": 1024, "page_size": "32KiB"}
     with space(**settings, **PRECISIONS[precision]) as made:
         model = build(made)
         optimizer = make_optimizer(model, form)
@@ -57,7 +57,7 @@ SOME = [
     ("two", 0, "four", 3),
     ("two", 1, "two", 3),
 ]
-FORMS = [("float32", "AdamW-fused"), ("mixed", "SGD-momentum"), ("hi_lo", "AdamW")]
+FORMS = [("float32", "AdamW-fused"), ("mixed", "SGD-momentum"), ("float32_split", "AdamW")]
 
 
 CASES = [
@@ -81,7 +81,7 @@ def test_ranks_are_others_when_it_is_loaded(saving, stage, loading, other, preci
 
 
 def resumes(path, stage, precision, moments):
-    settings = {"stage": stage, "resident_below": 4096, **PRECISIONS[precision]}
+    settings = {"stage": stage, "min_page_bytes": 4096, **PRECISIONS[precision]}
     if moments:
         settings["optimizer_dtype"] = moments
     with space(**settings) as made:
@@ -98,7 +98,7 @@ def resumes(path, stage, precision, moments):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("precision,moments", [("float32", ""), ("mixed", "bfloat16"), ("hi_lo", "bfloat16")])
+@pytest.mark.parametrize("precision,moments", [("float32", ""), ("mixed", "bfloat16"), ("float32_split", "bfloat16")])
 def test_a_resumed_run_is_the_uninterrupted_one(stage, precision, moments, two, disk):
     if moments and stage == 0:
         pytest.skip("moments in fewer bits want partitioned states")
@@ -110,7 +110,7 @@ def fails(path, what, make):
     with space() as made:
         model = make(made)
         zeropage.save(path, model, extra={"step": 1})
-        with pytest.raises(zeropage.Error) as raised:
+        with pytest.raises(zeropage.ZeropageError) as raised:
             if what == "extra":
                 zeropage.save(path, model, extra={"f": object() if dist.get_rank() == 1 else 0})
             elif what == "size":
@@ -178,7 +178,7 @@ def test_a_rank_that_dies_is_an_error_on_the_other(rank, disk):
 
 
 def resumes_strided(path, settings):
-    with space(resident_below=1, **settings) as made:
+    with space(min_page_bytes=1, **settings) as made:
         model = build_strided(made)
         optimizer = make_optimizer(model, "AdamW-fused")
         run_steps(model, optimizer, range(2))
@@ -201,7 +201,7 @@ def test_parameters_that_do_not_lie_row_by_row_are_saved_and_loaded(settings, tw
 def fails_and_loads(path, precision):
     """A load that fails on one rank, and then one that does not."""
     path = pathlib.Path(path)
-    with space(resident_below=4096, **PRECISIONS[precision]) as made:
+    with space(min_page_bytes=4096, **PRECISIONS[precision]) as made:
         model = build(made)
         optimizer = make_optimizer(model, "AdamW-fused")
         run_steps(model, optimizer, range(2))
@@ -214,7 +214,7 @@ def fails_and_loads(path, precision):
             whole[5000] ^= 1  # in the first tensor's first part
             file.write_bytes(whole)
         dist.barrier()
-        with pytest.raises(zeropage.Error, match="damaged"):
+        with pytest.raises(zeropage.ZeropageError, match="damaged"):
             zeropage.load(path / "bad", model, optimizer)
         zeropage.load(path / "good", model, optimizer)
         return expected, run_steps(model, optimizer, range(2, 4))
@@ -234,11 +234,11 @@ def save_in_one_run(path):
         optimizer = make_optimizer(model, "AdamW-fused")
         manifest._run = f"of rank {dist.get_rank()}"
         for step in range(3):
-            zeropage.save(path / f"step-{step}", model, optimizer, keep=2)
+            zeropage.save(path / f"step-{step}", model, optimizer, keep_last=2)
         first = manifest.run_id()
         manifest._run = ""
         zeropage.load(path, model, optimizer)
-        zeropage.save(path / "step-3", model, optimizer, keep=2)
+        zeropage.save(path / "step-3", model, optimizer, keep_last=2)
         return first, manifest.run_id()
 
 

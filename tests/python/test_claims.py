@@ -9,10 +9,10 @@ import torch.nn as nn
 from ranks import space
 
 import zeropage
-from zeropage.plan import Machine, Program, dry_run, transformer
+from zeropage.plan import Machine, Program, simulate, transformer
 
 pytestmark = pytest.mark.cpu
-HALVES = {"visible_dtype": "float16", "reduce_dtype": "float16"}
+HALVES = {"compute_dtype": "float16", "reduce_dtype": "float16"}
 
 
 def homes(tier):
@@ -21,7 +21,7 @@ def homes(tier):
 
 def plan(program, ranks, tier, warm_up=1, machine=None, **settings):
     machine = machine or dataclasses.replace(Machine.load("dgx-2"), device_memory_gb=320)
-    return dry_run(program, homes(tier) | HALVES | settings, machine, ranks, steps=1, warm_up=warm_up)
+    return simulate(program, homes(tier) | HALVES | settings, machine, ranks, steps=1, warm_up=warm_up)
 
 
 def held(plan, *roles):
@@ -80,18 +80,18 @@ class Chain(nn.Module):
 
 def send_halves(stage):
     ranks = dist.get_world_size()
-    with space(stage=stage, visible_dtype="bfloat16", reduce_dtype="bfloat16") as made:
+    with space(stage=stage, compute_dtype="bfloat16", reduce_dtype="bfloat16") as made:
         with made:
             model = Chain()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):  # after the first, nothing is left to settle
             before = made.report()
             loss = model(torch.randn(4, 256, dtype=torch.bfloat16)).float().sum()
-            zeropage.evict(model)  # nothing is kept gathered between forward and backward
+            zeropage.page_out(model)  # nothing is kept gathered between forward and backward
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            zeropage.evict(model)
+            zeropage.page_out(model)
         step = made.report().since(before)
         data_parallel = 2 * 2 * sum(p.numel() for p in model.parameters()) * (ranks - 1) / ranks
         # A few weights that were gathered ahead when all was evicted are gathered again.

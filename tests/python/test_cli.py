@@ -117,7 +117,7 @@ def test_scripts_run_as_they_are(script, tmp_path, disk):
     path.write_text(textwrap.dedent(script))
     plain = run(str(path), "100")
     homes = [part for role in ("parameters", "gradients", "optimizer") for part in (f"--{role}", "disk")]
-    memory = ["--device-memory", "4MB", "--host-memory", "2MB", "--resident-below", "1", "--device", "cpu"]
+    memory = ["--device-memory", "4MB", "--host-memory", "2MB", "--min-page-bytes", "1", "--device", "cpu"]
     paged = run("-m", "zeropage", "run", *homes, *memory, "--disk-path", disk, str(path), "100")
     assert plain.returncode == 0, plain.stderr[-2000:]
     assert paged.returncode == 0, paged.stderr[-2000:]
@@ -176,7 +176,7 @@ class Terminal:
 
     def __init__(self, script, folder, log):
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "zeropage", "run", "--device", "cpu", "--resident-below", "1", str(script)]
+        command = [sys.executable, "-m", "zeropage", "run", "--device", "cpu", "--min-page-bytes", "1", str(script)]
         out = open(log, "w") if log else theirs  # noqa: SIM115
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
         self.process = subprocess.Popen(
@@ -272,11 +272,11 @@ def test_a_run_is_traced_and_its_trace_is_summed_up(tmp_path, disk):
     script.write_text(textwrap.dedent(PLAIN))
     trace = tmp_path / "run.json"
     flags = [part for role in ("parameters", "gradients", "optimizer") for part in (f"--{role}", "disk")]
-    flags += ["--disk-path", disk, "--device", "cpu", "--resident-below", "1"]
+    flags += ["--disk-path", disk, "--device", "cpu", "--min-page-bytes", "1"]
     flags += ["--device-memory", "300kB", "--host-memory", "100kB"]
     ended = zeropage_command("run", "--trace", str(trace), *flags, str(script), "100")
     assert ended.returncode == 0, ended.stderr[-2000:]
-    shown = zeropage_command("trace", str(trace), "--summary", "--most", "50")
+    shown = zeropage_command("trace", str(trace), "--summary", "--rows", "50")
     assert shown.returncode == 0, shown.stderr
     for part in ("operators on paged tensors", "disk read", "first.weight", "first.weight.exp_avg"):
         assert part in shown.stdout
@@ -313,7 +313,7 @@ def test_unlimited_locked_memory_is_enough_for_any_kernel(monkeypatch):
 
 
 def refused(*_settings):
-    raise zeropage.SettingError("not allowed here")
+    raise zeropage.ConfigError("not allowed here")
 
 
 def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypatch, fio):
@@ -330,17 +330,17 @@ def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypat
     # Of which training's reads ahead and writes behind have half.
     assert settings["io_depth"] == 2 * int(re.search(r"([0-9]+) in flight; written", ended.stdout)[1])
     space = zeropage.init(device="cpu", parameters="disk", disk_path=disk, device_memory="4MB", host_memory="4MB")
-    assert {name: space.config[name] for name in settings} == {name: str(value) for name, value in settings.items()}
+    assert {name: getattr(space.config, name) for name in settings} == settings
     space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB", io="threads")
-    assert (space.config["io"], space.config["io_depth"]) == ("threads", "auto")
+    assert (space.config.io, space.config.io_depth) == ("threads", "auto")
     # Where io_uring is forbidden, what was found with it does not count.
     tuned.write_text('{"io": "uring", "io_block": 65536, "io_depth": 4}')
     with monkeypatch.context() as patch:
         patch.setattr(_core, "Io", refused)
         space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB")
-    assert (space.config["io_block"], space.config["io_depth"]) == ("auto", "auto")
+    assert (space.config.io_block, space.config.io_depth) == ("auto", "auto")
     tuned.write_text("{}")
-    with pytest.raises(zeropage.SettingError, match=r"zeropage-io\.json is not what `zeropage io tune` writes"):
+    with pytest.raises(zeropage.ConfigError, match=r"zeropage-io\.json is not what `zeropage io tune` writes"):
         zeropage.init(device="cpu", disk_path=disk)
     bench = zeropage_command("io", "bench", disk, "--size", "32MB", "--seconds", "0")
     assert bench.returncode == 0 and "in flight" in bench.stdout
@@ -361,7 +361,7 @@ def test_what_is_no_file_of_settings_counts_for_no_disk(kind, disk, tmp_path):
         os.mkfifo(place)
     else:
         place.mkdir()
-    code = f"import zeropage; print(zeropage.init(device='cpu', disk_path={str(disk)!r}).config['io_block'])"
+    code = f"import zeropage; print(zeropage.init(device='cpu', disk_path={str(disk)!r}).config.io_block)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert ended.stdout == "auto\n", ended.stderr
 
@@ -372,7 +372,7 @@ def test_what_is_no_file_of_settings_counts_for_no_disk(kind, disk, tmp_path):
 )
 def test_sizes_of_flags_are_sizes_of_settings(text, size):
     assert _Size().convert(text, None, None) == size
-    assert zeropage.init(device="cpu", device_memory=text).config["device_memory"] == str(size)
+    assert zeropage.init(device="cpu", device_memory=text).config.device_memory == size
 
 
 @pytest.mark.parametrize("text", ["banana", "12 parsecs", "-1MB", "1.2.3", ""])
@@ -466,7 +466,7 @@ def test_what_is_measured_has_no_name(disk):
 
 @pytest.mark.parametrize("name, value", [("io_block", "1000"), ("io_depth", "many"), ("io_depth", "0")])
 def test_requests_that_cannot_be(name, value, disk):
-    with pytest.raises(zeropage.SettingError):
+    with pytest.raises(zeropage.ConfigError):
         zeropage.init(device="cpu", parameters="disk", disk_path=disk, **{name: value})
 
 
@@ -498,12 +498,12 @@ def test_deepspeed_configurations_become_settings(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert json.loads(out.read_text()) == {
         "stage": 3,
-        "resident_below": 400_000,
+        "min_page_bytes": 400_000,
         "optimizer": "disk",
         "gradients": "disk",
         "disk_path": "/nvme",
         "parameters": "host",
-        "visible_dtype": "bfloat16",
+        "compute_dtype": "bfloat16",
         "master_dtype": "float32",
         "reduce_dtype": "float32",
         "io_block": 1_048_576,

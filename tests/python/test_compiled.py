@@ -45,7 +45,7 @@ def train(make, compiled, evicts=False, steps=3):
         tokens = torch.arange(32).reshape(2, 16) + step
         loss = torch.nn.functional.cross_entropy(net(tokens % 50).flatten(0, 1), tokens.flatten() % 50)
         if evicts:
-            zeropage.evict(net)
+            zeropage.page_out(net)
         loss.backward()
         assert not evicts or all(zeropage.is_paged(p.grad) for p in net.parameters())
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -53,7 +53,7 @@ def train(make, compiled, evicts=False, steps=3):
         optimizer.zero_grad()
         losses.append(loss.detach())
         if evicts:
-            zeropage.evict(net)
+            zeropage.page_out(net)
     return losses, net.state_dict()
 
 
@@ -63,7 +63,7 @@ def blocks_of(net):
 
 
 def settings(disk, **others):
-    small = dict(device_memory="250kB", host_memory="150kB", resident_below="1", page_size="16KiB", device="cpu")
+    small = dict(device_memory="250kB", host_memory="150kB", min_page_bytes="1", page_size="16KiB", device="cpu")
     return dict(parameters="disk", gradients="disk", optimizer="disk", disk_path=disk, **{**small, **others})
 
 
@@ -112,7 +112,7 @@ def test_mixed_precision_and_checkpoints(disk):
                 x = checkpoint(block, x, use_reentrant=False)
             return self.head(x).float()
 
-    space = zeropage.init(settings(disk, visible_dtype="bfloat16"))
+    space = zeropage.init(settings(disk, compute_dtype="bfloat16"))
 
     def paged():
         with space:
@@ -154,5 +154,5 @@ def test_a_region_that_fails_lets_go(disk):
         net(torch.ones(2, 96))
         with pytest.raises(ValueError, match="its own") as kept:  # with its traceback, and the frames in it
             net(-torch.ones(2, 96))
-    zeropage.evict(net)
+    zeropage.page_out(net)
     assert space.report().budgets[0].now == 0, kept  # device_memory: what is held

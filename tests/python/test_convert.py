@@ -77,7 +77,7 @@ def same(a, b):
 
 
 def paged(config, form="AdamW-fused"):
-    return build(zeropage.init(config.replace(resident_below=4096)), form)
+    return build(zeropage.init(config.replace(min_page_bytes=4096)), form)
 
 
 def saved(config, folder, form="AdamW-fused", **options):
@@ -122,7 +122,7 @@ def test_plain_pytorch_goes_on_from_an_exported_folder_of_dcp(form, config, fold
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("visible", [False, True])
 def test_masters_are_exported_as_deepspeed_does(visible, shards, config, folder, monkeypatch):
-    model, _ = saved(config.replace(visible_dtype="bfloat16"), folder, visible=visible)
+    model, _ = saved(config.replace(compute_dtype="bfloat16"), folder, low_precision=visible)
     if shards:
         monkeypatch.setattr(contents_module, "SHARD_BYTES", 20_000)
     export_checkpoint(folder / "ours", folder / "fp32", "deepspeed-fp32")
@@ -169,14 +169,14 @@ def test_what_is_there_and_is_something_else_stays(config, folder):
     (folder / "out").mkdir()
     (folder / "out" / "precious").write_text("x")
     for to in ("torch", "dcp", "deepspeed-fp32"):
-        with pytest.raises(zeropage.Error, match="out"):
+        with pytest.raises(zeropage.ZeropageError, match="out"):
             export_checkpoint(folder / "ours", folder / "out", to)
-    with pytest.raises(zeropage.Error, match="out"):
+    with pytest.raises(zeropage.ZeropageError, match="out"):
         import_checkpoint(DATA / "zero1", folder / "out")
     assert [path.name for path in (folder / "out").iterdir()] == ["precious"]
-    with pytest.raises(zeropage.Error, match="no form"):
+    with pytest.raises(zeropage.ZeropageError, match="no form"):
         export_checkpoint(folder / "ours", folder / "other", "onnx")
-    with pytest.raises(zeropage.Error, match="no checkpoint of DeepSpeed"):
+    with pytest.raises(zeropage.ZeropageError, match="no checkpoint of DeepSpeed"):
         import_checkpoint(folder / "ours", folder / "other")
 
 
@@ -187,11 +187,11 @@ def test_nothing_that_is_there_is_replaced(config, folder):
         (folder / "out").mkdir()
         (folder / "out" / name).write_text("precious")
         (folder / "out" / "tokenizer.json").write_text("precious")
-        with pytest.raises(zeropage.Error, match="there already"):
+        with pytest.raises(zeropage.ZeropageError, match="there already"):
             export_checkpoint(folder / "ours", folder / "out", to)
         assert sorted(os.listdir(folder / "out")) == sorted([name, "tokenizer.json"])
     (folder / "all.pt").write_text("precious")
-    with pytest.raises(zeropage.Error, match="there already"):
+    with pytest.raises(zeropage.ZeropageError, match="there already"):
         export_checkpoint(folder / "ours", folder / "all.pt", "torch")
     assert (folder / "all.pt").read_text() == "precious"
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_mixed(config, folder):
             zeropage.save(folder / "ours", model, optimizer)
 
     replaced = []
-    with pytest.raises(zeropage.Error, match=r"replaced|not what was written"):
+    with pytest.raises(zeropage.ZeropageError, match=r"replaced|not what was written"):
         export_checkpoint(folder / "ours", folder / "all.pt", "torch", progress)
     assert not (folder / "all.pt").exists() and not list(folder.glob(".all*"))
 
@@ -239,7 +239,7 @@ class Small(nn.Module):
 
 
 def small(config, fused=True):
-    with zeropage.init(config.replace(resident_below=0)):
+    with zeropage.init(config.replace(min_page_bytes=0)):
         model = Small()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -332,7 +332,7 @@ def test_states_that_are_only_there_in_part_are_an_error(folder):
             state["optimizer_state_dict"]["state"][0].pop(key)
 
     edit(copy("zero3", folder), lose)
-    with pytest.raises(zeropage.Error, match="of others are not"):
+    with pytest.raises(zeropage.ZeropageError, match="of others are not"):
         import_checkpoint(folder / "zero3", folder / "ours")
 
     def cut(state):
@@ -347,7 +347,7 @@ def test_states_that_are_only_there_in_part_are_an_error(folder):
         state["base_optimizer_state"] = list(state["base_optimizer_state"]["state"].values())
 
     edit(copy("zero2", folder), elastic)
-    with pytest.raises(zeropage.Error, match="elastic"):
+    with pytest.raises(zeropage.ZeropageError, match="elastic"):
         import_checkpoint(folder / "zero2", folder / "ours")
 
     shutil.rmtree(folder / "zero1")
@@ -355,22 +355,22 @@ def test_states_that_are_only_there_in_part_are_an_error(folder):
     with pytest.raises(zeropage.DiskError, match="partition_count"):
         import_checkpoint(folder / "zero1", folder / "ours")
     (folder / "zero1" / "latest").write_text("../elsewhere")
-    with pytest.raises(zeropage.Error, match="elsewhere"):
+    with pytest.raises(zeropage.ZeropageError, match="elsewhere"):
         import_checkpoint(folder / "zero1", folder / "ours")
 
 
 def test_what_was_split_otherwise_is_an_error(folder):
     place = copy("zero1", folder)
     shutil.copy(place / "mp_rank_00_model_states.pt", place / "mp_rank_01_model_states.pt")
-    with pytest.raises(zeropage.Error, match="split by tensors"):
+    with pytest.raises(zeropage.ZeropageError, match="split by tensors"):
         import_checkpoint(folder / "zero1", folder / "ours")
     (place / "mp_rank_01_model_states.pt").rename(place / "layer_00-model_states.pt")
-    with pytest.raises(zeropage.Error, match="pipeline"):
+    with pytest.raises(zeropage.ZeropageError, match="pipeline"):
         import_checkpoint(folder / "zero1", folder / "ours")
     (place / "layer_00-model_states.pt").unlink()
     for path in place.glob("*optim_states.pt"):
         path.unlink()
-    with pytest.raises(zeropage.Error, match="without ZeRO"):
+    with pytest.raises(zeropage.ZeropageError, match="without ZeRO"):
         import_checkpoint(folder / "zero1", folder / "ours")
 
 
@@ -395,7 +395,7 @@ def test_no_pickle_of_deepspeeds_is_run(config, folder):
         state = torch.load(place, weights_only=False)
     (folder / "source").write_text("x")
     torch.save({**state, "odd": VeryEvil(folder / "ran")}, place)
-    with pytest.raises(zeropage.Error, match="no plain data"):
+    with pytest.raises(zeropage.ZeropageError, match="no plain data"):
         import_checkpoint(folder / "zero2", folder / "ours")
     torch.save({**state, "odd": Evil(folder / "ran")}, place)
     left_out = import_checkpoint(folder / "zero2", folder / "ours")
@@ -411,14 +411,14 @@ def test_no_name_in_deepspeeds_files_leads_out_of_the_folder(name, folder):
     latest = next(universal / known for known in ("latest", "latest_universal") if (universal / known).exists())
     tag = latest.read_text()
     latest.write_text(name)
-    with pytest.raises(zeropage.Error, match="names a folder elsewhere"):
+    with pytest.raises(zeropage.ZeropageError, match="names a folder elsewhere"):
         import_checkpoint(universal, folder / "ours")
     latest.write_text(tag)
     (path,) = (universal / tag.strip()).glob("mp_rank_00_model_states.pt")
     state = unpickling.load(path)
     state["param_shapes"][0][name] = torch.Size([5])
     torch.save(state, path)
-    with pytest.raises(zeropage.Error, match="is no name of a parameter"):
+    with pytest.raises(zeropage.ZeropageError, match="is no name of a parameter"):
         import_checkpoint(universal, folder / "ours")
 
 
@@ -492,7 +492,7 @@ def test_metadata_that_names_files_outside_the_folder_is_an_error(name, folder):
     for info in metadata.storage_data.values():
         info.relative_path = name
     (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(zeropage.Error, match="outside its folder"):
+    with pytest.raises(zeropage.ZeropageError, match="outside its folder"):
         import_checkpoint(folder / "a", folder / "ours")
 
 
@@ -512,7 +512,7 @@ def test_files_of_torch_save_change_no_class(module, name, folder):
     before = dict(vars(real))
     for state in ({"parent": "evil"}, (None, {"parent": "evil"})):
         torch_file(folder / "evil.pt", built(f"c{module}\n{name}\n".encode(), state))
-        with pytest.raises(zeropage.Error, match=r"no plain data|is damaged"):
+        with pytest.raises(zeropage.ZeropageError, match=r"no plain data|is damaged"):
             unpickling.load(folder / "evil.pt")
     assert dict(vars(real)) == before and not hasattr(unpickling.Inert, "parent")
 
@@ -582,7 +582,7 @@ def test_groups_with_the_same_settings_are_told_apart_by_the_optimizer(config, f
     again = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}])
     zeropage.load(folder / "ours", model, again)
     assert train(model, again, range(2, 4)) == train(plain, optimizer, range(2, 4))
-    with pytest.raises(zeropage.Error, match="another optimizer"):
+    with pytest.raises(zeropage.ZeropageError, match="another optimizer"):
         zeropage.load(folder / "ours", model, torch.optim.AdamW(trained[:1]))
 
 
@@ -590,12 +590,12 @@ def test_states_by_number_say_so_and_a_model_can_be_named(folder):
     plain, optimizer = build()
     train(plain, optimizer, range(1))
     dcp.save({"model": plain.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=folder / "a", no_dist=True)
-    with pytest.raises(zeropage.Error, match="by number"):
+    with pytest.raises(zeropage.ZeropageError, match="by number"):
         import_checkpoint(folder / "a", folder / "ours")
     dcp.save({"ema": plain.state_dict(), "net": plain.state_dict()}, checkpoint_id=folder / "b", no_dist=True)
-    with pytest.raises(zeropage.Error, match=r'--model.*"ema", "net"'):
+    with pytest.raises(zeropage.ZeropageError, match=r'--model.*"ema", "net"'):
         import_checkpoint(folder / "b", folder / "ours")
-    with pytest.raises(zeropage.Error, match='nothing under "x"'):
+    with pytest.raises(zeropage.ZeropageError, match='nothing under "x"'):
         import_checkpoint(folder / "b", folder / "ours", model_key="x")
     import_checkpoint(folder / "b", folder / "ours", model_key="net")
     other, _ = build()
@@ -618,7 +618,7 @@ def test_no_pickle_of_dcps_is_run(folder):
     for info in metadata.storage_data.values():
         info.relative_path = "../outside"
     (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(zeropage.Error, match="outside its folder"):
+    with pytest.raises(zeropage.ZeropageError, match="outside its folder"):
         import_checkpoint(folder / "a", folder / "ours")
 
 

@@ -57,7 +57,7 @@ def space(request):
                 disk_path=disk,
                 device_memory="64MB",
                 host_memory="64MB",
-                resident_below=0,
+                min_page_bytes=0,
             )
         )
 
@@ -197,7 +197,7 @@ def what_is_wrong_with_out(op, sample, out, space):
         t.sum()  # a tensor that reaches beyond its storage would read what is not its own
     if actual is None:
         return "no error" if expected else difference(plain_out, paged_out, op.full_name not in VALUES_VARY)
-    if isinstance(actual, zeropage.Error):
+    if isinstance(actual, zeropage.ZeropageError):
         same = [t.shape for t in tensors_of(paged_out)] == shapes
         return None if same else "another shape than before the error"
     return None if type(actual) is type(expected) else one_line(actual)
@@ -252,9 +252,9 @@ def test_modules_give_the_bits_of_plain_pytorch(training, space):
                 continue
             ran += 1
             try:
-                zeropage.evict(paged)
+                zeropage.page_out(paged)
                 actual = train_module(paged, twins.paged)
-                zeropage.evict(paged)
+                zeropage.page_out(paged)
                 grads = [[p.grad for p in m.parameters()] for m in (plain, paged)]
                 states = [list(m.state_dict().values()) for m in (plain, paged)]
                 if outcome := difference(expected, actual) or difference(*grads) or difference(*states):
@@ -272,7 +272,7 @@ def train_with(info, inputs, paged, space):
     )
     if paged:
         zeropage.page(model, space)
-        zeropage.evict(model)
+        zeropage.page_out(model)
     optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(inputs.kwargs))
 
     def closure():
@@ -288,7 +288,7 @@ def train_with(info, inputs, paged, space):
             closure()
             optimizer.step()
         if paged:
-            zeropage.evict(model)
+            zeropage.page_out(model)
     return [p.detach() for p in model.parameters()]
 
 

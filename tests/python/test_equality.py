@@ -16,7 +16,7 @@ import zeropage
 @pytest.mark.parametrize("evict", [False, True], ids=["lru", "evicted-between-statements"])
 def test_every_kind_of_model_trains_equal(name, evict, config):
     build, loss_of = MODELS[name]
-    assert_equal(build, loss_of, config, between=zeropage.evict if evict else lambda model: None)
+    assert_equal(build, loss_of, config, between=zeropage.page_out if evict else lambda model: None)
 
 
 TIERS = ["device", "host", "disk"]
@@ -27,7 +27,7 @@ TIERS = ["device", "host", "disk"]
 def test_each_tier_serves_each_role(tiers, config):
     roles = dict(zip(["parameters", "gradients", "optimizer"], tiers, strict=True))
     if "disk" not in tiers:
-        config._settings.pop("disk_path")
+        config = zeropage.Config(**{k: v for k, v in config.given().items() if k != "disk_path"})
     config = config.replace(**roles, device_memory="16MB", host_memory="16MB")
     model = assert_equal(GPT, gpt_loss, config, steps=2)
     homes = {(h.role, h.tier) for h in zeropage.report().homes}
@@ -50,14 +50,14 @@ def test_any_budget_from_all_fits_to_one_operator_fits_gives_the_same_bits(memor
 def test_both_io_engines_serve(io, config):
     try:
         zeropage.init(config.replace(io=io))
-    except zeropage.SettingError as refused:
+    except zeropage.ConfigError as refused:
         pytest.skip(str(refused))
     _keeps_the_space = assert_equal(GPT, gpt_loss, config.replace(io=io), steps=2)
     assert zeropage.report().io == {"uring": "io_uring", "threads": "threads"}[io]
 
 
 def test_gradients_accumulate_over_micro_batches(config):
-    assert_equal(GPT, gpt_loss, config, accumulate=3, between=zeropage.evict)
+    assert_equal(GPT, gpt_loss, config, accumulate=3, between=zeropage.page_out)
 
 
 def forms(optimizer, *kinds, **options):
@@ -106,7 +106,7 @@ def uneven_loss(model, step):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_stock_optimizer_steps_equal(optimizer, config):
-    assert_equal(Uneven, uneven_loss, config, optimizer=optimizer, between=zeropage.evict)
+    assert_equal(Uneven, uneven_loss, config, optimizer=optimizer, between=zeropage.page_out)
 
 
 def test_muon_steps_equal(config):
@@ -165,5 +165,5 @@ def test_training_over_several_disks_is_equal(config, request):
         return model(torch.randn(3, 1000, generator=generator_of(step))).square().mean()
 
     with tempfile.TemporaryDirectory(dir=request.config.rootpath / "build", prefix="swap-") as second:
-        disks = [config.get("disk_path"), second]
+        disks = [config.disk_path, second]
         assert_equal(build, loss_of, config.replace(disk_path=disks, page_size="2MiB", device_memory="16MB"))

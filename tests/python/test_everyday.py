@@ -27,7 +27,7 @@ def settings(disk):
         "disk_path": disk,
         "device_memory": "4MB",
         "host_memory": "8MB",
-        "resident_below": 0,
+        "min_page_bytes": 0,
         "page_size": "64KiB",
     }
 
@@ -221,7 +221,7 @@ def test_optimizers_that_count_steps_inside_a_scope(scope):
 
 def test_compiled_functions_inside_a_scope(settings):
     double = torch.compile(lambda a: a * 2, dynamic=True)
-    with zeropage.init(**{**settings, "resident_below": "64KB"}):
+    with zeropage.init(**{**settings, "min_page_bytes": "64KB"}):
         for rows in (3, 5):
             assert torch.equal(double(torch.ones(rows, 3)), torch.full((rows, 3), 2.0))
 

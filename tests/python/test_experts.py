@@ -82,14 +82,14 @@ def test_only_used_experts_are_read(way, config):
         model = Mixture(64, way)  # 6.3 MB
     used = 4 * 2 * WIDTH * INNER * 4
     for among in ([3, 17, 40, 63], [0, 1, 2, 3], [60, 5, 30, 31]):
-        zeropage.evict(model)
-        space.wait()
+        zeropage.page_out(model)
+        space.synchronize()
         before, already = space.report().read_bytes, space.report().written_bytes
         model(input_of(64, WIDTH), chosen_by(64, among)).sum().backward()
-        space.wait()
+        space.synchronize()
         read = space.report().read_bytes - before
-        zeropage.evict(model)
-        space.wait()
+        zeropage.page_out(model)
+        space.synchronize()
         written = space.report().written_bytes - already
         assert written <= 1.3 * used, (among, written / used)  # their gradients
         assert read <= 1.1 * 2 * used, (among, read / used)  # forward, and for the input's gradient once more

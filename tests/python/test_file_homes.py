@@ -49,7 +49,7 @@ def run(model, steps, lr=0.1):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        zeropage.evict(model)
+        zeropage.page_out(model)
     return losses
 
 
@@ -70,11 +70,11 @@ def test_nothing_is_copied_and_the_first_forward_reads_each_page_once(dtype, off
     assert report.swap_bytes == 0 and report.written_bytes == 0
 
 
-@pytest.mark.parametrize("update_ahead", ["never", "auto", "always"])
-def test_training_writes_to_the_swap_file_and_never_to_the_file(update_ahead, config, folder):
+@pytest.mark.parametrize("early_update", ["never", "auto", "always"])
+def test_training_writes_to_the_swap_file_and_never_to_the_file(early_update, config, folder):
     model, path = in_file(folder)
     before = path.read_bytes()
-    space = zeropage.init(config.replace(update_ahead=update_ahead))
+    space = zeropage.init(config.replace(early_update=early_update))
     zeropage.page(model, space)
     reference = plain()
     assert run(model, 5) == run(reference, 5)
@@ -103,9 +103,9 @@ def test_a_part_that_is_written_moves_and_the_rest_stays(config, folder):
     for m in (model, reference):
         with torch.no_grad():
             m[0].weight[3].fill_(7)
-            zeropage.evict(m)
+            zeropage.page_out(m)
             m[2].weight.zero_()
-            zeropage.evict(m)
+            zeropage.page_out(m)
     assert same(model, reference)
     assert 0 < space.report().file_bytes < bytes_of(model)
 
@@ -140,7 +140,7 @@ def test_a_file_that_was_deleted_or_replaced_is_still_there(config, folder):
     (folder / "other").rename(path)
     assert same(model, plain())
     path.unlink()
-    zeropage.evict(model)
+    zeropage.page_out(model)
     assert same(model, plain())
 
 
@@ -181,7 +181,7 @@ def test_a_mapping_that_others_may_write_is_copied(config, folder):
 
 def test_file_homes_can_be_turned_off(config, folder):
     model, _ = in_file(folder)
-    space = zeropage.init(config.replace(file_homes=False))
+    space = zeropage.init(config.replace(lazy_load=False))
     zeropage.page(model, space)
     assert space.report().file_bytes == 0
     assert same(model, plain())
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_it_may_take_its_place(wait, config, folder):
     zeropage.page(model, space)
     assert space.report().file_bytes == bytes_of(model)
     zeropage.save(folder / "checkpoint", model, wait=wait).wait()
-    zeropage.evict(model)
+    zeropage.page_out(model)
     assert same(model, plain())
     again = plain()
     zeropage.load(folder / "checkpoint", again)

@@ -22,7 +22,7 @@ def space(config):
 def page(space):
     def make(tensor):
         assert space.page(tensor)
-        zeropage.evict(tensor)
+        zeropage.page_out(tensor)
         return tensor
 
     return make
@@ -33,7 +33,7 @@ def in_another_process(program, disk, timeout=60):
     head = f"""
         import os, torch, torch.nn as nn, zeropage
         space = zeropage.init(device="cpu", parameters="disk", gradients="disk", optimizer="disk", disk_path={disk!r},
-                              device_memory="4MB", host_memory="4MB", resident_below=0)
+                              device_memory="4MB", host_memory="4MB", min_page_bytes=0)
     """
     code = textwrap.dedent(head) + textwrap.dedent(program)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout)
@@ -60,7 +60,7 @@ def test_set_gives_an_evicted_tensor_other_data(disk):
     program = """
         p, q, plain = torch.zeros(100, 100), torch.full((5, 5), 2.0), torch.zeros(3, 3)
         space.page(p), space.page(q)
-        zeropage.evict(p), zeropage.evict(q)
+        zeropage.page_out(p), zeropage.page_out(q)
         p.set_(torch.ones(5, 5))
         print(p.sum().item(), zeropage.is_paged(p))
         plain.set_(q)
@@ -161,7 +161,7 @@ def test_a_forked_child_that_steps_an_optimizer_is_told(disk):
                 print("paged by the parent process" in str(error), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
-        zeropage.evict(model)
+        zeropage.page_out(model)
         print(model[0].weight.isfinite().all().item())
     """
     assert in_another_process(program, disk).split() == ["True", "True"]
@@ -204,7 +204,7 @@ def test_threads_use_a_tensor_while_another_pins_and_evicts_it(page):
     for _ in range(1500):
         with zeropage.pinned(weight):
             pass
-        zeropage.evict(weight)
+        zeropage.page_out(weight)
     done.set()
     for thread in threads:
         thread.join()
@@ -235,7 +235,7 @@ def test_a_write_that_an_operator_does_not_declare_is_kept(page, library):
     library("f(Tensor x, Tensor y) -> Tensor", lambda x, y: x.add_(y).sum())
     x, y = page(torch.zeros(20, 20)), page(torch.ones(20, 20))
     assert torch.ops.zeropage_test.f(x, y).item() == 400
-    zeropage.evict(x)
+    zeropage.page_out(x)
     assert torch.equal(x, torch.ones(20, 20)) and torch.equal(y, torch.ones(20, 20))
 
 
@@ -255,7 +255,7 @@ def test_an_operator_that_is_registered_again_is_known_by_its_new_schema(page, l
         torch.ops.zeropage_test.f(x)
         one._destroy()
         torch.ops.zeropage_test.__dict__.pop("f", None)
-        zeropage.evict(x)
+        zeropage.page_out(x)
         assert x.sum().item() == 400 * (count + 1)
 
 

@@ -70,7 +70,7 @@ def test_generate_gives_the_same_tokens(config):
         expected = plain.generate(prompt, max_new_tokens=8, **options)
         torch.manual_seed(1)
         assert torch.equal(paged.generate(prompt, max_new_tokens=8, **options), expected)
-        zeropage.evict(paged)
+        zeropage.page_out(paged)
 
 
 @pytest.mark.parametrize("make", [llama, t5, bert])

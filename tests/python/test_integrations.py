@@ -13,7 +13,7 @@ from test_hugging_face import build
 from zeropage._space import space_of
 
 import zeropage
-from zeropage import SettingError, _wrappers
+from zeropage import ConfigError, _wrappers
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.cpu
@@ -140,10 +140,10 @@ def test_what_is_added_to_a_plain_model_beside_a_space_is_plain(config):
 
 
 def test_the_space_of_the_paged_parameters_says_which_plain_ones_are_too_many(config):
-    with zeropage.init(config, resident_below=1):
+    with zeropage.init(config, min_page_bytes=1):
         model = nn.Sequential(nn.Linear(64, 64))
     model.append(nn.Linear(64, 48))
-    _later = zeropage.init(config, resident_below="1GB")
+    _later = zeropage.init(config, min_page_bytes="1GB")
     model(torch.ones(2, 64)).sum().backward()
     with pytest.warns(UserWarning, match="not paged"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -222,7 +222,7 @@ def test_lightning(way, config, tmp_path):
     else:
         from zeropage.lightning import ZeropageStrategy
 
-        settings = config if isinstance(config, dict) else config._settings
+        settings = config if isinstance(config, dict) else config.given()
         strategy = ZeropageStrategy(**settings)
         make = network if way == "strategy" else None
         with group_of_one():
@@ -336,11 +336,11 @@ def test_wrappers_are_refused(config):
     with zeropage.init(config):
         model = nn.Linear(64, 64)
     for wrap in (nn.DataParallel, nn.parallel.DistributedDataParallel):
-        with pytest.raises(SettingError, match=f"without {wrap.__name__}"):
+        with pytest.raises(ConfigError, match=f"without {wrap.__name__}"):
             wrap(model)
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    with pytest.raises(SettingError, match="without FullyShardedDataParallel"):
+    with pytest.raises(ConfigError, match="without FullyShardedDataParallel"):
         FullyShardedDataParallel(model)
-    with pytest.raises(SettingError, match="without fully_shard"):
+    with pytest.raises(ConfigError, match="without fully_shard"):
         fully_shard(model)

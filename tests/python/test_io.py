@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import zeropage.io
-from zeropage import AccessError, BudgetError, DiskError, SettingError
+from zeropage import AccessError, BudgetError, ConfigError, DiskError
 
 pytestmark = pytest.mark.cpu
 SIZE = 3_000_000
@@ -70,13 +70,13 @@ def test_other_buffers(path):
         file.read(memoryview(memory), 4096)
         assert array.tobytes() == b"0123456789" and memory == b"6789" and file.size == 4100
         file.read(bytearray(), 0)
-        with pytest.raises(SettingError, match="read-only"):
+        with pytest.raises(ConfigError, match="read-only"):
             file.read(b"cannot")
-        with pytest.raises(SettingError, match="gaps"):
+        with pytest.raises(ConfigError, match="gaps"):
             file.read(torch.empty(4, 4)[:, ::2])
-        with pytest.raises(SettingError, match="cannot be transferred"):
+        with pytest.raises(ConfigError, match="cannot be transferred"):
             file.write(numpy.zeros(2, dtype="M8[s]"))
-        with pytest.raises(SettingError, match="Python objects"):
+        with pytest.raises(ConfigError, match="Python objects"):
             file.write(numpy.array([None]))
 
 
@@ -119,7 +119,7 @@ def test_read_only_memory_is_written_without_a_warning_and_kept_meanwhile(path):
         tickets += [file.start_write(bytes(lists[1][:10]), 0)]
         with pytest.raises(BufferError):
             lists[0].clear()  # the transfer has it
-        zeropage.io.wait(tickets)
+        zeropage.io.wait_all(tickets)
     assert pathlib.Path(path).read_bytes() == expected
 
 
@@ -137,9 +137,9 @@ def test_arrays_of_any_dtype(path, dtype):
 def test_numbers_that_memory_does_not_hold_are_refused(path):
     numbers = torch.randn(8, dtype=torch.complex64)
     with zeropage.io.open(path, "w") as file:
-        with pytest.raises(SettingError, match=r"resolve_conj\(\)"):
+        with pytest.raises(ConfigError, match=r"resolve_conj\(\)"):
             file.write(numbers.conj())
-        with pytest.raises(SettingError, match=r"resolve_neg\(\)"):
+        with pytest.raises(ConfigError, match=r"resolve_neg\(\)"):
             file.write(torch._neg_view(numbers.real.contiguous()))
         file.write(numbers.conj().resolve_conj())
         back = torch.empty_like(numbers)
@@ -156,12 +156,12 @@ def test_many_transfers_of_threads_and_files_are_under_way_together(disk, engine
             with zeropage.io.open(os.path.join(disk, f"{i}.bin"), "w", engine=engine) as file:
                 cuts = sorted({0, SIZE, *(random.Random(i).sample(range(SIZE), 30))})
                 ranges = list(itertools.pairwise(cuts))
-                zeropage.io.wait([file.start_write(contents[i][a:b], a) for a, b in ranges])
+                zeropage.io.wait_all([file.start_write(contents[i][a:b], a) for a, b in ranges])
                 back = torch.empty_like(contents[i])
                 tickets = [file.start_read(back[a:b], a) for a, b in ranges]
             engine.wait_all()  # the file closes behind its transfers
             assert all(ticket.done() for ticket in tickets)
-            zeropage.io.wait(tickets)
+            zeropage.io.wait_all(tickets)
             assert torch.equal(back, contents[i])
         except BaseException as error:
             failures.append(error)
@@ -179,7 +179,7 @@ def test_failed_and_short_transfers_say_where(path):
         buffer = zeropage.io.empty(8192, dtype=torch.uint8)
         tickets = [file.start_read(buffer, 0), file.start_read(buffer, 8192), file.start_read(buffer[:100], 100)]
         with pytest.raises(DiskError, match=r"offset 8192 of .*data\.bin.*only 1\.8 kB"):
-            zeropage.io.wait(tickets)
+            zeropage.io.wait_all(tickets)
         assert all(ticket.done() for ticket in tickets)
         with pytest.raises(ValueError, match="must not be negative"):
             file.read(buffer, -1)
@@ -189,7 +189,7 @@ def test_failed_and_short_transfers_say_where(path):
         zeropage.io.open(path + ".missing")
     with zeropage.io.open(path) as file, pytest.raises(DiskError, match="for reading"):
         file.write(buffer)
-    with pytest.raises(SettingError, match="mode"):
+    with pytest.raises(ConfigError, match="mode"):
         zeropage.io.open(path, "rw")
 
 
@@ -201,7 +201,7 @@ def test_a_deadline_leaves_the_transfer_under_way(path):
         ticket = file.start_read(buffer)
         with pytest.raises(TimeoutError):
             ticket.wait(timeout=0)
-        with pytest.raises(SettingError, match="timeout"):
+        with pytest.raises(ConfigError, match="timeout"):
             ticket.wait(timeout=float("nan"))
         ticket.wait(timeout=60)
         assert ticket.done() and bytes(buffer[-7:].tolist()) == b"the end"
@@ -248,7 +248,7 @@ def test_a_ticket_keeps_memory_that_its_tensor_lets_go_of(path):
 
 
 def test_paged_tensors_are_pinned_until_their_transfers_have_ended(path, disk):
-    settings = dict(device="cpu", parameters="disk", disk_path=disk, resident_below=1)
+    settings = dict(device="cpu", parameters="disk", disk_path=disk, min_page_bytes=1)
     with zeropage.init(**settings, device_memory="1MB", host_memory="1MB") as space:
         first, second = torch.nn.Parameter(torch.zeros(200_000)), torch.nn.Parameter(torch.zeros(200_000))
     content = torch.randn(200_000)
@@ -263,7 +263,7 @@ def test_paged_tensors_are_pinned_until_their_transfers_have_ended(path, disk):
         ticket.wait()
         with zeropage.pinned(second):
             second.fill_(1)
-        zeropage.evict(first)
+        zeropage.page_out(first)
         assert torch.equal(first, content)
         file.write(second)
         file.read(content)
@@ -344,7 +344,7 @@ def test_forked_children_use_files_and_leave_what_is_their_parents(path):
             if lost == 0:
                 return NOTHING_UNDER_WAY
             with pytest.raises(AccessError):
-                zeropage.io.wait(many)
+                zeropage.io.wait_all(many)
             own = ended = None
             many.clear()
             kept.clear()
@@ -354,7 +354,7 @@ def test_forked_children_use_files_and_leave_what_is_their_parents(path):
         for reads in (64, 128, 256, 512):
             many[:] = [file.start_read(torch.empty(SIZE, dtype=torch.uint8)) for _ in range(reads)]
             code = in_child(child)
-            zeropage.io.wait(many)
+            zeropage.io.wait_all(many)
             if code != NOTHING_UNDER_WAY:
                 break
         assert code == 7
@@ -378,7 +378,7 @@ def test_what_a_graph_has_saved_notices_a_read(path):
 
 @pytest.mark.parametrize("settings", [dict(block_size=1000), dict(block_size=0), dict(depth=0), dict(depth=10**6)])
 def test_settings_that_cannot_be(settings):
-    with pytest.raises(SettingError):
+    with pytest.raises(ConfigError):
         zeropage.io.Engine(**settings)
-    with pytest.raises(SettingError, match="engine"):
+    with pytest.raises(ConfigError, match="engine"):
         zeropage.io.Engine("fast")

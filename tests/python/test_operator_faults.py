@@ -23,7 +23,7 @@ LITTLE = {
     "optimizer": "disk",
     "device_memory": "16MB",
     "host_memory": "16MB",
-    "resident_below": 0,
+    "min_page_bytes": 0,
     "page_size": "64KiB",
 }
 
@@ -41,7 +41,7 @@ def paged(settings):
     def page(tensor):
         space.page(tensor)
         assert zeropage.is_paged(tensor)
-        zeropage.evict(tensor)
+        zeropage.page_out(tensor)
         return tensor
 
     return page
@@ -74,9 +74,9 @@ def test_a_view_of_another_dtype_writes_bits_after_a_deferred_operator(paged):
     assert torch.equal(plain(ours), reference)
 
 
-@pytest.mark.parametrize("master", ["float32", "hi_lo"])
+@pytest.mark.parametrize("master", ["float32", "float32_split"])
 def test_in_mixed_precision_a_view_of_integers_is_of_the_bits_that_operators_see(master, settings):
-    with zeropage.init(**settings, visible_dtype="bfloat16", master_dtype=master):
+    with zeropage.init(**settings, compute_dtype="bfloat16", master_dtype=master):
         layer = nn.Linear(*SIZE)
     reference = plain(layer.weight)
     with torch.no_grad():
@@ -129,13 +129,13 @@ def test_an_operator_that_throws_overwrites_nothing(bad, size, paged):
         bad(ours)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(plain(ours), torch.ones(size))
-    zeropage.evict(ours)
+    zeropage.page_out(ours)
     assert torch.equal(plain(ours.add_(1)), torch.full(size, 2.0))
 
 
-@pytest.mark.parametrize("master", ["float32", "hi_lo"])
+@pytest.mark.parametrize("master", ["float32", "float32_split"])
 def test_the_master_follows_what_is_written_raw(master, settings):
-    with zeropage.init(**settings, visible_dtype="bfloat16", master_dtype=master):
+    with zeropage.init(**settings, compute_dtype="bfloat16", master_dtype=master):
         layer = nn.Linear(*SIZE)
     with zeropage.pinned(layer.weight) as weight:
         weight.detach().view(torch.int16).numpy()[:256] = 0
@@ -154,7 +154,7 @@ def test_the_master_follows_a_write_that_the_schema_does_not_declare(settings):
         x.detach().mul_(0.5)
 
     library.impl("halve", halve, "CPU")
-    with zeropage.init(**settings, visible_dtype="bfloat16"):
+    with zeropage.init(**settings, compute_dtype="bfloat16"):
         layer = nn.Linear(*SIZE)
     with torch.no_grad():
         layer.weight.fill_(1)
@@ -172,22 +172,22 @@ def test_pythons_numbers_promote_as_numbers_where_an_operator_is_deferred(paged)
     assert torch.equal(plain(paged(integers.clone()) * 0.1), integers * 0.1)
 
 
-@pytest.mark.parametrize("master", ["float32", "hi_lo", None])
+@pytest.mark.parametrize("master", ["float32", "float32_split", None])
 def test_a_list_may_hold_a_tensor_twice(master, settings, paged):
-    mixed = {"visible_dtype": "bfloat16", "master_dtype": master} if master else {}
+    mixed = {"compute_dtype": "bfloat16", "master_dtype": master} if master else {}
     with zeropage.init(**settings, **mixed):
         layer = nn.Linear(*SIZE)
     with torch.no_grad():
         layer.weight.fill_(1)
         torch._foreach_mul_([layer.weight, layer.weight], 2)
-        zeropage.evict(layer.weight)
+        zeropage.page_out(layer.weight)
         torch._foreach_copy_([layer.weight], [layer.weight.detach()])
     assert plain(layer.weight).unique().tolist() == [4]
     assert plain(layer.state_dict()["weight"]).unique().tolist() == [4]
 
 
 def test_a_list_of_a_parameter_and_anothers_master_changes_both(settings):
-    with zeropage.init(**settings, visible_dtype="bfloat16"):
+    with zeropage.init(**settings, compute_dtype="bfloat16"):
         layer, other = nn.Linear(*SIZE), nn.Linear(*SIZE)
     with torch.no_grad():
         layer.weight.fill_(1)
@@ -199,7 +199,7 @@ def test_a_list_of_a_parameter_and_anothers_master_changes_both(settings):
 
 
 def test_out_of_a_space_that_mixes_is_followed_by_its_master(settings, paged):
-    with zeropage.init(**settings, visible_dtype="bfloat16"):
+    with zeropage.init(**settings, compute_dtype="bfloat16"):
         layer = nn.Linear(*SIZE)
     ours = paged(3 * torch.eye(512, dtype=torch.bfloat16))
     with torch.no_grad():
@@ -230,7 +230,7 @@ def test_what_is_wrong_with_an_operator_is_said_at_once_and_nothing_is_lost(make
     with pytest.raises((RuntimeError, ZeroDivisionError)):
         bad(ours, paged)
     assert torch.equal(plain(ours), make())
-    zeropage.wait()
+    zeropage.synchronize()
     assert plain(ours.add_(1).zero_()).count_nonzero() == 0
 
 
@@ -251,14 +251,14 @@ def test_a_chain_of_operators_needs_no_more_memory_than_each_of_them(settings):
     tensors = [torch.ones(64 * 1024) for _ in range(20)]
     for tensor in tensors:
         space.page(tensor)
-        zeropage.evict(tensor)
+        zeropage.page_out(tensor)
     for a, b in itertools.pairwise(tensors):
         a.add_(b)
     assert [plain(t).mean().item() for t in tensors] == [2.0] * 19 + [1.0]
 
 
 def test_gradients_of_a_deep_copy_may_be_set_in_mixed_precision(settings):
-    with zeropage.init(**settings, visible_dtype="bfloat16"):
+    with zeropage.init(**settings, compute_dtype="bfloat16"):
         layer = nn.Linear(*SIZE)
     other = copy.deepcopy(layer)
     other(torch.ones(1, 512, dtype=torch.bfloat16)).sum().backward()
@@ -308,7 +308,7 @@ def test_programs_that_are_joined_need_no_more_memory_than_the_budget(settings):
     tensors = [torch.ones(64 * 1024) for _ in range(21)]
     for tensor in tensors:
         space.page(tensor)
-        zeropage.evict(tensor)
+        zeropage.page_out(tensor)
     for begin in (0, 7, 14):
         for a, b in itertools.pairwise(tensors[begin : begin + 7]):
             a.add_(b)
@@ -318,9 +318,9 @@ def test_programs_that_are_joined_need_no_more_memory_than_the_budget(settings):
     assert [plain(t).mean().item() for t in tensors] == right
 
 
-@pytest.mark.parametrize("master", ["float32", "hi_lo"])
+@pytest.mark.parametrize("master", ["float32", "float32_split"])
 def test_after_an_error_in_a_list_operators_see_what_masters_hold(master, settings):
-    with zeropage.init(**settings, visible_dtype="bfloat16", master_dtype=master):
+    with zeropage.init(**settings, compute_dtype="bfloat16", master_dtype=master):
         layers = [nn.Linear(*SIZE) for _ in range(3)]
     weights = [layer.weight for layer in layers]
     others = [torch.ones(SIZE), torch.ones(SIZE), torch.ones(3, 3)]
@@ -430,7 +430,7 @@ def test_a_weight_used_twice_under_autocast_sums_in_the_lower_precision(paged):
 
 
 def test_an_average_kept_by_lerp_beside_masters(settings):
-    with zeropage.init(**settings, visible_dtype="bfloat16"):
+    with zeropage.init(**settings, compute_dtype="bfloat16"):
         layer = nn.Linear(64, 64, bias=False)
     average = torch.zeros(64, 64, dtype=torch.bfloat16)
     expected = average.clone().lerp_(plain(layer.weight), 0.1)

@@ -49,7 +49,7 @@ def test_a_plan_is_printed_and_written(tmp_path):
     for part in ("2 layers of 128", "device_memory", "ordinary tensors", "bound by", "a step"):
         assert part in ended.stdout
     written = json.loads(out.read_text())
-    assert written["tokens"] == 2 * 32 and written["settings"]["device_memory"] == "4000000"
+    assert written["tokens"] == 2 * 32 and written["settings"]["device_memory"] == 4_000_000
     assert written["total"]["budgets"]["device_memory"]["peak"] <= 4_000_000
     assert json.loads(trace.read_text())["traceEvents"]
     again = error_of(*SHAPE, "--machine", WORKSTATION, "--json", out)
@@ -65,7 +65,7 @@ def test_the_command_says_what_the_function_says(tmp_path):
     assert ended.exit_code == 0, ended.output
     settings = {**DISK, "device_memory": "4MB", "host_memory": "2MB"}
     program = zp.transformer(layers=2, hidden=128, vocabulary=500, heads=4, length=32)
-    planned = zp.dry_run(program, settings, zp.Machine.load(WORKSTATION), steps=1, warm_up=0)
+    planned = zp.simulate(program, settings, zp.Machine.load(WORKSTATION), steps=1, warm_up=0)
     assert json.loads(out.read_text())["seconds"] == planned.seconds
 
 
@@ -146,7 +146,7 @@ def test_a_llama_is_planned_from_its_config(tmp_path):
     assert "multiple" in error_of("--transformers", config, "--machine", WORKSTATION)
 
 
-class Briefly(zp.Measured):
+class Briefly(zp.MeasuredCosts):
     def __init__(self, device="cpu"):
         super().__init__(device, least_seconds=0)
 
@@ -171,7 +171,7 @@ def test_operators_are_measured_where_no_machine_is_named(tmp_path, monkeypatch)
         return here
 
     monkeypatch.setattr(zp.Machine, "measure", staticmethod(measure))
-    monkeypatch.setattr(planning, "Measured", Briefly)
+    monkeypatch.setattr(planning, "MeasuredCosts", Briefly)
     costs, out = tmp_path / "costs.json", tmp_path / "out.json"
     ended = plan(*SHAPE, "--measure", tmp_path, "--save-costs", costs, "--quick", "--json", out)
     assert ended.exit_code == 0, ended.output
@@ -212,7 +212,7 @@ def test_operators_are_measured_where_no_machine_is_named(tmp_path, monkeypatch)
         ),
         (["--transformers", "missing"], ["missing"]),
         (["--program", "missing.py"], ["missing.py"]),
-        ([*SHAPE, "--fit", "--quantised"], ["optimizer_dtype", "adamw"]),
+        ([*SHAPE, "--fit", "--try-8bit"], ["optimizer_dtype", "adamw"]),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(arguments, parts):
@@ -239,28 +239,28 @@ def test_the_command_ends_with_an_error_in_one_line_of_a_process():
 def test_the_least_budgets_work_and_less_does_not(machine):
     program, machine = small(), zp.Machine.load(MACHINES / f"{machine}.json")
     # What is taken in tiles, and where updates run, follows from the budgets, and then less may be enough again.
-    settings = DISK | {"page_size": "64KiB", "tiling": "off", "update_on": "host"}
+    settings = DISK | {"page_size": "64KiB", "tiling": "off", "optimizer_device": "host"}
     least = zp.least_budgets(program, settings, machine)
     budgets = {"device_memory": least.device_memory, "host_memory": least.host_memory}
 
     def step(**changed):
-        return zp.dry_run(program, settings | budgets | changed, machine, steps=1, warm_up=0)
+        return zp.simulate(program, settings | budgets | changed, machine, steps=1, warm_up=0)
 
     step()
     for name, value in budgets.items():
         less = value - max(64 << 10, value // 100) - 4096
         if less > 0:
-            with pytest.raises(zeropage.Error):
+            with pytest.raises(zeropage.ZeropageError):
                 step(**{name: less})
     most = step().total.to_dict()["budgets"]
     assert all(most[name]["peak"] <= value for name, value in budgets.items())
 
 
 def test_the_least_budgets_are_said():
-    ended = plan(*SHAPE, *ON_DISK, *BUDGETS, "--machine", WORKSTATION, "--quick", "--least")
+    ended = plan(*SHAPE, *ON_DISK, *BUDGETS, "--machine", WORKSTATION, "--quick", "--min-budgets")
     assert ended.exit_code == 0 and "least budgets that work: device_memory" in ended.stdout, ended.output
     tight = ["--tiling", "off", "--device-memory", "200kB"]
-    said = error_of(*SHAPE, *ON_DISK, *tight, "--machine", WORKSTATION, "--least")
+    said = error_of(*SHAPE, *ON_DISK, *tight, "--machine", WORKSTATION, "--min-budgets")
     assert "device_memory = 200" in said and "least budgets that work: device_memory" in said
 
 
@@ -285,8 +285,8 @@ def test_what_fits_best_is_near_the_best_of_all(name):
     best = math.inf
     for ranks, settings in _fit.candidates(program, machine, over=over):
         try:
-            planned = zp.dry_run(program, settings, machine, ranks)
-        except zeropage.Error:
+            planned = zp.simulate(program, settings, machine, ranks)
+        except zeropage.ZeropageError:
             continue
         best = min(best, planned.seconds / planned.tokens)
     assert found[0].seconds_per_token <= 1.05 * best
@@ -300,7 +300,7 @@ def test_settings_that_fit_are_written_and_planned_again(tmp_path):
     assert ended.exit_code == 0, ended.output
     assert "tokens/s" in ended.stdout and "written:" in ended.stdout
     settings = json.loads(out.read_text())
-    assert settings["device_memory"] == "4MB" and "visible_dtype" not in settings
+    assert settings["device_memory"] == "4MB" and "compute_dtype" not in settings
     zeropage.Config.of(out)
     assert plan(*SHAPE, "--config", out, "--machine", WORKSTATION, "--quick").exit_code == 0
 
@@ -310,9 +310,9 @@ def test_bits_change_only_where_that_is_allowed():
     over = {**DISK, "device_memory": "3MB", "host_memory": "2MB", "page_size": "64KiB", "activations": "device"}
     over = {name: [value] for name, value in over.items()}
     same = zp.fit(small(), machine, over=over)
-    assert all("visible_dtype" not in f.settings and f.settings["tiling"] == "exact" for f in same)
+    assert all("compute_dtype" not in f.settings and f.settings["tiling"] == "exact" for f in same)
     mixed = zp.fit(small(), machine, over=over, allow_mixed=True)
-    assert mixed[0].settings.get("visible_dtype") == "bfloat16"
+    assert mixed[0].settings.get("compute_dtype") == "bfloat16"
     assert mixed[0].seconds_per_token < same[0].seconds_per_token
     slower = same[0].why_slower(mixed[0])
     assert "slower: bound by" in slower and "not" in slower

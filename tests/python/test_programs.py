@@ -111,7 +111,7 @@ class Program:
             del weight, opt
 
     def evicted(self):
-        zeropage.evict(self.paged[self.pick()])
+        zeropage.page_out(self.paged[self.pick()])
 
     def pinned(self):
         i = self.pick()

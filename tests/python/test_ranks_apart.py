@@ -43,7 +43,7 @@ def test_ranks_at_different_operators_are_told_where_each_is(check_ranks, pair):
         assert "aten::linear on paged Float [65, 65]" in said and "aten::linear on paged Float [265, 65]" in said, (
             said
         )
-        assert "zeropage.together(module)" in said
+        assert "zeropage.gather_together(module)" in said
 
 
 def test_without_checks_ranks_at_different_operators_still_end_in_time(pair):
@@ -129,7 +129,7 @@ def mixture(stage, marked):
         if marked:
             for module in model:
                 if isinstance(module, Experts):
-                    zeropage.together(module)
+                    zeropage.gather_together(module)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses, used = [], set()
         for step in range(4):
@@ -164,7 +164,7 @@ def test_a_mixture_of_experts_trains_when_marked(size, stage, request):
 def test_a_mixture_of_experts_that_is_not_marked_is_told_to_be(pair):
     pair.start(mixture, 3, False)
     said = [pair.answer(rank, timeout=30)[1] for rank in range(2)]
-    assert all("zeropage.together(module)" in text for text in said), said
+    assert all("zeropage.gather_together(module)" in text for text in said), said
 
 
 def start_from_different_seeds(stage):

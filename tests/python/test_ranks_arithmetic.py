@@ -85,11 +85,11 @@ def send(stage):
         for _ in range(2):
             before = made.report()
             loss = model(torch.randn(4, 301, requires_grad=True)).sum()
-            zeropage.evict(model)  # nothing is kept gathered between forward and backward
+            zeropage.page_out(model)  # nothing is kept gathered between forward and backward
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            zeropage.evict(model)
+            zeropage.page_out(model)
         after = made.report()
         part = 4 * sum(share_elements(p.numel(), ranks) for p in model.parameters())
         whole = 4 * sum(p.numel() for p in model.parameters())

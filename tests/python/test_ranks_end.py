@@ -23,7 +23,7 @@ def program(rank, ranks, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     settings = {"parameters": "host", "gradients": "host", "optimizer": "host", "device": "cpu", "stage": 1}
-    with zeropage.init(**settings, device_memory="1MB", host_memory="1MB", page_size="16KiB", resident_below=1):
+    with zeropage.init(**settings, device_memory="1MB", host_memory="1MB", page_size="16KiB", min_page_bytes=1):
         globals()["model"] = nn.Sequential(nn.Linear(65, 65), nn.GELU(), nn.Linear(65, 1))  # lives until the end
     optimizer = torch.optim.AdamW(model.parameters())  # noqa: F821
     for _ in range(2):

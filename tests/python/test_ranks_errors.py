@@ -121,7 +121,7 @@ def test_when_the_collector_runs_changes_nothing_that_ranks_do_together(when, st
 
 
 def differ_in(name, values):
-    with pytest.raises(zeropage.SettingError) as said, space(**{name: values[dist.get_rank()]}):
+    with pytest.raises(zeropage.ConfigError) as said, space(**{name: values[dist.get_rank()]}):
         pass
     return str(said.value)
 
@@ -131,10 +131,10 @@ def differ_in(name, values):
     [
         ("page_size", ["16KiB", "32KiB"]),
         ("device_memory", ["6MB", "8MB"]),
-        ("resident_below", [1, "64KB"]),
+        ("min_page_bytes", [1, "64KB"]),
         ("stage", [3, 1]),
         ("partition", ["auto", "gradients"]),
-        ("visible_dtype", ["auto", "bfloat16"]),
+        ("compute_dtype", ["auto", "bfloat16"]),
         ("reduce_dtype", ["bfloat16", "float32"]),
         ("parameters", ["device", "disk"]),
         ("check_ranks", ["never", "always"]),
@@ -151,7 +151,7 @@ def test_settings_that_differ_between_ranks_are_named_with_each_value(name, valu
 def write_the_same_otherwise():
     page_size, stage = [("16KiB", 3), (16384, "3")][dist.get_rank()]
     with space(page_size=page_size, stage=stage, host_memory=["4MB", "5MB"][dist.get_rank()]) as made:
-        return made.config["page_size"], made.config["host_memory"]
+        return made.config.page_size, made.config.host_memory
 
 
 def test_settings_that_mean_the_same_or_decide_nothing_may_be_written_otherwise(two):
@@ -163,7 +163,7 @@ def leave_sizes_to_the_machine():
     os.environ["LOCAL_WORLD_SIZE"] = str(2 + dist.get_rank())
     try:
         with space(device_memory="auto", host_memory="auto", page_size="auto") as made:
-            return [made.config[name] for name in ("device_memory", "host_memory", "page_size")]
+            return [getattr(made.config, name) for name in ("device_memory", "host_memory", "page_size")]
     finally:
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
 
@@ -174,7 +174,10 @@ def test_sizes_left_to_the_machine_are_the_least_of_all_ranks(two):
 
 
 def fail_on_one_rank():
-    with pytest.raises(zeropage.Error) as said, space(disk_path="/missing" if dist.get_rank() == 1 else "/var/tmp"):
+    with (
+        pytest.raises(zeropage.ZeropageError) as said,
+        space(disk_path="/missing" if dist.get_rank() == 1 else "/var/tmp"),
+    ):
         pass
     return type(said.value).__name__, str(said.value)
 

@@ -59,7 +59,7 @@ def wrap():
     with space() as made:
         with made:
             model = nn.Linear(65, 65)
-        with pytest.raises(zeropage.SettingError, match="without DistributedDataParallel"):
+        with pytest.raises(zeropage.ConfigError, match="without DistributedDataParallel"):
             nn.parallel.DistributedDataParallel(model)
         plain = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
         plain(torch.ones(1, 3)).sum().backward()

@@ -236,7 +236,7 @@ LIGHTNING = """
         from zeropage.lightning import ZeropageStrategy
         homes = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk")
         strategy = ZeropageStrategy(process_group_backend="gloo", device="cpu", device_memory="4MB",
-                                    host_memory="2MB", resident_below="1", disk_path=sys.argv[1], **homes)
+                                    host_memory="2MB", min_page_bytes="1", disk_path=sys.argv[1], **homes)
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(32, 64), torch.randint(0, 8, (32,)))
     module = Module()
@@ -307,7 +307,7 @@ def started(launcher, *command, **environment):
 
 def paged_by_the_command(disk, *arguments, launcher=torchrun):
     flags = [part for role in ("parameters", "gradients", "optimizer") for part in (f"--{role}", "disk")]
-    flags += ["--device-memory", "4MB", "--host-memory", "2MB", "--resident-below", "1", "--device", "cpu"]
+    flags += ["--device-memory", "4MB", "--host-memory", "2MB", "--min-page-bytes", "1", "--device", "cpu"]
     paged, errors = launcher("-m", "zeropage", "run", *flags, "--disk-path", disk, *arguments)
     assert errors.count("paged: True 2") == 2
     return paged
@@ -337,7 +337,7 @@ LATE_RANKS = """
 def test_ranks_that_start_after_the_command_are_an_error(tmp_path, disk):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(LATE_RANKS))
-    flags = ["--resident-below", "1", "--device", "cpu", "--disk-path", disk]
+    flags = ["--min-page-bytes", "1", "--device", "cpu", "--disk-path", disk]
     command = [sys.executable, "-m", "zeropage", "run", *flags, str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode != 0 and "torchrun --nproc-per-node N -m zeropage run" in ended.stderr
@@ -516,10 +516,10 @@ def wraps_in_a_subclass():
         assert torch.equal(net(x), net.module(x) * 2) and net.calls == 1
         twin = copy.deepcopy(net)
         assert twin.calls == 1 and torch.equal(twin(x), net(x)) and twin.process_group is net.process_group
-        with pytest.raises(zeropage.SettingError, match="join"):
+        with pytest.raises(zeropage.ConfigError, match="join"):
             net.join()
         if torch.distributed.get_rank() == 0:
-            with pytest.raises(zeropage.SettingError, match="over 1 of 2 ranks"):
+            with pytest.raises(zeropage.ConfigError, match="over 1 of 2 ranks"):
                 DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
 
 

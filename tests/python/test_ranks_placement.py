@@ -169,12 +169,12 @@ def conditional(stage, n, visible):
     torch.manual_seed(0)
     reference = SomeOfThem(n, 3).to(dtype)
     torch.manual_seed(0)
-    settings = {"visible_dtype": "bfloat16"} if visible else {}
+    settings = {"compute_dtype": "bfloat16"} if visible else {}
     with space(stage=stage, device_memory="16MB", **settings) as made:
         with made:
             model = SomeOfThem(n, 3)
         if stage == 3:
-            zeropage.together(model)
+            zeropage.gather_together(model)
         for step, runs in enumerate([[rank % 2], [2], [0, 1] if rank == 0 else [2]]):
             torch.manual_seed(10 * step + rank)
             x = torch.randn(4, n).to(dtype)
@@ -418,14 +418,14 @@ def loses_its_disk():
     with space(stage=3) as made:
         with made:
             model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
-        zeropage.evict(model)
+        zeropage.page_out(model)
         made.wait()
         if dist.get_rank() == 1:
             for descriptor in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
                     if "deleted" in os.readlink(f"/proc/self/fd/{descriptor}"):
                         os.ftruncate(int(descriptor), 0)
-        with pytest.raises(zeropage.Error) as raised:
+        with pytest.raises(zeropage.ZeropageError) as raised:
             plain(model[2].weight)
         return type(raised.value).__name__, str(raised.value)
 
@@ -531,7 +531,7 @@ def joins(rank, path, how):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     torch.manual_seed(rank)
     torch.set_num_threads(1)
-    with zeropage.init(stage=1, device="cpu", resident_below=64):
+    with zeropage.init(stage=1, device="cpu", min_page_bytes=64):
         model = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -560,7 +560,7 @@ def joins(rank, path, how):
         reference(torch.randn(4, 128)).pow(2).sum().backward()
         for other, ours in zip(reference.parameters(), model.parameters(), strict=True):
             assert_close(plain(ours), other.detach() - 0.1 * mean(other.grad))
-        with pytest.raises(zeropage.SettingError, match="averages its gradients over 2 ranks"):
+        with pytest.raises(zeropage.ConfigError, match="averages its gradients over 2 ranks"):
             nn.parallel.DistributedDataParallel(model)
     dist.destroy_process_group()
 

@@ -32,4 +32,4 @@ def test_odd_sizes_and_pages_that_no_vector_fits_give_the_same_bits(name, dtype,
             OPERATORS[name](*plain)
             OPERATORS[name](*paged)
     assert torch.equal(paged[0], plain[0])
-    assert not space.report().general_path
+    assert not space.report().unpaged_operators

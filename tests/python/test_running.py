@@ -37,7 +37,7 @@ def trained(model, steps=2):
 
 
 def test_a_model_that_is_made_on_the_cpu_and_moved_is_paged_with_the_same_values(config):
-    device = config.get("device")
+    device = config.device
 
     def made():
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_a_model_without_data_is_paged_when_it_gets_memory(config):
     with _modules_paged(zeropage.init(config)):
         with torch.device("meta"):
             model = Net()
-        model.to_empty(device=config.get("device"))
+        model.to_empty(device=config.device)
         assert all(map(zeropage.is_paged, tensors(model)))
 
 
@@ -83,7 +83,7 @@ def encoder():
 
 
 def test_copies_of_layers_are_in_mixed_precision_too(config):
-    with _modules_paged(zeropage.init(config, visible_dtype="bfloat16")):
+    with _modules_paged(zeropage.init(config, compute_dtype="bfloat16")):
         model = encoder()
         model(torch.ones(1, 4, 32, dtype=torch.bfloat16))
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -92,7 +92,7 @@ def test_copies_of_layers_are_in_mixed_precision_too(config):
 
 
 def test_a_checkpoint_is_loaded_into_masters_though_the_model_has_not_run(config):
-    settings = dict(visible_dtype="bfloat16")
+    settings = dict(compute_dtype="bfloat16")
 
     def run(checkpoint=None):
         with _modules_paged(zeropage.init(config, **settings)):

@@ -32,8 +32,8 @@ OPTIMIZERS = {
 }
 PRECISIONS = {
     "float32": {},
-    "mixed": dict(visible_dtype="bfloat16"),
-    "hi_lo": dict(visible_dtype="bfloat16", master_dtype="hi_lo"),
+    "mixed": dict(compute_dtype="bfloat16"),
+    "float32_split": dict(compute_dtype="bfloat16", master_dtype="float32_split"),
 }
 
 FORMS = [  # each form in one precision; in all of them with --full
@@ -79,7 +79,7 @@ def run_steps(model, optimizer, seeds):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        zeropage.evict(model)
+        zeropage.page_out(model)
     return losses
 
 
@@ -90,7 +90,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("form, precision", FORMS)
 def test_a_resumed_run_is_the_uninterrupted_one(form, precision, config, tmp_path):
-    config = config.replace(**PRECISIONS[precision], resident_below=4096)
+    config = config.replace(**PRECISIONS[precision], min_page_bytes=4096)
     model = build(zeropage.init(config))
     optimizer = make_optimizer(model, form)
     run_steps(model, optimizer, range(3))
@@ -114,7 +114,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(form, precision, config, tmp_pat
 
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
 def test_quantised_moments_resume(moments, config, tmp_path):
-    config = config.replace(optimizer_dtype=moments, resident_below=4096)
+    config = config.replace(optimizer_dtype=moments, min_page_bytes=4096)
     model = build(zeropage.init(config))
     optimizer = make_optimizer(model, "AdamW-fused")
     run_steps(model, optimizer, range(3))
@@ -131,7 +131,7 @@ def test_quantised_moments_resume(moments, config, tmp_path):
 
 def test_state_dict_gives_masters_or_what_operators_see(config):
     for setting, dtype in (("master", torch.float32), ("visible", torch.bfloat16)):
-        for precision in ("mixed", "hi_lo"):
+        for precision in ("mixed", "float32_split"):
             model = build(zeropage.init(config.replace(**PRECISIONS[precision], state_dict=setting)))
             state = model.state_dict()
             assert {value.dtype for value in state.values()} == {dtype}
@@ -140,7 +140,7 @@ def test_state_dict_gives_masters_or_what_operators_see(config):
             plain = build(torch.no_grad())
             expected = plain[0].weight.to(dtype)
             assert torch.equal(state["0.weight"].cpu(), expected.cpu())
-    with pytest.raises(zeropage.SettingError, match="state_dict"):
+    with pytest.raises(zeropage.ConfigError, match="state_dict"):
         zeropage.init(config.replace(state_dict="both"))
 
 
@@ -175,7 +175,7 @@ class Keeper(nn.Module):
 @pytest.mark.parametrize("way", ["a hook", "extra state", "an override"])
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 def test_a_model_that_is_saved_while_another_is_gives_its_masters_too(way, nested, config):
-    with zeropage.init(config, visible_dtype="bfloat16"):
+    with zeropage.init(config, compute_dtype="bfloat16"):
         model = nn.Sequential(nn.Sequential(Keeper(way))) if nested else Keeper(way)
     keeper = model[0][0] if nested else model
     state = model.state_dict(prefix="all.")
@@ -266,7 +266,7 @@ def test_a_save_that_fails_lets_go_of_what_it_held(config, tmp_path):
         torch.save([paged.state_dict(), Refuses()], tmp_path / "x")
     with pytest.raises((RuntimeError, OSError)):
         torch.save(paged.state_dict(), tmp_path / "missing" / "x")
-    zeropage.evict(paged)
+    zeropage.page_out(paged)
     run_steps(paged, torch.optim.SGD(paged.parameters(), lr=0.1), [0])
     torch.save(paged.state_dict(), tmp_path / "x")
     assert torch.equal(torch.load(tmp_path / "x")["0.weight"].cpu(), paged[0].weight.detach().cpu())
@@ -371,5 +371,5 @@ def test_what_operators_see_follows_a_master_that_a_program_changes(config):
                 change(state[name])
             for name, parameter in model.named_parameters():
                 assert torch.equal(parameter.detach().cpu(), state[name].cpu().bfloat16()), name
-            zeropage.evict(model)
+            zeropage.page_out(model)
             assert torch.equal(model[0].weight.detach().cpu(), state["0.weight"].cpu().bfloat16())

@@ -28,7 +28,7 @@ def groups_of(kind):
 def saves_in_groups(path, kind, waits):
     settings, mine = groups_of(kind)
     path = pathlib.Path(path) / f"group-{mine}"
-    with space(resident_below=4096, **settings) as made:
+    with space(min_page_bytes=4096, **settings) as made:
         model = build(made)
         optimizer = make_optimizer(model, "AdamW-fused")
         run_steps(model, optimizer, range(2 + mine))  # groups are at other steps

@@ -17,7 +17,7 @@ from zeropage import _core, _one_saves
 
 def resume(path, form, stage, precision):
     """Runs, saves on every rank, goes on; and again from what was saved."""
-    settings = {"stage": stage, "resident_below": 4096, **PRECISIONS[precision]}
+    settings = {"stage": stage, "min_page_bytes": 4096, **PRECISIONS[precision]}
     path = pathlib.Path(path) / f"rank{dist.get_rank()}.pt"
     with space(**settings) as made:
         model = build(made)
@@ -86,7 +86,7 @@ def train_and_resume(path, settings):
         return whole, losses_of(trainer)
 
 
-@pytest.mark.parametrize("settings", [{}, {"stage": 1, "visible_dtype": "bfloat16"}, PRECISIONS["hi_lo"]])
+@pytest.mark.parametrize("settings", [{}, {"stage": 1, "compute_dtype": "bfloat16"}, PRECISIONS["float32_split"]])
 def test_trainer_over_ranks_saves_and_resumes(settings, two, tmp_path):
     for whole, resumed in two.run(train_and_resume, tmp_path, settings):
         assert len(whole) == 6 and resumed == whole
@@ -123,7 +123,7 @@ def accelerate_and_resume(path, precision):
 
     losses = []
     for saves in (True, False):
-        with space(resident_below=4096, **PRECISIONS[precision]) as made:
+        with space(min_page_bytes=4096, **PRECISIONS[precision]) as made:
             accelerator = accelerate.Accelerator(cpu=True)
             model = build(made)
             optimizer = make_optimizer(model, "AdamW-fused")
@@ -170,7 +170,7 @@ def dcp_resume(path, saves, stage, precision, alone=False):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    settings = {"stage": stage, "resident_below": 4096, **PRECISIONS[precision]}
+    settings = {"stage": stage, "min_page_bytes": 4096, **PRECISIONS[precision]}
     with space(**settings) as made:
         model = build(made)
         optimizer = make_optimizer(model, "AdamW-fused")
@@ -190,7 +190,7 @@ def import_and_resume(path, stage, precision):
     from zeropage._convert import import_checkpoint
 
     import_checkpoint(path, path.parent / "ours")
-    with space(stage=stage, resident_below=4096, **PRECISIONS[precision]) as made:
+    with space(stage=stage, min_page_bytes=4096, **PRECISIONS[precision]) as made:
         model = build(made)
         optimizer = make_optimizer(model, "AdamW-fused")
         zeropage.load(path.parent / "ours", model, optimizer)
@@ -240,7 +240,7 @@ def saves_pretrained(path, kind, how, settings):
         model(torch.arange(8)[None]).logits.sum().backward()
 
 
-@pytest.mark.parametrize("settings", [{"stage": 1}, {}, PRECISIONS["hi_lo"]], ids=["1", "3", "3-hi_lo"])
+@pytest.mark.parametrize("settings", [{"stage": 1}, {}, PRECISIONS["float32_split"]], ids=["1", "3", "3-hi_lo"])
 @pytest.mark.parametrize(
     "kind, how", [("llama", "all"), ("llama", "flag"), ("mixtral", "shards"), ("mixtral", "trainer")]
 )
@@ -279,7 +279,7 @@ def saves_after_a_copy_on_one_rank(path, check_ranks):
     """States that were made after rank 0 alone made a tensor more."""
     import accelerate
 
-    with space(resident_below=4096, check_ranks=check_ranks) as made:
+    with space(min_page_bytes=4096, check_ranks=check_ranks) as made:
         accelerator = accelerate.Accelerator(cpu=True)
         model = build(made)
         optimizer = make_optimizer(model, "AdamW-fused")
@@ -299,7 +299,7 @@ def test_a_tensor_that_one_rank_alone_made_changes_no_file(check_ranks, two, tmp
 
 
 def saves_what_it_made(path):
-    with space(resident_below=4096) as made:
+    with space(min_page_bytes=4096) as made:
         model = build(made)
 
         def save():
@@ -320,7 +320,7 @@ def saves_beside_one_that_fails(path, last, monkeypatch):
     """`last`: rank 1 fails at the last tensor, after which the file would be whole."""
     import safetensors.torch
 
-    with space(resident_below=1) as made:
+    with space(min_page_bytes=1) as made:
         model = build(made)
         tensors = dict(model.named_parameters())
         file = pathlib.Path(path) / "model.safetensors"
@@ -338,7 +338,7 @@ def saves_beside_one_that_fails(path, last, monkeypatch):
 
         if dist.get_rank() == 1:
             monkeypatch.setattr(_core, "pin", failing_pin)
-        with pytest.raises(zeropage.Error) as raised:
+        with pytest.raises(zeropage.ZeropageError) as raised:
             _one_saves.run(save, dist.get_rank() == 0, lambda: tensors)
         monkeypatch.undo()
         pins.clear()
@@ -398,7 +398,7 @@ def test_a_save_by_one_rank_alone_is_logged_and_ends_in_an_error_that_says_what_
 def saves_copies(path):
     import safetensors.torch
 
-    with space(resident_below=1) as made:
+    with space(min_page_bytes=1) as made:
         tensors = dict(build(made).named_parameters())
 
         def save():

@@ -1,5 +1,6 @@
 """What people see: timelines, reports, explanations. Sums of a trace are those of the report."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from zeropage._space import open_spaces
 from zeropage._tracing import summarize
 
 import zeropage
-from zeropage import DiskError, SettingError
+from zeropage import ConfigError, DiskError
 
 pytestmark = pytest.mark.cpu
 
@@ -29,9 +30,9 @@ def training(disk):
         disk_path=disk,
         device_memory="600kB",
         host_memory="400kB",
-        resident_below="1kB",
+        min_page_bytes="1kB",
         page_size="16KiB",
-        update_ahead="never",
+        early_update="never",
     )
     with space:
         model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
@@ -41,7 +42,7 @@ def training(disk):
         model(torch.ones(4, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        space.wait()
+        space.synchronize()
 
     step()
     return space, model, step
@@ -57,7 +58,7 @@ def test_the_sums_of_a_trace_are_those_of_the_report(training, tmp_path):
     summary = summarize(tmp_path / "run.json")
     assert summary.moved["disk read"] == moved.read_bytes > 0
     assert summary.moved["disk write"] == moved.written_bytes > 0
-    assert sum(summary.waited.values()) == pytest.approx(moved.waited_seconds, rel=1e-3, abs=1e-3)
+    assert sum(summary.waited.values()) == pytest.approx(moved.waited_total, rel=1e-3, abs=1e-3)
     assert summary.waited["disk"] == pytest.approx(moved.waited_for_disk, rel=1e-3, abs=1e-3)
     assert 0 < summary.faults["missed"] <= moved.faults
     assert summary.operators > 0 and summary.update_seconds > 0
@@ -92,14 +93,14 @@ def test_traces_that_cannot_be(training, tmp_path):
     with pytest.raises(DiskError, match="No such file"):
         zeropage.trace(tmp_path / "missing" / "run.json")
     recording = zeropage.trace(tmp_path / "one.json")
-    with pytest.raises(SettingError, match=r"one\.json.*stop it first"):
+    with pytest.raises(ConfigError, match=r"one\.json.*stop it first"):
         zeropage.trace(tmp_path / "other.json")
     recording.stop()
     recording.stop()
     (tmp_path / "no.json").write_text('{"traceEvents": []}')
-    with pytest.raises(SettingError, match="not a trace"):
+    with pytest.raises(ConfigError, match="not a trace"):
         summarize(tmp_path / "no.json")
-    with pytest.raises(SettingError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         summarize(tmp_path / "missing.json")
 
 
@@ -125,7 +126,7 @@ DROPPED = """
     import os, sys
     import torch, zeropage
 
-    with zeropage.init(device="cpu", parameters="host", device_memory="4MB", host_memory="4MB", resident_below=1):
+    with zeropage.init(device="cpu", parameters="host", device_memory="4MB", host_memory="4MB", min_page_bytes=1):
         model = torch.nn.Linear(64, 64)
     for path in sys.argv[1:]:
         zeropage.trace(path)
@@ -156,7 +157,7 @@ FORKED = """
     import os, sys
     import torch, zeropage
 
-    with zeropage.init(device="cpu", parameters="host", device_memory="4MB", host_memory="4MB", resident_below=1):
+    with zeropage.init(device="cpu", parameters="host", device_memory="4MB", host_memory="4MB", min_page_bytes=1):
         model = torch.nn.Linear(64, 64)
     with zeropage.trace(sys.argv[1]):
         while os.path.getsize(sys.argv[1]) < 1 << 20:
@@ -209,15 +210,15 @@ def test_reports_have_differences_and_are_plain_data(training):
 
 
 def test_a_report_names_what_holds_threads_up(training):
-    report = training[0].report()
-    report.seconds = 10.0
-    for name in ("disk", "upload", "gather", "memory"):
-        for other in ("disk", "upload", "gather", "memory"):
-            report._values[f"waited_for_{other}"] = 4.0 if other == name else 1.0
-        assert report.bound_by()[:2] == (name, 0.4)
-    for other in ("disk", "upload", "gather", "memory"):
-        report._values[f"waited_for_{other}"] = 0.01
-    assert report.bound_by()[0] == "compute"
+    causes = ("disk", "upload", "gather", "memory")
+
+    def waiting(**seconds):
+        waits = {f"waited_for_{cause}": seconds.get(cause, seconds["others"]) for cause in causes}
+        return dataclasses.replace(training[0].report(), seconds=10.0, **waits)
+
+    for name in causes:
+        assert waiting(others=1.0, **{name: 4.0}).bound_by()[:2] == (name, 0.4)
+    assert waiting(others=0.01).bound_by()[0] == "compute"
 
 
 def test_explanations_say_where_parameters_are_and_why_one_is_not_paged(disk):
@@ -229,7 +230,7 @@ def test_explanations_say_where_parameters_are_and_why_one_is_not_paged(disk):
         disk_path=disk,
         device_memory="4MB",
         host_memory="4MB",
-        resident_below="2kB",
+        min_page_bytes="2kB",
     ):
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
     model.append(torch.nn.Linear(64, 64))
@@ -238,25 +239,25 @@ def test_explanations_say_where_parameters_are_and_why_one_is_not_paged(disk):
     model[0](torch.ones(2, 64)).sum().backward()
     rows = {row.name: row for row in zeropage.explain(model).rows}
     assert (rows["0.weight"].home, rows["0.weight"].gradient, rows["0.weight"].why) == ("disk", "host", "")
-    assert rows["1.weight"].home == "" and "resident_below = 2,000 B" in rows["1.weight"].why
+    assert rows["1.weight"].home == "" and "min_page_bytes = 2,000 B" in rows["1.weight"].why
     assert "outside the scope" in rows["2.weight"].why and "no data" in rows["3.weight"].why
     assert (rows["4.weight"].shape, rows["4.weight"].bytes) == ((), 0) and "not known yet" in rows["4.weight"].why
     assert "0.weight" in str(zeropage.explain(model)) and "outside the scope" in str(zeropage.explain(model))
 
 
 def test_explanations_are_of_the_models_own_space_and_advise_no_second_one(disk):
-    space = zeropage.init(device="cpu", device_memory="4MB", host_memory="4MB", resident_below="2kB")
+    space = zeropage.init(device="cpu", device_memory="4MB", host_memory="4MB", min_page_bytes="2kB")
     with space:
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
     model.append(torch.nn.Linear(64, 64))
-    _later = zeropage.init(device="cpu", device_memory="4MB", host_memory="4MB", resident_below="1MB")
+    _later = zeropage.init(device="cpu", device_memory="4MB", host_memory="4MB", min_page_bytes="1MB")
     rows = {row.name: row for row in zeropage.explain(model).rows}
-    assert "resident_below = 2,000 B" in rows["1.weight"].why
+    assert "min_page_bytes = 2,000 B" in rows["1.weight"].why
     assert "zeropage.page(model, space)" in rows["2.weight"].why
 
 
 def test_explanations_of_mixed_precision(disk):
-    with zeropage.init(device="cpu", parameters="disk", optimizer="disk", disk_path=disk, visible_dtype="bfloat16"):
+    with zeropage.init(device="cpu", parameters="disk", optimizer="disk", disk_path=disk, compute_dtype="bfloat16"):
         model = torch.nn.Linear(256, 256)
     row = zeropage.explain(model).rows[0]
     assert row.dtype == "bfloat16, master float" and row.home == "disk"

@@ -1,4 +1,4 @@
-"""zeropage.save(wait=False) over ranks: each writes its part behind, and the first puts them together."""
+"""zeropage.save(background=True) over ranks: each writes its part behind, and the first puts them together."""
 
 import contextlib
 import os
@@ -25,10 +25,10 @@ def trained(made):
 
 def saves_behind(path, settings):
     path = pathlib.Path(path)
-    with space(resident_below=4096, **settings) as made:
+    with space(min_page_bytes=4096, **settings) as made:
         model, optimizer = trained(made)
         zeropage.save(path / "now", model, optimizer, extra={"rank": dist.get_rank()})
-        saving = zeropage.save(path / "behind", model, optimizer, extra={"rank": dist.get_rank()}, wait=False)
+        saving = zeropage.save(path / "behind", model, optimizer, extra={"rank": dist.get_rank()}, background=True)
         expected = run_steps(model, optimizer, range(3, 6))
         saving.wait()
         if dist.get_rank() == 0:
@@ -41,7 +41,7 @@ def saves_behind(path, settings):
 
 @pytest.mark.parametrize("tier", ["disk", "host"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("precision", ["float32", "hi_lo"])
+@pytest.mark.parametrize("precision", ["float32", "float32_split"])
 def test_what_is_saved_behind_is_what_was(precision, stage, tier, two, disk):
     settings = {"stage": stage, "tier": tier, **PRECISIONS[precision]}
     for expected, resumed in two.run(saves_behind, disk, settings):
@@ -49,16 +49,16 @@ def test_what_is_saved_behind_is_what_was(precision, stage, tier, two, disk):
 
 
 def fails_behind(path):
-    with space(resident_below=4096) as made:
+    with space(min_page_bytes=4096) as made:
         model, optimizer = trained(made)
         zeropage.save(path, model, optimizer, extra={"step": 1})
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        saving = zeropage.save(path, model, optimizer, wait=False)
+        saving = zeropage.save(path, model, optimizer, background=True)
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        with pytest.raises(zeropage.Error) as raised, pytest.warns(RuntimeWarning):
+        with pytest.raises(zeropage.ZeropageError) as raised, pytest.warns(RuntimeWarning):
             saving.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert zeropage.load(path, model, optimizer) == {"step": 1}
@@ -73,12 +73,12 @@ def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(two, di
 
 
 def dies_behind(path):
-    with space(resident_below=4096) as made:
+    with space(min_page_bytes=4096) as made:
         model, optimizer = trained(made)
         zeropage.save(path, model, optimizer, extra={"step": 1})
         if dist.get_rank() == 1:
-            zeropage.Saving._run = lambda _saving: os.kill(os.getpid(), signal.SIGKILL)
-        zeropage.save(path, model, optimizer, extra={"step": 2}, wait=False).wait()
+            zeropage.SaveHandle._run = lambda _saving: os.kill(os.getpid(), signal.SIGKILL)
+        zeropage.save(path, model, optimizer, extra={"step": 2}, background=True).wait()
 
 
 def test_a_rank_that_dies_is_an_error_on_the_other(disk):
@@ -94,20 +94,20 @@ def test_a_rank_that_dies_is_an_error_on_the_other(disk):
 
 def closes_alone(path, rank, fails):
     """One rank closes its space while the other goes on to a collective of its own."""
-    with space(resident_below=4096) as made:
+    with space(min_page_bytes=4096) as made:
         model, optimizer = trained(made)
-        saving = zeropage.save(path, model, optimizer, wait=False)
+        saving = zeropage.save(path, model, optimizer, background=True)
         with file_size(4096 if fails and dist.get_rank() == 1 else resource.RLIM_INFINITY), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if dist.get_rank() == rank:
                 made.close()
             dist.barrier()
             made.close()
-            with pytest.raises(zeropage.Error, match="File too large") if fails else contextlib.nullcontext():
+            with pytest.raises(zeropage.ZeropageError, match="File too large") if fails else contextlib.nullcontext():
                 saving.wait()
-    with space(resident_below=4096) as made:
+    with space(min_page_bytes=4096) as made:
         model, optimizer = trained(made)
-        zeropage.save(path, model, optimizer, wait=False).wait()
+        zeropage.save(path, model, optimizer, background=True).wait()
         zeropage.load(path, model, optimizer)
 
 

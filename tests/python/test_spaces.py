@@ -46,7 +46,7 @@ def test_a_notebook_frees_a_space_by_dropping_the_model_and_the_space(first, con
     with zeropage.init(config) as space:
         model = nn.Linear(64, 64)
     optimizer = step(model)
-    zeropage.wait()
+    zeropage.synchronize()
     assert swap_files(disk) == 1
     if first == "space":
         del space
@@ -58,9 +58,9 @@ def test_a_notebook_frees_a_space_by_dropping_the_model_and_the_space(first, con
         del space
     gc.collect()
     assert swap_files(disk) == 0 and latest_space() is None
-    with pytest.raises(zeropage.Error, match="no open space"):
+    with pytest.raises(zeropage.ZeropageError, match="no open space"):
         zeropage.report()
-    zeropage.wait()
+    zeropage.synchronize()
 
 
 def test_a_closed_space_is_not_the_latest_any_more(config, disk):
@@ -125,13 +125,13 @@ def test_each_tensor_has_the_space_in_which_it_was_made(config):
 @pytest.mark.parametrize("given", [{"stage": 1}, {"device_memory": "banana"}])
 def test_settings_beside_a_space_are_refused(given, config):
     space = zeropage.init(config)
-    with pytest.raises(zeropage.SettingError, match=next(iter(given))):
+    with pytest.raises(zeropage.ConfigError, match=next(iter(given))):
         zeropage.page(nn.Linear(64, 64), space, **given)
 
 
 @pytest.mark.parametrize("name", ["shard_group", "replica_group"])
 def test_groups_that_contradict_each_other_are_refused(name):
-    with pytest.raises(zeropage.SettingError, match=f"group and {name}"):
+    with pytest.raises(zeropage.ConfigError, match=f"group and {name}"):
         zeropage.init(group=object(), **{name: object()})
 
 

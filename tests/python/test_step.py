@@ -30,29 +30,31 @@ def without(*names):
 
 def moved(space, parameter, optimizer, step):
     """What a step over one parameter reads and writes, in arrays as long as it is, with everything on disk."""
-    space.wait()
+    space.synchronize()
     first = space.report()
-    zeropage.evict(parameter)
-    zeropage.evict(parameter.grad)
+    zeropage.page_out(parameter)
+    zeropage.page_out(parameter.grad)
     for state in states_of(optimizer):
-        zeropage.evict(state)
-    space.wait()
+        zeropage.page_out(state)
+    space.synchronize()
     before = space.report()
     step()
     read = space.report().read_bytes - first.read_bytes
     for tensor in [parameter, *states_of(optimizer)]:
-        zeropage.evict(tensor)
+        zeropage.page_out(tensor)
     array = 4 * ELEMENTS
     # In whole arrays. The cache also reads ahead a part of one between the evictions above, which the next eviction
     # drops again, and after the step.
     return round(read / array), (space.report().written_bytes - before.written_bytes) / array
 
 
-@pytest.mark.parametrize("make", [*without("Rprop", "LBFGS", "Adafactor"), pytest.param(zeropage.Lion, id="Lion")])
+@pytest.mark.parametrize(
+    "make", [*without("Rprop", "LBFGS", "Adafactor"), pytest.param(zeropage.optim.Lion, id="Lion")]
+)
 @pytest.mark.cpu  # with two memories, what the lower one reads ahead for nothing is more than this allows
 def test_a_step_is_one_pass_over_the_states(make, config):
     # Rprop indexes by a mask, LBFGS and Adafactor reduce: no chain of pointwise operators.
-    with zeropage.init(config, update_ahead="never") as space:
+    with zeropage.init(config, early_update="never") as space:
         layer = torch.nn.Linear(1024, ELEMENTS // 1024, bias=False)
     optimizer = make([layer.weight])
     for last in (False, False, True):
@@ -61,7 +63,7 @@ def test_a_step_is_one_pass_over_the_states(make, config):
         def step():
             optimizer.step()
             optimizer.zero_grad()
-            space.wait()
+            space.synchronize()
 
         read, written = moved(space, layer.weight, optimizer, step)
         if last:
@@ -84,7 +86,7 @@ def test_scaling_and_clipping_add_nothing_to_the_pass(config):
             torch._foreach_mul_([layer.weight.grad], torch.tensor(0.5))
             optimizer.step()
             optimizer.zero_grad()
-            space.wait()
+            space.synchronize()
 
         read, written = moved(space, layer.weight, optimizer, step)
         if last:
@@ -99,10 +101,10 @@ def test_a_step_runs_nothing_until_somebody_asks(config):
     for last in (False, True):
         for layer in layers:
             layer(torch.randn(1, 512)).square().mean().backward()
-            zeropage.evict(layer.weight)
-            zeropage.evict(layer.weight.grad)
+            zeropage.page_out(layer.weight)
+            zeropage.page_out(layer.weight.grad)
         for state in states_of(optimizer):
-            zeropage.evict(state)
+            zeropage.page_out(state)
         before = space.report()
         optimizer.step()
         after = space.report()
@@ -115,7 +117,7 @@ def test_a_step_runs_nothing_until_somebody_asks(config):
             # Some of it may have been read ahead between the evictions.
             assert 4 * array - ahead <= space.report().read_bytes - before.read_bytes <= 4 * array + 2 * ahead
         optimizer.zero_grad()
-        space.wait()
+        space.synchronize()
     for layer in layers:
         assert layer.weight.isfinite().all()
 
@@ -127,8 +129,8 @@ def test_values_that_are_not_finite_are_counted(config):
     weight.grad = torch.zeros_like(weight)
     weight.grad[0, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")])
     torch.optim.SGD([weight], lr=0.1, fused=True).step()
-    space.wait()
-    assert space.report().non_finite == 3
+    space.synchronize()
+    assert space.report().nonfinite_grads == 3
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -193,7 +195,7 @@ def interleaved(seed, scope, make):
         some().data.mul_(1.01)
 
     def evict():
-        zeropage.evict(model)
+        zeropage.page_out(model)
 
     def save():
         seen.extend(v.clone() for v in model.state_dict().values())
@@ -259,9 +261,9 @@ def test_lion_is_its_formula(maximize, config):
                 m.mul_(0.99).add_(0.01 * g)
 
     expected, _ = train(Uneven, uneven_loss, optimizer=lambda p: ByHand(p, {}))
-    plain, history = train(Uneven, uneven_loss, optimizer=lambda p: zeropage.Lion(p, **options))
+    plain, history = train(Uneven, uneven_loss, optimizer=lambda p: zeropage.optim.Lion(p, **options))
     paged, paged_history = train(
-        Uneven, uneven_loss, optimizer=lambda p: zeropage.Lion(p, **options), scope=zeropage.init(config)
+        Uneven, uneven_loss, optimizer=lambda p: zeropage.optim.Lion(p, **options), scope=zeropage.init(config)
     )
     assert paged_history == history
     for a, b, c in zip(paged.parameters(), plain.parameters(), expected.parameters(), strict=True):
@@ -309,7 +311,7 @@ def test_a_model_that_dies_before_its_step_ran_leaves_nothing(config):
     faults = space.report().faults
     del model, optimizer
     gc.collect()
-    space.wait()  # for what was on its way home: a run dies when it has come
+    space.synchronize()  # for what was on its way home: a run dies when it has come
     report = space.report()
     assert [(home.role, home.tier, home.now) for home in report.homes if home.now] == [] and report.faults == faults
 
@@ -334,7 +336,7 @@ def test_temporaries_of_a_step_have_no_home(config):
         layer(torch.randn(1, 1024)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    space.wait()
+    space.synchronize()
     (home,) = (h for h in space.report().homes if h.role == "optimizer")
     assert home.peak == 3 * 4 * 1024 * 512
 
@@ -346,16 +348,16 @@ def test_norms_that_are_always_asked_for_read_nothing(visible, foreach, config):
     """From the second step on they are taken when gradients are made, and the bits are the same."""
     dtype = torch.float32 if visible == "auto" else torch.bfloat16
     space = zeropage.init(
-        config.replace(device_memory="3MB", host_memory="1MB", page_size="64KiB", visible_dtype=visible)
+        config.replace(device_memory="3MB", host_memory="1MB", page_size="64KiB", compute_dtype=visible)
     )
     with space:
         model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(8)])
     generator = generator_of(1)
     for step in range(4):
         model(torch.randn(4, 512, generator=generator, dtype=dtype)).float().pow(2).sum().backward()
-        zeropage.evict(model)
+        zeropage.page_out(model)
         for parameter in model.parameters():
-            zeropage.evict(parameter.grad)
+            zeropage.page_out(parameter.grad)
         before = space.report()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=foreach)
         read = space.report().read_bytes - before.read_bytes
@@ -397,7 +399,7 @@ def test_micro_batches_share_what_is_in_memory(config):
         gradients="host",
         host_memory=parameters + memory // 2,
         device_memory=memory // 2,
-        update_ahead="never",
+        early_update="never",
     ) as space:
         model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

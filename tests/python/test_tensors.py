@@ -40,25 +40,25 @@ def layer(config):
 def test_raw_access_names_the_remedy_wherever_the_data_is(access, evicted, layer):
     layer.weight.sum()
     if evicted:
-        zeropage.evict(layer)
+        zeropage.page_out(layer)
     with pytest.raises(Exception, match=r"zeropage\.pinned"):
         access(layer.weight)
 
 
 @pytest.mark.cpu
 def test_pinned_data_may_be_read_and_written_raw(layer):
-    zeropage.evict(layer)
+    zeropage.page_out(layer)
     expected = layer.weight.sum().item()
     with zeropage.pinned(layer.weight) as weight:
         array = weight.detach().numpy()
         assert torch.from_numpy(array.copy()).sum().item() == expected
         array[:] = 2
-        zeropage.evict(layer)  # pinned: stays
+        zeropage.page_out(layer)  # pinned: stays
         assert array[5, 5] == 2
         with zeropage.pinned(weight):
             assert weight.data_ptr() != 0
         assert weight.data_ptr() != 0
-    zeropage.evict(layer)
+    zeropage.page_out(layer)
     assert layer.weight.sum().item() == 2 * layer.weight.numel()
     assert not isinstance(layer.weight.data_ptr(), int)
 
@@ -74,7 +74,7 @@ def test_addresses_tell_storages_apart_and_cannot_be_read_through(layer):
             assert weight[1].data_ptr() == start + 300 * 4 and weight[1].data_ptr() - start == 1200
             assert start % 16 == 0 and start
             assert sorted([start + 4, plain.data_ptr(), start]) == [plain.data_ptr(), start, start + 4]
-            zeropage.evict(layer)
+            zeropage.page_out(layer)
             assert start == weight.data_ptr()
     for read in (ctypes.c_void_p, ctypes.c_char.from_address, memoryview, operator.index):
         with pytest.raises((TypeError, zeropage.AccessError)):
@@ -91,12 +91,12 @@ def test_an_ordinary_tensor_may_be_pinned_evicted_and_asked():
     plain = torch.ones(3)
     with zeropage.pinned(plain) as same:
         assert same is plain
-    zeropage.evict(plain)
+    zeropage.page_out(plain)
     assert not zeropage.is_paged(plain)
 
 
 def test_metadata_and_views_need_no_data(layer):
-    zeropage.evict(layer)
+    zeropage.page_out(layer)
     before = zeropage.report().faults
     weight = layer.weight
     views = [weight.t(), weight[3], weight.view(-1), weight.detach(), weight.narrow(0, 2, 4), weight.data]
@@ -241,7 +241,7 @@ def test_everything_dies_with_its_tensors(config):
     optimizer.step()
     assert {h.role for h in space.report().homes} == {"parameter", "gradient", "optimizer"}
     optimizer.zero_grad()
-    space.wait()
+    space.synchronize()
     assert next(h for h in space.report().homes if h.role == "gradient").now == 0
     del model, optimizer
     gc.collect()
@@ -283,12 +283,12 @@ def test_rules_stay_within_memory_for_tensors_larger_than_all_of_it(config):
     assert norm.item() == pytest.approx(2_000_000**0.5, rel=1e-2)
     with pytest.raises(zeropage.BudgetError, match="device_memory"):
         torch.sort(a)
-    assert "aten::sort" not in dict(report.general_path)
+    assert "aten::sort" not in dict(report.unpaged_operators)
 
 
 def test_the_report_is_a_table_and_data(layer):
     layer(torch.ones(1, 300)).sum().backward()
-    zeropage.evict(layer)
+    zeropage.page_out(layer)
     report = zeropage.report()
     assert report.written_bytes > 0 and report.faults > 0
     text = str(report)
@@ -297,7 +297,7 @@ def test_the_report_is_a_table_and_data(layer):
     with torch.no_grad():
         layer.weight.t().contiguous()
         layer.weight[1:].mul_(2)  # a part of a tensor: no rule takes it
-    assert dict(zeropage.report().general_path)["aten::mul_"] >= 1
+    assert dict(zeropage.report().unpaged_operators)["aten::mul_"] >= 1
 
 
 @pytest.mark.cpu

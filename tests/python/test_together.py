@@ -1,4 +1,4 @@
-"""zeropage.together: what it holds, it lets go of, and it leaves nothing behind on what it is given."""
+"""zeropage.gather_together: what it holds, it lets go of, and it leaves nothing behind on what it is given."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def held(monkeypatch):
 @pytest.mark.parametrize("runs_backward", [True, False], ids=["", "forward alone"])
 def test_an_input_that_stays_has_one_hook_however_often_the_module_runs(runs_backward, config):
     with zeropage.init(config):
-        module = zeropage.together(Sum())
+        module = zeropage.gather_together(Sum())
     x = nn.Parameter(torch.ones(2, 8, device=module.layer.weight.device))
     inner = x * 2
     for _ in range(20):
@@ -52,7 +52,7 @@ def test_an_input_that_stays_has_one_hook_however_often_the_module_runs(runs_bac
 
 
 def test_what_is_held_is_let_go_of_when_the_last_input_has_its_gradient(held):
-    module = zeropage.together(Sum())
+    module = zeropage.gather_together(Sum())
     x, y = (torch.ones(2, 8, requires_grad=True) for _ in range(2))
     order = []
     first = x * 1
@@ -67,7 +67,7 @@ def test_what_is_held_is_let_go_of_when_the_last_input_has_its_gradient(held):
 
 
 def test_an_input_that_two_runs_share_ends_both(held):
-    module = zeropage.together(Sum())
+    module = zeropage.gather_together(Sum())
     x = nn.Parameter(torch.ones(2, 8))
     one, two = module(x).sum(), module(x).sum()
     one.backward()
@@ -77,7 +77,7 @@ def test_an_input_that_two_runs_share_ends_both(held):
 
 
 def test_a_module_that_cannot_be_held_raises_that_error_alone(monkeypatch):
-    module = zeropage.together(Sum())
+    module = zeropage.gather_together(Sum())
 
     def full(_tensors):
         raise zeropage.BudgetError("full")
@@ -96,7 +96,7 @@ def test_a_module_that_cannot_be_held_raises_that_error_alone(monkeypatch):
 
 
 def test_copies_and_pickles_of_such_a_module_hold_for_themselves(held):
-    module = zeropage.together(Sum())
+    module = zeropage.gather_together(Sum())
     x = nn.Parameter(torch.ones(2, 8))
     module(x).sum().backward()
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

@@ -358,7 +358,7 @@ def test_an_error_of_the_paged_run_is_a_difference(verify):
     [
         (pathlib.Path("none.py"), [], "none.py: no such file"),
         (SCRIPT, ["--steps", "0"], "--steps 0"),
-        (SCRIPT, ["--visible-dtype", "bfloat16"], "visible_dtype changes numbers"),
+        (SCRIPT, ["--compute-dtype", "bfloat16"], "compute_dtype changes numbers"),
         ("print('nothing')", [], "took no step"),
         ("raise ValueError('broken')", [], "fails without paging: ValueError: broken\ntrain.py:1: raise"),
         ("import sys; sys.exit('usage')", [], "its last output:\nusage"),

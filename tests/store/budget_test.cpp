@@ -46,7 +46,7 @@ TEST_CASE("sizes are read as people write them") {
   CHECK(parse_bytes("123", "x") == 123);
   for (const char* wrong : {"", "MB", "-1", "12 parsecs", "nan", "1e400GB"}) {
     CAPTURE(wrong);
-    CHECK_THROWS_WITH_AS(parse_bytes(wrong, "host_memory"), doctest::Contains("host_memory"), SettingError);
+    CHECK_THROWS_WITH_AS(parse_bytes(wrong, "host_memory"), doctest::Contains("host_memory"), ConfigError);
   }
   CHECK(format_bytes(999) == "999 B");
   CHECK(format_bytes(1370000000) == "1.4 GB");

@@ -27,11 +27,11 @@ from zeropage import _core
 from zeropage._checkpoint import manifest, random_state
 from zeropage._checkpoint.contents import Contents, Progress
 from zeropage._checkpoint.ranks import Ranks
-from zeropage._checkpoint.reader import Checkpoint, find, latest
-from zeropage._checkpoint.saving import Saving, finish_saving
+from zeropage._checkpoint.reader import Checkpoint, find, latest_checkpoint
+from zeropage._checkpoint.saving import SaveHandle, finish_saving
 from zeropage._one_saves import named_tensors
 
-__all__ = ["Saving", "latest", "load", "save"]
+__all__ = ["SaveHandle", "latest_checkpoint", "load", "save"]
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 _WITH_BAR = 1 << 30  # bytes: takes long enough to be watched
@@ -44,50 +44,56 @@ def save(
     scheduler: Any = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    visible: bool = False,
-    keep: int | None = None,
-    wait: bool = True,
+    low_precision: bool = False,
+    keep_last: int | None = None,
+    background: bool = False,
     progress: Progress | None = None,
-) -> Saving:
-    """Writes a checkpoint to `folder`, which appears whole or not at all.
+) -> SaveHandle:
+    """Write a checkpoint to `folder`. The checkpoint appears complete or not at all.
 
-    It replaces a checkpoint that is there; files that were added to that one stay. Anything else that is there is an
-    error, and is left alone.
+    A checkpoint that exists at `folder` is replaced, except for files that others added to it. Anything else that
+    exists there is an error and stays untouched. Over ranks, all ranks of the space's group call it.
 
-    Over ranks, all of those that partition the model call it: the ranks of `init`'s group, or all. `extra` holds
-    numbers, text, lists, dicts and tensors, and objects with state_dict() and load_state_dict(), as GradScaler and
-    torchdata's loaders; each rank its own. The states of random number generators are saved too. `visible`: with
-    mixed precision, the model's files hold what operators see, and masters lie beside them. `progress` is called with
-    the bytes that are behind, and all; left out, a terminal gets a bar where tqdm is there.
+    Args:
+        folder: The checkpoint's folder.
+        model, optimizer, scheduler: Objects to save. The states of random number generators are saved too.
+        extra: Numbers, text, lists, dicts, tensors, and objects with state_dict() and load_state_dict(), such as
+            GradScaler. Each rank saves its own.
+        low_precision: In mixed precision, write the low-precision copies to the model's files, and the master weights
+            to a file of their own.
+        keep_last: Keep this checkpoint and the `keep_last - 1` checkpoints before it, and delete older ones. Only
+            checkpoints of this run count, in the same folder, with names that differ in numbers alone. A process that
+            loads an optimizer continues the run of that checkpoint. A checkpoint with added files stays, with a
+            warning.
+        background: Return early and write while training continues. The checkpoint is a snapshot of this call. The
+            swap file may grow meanwhile. The next save() or load() waits for the write to end.
+        progress: Called with the bytes written and the total. By default a terminal shows a bar if tqdm is installed.
 
-    `keep` leaves this checkpoint and the `keep - 1` latest before it, and removes older ones. It counts those that
-    this run has saved in the same folder under the same name except for numbers, like step-1000 and step-2000. A run
-    begins with the process; a process that loads an optimizer goes on with the run of that checkpoint. A checkpoint
-    with files that were added to it stays, and a warning names it.
+    Returns:
+        A SaveHandle. Its wait() returns when the checkpoint is complete, or raises.
 
-    `wait=False` returns soon, and the checkpoint, of what everything is now, is written while training goes on;
-    Saving.wait() tells whether it was. Meanwhile the swap file may grow by what training writes, and states at home
-    in memory are saved before training may change them. The next save() or load() waits for it first.
-
-    Raises DiskError if the disk is full, before anything is written where that can be known; Error for what a
-    checkpoint cannot hold; RankError on all other ranks if one fails. The checkpoint that was there is then intact.
+    Raises:
+        DiskError: The disk is full. Where the size is known, nothing was written.
+        RankError: Another rank failed.
+        ZeropageError: A checkpoint cannot hold an object.
+        After each of them the earlier checkpoint is intact.
     """
-    if progress is not None and not wait:
-        raise _core.Error("progress is for wait=True; with wait=False, ask Saving.progress")
+    if progress is not None and background:
+        raise _core.ZeropageError("progress= needs background=False; with background=True, read SaveHandle.progress")
     finish_saving()
     ranks = Ranks.of(_tensors_of(model, optimizer, extra))
     place = pathlib.Path(folder).resolve()
     with torch.no_grad(), ranks.together():
-        contents = Contents.of(model, optimizer, scheduler, extra, visible, ranks.rank)
+        contents = Contents.of(model, optimizer, scheduler, extra, low_precision, ranks.rank)
     contents.take_rests(ranks.gather(contents.rest))
     if len(set(ranks.gather(contents.layout))) > 1:
         raise _core.RankError("ranks have other tensors, names or dtypes to save; save the same on all of them")
-    saving = Saving(contents, place, ranks, keep)
+    saving = SaveHandle(contents, place, ranks, keep_last)
     saving.begin(model)
-    if wait:
-        saving.write_now(progress or _bar(contents.size, ranks.first))
-    else:
+    if background:
         saving.write_behind()
+    else:
+        saving.write_now(progress or _bar(contents.size, ranks.first))
     return saving
 
 
@@ -98,18 +104,23 @@ def load(
     scheduler: Any = None,
     *,
     extra: Mapping[str, Any] | None = None,
-    random: bool = True,
+    restore_rng: bool = True,
 ) -> dict[str, Any]:
-    """Loads what save() wrote into objects that are built as they were; returns `extra`.
+    """Load a checkpoint of save() into objects that were built as at the save. Return `extra`.
 
-    `folder` is a checkpoint, or holds some, of which the latest is taken. Over ranks, all of those that partition the
-    model call it; how many they are, and how tensors lie over ranks, tiers and pages, need not be what it was.
-    Objects in `extra` that have load_state_dict() are loaded in place. `random`: generators go on where they were.
-    With an optimizer, this process goes on with the run that saved the checkpoint: `keep` of save() counts its
-    earlier ones.
+    Over ranks, all ranks of the space's group call it. The number of ranks, the tiers and the page size may differ
+    from those of the save.
 
-    Raises Error, before anything is changed, if names or shapes are others; DiskError, naming the tensor, for bytes
-    that are not what was written: then what was loaded until then stays.
+    Args:
+        folder: A checkpoint, or a folder of checkpoints, of which the latest is loaded.
+        model, optimizer, scheduler: Objects to load into. Loading an optimizer makes this process continue the run of
+            the checkpoint, so that `keep_last` counts its earlier checkpoints.
+        extra: Objects to load in place, by the names of the save.
+        restore_rng: Restore the states of random number generators.
+
+    Raises:
+        ZeropageError: Names or shapes differ. Nothing was changed.
+        DiskError: Bytes are not those of the save; the error names the tensor. Tensors before it are loaded.
     """
     finish_saving()
     ranks = Ranks.of(_tensors_of(model, optimizer, extra))
@@ -131,16 +142,16 @@ def load(
         manifest.go_on_with(checkpoint.run)
     if scheduler is not None:
         if "scheduler" not in mine:
-            raise _core.Error(f'"{checkpoint.path}" holds no scheduler; save one with it, or load without')
+            raise _core.ZeropageError(f'"{checkpoint.path}" holds no scheduler; save one with it, or load without')
         scheduler.load_state_dict(mine["scheduler"])
     result: dict[str, Any] = mine["extra"]
     for name, value in (extra or {}).items():
         if hasattr(value, "load_state_dict"):
             if name not in result:
-                raise _core.Error(f'"{checkpoint.path}" holds no extra "{name}"; it has {sorted(result)}')
+                raise _core.ZeropageError(f'"{checkpoint.path}" holds no extra "{name}"; it has {sorted(result)}')
             value.load_state_dict(result[name])
             result[name] = value
-    if random and "random" in mine:
+    if restore_rng and "random" in mine:
         random_state.set(mine["random"])  # last: what is loaded may draw
     return result
 

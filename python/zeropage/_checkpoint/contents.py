@@ -322,7 +322,7 @@ def _check_whole(name: str, pieces: Pieces, size: int) -> None:
             break
         at += length
     if at != size or (pieces and sum(length for _, length, _ in pieces) != size):
-        raise _core.Error(
+        raise _core.ZeropageError(
             f'"{name}" was written by ranks that do not hold it whole: {at} of {size} bytes; save what all ranks have'
         )
 
@@ -353,7 +353,7 @@ def _collect_model(model: torch.nn.Module, visible: bool, parts: dict[str, dict[
     for name in sorted(state, key=lambda name: bool(tied.search(name))):
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor):
-            raise _core.Error(
+            raise _core.ZeropageError(
                 f'"{name}" of the model\'s state is a {type(tensor).__qualname__}; get_extra_state() is to give '
                 "a tensor"
             )
@@ -373,7 +373,7 @@ def _collect_optimizer(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> Any:
     if odd := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-        raise _core.Error(
+        raise _core.ZeropageError(
             f"{type(optimizer).__name__} keeps state of its own, under {odd[0]!r}, beside that of parameters: save "
             "its state_dict() in extra"
         )

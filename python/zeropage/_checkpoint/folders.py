@@ -61,7 +61,7 @@ class PartialFolder:
         """
         strangers = self._strangers()
         if both := sorted(strangers & set(os.listdir(self.path))):
-            raise _core.Error(
+            raise _core.ZeropageError(
                 f'"{self.place / both[0]}" is no file of the checkpoint there, and the new one has a file of that '
                 "name: move it, or save to another folder"
             )
@@ -85,7 +85,7 @@ class PartialFolder:
         with self._disk_errors(), _alone_in(self.place.parent):
             sync(self.path / name)
             if self.place.exists():
-                raise _core.Error(f'"{self.place}" is there already; name another file')
+                raise _core.ZeropageError(f'"{self.place}" is there already; name another file')
             (self.path / name).rename(self.place)
             sync(self.place.parent)
             self.discard()
@@ -123,23 +123,25 @@ class PartialFolder:
         if not place.exists():
             return set()
         if not place.is_dir():
-            raise _core.Error(f'"{place}" is there already, and is a file; save to another folder, or remove it')
+            raise _core.ZeropageError(
+                f'"{place}" is there already, and is a file; save to another folder, or remove it'
+            )
         found = set(os.listdir(place))
         listed = self._listed(place) if self._listed is not None and found else ()
         if listed is None:
-            raise _core.Error(
+            raise _core.ZeropageError(
                 f'"{place}" is there already, with "{min(found)}" in it, and is no checkpoint; save to another '
                 "folder, or remove this one"
             )
         if found and self._listed is None:
-            raise _core.Error(f'"{place}" is there already, with "{min(found)}" in it; name another folder')
+            raise _core.ZeropageError(f'"{place}" is there already, with "{min(found)}" in it; name another folder')
         return found - set(listed)
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
         try:
             yield
-        except _core.Error:
+        except _core.ZeropageError:
             raise
         except OSError as error:
             said = f'"{self.place}" cannot be written: {error.strerror or error}'
@@ -157,7 +159,9 @@ class PartialFolder:
             for other in living:
                 touched = other.touched()
                 if other.has_process() or touched != seen.setdefault(other.path, touched):
-                    raise _core.Error(f'another process is saving to "{self.place}" now; save to another folder')
+                    raise _core.ZeropageError(
+                        f'another process is saving to "{self.place}" now; save to another folder'
+                    )
             time.sleep(_POLL)
 
 

@@ -90,11 +90,11 @@ def read(path: pathlib.Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _core.DiskError(f'"{path}" is damaged; load another checkpoint') from None
     if version != (1 if path.name == _NAME_OF_FORMAT_1 else FORMAT):
-        raise _core.Error(
+        raise _core.ZeropageError(
             f'"{path.parent}" has format {version}; this zeropage reads formats 1 to {FORMAT}: update it'
         )
     if odd := sorted(str(name) for name in names if not is_name_in_folder(name)):
-        raise _core.Error(
+        raise _core.ZeropageError(
             f'"{path}" names a file outside its folder: {odd[0]!r}; zeropage did not write this: do not use it'
         )
     return manifest
@@ -122,7 +122,7 @@ def intact(folder: pathlib.Path) -> Manifest | None:
     path = find(folder)
     try:
         return read(path) if path is not None else None
-    except _core.Error:
+    except _core.ZeropageError:
         return None
 
 

@@ -19,7 +19,7 @@ from zeropage._checkpoint.contents import INDEX, Failures, Progress, is_in_order
 from zeropage._checkpoint.names import identity, names_of_parameters
 
 
-def latest(folder: str | os.PathLike[str]) -> pathlib.Path | None:
+def latest_checkpoint(folder: str | os.PathLike[str]) -> pathlib.Path | None:
     """Find the latest checkpoint in `folder`; None if there is none.
 
     Raises DiskError if a process died while it replaced a checkpoint there, and the older one cannot be moved back.
@@ -49,7 +49,7 @@ def _time_of(path: pathlib.Path) -> int:
 def find(folder: pathlib.Path) -> pathlib.Path:
     """Give `folder` itself, or the latest checkpoint in it."""
     folders.recover(folder.resolve().parent, folder.resolve().name)
-    path = folder if manifest.find(folder) is not None else latest(folder)
+    path = folder if manifest.find(folder) is not None else latest_checkpoint(folder)
     if path is None:
         raise _core.DiskError(f'"{folder}" is no checkpoint, and holds none: there is no {manifest.NAME} in it')
     return path.resolve()
@@ -223,12 +223,12 @@ class Checkpoint:
         kept = {name for part, name in self._where if part == "model"}
         held = kept | aliases.keys()
         if missing := sorted(wanted.keys() - held):
-            raise _core.Error(
+            raise _core.ZeropageError(
                 f'"{self.path}" is of another model: it lacks {len(missing)} of {len(wanted)} tensors, as '
                 f'"{missing[0]}"'
             )
         if unexpected := sorted(held - wanted.keys()):
-            raise _core.Error(
+            raise _core.ZeropageError(
                 f'"{self.path}" is of another model: {len(unexpected)} of its tensors are not in this one, as '
                 f'"{unexpected[0]}"'
             )
@@ -245,7 +245,7 @@ class Checkpoint:
             part = "master" if ("master", written) in self._where else "model"
             file, entry = self._where[part, written]
             if list(tensor.shape) != entry["shape"]:
-                raise _core.Error(
+                raise _core.ZeropageError(
                     f'"{self.path}" is of another model: "{name}" is {entry["shape"]} there and '
                     f"{list(tensor.shape)} here"
                 )
@@ -270,11 +270,11 @@ class Checkpoint:
     ) -> list[Callable[[], None]]:
         held = self._manifest["optimizer"]
         if held is None:
-            raise _core.Error(f'"{self.path}" holds no optimizer; save one with it, or load without')
+            raise _core.ZeropageError(f'"{self.path}" holds no optimizer; save one with it, or load without')
         names = names_of_parameters(model, optimizer)
         settings = _settings_for(optimizer, names, held["groups"])
         if settings is None:
-            raise _core.Error(
+            raise _core.ZeropageError(
                 f'"{self.path}" is of another optimizer: its groups have '
                 f"{[len(group['params']) for group in held['groups']]} parameters, these have "
                 f"{[len(group) for group in names]}, or they are others; build it with the same groups"

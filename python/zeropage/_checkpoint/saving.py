@@ -23,10 +23,10 @@ from zeropage._checkpoint.reader import checkpoints_in
 _POLL = 0.02  # seconds
 _AFTER_THE_PROGRAM = 120.0  # seconds
 
-_under_way: Saving | None = None
+_under_way: SaveHandle | None = None
 
 
-class Saving:
+class SaveHandle:
     """What save() returns. With wait=True it is over."""
 
     def __init__(self, contents: Contents, place: pathlib.Path, ranks: Ranks, keep: int | None) -> None:
@@ -87,7 +87,7 @@ class Saving:
     def finish_own_part(self) -> None:
         """Wait until this rank needs nothing of its tensors any more. Never raises; see wait()."""
         if (snapshot := self._snapshot) is not None:
-            with contextlib.suppress(_core.Error):
+            with contextlib.suppress(_core.ZeropageError):
                 snapshot.complete()
         self._own_part_ended.wait()
 
@@ -203,10 +203,10 @@ class Saving:
 
 
 def finish_writing() -> None:
-    """Wait until this rank has written its part of what save(wait=False) left under way.
+    """Wait until this rank has written its part of a background save.
 
-    Over ranks, no rank waits for another, and the save stays under way: Saving.wait(), save() and load() end it on
-    all of them together. An error of it was a warning.
+    No rank waits for another: SaveHandle.wait(), save() and load() end the save on all ranks. An error of the save is
+    a warning here.
     """
     if _under_way is not None and _under_way.is_over_ranks:
         _under_way.finish_own_part()
@@ -215,7 +215,7 @@ def finish_writing() -> None:
 
 
 def finish_saving() -> None:
-    """Waits for what save(wait=False) left under way. If that failed, it has been said."""
+    """Waits for what save(background=True) left under way. If that failed, it has been said."""
     if _under_way is not None:
         with contextlib.suppress(Exception):
             _under_way.wait()

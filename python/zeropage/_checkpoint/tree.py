@@ -44,7 +44,7 @@ def encode(value: Any, at: str, tensors: dict[str, Any]) -> Any:
             for i, (key, item) in enumerate(value.items())
         ]
         return {"$counter" if isinstance(value, collections.Counter) else "$dict": items}
-    raise _core.Error(
+    raise _core.ZeropageError(
         f"{at} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: numbers, "
         "text, bytes, tensors, lists, tuples, dicts, and what has state_dict() and load_state_dict()"
     )

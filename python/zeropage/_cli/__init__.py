@@ -13,9 +13,11 @@ import click
 import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.table import Table
 
 from zeropage import _core
 from zeropage._checkpoint.contents import Progress
+from zeropage._settings import TABLE
 
 if TYPE_CHECKING:
     from zeropage._cli.disk_speed import Measured, Speeds
@@ -65,19 +67,62 @@ def import_command(source: pathlib.Path, folder: pathlib.Path, model_key: str | 
         click.echo(f"left out, for it is no plain data: {', '.join(left_out)}")
 
 
+class _Command(click.Command):
+    """A command whose help lists the flags of settings by themselves."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Options": [], "Daily settings": [], "Expert settings": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                setting = _SETTINGS.get(parameter.name or "")
+                groups["Options" if setting is None else f"{setting.group.capitalize()} settings"].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+_SETTINGS = {f"setting_{setting.name}": setting for setting in TABLE}
+
+
 def _with_settings(command: click.Command) -> click.Command:
-    """Each setting as a flag."""
-    for name, _ in _core.Config().items():
-        flag = f"--{name.replace('_', '-')}"
-        command.params.append(click.Option([flag, f"setting_{name}"], metavar="VALUE", help="docs/settings.md"))
+    """Give the command a flag for each setting."""
+    for destination, setting in _SETTINGS.items():
+        values = "|".join(setting.values) if setting.values else setting.unit.upper() or setting.type.upper()
+        command.params.append(
+            click.Option(
+                [f"--{setting.name.replace('_', '-')}", destination],
+                metavar=values,
+                help=f"{setting.help}  [default: {setting.default or 'empty'}]",
+            )
+        )
     return command
 
 
+@main.command("settings")
+@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
+@click.option("--all", "every", is_flag=True, help="Print the expert settings too.")
+def settings_command(as_json: bool, every: bool) -> None:
+    """Print the settings: name, default, meaning, and cost."""
+    if as_json:
+        click.echo(json.dumps([setting._asdict() for setting in TABLE], indent=2))
+        return
+    table = Table(show_lines=True)
+    for title in ("setting", "default", "meaning", "cost"):
+        table.add_column(title, overflow="fold")
+    for setting in TABLE:
+        if every or setting.group == "daily":
+            values = f" Values: {', '.join(setting.values)}." if setting.values and setting.type != "bool" else ""
+            table.add_row(setting.name, setting.default or "empty", setting.help + values, setting.cost)
+    Console().print(table)
+
+
 @_with_settings
-@main.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@main.command("run", cls=_Command, context_settings={"allow_interspersed_args": False})
 @click.argument("script", type=_FOLDER)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--config", help="A JSON file of settings; flags go before it.")
+@click.option("--config", help="A JSON file of settings. Flags override the file.")
 @click.option("--trace", "trace_file", help="A file for a timeline of the run: see zeropage trace.")
 def run_command(
     script: pathlib.Path,
@@ -101,12 +146,12 @@ def run_command(
 
 
 @_with_settings
-@main.command("verify")
+@main.command("verify", cls=_Command)
 @click.argument("script", type=_FOLDER)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--steps", default=20, show_default=True, help="Steps of optimizers after which a run is stopped.")
 @click.option("--ranks", default=1, show_default=True, help="Ranks of the paged run.")
-@click.option("--config", help="A JSON file of settings; flags go before it.")
+@click.option("--config", help="A JSON file of settings. Flags override the file.")
 @click.option("--plant", hidden=True, help="For tests: a Python file that is run before the script, if it is paged.")
 def verify_command(
     script: pathlib.Path,
@@ -139,7 +184,7 @@ def verify_command(
 
 
 @_with_settings
-@main.command("plan")
+@main.command("plan", cls=_Command)
 @click.option("--program", type=_FOLDER, help="A Python file whose function program() gives a zeropage.plan.Program.")
 @click.option("--transformers", "model_config", type=_FOLDER, help="A Hugging Face config.json, or its folder.")
 @click.option("--layers", type=int, help="Layers of a decoder like GPT-3's; needs --hidden.")
@@ -161,11 +206,11 @@ def verify_command(
 @click.option("--trace", type=_FOLDER, help="A file for a timeline of the planned steps: see zeropage trace.")
 @click.option("--json", "json_file", type=_FOLDER, help="A file for the plan as JSON.")
 @click.option("--quick", is_flag=True, help="One step, the first: sizes, and a time that knows of no habits yet.")
-@click.option("--least", is_flag=True, help="Also the least budgets that work.")
+@click.option("--min-budgets", is_flag=True, help="Also the least budgets that work.")
 @click.option("--fit", is_flag=True, help="Find the fastest settings that fit.")
 @click.option("--out", type=_FOLDER, help="With --fit: a file for these settings.")
-@click.option("--mixed", is_flag=True, help="With --fit: also settings that change bits, as visible_dtype.")
-@click.option("--quantised", is_flag=True, help="With --fit: also optimizer_dtype.")
+@click.option("--mixed", is_flag=True, help="With --fit: also settings that change bits, as compute_dtype.")
+@click.option("--try-8bit", is_flag=True, help="With --fit: also optimizer_dtype.")
 @click.option("--config", help="A JSON file of settings.")
 def plan_command(config: str | None, **options: Any) -> None:
     """Say what a run needs and how long its steps take, before it runs, on a machine that need not be there.
@@ -207,16 +252,16 @@ def convert_command(config: pathlib.Path, out: pathlib.Path | None) -> None:
 
 @main.command("trace")
 @click.argument("file", type=_FOLDER)
-@click.option("--most", default=10, help="Rows of each table.")
+@click.option("--rows", default=10, help="Rows of each table.")
 @click.option("--summary", is_flag=True, hidden=True, help="What it does in any case.")
-def trace_command(file: pathlib.Path, most: int, summary: bool) -> None:
+def trace_command(file: pathlib.Path, rows: int, summary: bool) -> None:
     """Say what held up the program whose trace is in FILE: the longest waits by operator and cause, and what was
     moved most. The file itself opens in https://ui.perfetto.dev.
     """
     from zeropage._cli.summary import show
 
     with _errors_in_one_line():
-        show(file, most)
+        show(file, rows)
 
 
 @main.command("doctor")
@@ -322,14 +367,14 @@ def _write_new(path: pathlib.Path, text: str) -> None:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise _core.SettingError(f"{path} cannot be written: {error.strerror}") from None
+        raise _core.ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager
 def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
-    except _core.Error as error:
+    except _core.ZeropageError as error:
         raise click.ClickException(str(error)) from None
 
 

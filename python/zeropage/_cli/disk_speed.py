@@ -148,11 +148,11 @@ def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
 
 
 def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path) -> None:
-    """The same as a picture. Raises SettingError where matplotlib is not installed, or the file cannot be written."""
+    """The same as a picture. Raises ConfigError where matplotlib is not installed, or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise _core.SettingError("a picture needs matplotlib: pip install matplotlib") from None
+        raise _core.ConfigError("a picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, direction in zip(axes, ("read", "write"), strict=True):
@@ -171,7 +171,7 @@ def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path
         figure.savefig(picture, dpi=150)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise _core.SettingError(f"{picture} cannot be written: {reason}") from None
+        raise _core.ConfigError(f"{picture} cannot be written: {reason}") from None
 
 
 def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
@@ -263,7 +263,7 @@ def _pass(start: Callable[[torch.Tensor, int], zio.Ticket], buffer: torch.Tensor
             ticket.wait()
         tickets[slot] = start(buffer[slot * _PIECE : (slot + 1) * _PIECE], moved % size)
         moved += _PIECE
-    zio.wait(ticket for ticket in tickets if ticket is not None)
+    zio.wait_all(ticket for ticket in tickets if ticket is not None)
     return moved / (time.perf_counter() - begin)
 
 

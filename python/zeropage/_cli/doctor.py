@@ -99,7 +99,7 @@ def _ranks() -> Finding:
 def _io_uring() -> Finding:
     try:
         _core.Io("uring")
-    except _core.SettingError as error:
+    except _core.ConfigError as error:
         advice = (
             "build zeropage where liburing-dev is installed"
             if "not built in" in str(error)
@@ -175,7 +175,7 @@ def _space(path: pathlib.Path) -> Finding:
 def _speed(path: pathlib.Path) -> Finding:
     try:
         speeds = measure(path, seconds=1, size=256 << 20)
-    except _core.Error as error:
+    except _core.ZeropageError as error:
         return Finding("disk speed", "missing", str(error), "see above")
     found = f"reads {speeds.read / 1e9:.2f} GB/s, writes {speeds.write / 1e9:.2f} GB/s"
     if min(speeds.read, speeds.write) < 1e9:

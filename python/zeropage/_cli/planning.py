@@ -17,24 +17,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 
 from zeropage import _core
 from zeropage._cli import _write_new
-from zeropage._space import Config
+from zeropage._config import Config
 from zeropage._tuned import first_disk
 from zeropage.plan import (
-    Costs,
-    Fitted,
+    CostModel,
+    FitResult,
     Machine,
-    Measured,
+    MeasuredCosts,
     Plan,
     Program,
-    dry_run,
     fit,
     from_transformers,
     least_budgets,
     load_program,
+    simulate,
     transformer,
 )
-from zeropage.plan._dry_run import WARM_UP
 from zeropage.plan._fit import table
+from zeropage.plan._simulate import WARM_UP
 
 
 @dataclass
@@ -60,11 +60,11 @@ class Request:
     trace: pathlib.Path | None
     json_file: pathlib.Path | None
     quick: bool
-    least: bool
+    min_budgets: bool
     fit: bool
     out: pathlib.Path | None
     mixed: bool
-    quantised: bool
+    try_8bit: bool
 
     def given(self, *names: str) -> list[str]:
         """Of `names`, the flags that were given."""
@@ -80,7 +80,7 @@ _FEED = ("length", "batch", "micro_batches", "recompute", "optimizer")
 
 
 def plan(request: Request, config: str | None, settings: dict[str, str]) -> None:
-    """Prints the plan, or the best settings. Raises what dry_run() and fit() do."""
+    """Prints the plan, or the best settings. Raises what simulate() and fit() do."""
     _check(request, settings)
     program = program_of(request)
     given = Config.of(config).replace(**settings)
@@ -90,13 +90,13 @@ def plan(request: Request, config: str | None, settings: dict[str, str]) -> None
         chosen, ranks, planned = Config(**best[0].settings), best[0].ranks, best[0].plan
         found: Any = [{"settings": f.settings, "ranks": f.ranks, **f.plan.to_dict()} for f in best]
         if request.trace:
-            dry_run(program, chosen, machine, ranks, costs, trace=request.trace)
+            simulate(program, chosen, machine, ranks, costs, trace=request.trace)
     else:
         chosen, ranks = given, request.ranks or 1
-        planned = _dry_run(request, program, chosen, machine, ranks, costs)
+        planned = _simulate(request, program, chosen, machine, ranks, costs)
         found = planned.to_dict()
     click.echo(str(planned))
-    if request.least:
+    if request.min_budgets:
         with _steps("budgets tried") as progress:
             budgets = least_budgets(program, chosen, machine, ranks, costs, progress)
         click.echo(f"\n{budgets}")
@@ -109,7 +109,7 @@ def plan(request: Request, config: str | None, settings: dict[str, str]) -> None
 
 
 def program_of(request: Request) -> Program:
-    """Raises SettingError."""
+    """Raises ConfigError."""
     options: dict[str, Any] = {name: getattr(request, name) for name in _FEED if request.has(name)}
     if request.program is not None:
         return load_program(request.program)
@@ -123,83 +123,85 @@ def _check(request: Request, settings: dict[str, str]) -> None:
     sources = [*request.given("program", "model_config"), *request.given("layers")[:1]]
     if len(sources) != 1 or (request.layers is not None) != (request.hidden is not None):
         said = f" of {', '.join(sources)}" if len(sources) > 1 else ""
-        raise _core.SettingError(
+        raise _core.ConfigError(
             f"say one{said}: --program FILE.py, --transformers CONFIG, or the shape by --layers and --hidden"
         )
     if request.layers is None and (more := request.given(*_SHAPE)):
-        raise _core.SettingError(f"{more[0]} is for a shape, and {sources[0]} has its own; leave it out")
+        raise _core.ConfigError(f"{more[0]} is for a shape, and {sources[0]} has its own; leave it out")
     if request.program is not None and (more := request.given(*_FEED)):
-        raise _core.SettingError(f"{more[0]}: the program in {request.program} says that itself; leave it out")
+        raise _core.ConfigError(f"{more[0]}: the program in {request.program} says that itself; leave it out")
     for name in ("ranks", "length", "batch", "micro_batches"):
         value = getattr(request, name)
         if value is not None and value < 1:
-            raise _core.SettingError(f"{_flag(name)} = {value} is not a whole number from 1 on")
+            raise _core.ConfigError(f"{_flag(name)} = {value} is not a whole number from 1 on")
     if request.machine is not None and request.measure is not None:
-        raise _core.SettingError(
+        raise _core.ConfigError(
             "--machine and --measure contradict: plan for a machine that is named, or for this one"
         )
     if request.machine is not None and "device" in settings:
-        raise _core.SettingError(
+        raise _core.ConfigError(
             f"--device {settings['device']}: --machine {request.machine} says what computes; leave --device out"
         )
-    if not request.fit and (more := request.given("out", "mixed", "quantised")):
-        raise _core.SettingError(f"{more[0]} is for --fit")
+    if not request.fit and (more := request.given("out", "mixed", "try_8bit")):
+        raise _core.ConfigError(f"{more[0]} is for --fit")
     if request.fit and request.quick:
-        raise _core.SettingError("--quick is for one plan, and --fit compares whole ones; leave it out")
+        raise _core.ConfigError("--quick is for one plan, and --fit compares whole ones; leave it out")
     if request.save_costs and (request.costs or request.machine):
-        raise _core.SettingError("--save-costs: no costs are measured with --machine or --costs; leave these out")
+        raise _core.ConfigError("--save-costs: no costs are measured with --machine or --costs; leave these out")
 
 
-def _machine(request: Request, program: Program, config: Config) -> tuple[Machine, Costs | None]:
+def _machine(request: Request, program: Program, config: Config) -> tuple[Machine, CostModel | None]:
     if request.machine is not None:
         machine = Machine.load(request.machine)
-        return machine, Measured.load(request.costs) if request.costs else None
-    device = _device_here(str(config.get("device", "auto")))
-    costs = Measured.load(request.costs) if request.costs else None
+        return machine, MeasuredCosts.load(request.costs) if request.costs else None
+    device = _device_here(config.device)
+    costs = MeasuredCosts.load(request.costs) if request.costs else None
     where = request.measure or first_disk(config._core())
     console = Console(stderr=True)
     with console.status("measuring this machine") if console.is_terminal else contextlib.nullcontext():
         machine = Machine.measure(pathlib.Path(where), device)
     if costs is None:
-        costs = Measured("cpu" if machine.unified else device)
+        costs = MeasuredCosts("cpu" if machine.unified else device)
         with console.status("recording operators") if console.is_terminal else contextlib.nullcontext():
             try:
                 costs.record(program)
-            except _core.SettingError as error:
+            except _core.ConfigError as error:
                 click.echo(f"each operator is measured alone: {error}", err=True)
     return machine, costs
 
 
 def _device_here(name: str) -> str:
-    """The device that the setting names, or the one that "auto" chooses. Raises SettingError if it is not here."""
+    """The device that the setting names, or the one that "auto" chooses. Raises ConfigError if it is not here."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     here = found.type if found is not None else "cpu"
     if name == "auto":
         return here
     if name.partition(":")[0] not in ("cpu", here):
-        raise _core.SettingError(f'device = "{name}" is not in this machine; write "cpu" or "{here}", or --machine')
+        raise _core.ConfigError(f'device = "{name}" is not in this machine; write "cpu" or "{here}", or --machine')
     return name
 
 
-def _dry_run(
-    request: Request, program: Program, config: Config, machine: Machine, ranks: int, costs: Costs | None
+def _simulate(
+    request: Request, program: Program, config: Config, machine: Machine, ranks: int, costs: CostModel | None
 ) -> Plan:
     try:
         with _steps("steps planned") as progress:
             steps, warm_up = (1, 0) if request.quick else (2, WARM_UP)
-            return dry_run(program, config, machine, ranks, costs, steps, warm_up, progress, request.trace)
+            return simulate(program, config, machine, ranks, costs, steps, warm_up, progress, request.trace)
     except _core.BudgetError as error:
-        if not request.least:
+        if not request.min_budgets:
             raise
         with _steps("budgets tried") as progress:
             budgets = least_budgets(program, config, machine, ranks, costs, progress)
         raise _core.BudgetError(f"{error}; {budgets}") from None
 
 
-def _fit(request: Request, program: Program, config: Config, machine: Machine, costs: Costs | None) -> list[Fitted]:
-    over = {name: [config.get(name)] for name in _core_names() if config.get(name) not in (None, "auto")}
+def _fit(
+    request: Request, program: Program, config: Config, machine: Machine, costs: CostModel | None
+) -> list[FitResult]:
+    over = {name: [value] for name, value in config.given().items() if value != "auto"}
     with _steps("cases tried") as progress:
-        best = fit(program, machine, request.ranks, over, costs, request.mixed, request.quantised, progress)
+        best = fit(program, machine, request.ranks, over, costs, request.mixed, request.try_8bit, progress)
     click.echo(f"{table(best)}\n")
     if request.out is not None:
         _write_new(request.out, json.dumps(best[0].settings, indent=2) + "\n")
@@ -211,11 +213,11 @@ def _core_names() -> list[str]:
     return [name for name, _ in _core.Config().items()]
 
 
-def _write(request: Request, found: object, costs: Costs | None) -> None:
+def _write(request: Request, found: object, costs: CostModel | None) -> None:
     if request.json_file is not None:
         _write_new(request.json_file, json.dumps(found, indent=2, default=str) + "\n")
         click.echo(f"written: {request.json_file}", err=True)
-    if request.save_costs is not None and isinstance(costs, Measured):
+    if request.save_costs is not None and isinstance(costs, MeasuredCosts):
         costs.save(request.save_costs)
         click.echo(f"written: {request.save_costs}", err=True)
 

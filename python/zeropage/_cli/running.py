@@ -32,9 +32,9 @@ from zeropage._tracing import trace
 
 
 def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str]) -> Space:
-    """For run_script(). Raises SettingError, also if there is no such script."""
+    """For run_script(). Raises ConfigError, also if there is no such script."""
     if not script.is_file():
-        raise _core.SettingError(f"{script}: no such file")
+        raise _core.ConfigError(f"{script}: no such file")
     return init(config, **settings)
 
 
@@ -59,9 +59,9 @@ class _Modules:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._device = torch.device(space.config["device"])
-        self._least = max(int(space.config["resident_below"]), 1)
-        self._mixes = space.config["visible_dtype"] != "auto"
+        self._device = torch.device(space.config.device)
+        self._least = max(int(space.config.min_page_bytes), 1)
+        self._mixes = space.config.compute_dtype != "auto"
         # Paged, and not begun yet: they are initialised as they are at home.
         self._parameters: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
@@ -328,7 +328,7 @@ class _Watch:
         seconds, before = max(now - self._then, 1e-9), self._before
         self._then, self._before, self._steps = now, report, self._steps + 1
         moved = report.read_bytes + report.written_bytes - before.read_bytes - before.written_bytes
-        waited = (report.waited_seconds - before.waited_seconds) / seconds
+        waited = (report.waited_total - before.waited_total) / seconds
         budgets = ", ".join(f"{b.name} {b.now / 1e6:,.0f} of {b.limit / 1e6:,.0f} MB" for b in report.budgets)
         return (
             f"step {self._steps}: {seconds:.2f} s, {waited:.0%} of it waiting, "

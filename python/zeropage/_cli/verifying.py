@@ -8,7 +8,7 @@ import tempfile
 import rich.progress
 from rich.console import Console
 
-from zeropage._space import Config, _text
+from zeropage._config import Config, text_of
 from zeropage._verify.search import Verdict, make_search
 
 
@@ -21,9 +21,9 @@ def verify(
     flags: dict[str, str],
     plant: str | None,
 ) -> Verdict:
-    """Raises CannotCompare, also if there is no such script, and SettingError."""
+    """Raises CannotCompare, also if there is no such script, and ConfigError."""
     given = Config.of(config).replace(**flags)
-    settings = {name: _text(name, value) for name, value in given._settings.items()}
+    settings = {name: text_of(name, value) for name, value in given.given().items()}
     console = Console(stderr=True)
     columns = (rich.progress.TextColumn("{task.description}"), *rich.progress.Progress.get_default_columns()[1:])
     with (

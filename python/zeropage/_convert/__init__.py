@@ -39,7 +39,7 @@ def export_checkpoint(folder: Folder, out: Folder, to: str, progress: Progress |
     something else.
     """
     if to not in FORMS:
-        raise _core.Error(f'"{to}" is no form that checkpoints are exported to; there are {", ".join(FORMS)}')
+        raise _core.ZeropageError(f'"{to}" is no form that checkpoints are exported to; there are {", ".join(FORMS)}')
     return exporting.export(pathlib.Path(folder), pathlib.Path(out).resolve(), to, progress)
 
 
@@ -62,7 +62,7 @@ def import_checkpoint(
     elif deepspeed.is_one(path):
         training = deepspeed.read(path)
     else:
-        raise _core.Error(
+        raise _core.ZeropageError(
             f'"{source}" is no checkpoint of DeepSpeed (there is no *_optim_states.pt, zero/ or latest) nor of '
             f"torch.distributed.checkpoint (no {dcp.METADATA})"
         )

@@ -108,7 +108,7 @@ def _index(value: Any) -> meta.MetadataIndex:
 def _place(value: Any) -> _StorageInfo:
     held = _fields(value, "_StorageInfo")
     if not is_name_in_folder(name := held["relative_path"]):
-        raise _core.Error(f"it names a file outside its folder: {name!r}")
+        raise _core.ZeropageError(f"it names a file outside its folder: {name!r}")
     transforms = [str(transform) for transform in held.get("transform_descriptors") or ()]
     return _StorageInfo(name, _whole(held["offset"]), _whole(held["length"]), transforms or None)
 
@@ -153,8 +153,8 @@ def _read_metadata(path: pathlib.Path) -> meta.Metadata:
     try:
         with (path / METADATA).open("rb") as file:
             return _made(_Unpickler(file).load())
-    except _core.Error as error:
-        raise _core.Error(f'"{path / METADATA}" is not read: {error}') from None
+    except _core.ZeropageError as error:
+        raise _core.ZeropageError(f'"{path / METADATA}" is not read: {error}') from None
     except OSError as error:
         raise _core.DiskError(f'"{path / METADATA}" cannot be read: {error.strerror}') from None
     except (pickle.UnpicklingError, EOFError, OverflowError, RecursionError, ValueError, *WRONG_SHAPE) as error:
@@ -223,12 +223,12 @@ def _read(path: pathlib.Path, folder: _Folder, model_key: str | None) -> Trainin
     training = Training({})
     model = _at(values, model_at)
     if not isinstance(model, dict):
-        raise _core.Error(f'"{path}" holds nothing under "{model_key}"; it has {_list(values)}')
+        raise _core.ZeropageError(f'"{path}" holds nothing under "{model_key}"; it has {_list(values)}')
     # Where an optimizer or anything else lies beside tensors, the tensors alone are the model.
     around = (optimizer_at is not None and optimizer_at[: len(model_at)] == model_at) or not model_at
     training.model = dict(_flat(model, deep=not around))
     if not training.model:
-        raise _core.Error(f'"{path}" holds no tensors under "{".".join(model_at)}"; it has {_list(values)}')
+        raise _core.ZeropageError(f'"{path}" holds no tensors under "{".".join(model_at)}"; it has {_list(values)}')
     if optimizer_at is not None:
         _take_optimizer(path, training, _at(values, optimizer_at))
         _remove(values, optimizer_at)
@@ -296,7 +296,7 @@ def _find_model(path: pathlib.Path, values: Mapping[str, Any], optimizer: Place 
         return around
     if len(holding) == 1:
         return (*around, holding[0])
-    raise _core.Error(f'"{path}" does not say which part is the model; name it (--model), of {_list(beside)}')
+    raise _core.ZeropageError(f'"{path}" does not say which part is the model; name it (--model), of {_list(beside)}')
 
 
 def _flat(values: Mapping[str, Any], deep: bool) -> Iterator[tuple[str, Source]]:
@@ -315,7 +315,7 @@ def _take_optimizer(path: pathlib.Path, training: Training, held: Mapping[str, A
         by_name = all(isinstance(name, str) for name in group["params"])
         names = group["params"] if by_name else group.get("param_names", group["params"])
         if not all(isinstance(name, str) for name in names):
-            raise _core.Error(
+            raise _core.ZeropageError(
                 f'"{path}" has optimizer states by number, which say nothing of names: save them with '
                 "torch.distributed.checkpoint.state_dict.get_state_dict, or build the optimizer with "
                 "model.named_parameters()"
@@ -343,7 +343,7 @@ def _take_flat_optimizer(training: Training, held: Mapping[str, Any]) -> None:
         if kind == "state":
             name, _, last = rest.rpartition(".")
             if name not in settings:
-                raise _core.Error(f'"{key}" is of no parameter that a group has: nested states are not read')
+                raise _core.ZeropageError(f'"{key}" is of no parameter that a group has: nested states are not read')
             training.states.setdefault(name, {})[last] = value
     groups: list[Group] = []
     for name, own in settings.items():

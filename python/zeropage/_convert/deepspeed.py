@@ -58,12 +58,12 @@ def _read(path: pathlib.Path) -> Training:
     if latest := next((path / name for name in _LATEST if (path / name).is_file()), None):
         tag = latest.read_text(errors="replace").strip()
         if not is_name_in_folder(tag):
-            raise _core.Error(f'"{latest}" names a folder elsewhere: {tag!r}')
+            raise _core.ZeropageError(f'"{latest}" names a folder elsewhere: {tag!r}')
         folder = path / tag
     if not folder.is_dir():
         raise _core.DiskError(f'"{path}" names "{folder.name}" as its latest checkpoint, which is not there')
     if odd := sorted([*folder.glob("layer_*"), *folder.glob("*expert_*"), *folder.glob("expp_rank_*")]):
-        raise _core.Error(f'"{odd[0]}" is of a model in a pipeline, or with experts over ranks: not read yet')
+        raise _core.ZeropageError(f'"{odd[0]}" is of a model in a pipeline, or with experts over ranks: not read yet')
     training = _read_universal(folder) if (folder / "zero").is_dir() else _read_zero(folder)
     training.beside = read_beside(folder, path)
     return training
@@ -106,7 +106,7 @@ def _by_rank(folder: pathlib.Path, kind: str) -> list[pathlib.Path]:
     for path in folder.glob(f"*_{kind}_states.pt"):
         if match := _RANK.search(path.name):
             if match[2].strip("0"):
-                raise _core.Error(f'"{path}" is of a model that was split by tensors: not read yet')
+                raise _core.ZeropageError(f'"{path}" is of a model that was split by tensors: not read yet')
             found[int(match[1])] = path
     if sorted(found) != list(range(len(found))):
         missing = next(rank for rank in itertools.count() if rank not in found)
@@ -117,7 +117,7 @@ def _by_rank(folder: pathlib.Path, kind: str) -> list[pathlib.Path]:
 def _read_zero(folder: pathlib.Path) -> Training:
     files = _by_rank(folder, "optim")
     if not files:
-        raise _core.Error(
+        raise _core.ZeropageError(
             f'"{folder}" holds no *_optim_states.pt: it was saved without ZeRO; load it with torch.load, and save it '
             "with zeropage.save"
         )
@@ -138,11 +138,11 @@ def _model_states(folder: pathlib.Path, of_each_rank: bool) -> list[Any]:
     if not files:
         raise _core.DiskError(f'"{folder}" lacks *_model_states.pt')
     if not of_each_rank and len(files) > 1:
-        raise _core.Error(f'"{files[1]}" is of a model that was split by tensors: not read yet')
+        raise _core.ZeropageError(f'"{files[1]}" is of a model that was split by tensors: not read yet')
     models = [unpickling.load(file) for file in files]
     for model, file in zip(models, files, strict=True):
         if model.get("module") is None or model.get("param_shapes") is None:
-            raise _core.Error(f'"{file}" holds no model whose names and shapes are known: not read')
+            raise _core.ZeropageError(f'"{file}" holds no model whose names and shapes are known: not read')
     return models
 
 
@@ -188,7 +188,7 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
 def _check_alike(split: list[tuple[dict[str, torch.Tensor], dict[str, Any]]], what: str) -> None:
     kinds = {tuple(sorted(flat)) for flat, _ in split}
     if len(kinds) > 1:
-        raise _core.Error(
+        raise _core.ZeropageError(
             f"{what}: states of some parts are in the folder and of others are not (they were updated elsewhere, as "
             "with offload_optimizer.ratio): not read"
         )
@@ -198,7 +198,9 @@ def _states_of(optimizer: Mapping[str, Any], key: str) -> tuple[list[Mapping[str
     """Of torch's optimizer inside: the state of each flat tensor, and the groups."""
     base = optimizer[key]
     if isinstance(base, list):
-        raise _core.Error("elastic checkpoints (elastic_checkpoint) say nothing of groups: not read; save without it")
+        raise _core.ZeropageError(
+            "elastic checkpoints (elastic_checkpoint) say nothing of groups: not read; save without it"
+        )
     groups: list[Mapping[str, Any]] = base["param_groups"]
     states: list[Mapping[str, Any]] = []
     for i, group in enumerate(groups):
@@ -290,7 +292,7 @@ def _read_universal(folder: pathlib.Path) -> Training:
     for i, group in enumerate(shapes):
         for name, shape in group.items():
             if not is_name_in_folder(name):
-                raise _core.Error(f'"{name}" is no name of a parameter: it leads out of the folder')
+                raise _core.ZeropageError(f'"{name}" is no name of a parameter: it leads out of the folder')
             found = {path.stem: path for path in sorted((folder / "zero" / name).glob("*.pt"))}
             if "fp32" not in found:
                 raise _core.DiskError(f'"{folder / "zero" / name}" lacks fp32.pt')

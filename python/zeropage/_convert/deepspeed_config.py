@@ -31,7 +31,7 @@ _PROGRAM = {
     "gradient_predivide_factor": "gradients are means over ranks; reduce_dtype widens their sums",
     "zero_optimization.mics_shard_size": "zeropage.init(shard_group=…, replica_group=…)",
     "zero_optimization.mics_hierarchical_params_gather": "zeropage.init(shard_group=…, replica_group=…)",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": 'state_dict="visible"; nothing is gathered',
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": 'state_dict="compute"; nothing is gathered',
     "checkpoint": "zeropage.save and zeropage.load: any number of ranks",
     "sparse_attention": "the model's own",
     "activation_checkpointing.number_checkpoints": "torch.utils.checkpoint in the model",
@@ -94,15 +94,15 @@ class Converted:
 
 
 def convert_config(path: pathlib.Path) -> Converted:
-    """Raises SettingError if the file is no configuration of DeepSpeed's."""
+    """Raises ConfigError if the file is no configuration of DeepSpeed's."""
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise _core.SettingError(f"{path} cannot be read: {error.strerror}") from None
+        raise _core.ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise _core.SettingError(f"{path} is not JSON: {error}") from None
+        raise _core.ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, Mapping):
-        raise _core.SettingError(f"{path} must hold one JSON object")
+        raise _core.ConfigError(f"{path} must hold one JSON object")
     return _Reader(path, config).read()
 
 
@@ -130,7 +130,7 @@ class _Reader:
         if value is None or value == "auto":
             return None
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 f"{self._path}: {name} = {value!r} is to be {' or '.join(k.__name__ for k in kinds)}"
             )
         return value
@@ -141,11 +141,11 @@ class _Reader:
             stage = 1
         self._stage_number = 0 if stage is None else stage
         if self._stage_number not in (0, 1, 2, 3):
-            raise _core.SettingError(f"{self._path}: zero_optimization.stage = {stage} is not 0, 1, 2 or 3")
+            raise _core.ConfigError(f"{self._path}: zero_optimization.stage = {stage} is not 0, 1, 2 or 3")
         self._out.settings["stage"] = self._stage_number
         threshold = self._take("zero_optimization.stage3_param_persistence_threshold", int, float)
         if threshold is not None:
-            self._out.settings["resident_below"] = int(4 * threshold)  # elements, as four bytes each
+            self._out.settings["min_page_bytes"] = int(4 * threshold)  # elements, as four bytes each
 
     def _homes(self) -> None:
         # DeepSpeed keeps gradients beside the optimizer's states where it offloads these.
@@ -155,7 +155,7 @@ class _Reader:
             device = self._take(f"{name}.device", str)
             self._take(name, dict)  # {} is the default, none
             if device is not None and device not in _TIERS:
-                raise _core.SettingError(f"{self._path}: {name}.device = {device!r} is not cpu, nvme or none")
+                raise _core.ConfigError(f"{self._path}: {name}.device = {device!r} is not cpu, nvme or none")
             for role in roles:
                 self._out.settings[role] = _TIERS[device or "none"]
             path = self._take(f"{name}.nvme_path", str)
@@ -169,7 +169,7 @@ class _Reader:
     def _dtypes(self) -> None:
         for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
             if self._take(f"{key}.enabled", bool):
-                self._out.settings |= {"visible_dtype": dtype, "master_dtype": "float32"}
+                self._out.settings |= {"compute_dtype": dtype, "master_dtype": "float32"}
             if self._take(f"{key}.fp16_master_weights_and_grads", bool):
                 self._out.missing.append(f"{key}.fp16_master_weights_and_grads")
         for name, setting in (
@@ -180,7 +180,7 @@ class _Reader:
             if given is None:
                 continue
             if given not in _DTYPES:
-                raise _core.SettingError(f"{self._path}: {name} = {given!r} is not one of {', '.join(_DTYPES)}")
+                raise _core.ConfigError(f"{self._path}: {name} = {given!r} is not one of {', '.join(_DTYPES)}")
             self._out.settings[setting] = _DTYPES[given]
 
     def _disk(self) -> None:

@@ -21,12 +21,14 @@ _INDEX = f"{_MODEL}.bin.index.json"
 
 def export(folder: pathlib.Path, out: pathlib.Path, to: str, progress: Progress | None) -> pathlib.Path:
     if out.exists() and not (out.is_dir() and to != "torch" and not any(out.iterdir())):
-        raise _core.Error(f'"{out}" is there already; name another place, or remove it')
+        raise _core.ZeropageError(f'"{out}" is there already; name another place, or remove it')
     checkpoint = Checkpoint.open(find(folder))
     checkpoint.map_files()
     checkpoint.verify(progress)
     if Checkpoint.open(checkpoint.path).crc != checkpoint.crc:
-        raise _core.Error(f'"{checkpoint.path}" was replaced by another checkpoint meanwhile; export it again')
+        raise _core.ZeropageError(
+            f'"{checkpoint.path}" was replaced by another checkpoint meanwhile; export it again'
+        )
     with torch.no_grad():
         _FORMS[to](checkpoint, out)
     return out
@@ -78,7 +80,7 @@ def _partial(out: pathlib.Path) -> Iterator[folders.PartialFolder]:
     partial = folders.PartialFolder(out, listed=None)
     try:
         yield partial
-    except (_core.Error, MemoryError):
+    except (_core.ZeropageError, MemoryError):
         raise
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]

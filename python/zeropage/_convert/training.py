@@ -14,7 +14,7 @@ from zeropage import _core
 from zeropage._checkpoint import tree
 from zeropage._checkpoint.contents import Contents, Progress, Source, Whole
 from zeropage._checkpoint.ranks import Ranks
-from zeropage._checkpoint.saving import Saving
+from zeropage._checkpoint.saving import SaveHandle
 
 #: What is small and belongs to the model's folder, as Hugging Face writes it.
 BESIDE = ["config.json", "generation_config.json"]
@@ -93,7 +93,7 @@ class Training:
             rest["scheduler"] = tree.encode(self.scheduler, "0/scheduler", tensors)
         parts["state"] = _sources(tensors)
         contents = Contents.of_parts(parts, self.aliases, optimizer, rest, self.beside)
-        saving = Saving(contents, place, Ranks(), keep=None)
+        saving = SaveHandle(contents, place, Ranks(), keep=None)
         saving.begin(None)
         saving.write_now(progress)
 
@@ -115,7 +115,7 @@ def _sources(tensors: Mapping[str, Any]) -> dict[str, Source]:
 def is_plain(value: Any) -> bool:
     try:
         tree.encode(value, "", {})
-    except _core.Error:
+    except _core.ZeropageError:
         return False
     return True
 

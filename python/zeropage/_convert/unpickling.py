@@ -59,7 +59,7 @@ def load(path: pathlib.Path) -> Any:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         said = str(error).partition("WeightsUnpickler error: ")[2].strip() or str(error)
-        raise _core.Error(
+        raise _core.ZeropageError(
             f'"{path}" is not read, for it holds what is no plain data: {said.splitlines()[0]}'
         ) from None
     except _DAMAGED as error:

@@ -75,13 +75,13 @@ def _leave_unpaged(zeropage: Any, recorder: Recorder) -> None:
         return model
 
     zeropage.init, zeropage.page = init_empty, page
-    zeropage.evict, zeropage.pinned = lambda _: None, contextlib.nullcontext
+    zeropage.page_out, zeropage.pinned = lambda _: None, contextlib.nullcontext
 
 
 class _EmptyScope:
     def __init__(self, space: Any) -> None:
         self._space = space
-        self._device = torch.device(space.config["device"])
+        self._device = torch.device(space.config.device)
 
     def __enter__(self) -> _EmptyScope:
         self._device.__enter__()

@@ -20,7 +20,7 @@ _LAST_LINES = 15
 Progress = Callable[[str, int, int], None]
 
 
-class CannotCompare(_core.Error):
+class CannotCompare(_core.ZeropageError):
     """There is nothing to compare: the fault is not paging's."""
 
 

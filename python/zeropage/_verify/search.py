@@ -28,7 +28,7 @@ _SMALLEST_BUDGET = 256 << 10
 _TRIALS = 8  # each with twice the budgets
 
 #: Settings that change numbers: plain PyTorch has no counterpart to compare with.
-_NOT_PLAIN = ("visible_dtype", "optimizer_dtype", "reduce_dtype")
+_NOT_PLAIN = ("compute_dtype", "optimizer_dtype", "reduce_dtype")
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ class Search:
         budget = max(_SMALLEST_BUDGET, size // 4, 4 * largest)
         on_disk = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk")
         small = {"device_memory": str(budget), "host_memory": str(max(budget // 2, _SMALLEST_BUDGET))}
-        return {**on_disk, **small, "resident_below": "1", "tiling": "exact"}
+        return {**on_disk, **small, "min_page_bytes": "1", "tiling": "exact"}
 
     def _compared(self, plain: list[Record], paged: list[Record]) -> Iterator[Difference]:
         """Compare rank by rank, or each rank with the one plain process. Earlier steps come first."""

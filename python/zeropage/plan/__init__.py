@@ -6,31 +6,31 @@ is no second description of what the pager would do, and a model of any size can
 
     machine = zeropage.plan.Machine.load("dgx-2")
     program = zeropage.plan.transformer(layers=48, hidden=1600, batch=4)
-    print(zeropage.plan.dry_run(program, {"parameters": "disk", "optimizer": "disk"}, machine))
+    print(zeropage.plan.simulate(program, {"parameters": "disk", "optimizer": "disk"}, machine))
 
 `zeropage plan` does the same from the command line.
 """
 
-from zeropage.plan._costs import Costs, Measured, Roofline
-from zeropage.plan._dry_run import Plan, dry_run
-from zeropage.plan._fit import Budgets, Fitted, fit, least_budgets
+from zeropage.plan._costs import CostModel, MeasuredCosts, Roofline
+from zeropage.plan._fit import Budgets, FitResult, fit, least_budgets
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import OPTIMIZERS, Program, from_transformers, load_program, transformer
+from zeropage.plan._simulate import Plan, simulate
 
 __all__ = [
     "OPTIMIZERS",
     "Budgets",
-    "Costs",
-    "Fitted",
+    "CostModel",
+    "FitResult",
     "Machine",
-    "Measured",
+    "MeasuredCosts",
     "Plan",
     "Program",
     "Roofline",
-    "dry_run",
     "fit",
     "from_transformers",
     "least_budgets",
     "load_program",
+    "simulate",
     "transformer",
 ]

@@ -49,7 +49,7 @@ _OPERATIONS = {
 }
 
 
-class Costs(Protocol):
+class CostModel(Protocol):
     """Seconds of an operator, which was called with these arguments on "meta" tensors and gave `out`."""
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float: ...
@@ -117,7 +117,7 @@ class Roofline:
         return 0.0
 
 
-class Measured:
+class MeasuredCosts:
     """Each operator that was not recorded is run here once it is first met, with arguments of the same shapes,
     strides and dtypes, and its seconds are kept: for models larger than this machine too, as long as each operator
     alone fits its memory. So are the optimizer's updates.
@@ -139,7 +139,7 @@ class Measured:
         key = _signature(func, args, kwargs)
         if (known := self._known.get(key)) is None:
             if not self._is_open:
-                raise _core.SettingError(
+                raise _core.ConfigError(
                     f"the costs that were loaded have none of {key}: they are of another model, or of other sizes"
                 )
             known = self._known[key] = self._measure(func, args, kwargs)
@@ -158,7 +158,7 @@ class Measured:
         beyond its operators, in Python and in autograd, is shared among them. Called again, as a machine's speed
         changes, it keeps the mean.
 
-        Raises SettingError if the host has not the memory for twice the parameters and a reserve for activations, or
+        Raises ConfigError if the host has not the memory for twice the parameters and a reserve for activations, or
         `program` cannot be run here.
         """
         program = program.sample or program
@@ -166,7 +166,7 @@ class Measured:
             with torch.device("meta"):
                 wanted = 3 * sum(p.nbytes for p in program.make_model().parameters())
             if wanted > _core.available_memory():
-                raise _core.SettingError(
+                raise _core.ConfigError(
                     f"{program.name} cannot be run here: it takes {wanted / 1e9:.3g} GB of memory, and "
                     f"{_core.available_memory() / 1e9:.3g} GB are free"
                 )
@@ -175,7 +175,7 @@ class Measured:
                 seconds = self._record(program, steps)
         except Exception as error:  # of a program of any kind, on real tensors
             said = next(iter(str(error).splitlines()), type(error).__name__)
-            raise _core.SettingError(f"{program.name} cannot be run here: {said}") from error
+            raise _core.ConfigError(f"{program.name} cannot be run here: {said}") from error
         self._keep(seconds)
 
     def _keep(self, seconds: Mapping[str, float]) -> None:
@@ -223,7 +223,7 @@ class Measured:
         try:
             with self._on_its_threads():
                 return {_update_of(program): update(program, gradients)}
-        except _core.SettingError:  # no memory for the states: the machine's speed has to do
+        except _core.ConfigError:  # no memory for the states: the machine's speed has to do
             return {}
 
     def __len__(self) -> int:
@@ -237,19 +237,17 @@ class Measured:
             raise _core.DiskError(f"{os.fspath(path)} cannot be written: {error.strerror}") from None
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Measured:
-        """Raises SettingError for a file that is none of these, or of another version."""
+    def load(cls, path: str | os.PathLike[str]) -> MeasuredCosts:
+        """Raises ConfigError for a file that is none of these, or of another version."""
         try:
             content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
             version, seconds = content["version"], content["seconds"]
         except OSError as error:
-            raise _core.SettingError(f"costs {os.fspath(path)!r} cannot be read: {error.strerror}") from None
+            raise _core.ConfigError(f"costs {os.fspath(path)!r} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
-            raise _core.SettingError(
-                f"costs {os.fspath(path)!r}: no costs that `zeropage plan` has written"
-            ) from None
+            raise _core.ConfigError(f"costs {os.fspath(path)!r}: no costs that `zeropage plan` has written") from None
         if version != VERSION:
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 f"costs {os.fspath(path)!r} are of version {version}, and this is {VERSION}: measure them again"
             )
         costs = cls()
@@ -261,7 +259,7 @@ class Measured:
             with self._on_its_threads():
                 return self._measure_here(func, args, kwargs)
         except RuntimeError as error:
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 f"{_signature(func, args, kwargs)} cannot be measured here: {str(error).splitlines()[0]}; plan with "
                 "--machine, or with costs of a larger one"
             ) from None

@@ -12,11 +12,11 @@ import torch
 from tabulate import tabulate
 
 from zeropage import _core
-from zeropage._space import Config, ConfigLike
-from zeropage.plan._costs import Costs, Roofline
-from zeropage.plan._dry_run import WARM_UP, Plan, _size, dry_run
+from zeropage._config import Config, ConfigLike
+from zeropage.plan._costs import CostModel, Roofline
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
+from zeropage.plan._simulate import WARM_UP, Plan, _size, simulate
 
 Progress = Callable[[int, int], None]
 Settings = dict[str, Any]
@@ -33,7 +33,7 @@ _GAIN = 0.005
 
 
 @dataclass
-class Fitted:
+class FitResult:
     """Settings that fit, and their plan. `settings` is what zeropage.init takes."""
 
     settings: Settings
@@ -44,7 +44,7 @@ class Fitted:
     def seconds_per_token(self) -> float:
         return self.plan.seconds / self.plan.tokens
 
-    def why_slower(self, best: Fitted) -> str:
+    def why_slower(self, best: FitResult) -> str:
         """Than `best`: what bounds either, and what this one moves more of in a step."""
         more = self.seconds_per_token / best.seconds_per_token - 1
         name, share, _ = self.plan.step.bound_by()
@@ -82,7 +82,7 @@ class Budgets:
         )
 
 
-def table(fitted: Sequence[Fitted], most: int = 5) -> str:
+def table(fitted: Sequence[FitResult], most: int = 5) -> str:
     """The best as a table, and why the second is slower than the first."""
     names = sorted({name for one in fitted[:most] for name in one.settings}, key=_order)
     rows = []
@@ -102,7 +102,7 @@ def least_budgets(
     config: ConfigLike,
     machine: Machine,
     ranks: int = 1,
-    costs: Costs | None = None,
+    costs: CostModel | None = None,
     progress: Progress | None = None,
 ) -> Budgets:
     """The least device_memory with all of the host's memory, and the least host_memory beside it, with which a step
@@ -124,7 +124,7 @@ def least_budgets(
         tried += 1
         if progress is not None:
             progress(tried, max(tried, 2 * _TRIES))
-        return dry_run(program, settings.replace(**budgets), machine, ranks, costs, steps=1, warm_up=0)
+        return simulate(program, settings.replace(**budgets), machine, ranks, costs, steps=1, warm_up=0)
 
     budgets = dict(whole)
     plan = run(budgets)
@@ -147,7 +147,7 @@ def _least(
         nonlocal high, low, plan
         try:
             plan = run({**budgets, name: value})
-        except _core.Error:
+        except _core.ZeropageError:
             low = value
             return False
         high = value
@@ -161,11 +161,8 @@ def _least(
 
 
 def _page_size(plan: Plan) -> int:
-    return int(_core_bytes(plan.settings["page_size"]))
-
-
-def _core_bytes(text: str) -> int:
-    return int(text) if text.isdigit() else 4 << 20
+    size = plan.settings["page_size"]
+    return size if isinstance(size, int) else 4 << 20
 
 
 def fit(
@@ -173,21 +170,21 @@ def fit(
     machine: Machine,
     ranks: int | None = None,
     over: Mapping[str, Iterable[Any]] | None = None,
-    costs: Costs | None = None,
+    costs: CostModel | None = None,
     allow_mixed: bool = False,
     quantised: bool = False,
     progress: Progress | None = None,
-) -> list[Fitted]:
+) -> list[FitResult]:
     """Settings that fit, the fastest first: by seconds a token. Of homes, stage and number of ranks all are tried,
     but for those that cannot fit by their sizes; with the best of them activations, page_size, tiling and the parts
     of the budgets; and the best few once more, until their steps are alike.
 
     `ranks`: their number; None: 1, 2, 4, ... to the devices of a node. `over`: values by setting, instead of those
     that would be tried; {"device_memory": [n]} sets the budget. `allow_mixed`: also settings that change bits:
-    visible_dtype and master_dtype, and sums in tiles. `quantised`: also optimizer_dtype. `progress` is called with
+    compute_dtype and master_dtype, and sums in tiles. `quantised`: also optimizer_dtype. `progress` is called with
     cases tried and the number that there are, as far as known.
 
-    Raises BudgetError if nothing fits, with what is needed and what there is; SettingError.
+    Raises BudgetError if nothing fits, with what is needed and what there is; ConfigError.
     """
     search = _Search(program, machine, ranks, over or {}, costs, allow_mixed, quantised, progress)
     return search.best()
@@ -222,7 +219,7 @@ class _Search:
         machine: Machine,
         ranks: int | None,
         over: Mapping[str, Iterable[Any]],
-        costs: Costs | None,
+        costs: CostModel | None,
         allow_mixed: bool,
         quantised: bool,
         progress: Progress | None,
@@ -232,9 +229,9 @@ class _Search:
         self._grid |= {name: list(values) for name, values in over.items()}
         empty = [name for name, values in self._grid.items() if not values]
         if empty:
-            raise _core.SettingError(f"over: {empty[0]} has no value to try")
+            raise _core.ConfigError(f"over: {empty[0]} has no value to try")
         self._sizes: dict[tuple[Any, ...], _Sizes] = {}
-        self._tried: dict[tuple[Any, ...], Fitted | None] = {}
+        self._tried: dict[tuple[Any, ...], FitResult | None] = {}
         self._to_try = 0
         self._refused: dict[str, str] = {}
 
@@ -242,7 +239,7 @@ class _Search:
         """All of the grid, without what is said twice."""
         return self._product(self._grid)
 
-    def best(self) -> list[Fitted]:
+    def best(self) -> list[FitResult]:
         first = {name: values[:1] if name in _SECONDARY else values for name, values in self._grid.items()}
         cases = [case for case in self._product(first) if self._may_fit(case)]
         if not cases:
@@ -260,7 +257,7 @@ class _Search:
         whole = [(case, self._plan(case, WARM_UP)) for case, _ in found[:5]]
         return [fitted for _, fitted in self._sorted([(c, f) for c, f in whole if f is not None])]
 
-    def _improved(self, case: Settings, fitted: Fitted, name: str) -> list[tuple[Settings, Fitted]]:
+    def _improved(self, case: Settings, fitted: FitResult, name: str) -> list[tuple[Settings, FitResult]]:
         """The case with other values of `name`, where that is a gain."""
         others = [{**case, name: value} for value in self._grid.get(name, []) if value != case[name]]
         others = [other for other in others if self._may_fit(other)]
@@ -308,7 +305,7 @@ class _Search:
 
     def _sizes_of(self, case: Settings) -> _Sizes:
         """Found by a step on a machine of the same speeds that has room for everything."""
-        changing = ("ranks", "stage", "visible_dtype", "master_dtype", "optimizer_dtype", "activations")
+        changing = ("ranks", "stage", "compute_dtype", "master_dtype", "optimizer_dtype", "activations")
         key = tuple(case.get(name) for name in changing)
         if key not in self._sizes:
             much = 1e7
@@ -321,16 +318,16 @@ class _Search:
             settings["page_size"] = 16 << 20
             if case["ranks"] == 1:
                 settings.pop("stage", None)
-            plan = dry_run(self._program, settings, roomy, case["ranks"], Roofline(roomy), steps=1, warm_up=0)
+            plan = simulate(self._program, settings, roomy, case["ranks"], Roofline(roomy), steps=1, warm_up=0)
             homes: dict[str, int] = {}
             for home in plan.total.homes:
                 homes[home.role] = homes.get(home.role, 0) + home.peak
             self._sizes[key] = _Sizes(homes, plan.ordinary_peak)
         return self._sizes[key]
 
-    def _ranked(self, cases: list[Settings]) -> list[tuple[Settings, Fitted]]:
+    def _ranked(self, cases: list[Settings]) -> list[tuple[Settings, FitResult]]:
         """In few steps. Where what moves between tiers is hidden, homes that are further away are no gain."""
-        found: list[tuple[Settings, Fitted]] = []
+        found: list[tuple[Settings, FitResult]] = []
         hidden: list[Settings] = []
         for case in sorted(cases, key=lambda case: sum(_distances(case))):
             if any(_is_further(case, than) for than in hidden):
@@ -346,11 +343,11 @@ class _Search:
         return self._sorted(found)
 
     @staticmethod
-    def _sorted(found: list[tuple[Settings, Fitted]]) -> list[tuple[Settings, Fitted]]:
+    def _sorted(found: list[tuple[Settings, FitResult]]) -> list[tuple[Settings, FitResult]]:
         # Of what is as fast, what comes first in the grid.
         return sorted(found, key=lambda pair: float(f"{pair[1].seconds_per_token:.3g}"))
 
-    def _plan(self, case: Settings, warm_up: int) -> Fitted | None:
+    def _plan(self, case: Settings, warm_up: int) -> FitResult | None:
         key = (*_key(case), warm_up)
         if key in self._tried:
             return self._tried[key]
@@ -359,9 +356,9 @@ class _Search:
         if given is not None:
             ranks, settings = given
             try:
-                plan = dry_run(self._program, settings, self._machine, ranks, self._costs, 2, warm_up)
-                fitted = Fitted(settings, ranks, plan)
-            except (_core.BudgetError, _core.DiskError, _core.SettingError) as error:
+                plan = simulate(self._program, settings, self._machine, ranks, self._costs, 2, warm_up)
+                fitted = FitResult(settings, ranks, plan)
+            except (_core.BudgetError, _core.DiskError, _core.ConfigError) as error:
                 self._refused[type(error).__name__] = str(error)
         self._tried[key] = fitted
         if self._progress is not None:
@@ -374,9 +371,9 @@ class _Search:
             case = dict(zip(grid, values, strict=True))
             if case["ranks"] == 1:
                 case["stage"] = grid["stage"][0]
-            if case["visible_dtype"] == "auto":
+            if case["compute_dtype"] == "auto":
                 case["master_dtype"] = "auto"
-            elif case["master_dtype"] == "hi_lo" and case["visible_dtype"] != "bfloat16":
+            elif case["master_dtype"] == "float32_split" and case["compute_dtype"] != "bfloat16":
                 continue
             if _key(case) not in seen:
                 seen.add(_key(case))
@@ -432,7 +429,7 @@ def _grid(
         "ranks": numbers if ranks is None else [ranks],
         "stage": [3, 2, 1],
         **{name: tiers for name in _ROLES},
-        "visible_dtype": ["auto"],
+        "compute_dtype": ["auto"],
         "master_dtype": ["auto"],
         "optimizer_dtype": ["auto"],
         "activations": [tier for tier in tiers if tier != "host" or not machine.unified],
@@ -442,11 +439,11 @@ def _grid(
         "device_share": [0.5, 0.25, 0.75] if machine.unified else [0.5],
     }
     if allow_mixed and _is_float32(program):
-        grid["visible_dtype"] = ["auto", "bfloat16"]
-        grid["master_dtype"] = ["float32", "hi_lo"]
+        grid["compute_dtype"] = ["auto", "bfloat16"]
+        grid["master_dtype"] = ["float32", "float32_split"]
     if quantised:
         if not _is_fused(program):
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 f"optimizer_dtype is for fused optimizers, and {program.optimizer} is none: plan without it"
             )
         grid["optimizer_dtype"] = ["auto", "bfloat16", "8bit"]

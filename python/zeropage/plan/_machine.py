@@ -46,7 +46,7 @@ class Machine:
 
     @staticmethod
     def load(name: str | os.PathLike[str]) -> Machine:
-        """The path of a JSON file of these fields, or the name of one that is built in. Raises SettingError."""
+        """The path of a JSON file of these fields, or the name of one that is built in. Raises ConfigError."""
         path = _BUILT_IN / f"{os.fspath(name)}.json"
         if not path.is_file():
             path = pathlib.Path(name)
@@ -54,11 +54,11 @@ class Machine:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except OSError:
             known = ", ".join(sorted(p.stem for p in _BUILT_IN.glob("*.json")))
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 f"machine {os.fspath(name)!r}: no such file, and none of those that are built in ({known})"
             ) from None
         except ValueError as error:
-            raise _core.SettingError(f"machine {str(path)!r} is not JSON: {error}") from None
+            raise _core.ConfigError(f"machine {str(path)!r} is not JSON: {error}") from None
         return Machine.of(fields, str(path))
 
     @staticmethod
@@ -71,17 +71,17 @@ class Machine:
 
     @staticmethod
     def of(fields: object, where: str = "machine") -> Machine:
-        """Raises SettingError for fields that are unknown, missing or no numbers that a machine can have."""
+        """Raises ConfigError for fields that are unknown, missing or no numbers that a machine can have."""
         if not isinstance(fields, dict):
-            raise _core.SettingError(f"{where} must hold one JSON object")
+            raise _core.ConfigError(f"{where} must hold one JSON object")
         known = {f.name: f for f in dataclasses.fields(Machine)}
         if unknown := sorted(set(fields) - set(known)):
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 f"{where}: {unknown[0]!r} is not a field of a machine; those are {', '.join(known)}"
             )
         missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in fields]
         if missing:
-            raise _core.SettingError(f"{where} lacks {', '.join(missing)}")
+            raise _core.ConfigError(f"{where} lacks {', '.join(missing)}")
         machine = Machine(**fields)
         machine._check(where)
         return machine
@@ -89,17 +89,17 @@ class Machine:
     def _check(self, where: str) -> None:
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type in ("float", "int")}
         if not isinstance(self.tflops, dict) or not self.tflops:
-            raise _core.SettingError(f'{where}: tflops is by dtype, as {{"bfloat16": 120}}')
+            raise _core.ConfigError(f'{where}: tflops is by dtype, as {{"bfloat16": 120}}')
         numbers |= {f"tflops of {dtype}": value for dtype, value in self.tflops.items()}
         for name, value in numbers.items():
             if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-                raise _core.SettingError(f"{where}: {name} = {value!r} is not a number from 0 on")
+                raise _core.ConfigError(f"{where}: {name} = {value!r} is not a number from 0 on")
         needed = ["host_memory_gb", "host_gbs", "devices"]
         needed += [] if self.unified else ["device_memory_gb", "device_gbs", "link_gbs"]
         needed += ["disk_read_gbs", "disk_write_gbs"] if self.disk_gb else []
         for name in needed:
             if not getattr(self, name):
-                raise _core.SettingError(f"{where}: {name} is to be more than 0")
+                raise _core.ConfigError(f"{where}: {name} is to be more than 0")
 
     def to_dict(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -128,7 +128,7 @@ class Machine:
             speeds.upload = speeds.download = self.link_gbs * 1e9
         if ranks > 1:
             if not self.network_gbs:
-                raise _core.SettingError(f"machine {self.name}: network_gbs is needed to plan for {ranks} ranks")
+                raise _core.ConfigError(f"machine {self.name}: network_gbs is needed to plan for {ranks} ranks")
             speeds.network = self.network_gbs * 1e9
         speeds.network_latency = self.network_latency_us * 1e-6
         speeds.launch = self.launch_us * 1e-6

@@ -17,10 +17,11 @@ import zeropage.io as zio
 from zeropage import _core
 from zeropage._cli.disk_speed import measure as measure_disk
 from zeropage._cli.disk_speed import scratch_file
-from zeropage._space import Config, Space
-from zeropage.plan._dry_run import dry_run
+from zeropage._config import Config
+from zeropage._space import Space
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
+from zeropage.plan._simulate import simulate
 
 _ELEMENTS = 1 << 24  # of each array: more than a processor's caches
 _DISK_BYTES = 512 << 20
@@ -125,7 +126,7 @@ def _beside(directory: pathlib.Path) -> float:
         def pass_through() -> None:
             nonlocal moved
             starts = [file.start_read, file.start_write] * (pieces // 2)
-            zio.wait(start(buffer[i * piece : (i + 1) * piece], i * piece) for i, start in enumerate(starts))
+            zio.wait_all(start(buffer[i * piece : (i + 1) * piece], i * piece) for i, start in enumerate(starts))
             moved += piece * pieces
 
         def move() -> None:
@@ -162,7 +163,7 @@ class _Weight(torch.nn.Module):
 
 def update(program: Program, gradients: torch.Tensor) -> float:
     """Seconds that each GB takes which the program's optimizer reads and writes in the host, on all cores, updating
-    states whose gradients are these. Raises SettingError if there is no memory for them."""
+    states whose gradients are these. Raises ConfigError if there is no memory for them."""
     settings: dict[str, object] = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
     settings |= {"host_memory": 5 * gradients.nbytes, "device_memory": 4 * gradients.nbytes}
     roomy = Machine(name="roomy", tflops={"float32": 1.0}, host_memory_gb=1e3, host_gbs=1.0, unified=True)
@@ -174,7 +175,7 @@ def update(program: Program, gradients: torch.Tensor) -> float:
         optimizer=program.optimizer,
         clips=False,
     )
-    moved_gb = dry_run(small, settings, roomy, steps=1, warm_up=2).updated_seconds  # at 1 GB/s
+    moved_gb = simulate(small, settings, roomy, steps=1, warm_up=2).updated_seconds  # at 1 GB/s
     space = Space(Config.of(settings).replace(device="cpu"))  # of this rank alone
     try:
         with space:
@@ -182,10 +183,10 @@ def update(program: Program, gradients: torch.Tensor) -> float:
         optimizer, seconds = program.make_optimizer(model.parameters()), list[float]()
         for _ in range(6):
             torch.sum(model.weight * gradients).backward()  # type: ignore[operator, no-untyped-call]
-            space.wait()
+            space.synchronize()
             start = time.perf_counter()
             optimizer.step()
-            space.wait()
+            space.synchronize()
             seconds.append(time.perf_counter() - start)
             optimizer.zero_grad()
         del model, optimizer

@@ -66,7 +66,7 @@ class Program:
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer not in OPTIMIZERS:
-            raise _core.SettingError(f"optimizer {self.optimizer!r} is not one of {', '.join(sorted(OPTIMIZERS))}")
+            raise _core.ConfigError(f"optimizer {self.optimizer!r} is not one of {', '.join(sorted(OPTIMIZERS))}")
         return OPTIMIZERS[self.optimizer](parameters)
 
 
@@ -126,9 +126,9 @@ def transformer(
     heads = heads if heads is not None else max(1, hidden // 128)
     for name, size in (sizes | {"heads": heads}).items():
         if not isinstance(size, int) or size < 1:
-            raise _core.SettingError(f"{name} = {size!r} is not a whole number from 1 on")
+            raise _core.ConfigError(f"{name} = {size!r} is not a whole number from 1 on")
     if hidden % heads:
-        raise _core.SettingError(f"hidden = {hidden} is not a multiple of heads = {heads}")
+        raise _core.ConfigError(f"hidden = {hidden} is not a multiple of heads = {heads}")
 
     def loss(model: nn.Module) -> torch.Tensor:
         result: torch.Tensor = model(torch.randint(vocabulary, (batch, length)))
@@ -150,20 +150,20 @@ def from_transformers(
     config: Any, length: int = 1024, batch: int = 1, recompute: bool = False, **options: Any
 ) -> Program:
     """A causal language model of Hugging Face's, of a config, of a folder with config.json or of that file. No
-    weights are read. Raises SettingError."""
+    weights are read. Raises ConfigError."""
     if isinstance(config, str | os.PathLike):
         config = _transformers_config(pathlib.Path(config))
     from transformers import AutoModelForCausalLM
 
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if heads and hidden and not getattr(config, "head_dim", None) and hidden % heads:
-        raise _core.SettingError(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
+        raise _core.ConfigError(f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}")
 
     def make_model() -> nn.Module:
         try:
             model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         except (ValueError, TypeError, AttributeError) as error:
-            raise _core.SettingError(
+            raise _core.ConfigError(
                 f"transformers makes no causal model of this {config.model_type}: {error}"
             ) from None
         if recompute:
@@ -198,14 +198,14 @@ def _transformers_config(path: pathlib.Path) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise _core.SettingError("a transformers config needs transformers: pip install transformers") from None
+        raise _core.ConfigError("a transformers config needs transformers: pip install transformers") from None
     file = path / "config.json" if path.is_dir() else path
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         config = AutoConfig.for_model(**fields)
     except Exception as error:  # transformers checks configs in its own ways
         said = " ".join(str(error).split())
-        raise _core.SettingError(f"{file} is no transformers config: {said}") from None
+        raise _core.ConfigError(f"{file} is no transformers config: {said}") from None
     return config
 
 
@@ -256,7 +256,7 @@ def load_program(path: str | os.PathLike[str]) -> Program:
     """Return what the function `program()` of a Python file returns.
 
     The file imports modules from its own folder, as it does under `python FILE`; `sys.path` and `sys.modules` are the
-    same afterwards. Raises SettingError if the file cannot be read or has no such function.
+    same afterwards. Raises ConfigError if the file cannot be read or has no such function.
     """
     file = pathlib.Path(path)
     folder = _Folder(file.resolve().parent)
@@ -264,8 +264,8 @@ def load_program(path: str | os.PathLike[str]) -> Program:
         try:
             names = runpy.run_path(str(file))
         except OSError as error:
-            raise _core.SettingError(f"{file} cannot be read: {error.strerror}") from None
+            raise _core.ConfigError(f"{file} cannot be read: {error.strerror}") from None
         made = names["program"]() if callable(names.get("program")) else None
     if not isinstance(made, Program):
-        raise _core.SettingError(f"{file} is to have a function program() that gives a zeropage.plan.Program")
+        raise _core.ConfigError(f"{file} is to have a function program() that gives a zeropage.plan.Program")
     return _inside(made, folder)

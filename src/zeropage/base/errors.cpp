@@ -23,7 +23,7 @@ void throw_translated(const Error& error, const std::string& before) {
   }
   if (dynamic_cast<const AccessError*>(&error)) throw_as(AccessError(message));
   if (dynamic_cast<const RankError*>(&error)) throw_as(RankError(message));
-  if (dynamic_cast<const SettingError*>(&error)) throw_as(SettingError(message));
+  if (dynamic_cast<const ConfigError*>(&error)) throw_as(ConfigError(message));
   throw_as(Error(message));
   throw;
 }

@@ -13,7 +13,7 @@ class Error : public std::runtime_error {
 };
 
 /// A setting is unknown, malformed, or contradicts another one.
-class SettingError : public Error {
+class ConfigError : public Error {
  public:
   using Error::Error;
 };

@@ -70,7 +70,7 @@ void Trace::start(const std::string& path) {
     w.text.clear();
   }
   const std::lock_guard lock(w.mutex);
-  if (w.file) throw SettingError(fmt::format("a trace is being recorded to \"{}\": stop it first", w.path));
+  if (w.file) throw ConfigError(fmt::format("a trace is being recorded to \"{}\": stop it first", w.path));
   w.file.reset(std::fopen(path.c_str(), "wbe"));
   if (!w.file) {
     throw DiskError(fmt::format("\"{}\" cannot be written: {}", path, std::strerror(errno)), errno, path);

@@ -20,7 +20,7 @@ class Trace {
 
   static bool is_on() { return on_.load(std::memory_order_relaxed); }
 
-  /// Records to a new file, in place of one that exists. Throws SettingError if one is being recorded, DiskError if
+  /// Records to a new file, in place of one that exists. Throws ConfigError if one is being recorded, DiskError if
   /// the file cannot be written.
   static void start(const std::string& path);
   /// Returns when all is in the file. Throws DiskError if that failed. Nothing if none is recorded.

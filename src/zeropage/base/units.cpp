@@ -44,7 +44,7 @@ std::size_t parse_bytes(std::string_view text, std::string_view setting) {
       if (unit.name == suffix && value * unit.bytes < 9e18) return static_cast<std::size_t>(value * unit.bytes);
     }
   }
-  throw SettingError(
+  throw ConfigError(
       fmt::format("{} = \"{}\" is not a size; write it as bytes or like \"256MB\" or \"4GiB\"", setting, text));
 }
 

@@ -23,7 +23,7 @@ constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
 constexpr std::size_t round_down(std::size_t value, std::size_t multiple) { return value / multiple * multiple; }
 constexpr std::size_t ceil_div(std::size_t value, std::size_t divisor) { return (value + divisor - 1) / divisor; }
 
-/// "1024", "256MB" (1e6), "256MiB" (2^20), "1.5 GB", "64kB" -> bytes. Throws SettingError, naming `setting`.
+/// "1024", "256MB" (1e6), "256MiB" (2^20), "1.5 GB", "64kB" -> bytes. Throws ConfigError, naming `setting`.
 std::size_t parse_bytes(std::string_view text, std::string_view setting);
 
 /// 12345678 -> "12.3 MB".

@@ -317,7 +317,7 @@ void Collectives::differ(const std::string& what) {
   for (int i = 0; i < size(); ++i) message += fmt::format("\n  rank {}: {}", i, texts[i]);
   message +=
       "\nEvery rank must use paged tensors in the same order. If only some ranks use a module, as experts are used, "
-      "call zeropage.together(module); code for one rank alone must not touch paged tensors.";
+      "call zeropage.gather_together(module); code for one rank alone must not touch paged tensors.";
   std::lock_guard lock(mutex_);
   broken_ = message;
   throw RankError(message);

@@ -29,13 +29,13 @@
 namespace zeropage {
 
 /// The group of all ranks, from torchrun's environment: Gloo for the CPU, NCCL for `device` if that is a GPU. A
-/// collective gives up after `timeout`. Throws SettingError if the program was not started by torchrun, or was built
+/// collective gives up after `timeout`. Throws ConfigError if the program was not started by torchrun, or was built
 /// without the headers that the group needs.
 inline c10::intrusive_ptr<c10d::ProcessGroup> torchrun_group(
     c10::Device device = c10::kCPU, std::chrono::milliseconds timeout = std::chrono::minutes(30)) {
   const auto variable = [](const char* name) -> std::string {
     const char* value = std::getenv(name);
-    if (!value) throw SettingError(std::string(name) + " is not set; start the program with torchrun --no-python");
+    if (!value) throw ConfigError(std::string(name) + " is not set; start the program with torchrun --no-python");
     return value;
   };
   const int rank = std::stoi(variable("RANK")), size = std::stoi(variable("WORLD_SIZE"));
@@ -60,7 +60,7 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> torchrun_group(
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
 #else
   if (device.is_cpu()) {
-    throw SettingError("the program was built without Gloo's headers; install libgloo-dev and build it again");
+    throw ConfigError("the program was built without Gloo's headers; install libgloo-dev and build it again");
   }
 #endif
 #ifdef USE_C10D_NCCL
@@ -74,7 +74,7 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> torchrun_group(
   }
 #else
   if (device.is_cuda()) {
-    throw SettingError("the program was built without NCCL's headers; install them and build it again");
+    throw ConfigError("the program was built without NCCL's headers; install them and build it again");
   }
 #endif
   return group;

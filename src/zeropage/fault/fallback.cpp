@@ -156,7 +156,7 @@ bool run_by_rule(Call& call) {
   if (!call.info.rule || autocasts(call.op, call.paged[0].tensor.device().type())) return false;
   if (run_rule(call)) return true;
   if (call.info.kind == OperatorKind::data && !call.needs_autograd()) {
-    call.paged[0].segment->domain()->general_path.count(call.name());
+    call.paged[0].segment->domain()->unpaged_operators.count(call.name());
   }
   return false;
 }

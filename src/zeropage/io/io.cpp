@@ -123,7 +123,7 @@ void Io::sync(const File& file) {
 std::unique_ptr<Io> make_io(const IoOptions& options) {
   const std::size_t block = options.block_bytes;
   if (block == 0 || block % kBlockBytes != 0 || block > kGiB || options.depth > kMostDepth) {
-    throw SettingError(fmt::format(
+    throw ConfigError(fmt::format(
         "requests of {} bytes, {} in flight, cannot be: give a multiple of 4 KiB up to 1 GiB, and 1 to {} requests",
         block, options.depth, kMostDepth));
   }
@@ -132,7 +132,7 @@ std::unique_ptr<Io> make_io(const IoOptions& options) {
   std::string why;
   if (auto ring = make_ring(options, why)) return of_one_process(std::move(ring));
   if (options.engine == IoEngine::uring) {
-    throw SettingError(fmt::format("io = \"uring\" cannot be had: {}; set io to \"threads\" or \"auto\"", why));
+    throw ConfigError(fmt::format("io = \"uring\" cannot be had: {}; set io to \"threads\" or \"auto\"", why));
   }
   static std::once_flag said;
   std::call_once(said, [&] { std::fprintf(stderr, "zeropage: io_uring: %s; using threads\n", why.c_str()); });

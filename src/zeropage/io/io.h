@@ -104,7 +104,7 @@ struct IoOptions {
   std::size_t depth = 0;           // the most requests in flight, 1 to 1,024; 0: 64 of io_uring, 16 threads
 };
 
-/// Throws SettingError for IoEngine::uring where that cannot be had, and for numbers out of range.
+/// Throws ConfigError for IoEngine::uring where that cannot be had, and for numbers out of range.
 std::unique_ptr<Io> make_io(const IoOptions& options = {});
 
 }  // namespace zeropage

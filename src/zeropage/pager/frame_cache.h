@@ -100,7 +100,7 @@ struct CacheStats {
 
 class FrameCache : public std::enable_shared_from_this<FrameCache> {
  public:
-  /// `io` replaces the engine that options name: for tests. Throws SettingError, BudgetError, DiskError.
+  /// `io` replaces the engine that options name: for tests. Throws ConfigError, BudgetError, DiskError.
   static std::shared_ptr<FrameCache> make(const CacheOptions& options, std::unique_ptr<Io> io = nullptr);
   /// The cache of gathered tensors whose shares `local` holds. `device` is null where operators run on the CPU, else
   /// memory of `bytes`.

@@ -76,7 +76,7 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
     }
   } else if (spec.tier == Tier::disk) {
     if (!homes_.swap)
-      throw SettingError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
+      throw ConfigError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
     run.is_on_disk = true;
     run.home = homes_.home;
     if (spec.source) {

@@ -39,7 +39,7 @@ class HomeAllocator {
         homes_(homes),
         page_bytes_(page_bytes) {}
 
-  /// A run with room for a segment, at `offset`. Throws BudgetError, DiskError, SettingError.
+  /// A run with room for a segment, at `offset`. Throws BudgetError, DiskError, ConfigError.
   Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
   Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
   /// A segment that lay there is gone.

@@ -47,7 +47,7 @@ void run_general(at::Tensor parameter, at::Tensor gradient, at::Tensor moment, c
 void fused_lion(at::TensorList parameters, at::TensorList gradients, at::TensorList moments, double lr, double beta1,
                 double beta2, double weight_decay, bool maximize) {
   if (gradients.size() != parameters.size() || moments.size() != parameters.size()) {
-    throw SettingError("_fused_lion_ needs as many gradients and moments as parameters");
+    throw ConfigError("_fused_lion_ needs as many gradients and moments as parameters");
   }
   const LionSettings settings{lr, beta1, beta2, weight_decay, maximize};
   for (std::size_t i = 0; i < parameters.size(); ++i) {

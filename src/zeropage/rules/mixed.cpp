@@ -16,7 +16,7 @@ namespace {
 bool has_master(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   return segment && segment->master().defined() && is_whole(tensor) &&
-         tensor.scalar_type() == segment->domain()->visible_dtype;
+         tensor.scalar_type() == segment->domain()->compute_dtype;
 }
 
 /// Whether the call writes bits of a tensor whose master must follow, by a view that has none itself.
@@ -197,7 +197,7 @@ void follow_master(const StorageSegment& segment) {
   c10::NoGradGuard no_grad;
   const at::Tensor& master = segment.master();
   const at::Tensor visible = segment.whole_tensor(master.sizes(), master.strides(),
-                                                  c10::scalarTypeToTypeMeta(segment.domain()->visible_dtype));
+                                                  c10::scalarTypeToTypeMeta(segment.domain()->compute_dtype));
   Substitution copy;
   copy.add(visible, false, visible, Access::overwrite);
   copy.add(master, false, visible, Access::read);
@@ -221,7 +221,7 @@ void WrittenMasters::add(StorageSegment& segment, bool is_before) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
   const at::Tensor& master = segment.master();
-  const auto dtype = c10::scalarTypeToTypeMeta(segment.domain()->visible_dtype);
+  const auto dtype = c10::scalarTypeToTypeMeta(segment.domain()->compute_dtype);
   Written written{&segment, {}, {}};
   {
     c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
@@ -268,10 +268,10 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
   // As ZeRO has it, what is more precise than operators need is the optimizer's.
   at::Tensor master = like(domain.keeps_hi_lo ? c10::kShort : domain.master_dtype, Role::optimizer);
   at::Tensor visible = tensor.detach();
-  const bool changes = tensor.scalar_type() != domain.visible_dtype;
+  const bool changes = tensor.scalar_type() != domain.compute_dtype;
   if (!domain.keeps_hi_lo) materialise(master, visible);
   if (changes) {
-    visible = like(domain.visible_dtype, segment->role());
+    visible = like(domain.compute_dtype, segment->role());
     domain.keeps_hi_lo ? split_hi_lo(visible, master, tensor.detach()) : materialise(visible, master);
   }
   segment_of(visible)->set_master(master);

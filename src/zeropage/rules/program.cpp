@@ -156,7 +156,7 @@ bool Program::takes(Chunking chunking, bool any_chunking) const {
 }
 
 void Program::settle() {
-  if (domain_->update_ahead == UpdateAhead::never) return;
+  if (domain_->early_update == EarlyUpdate::never) return;
   if (running_ || begun() || std::exchange(settled_, true)) return;
   settle_update(*this);
 }

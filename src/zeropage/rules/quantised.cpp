@@ -114,7 +114,7 @@ void quantise(at::Tensor moment, bool is_signed) {
   const auto& domain = segment->domain();
   const bool blocks = domain->moments == Moments::blocks8;
   // What shares a page is not updated in a device's host, nor ahead.
-  const bool alone = domain->updates_in_host || domain->update_ahead != UpdateAhead::never;
+  const bool alone = domain->updates_in_host || domain->early_update != EarlyUpdate::never;
   const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool unallocated) {
     return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
                       {.like = segment, .unallocated = unallocated, .alone = alone});

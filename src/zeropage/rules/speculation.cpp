@@ -19,7 +19,7 @@ UpdateHabit* habit_of(const StorageSegment& leaf) { return static_cast<UpdateHab
 
 /// Whether its updates may run ahead at all.
 bool is_eligible(const StorageSegment& leaf) {
-  return leaf.domain()->update_ahead != UpdateAhead::never && leaf.cache() && leaf.tier() == Tier::disk;
+  return leaf.domain()->early_update != EarlyUpdate::never && leaf.cache() && leaf.tier() == Tier::disk;
 }
 
 UpdateHabit* make_habit(StorageSegment& leaf) {
@@ -62,7 +62,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   void run() {
     const Running running(running_);
     began_ = true;
-    ++domain_->updates_ahead;
+    ++domain_->early_updates;
     const std::size_t not_finite = domain_->not_finite;
     {
       const TraceSpan span("update", "update ahead");
@@ -108,7 +108,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     const auto self = shared_from_this();
     const Running running(running_);
     if (!opened_.empty()) static_cast<UpdateHabit*>(habit_.get())->missed();
-    for (const StorageSegment* segment : opened_) domain_->discarded_bytes += segment->bytes();
+    for (const StorageSegment* segment : opened_) domain_->wasted_bytes += segment->bytes();
     domain_->not_finite -= std::exchange(not_finite_, 0);
     close();   // if this throws, the next operator goes on here
     forget();  // from here on other threads may take them
@@ -157,17 +157,17 @@ StorageSegment* made_by_backward(StorageSegment& gradient, bool widens) {
 void set_next_numbers(std::function<StepNumbers(std::int64_t)> next) { next_numbers = std::move(next); }
 
 bool note_arrival(StorageSegment& leaf) {
-  const UpdateAhead when = leaf.domain()->update_ahead;
-  if (when == UpdateAhead::never) return false;
+  const EarlyUpdate when = leaf.domain()->early_update;
+  if (when == EarlyUpdate::never) return false;
   std::lock_guard lock(leaf.domain()->deferral_mutex);
   UpdateHabit* const habit = habit_of(leaf);
   return habit && ++habit->arrivals == habit->arrivals_a_step && habit->is_expected(when);
 }
 
-void update_ahead(StorageSegment& leaf, const at::Tensor& gradient) {
+void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
   const std::shared_ptr<Domain> domain = leaf.domain();
-  const UpdateAhead when = domain->update_ahead;
-  if (!segment_of(gradient) || (when == UpdateAhead::automatic && domain->cache->holds_everything())) return;
+  const EarlyUpdate when = domain->early_update;
+  if (!segment_of(gradient) || (when == EarlyUpdate::automatic && domain->cache->holds_everything())) return;
   std::unique_lock lock(domain->deferral_mutex);
   const auto held = leaf.update_habit;
   UpdateHabit* const habit = habit_of(leaf);
@@ -187,7 +187,7 @@ void update_ahead(StorageSegment& leaf, const at::Tensor& gradient) {
   const auto program = std::static_pointer_cast<Program>(made->deferred());
   const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update));
   const bool ran_ahead = std::exchange(habit->runs_ahead, true);
-  if (!ahead->open(ran_ahead || when == UpdateAhead::always)) return habit->refused();
+  if (!ahead->open(ran_ahead || when == EarlyUpdate::always)) return habit->refused();
   try {
     if (program) {
       const Running runs_already = program->hold();  // that only widens: the update does so itself

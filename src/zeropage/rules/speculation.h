@@ -34,7 +34,7 @@ void set_next_numbers(std::function<StepNumbers(std::int64_t optimizer)> next);
 /// A gradient of `leaf` has come. True if, as steps went so far, it is the last one before the step.
 bool note_arrival(StorageSegment& leaf);
 /// Runs the update that the step will probably ask for, of a leaf whose last gradient came.
-void update_ahead(StorageSegment& leaf, const at::Tensor& gradient);
+void early_update(StorageSegment& leaf, const at::Tensor& gradient);
 
 /// An optimizer's step over these parameters is over, in which it had these numbers. `optimizer`: its key.
 void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, StepNumbers numbers);

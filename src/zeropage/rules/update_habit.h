@@ -57,8 +57,8 @@ class UpdateHabit {
   /// The program ran, or would have.
   void learn(const Program& program, const ParameterUpdate& update);
   /// Whether the next step's program can be told, and is likely to be taken.
-  bool is_expected(UpdateAhead when) const {
-    return settled_ && (when == UpdateAhead::always || (asleep_ && backoff_.is_over()));
+  bool is_expected(EarlyUpdate when) const {
+    return settled_ && (when == EarlyUpdate::always || (asleep_ && backoff_.is_over()));
   }
   /// It, with the numbers that are expected. nullopt if a tensor of it is gone or has yet to be written itself.
   std::optional<ExpectedUpdate> expected(const std::shared_ptr<Domain>& domain, StorageSegment& gradient,

@@ -288,7 +288,7 @@ bool take_vocabulary_loss(Call& call) {
     call.return_value(loss.to(dtype));
     return true;
   } catch (const BudgetError&) {  // logits whole are the program's, and no budget's
-    domain.general_path.count("aten::cross_entropy_loss");
+    domain.unpaged_operators.count("aten::cross_entropy_loss");
     return false;
   }
 }

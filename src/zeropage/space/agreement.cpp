@@ -65,7 +65,7 @@ std::map<std::string, std::size_t> Agreement::settle(const std::vector<Agreed>& 
   for (const std::string& text : everyones(mine, {"settings", 0, 0})) {
     all.push_back(fields_of(text));
     if (all.back().size() != 2 * settings.size() + sizes.size()) {
-      throw SettingError("ranks run different versions of zeropage; install the same one on every host");
+      throw ConfigError("ranks run different versions of zeropage; install the same one on every host");
     }
   }
   std::string differ;
@@ -76,7 +76,7 @@ std::map<std::string, std::size_t> Agreement::settle(const std::vector<Agreed>& 
     differ += fmt::format("{}{} differs between ranks: {}", differ.empty() ? "" : ". ", settings[i].name,
                           values_by_rank(texts));
   }
-  if (!differ.empty()) throw SettingError(differ + ". Give every rank the same");
+  if (!differ.empty()) throw ConfigError(differ + ". Give every rank the same");
   std::map<std::string, std::size_t> least = sizes;
   for (const auto& fields : all) {
     std::size_t i = 2 * settings.size();

@@ -24,7 +24,7 @@ class Agreement {
   /// Over a group of ranks and, unless it is null, over its replicas. All ranks of both make it together.
   Agreement(Collectives& ranks, Collectives* replicas) : ranks_(ranks), replicas_(replicas) {}
 
-  /// Throws SettingError on every rank if ranks differ, with each one's values. Else returns the least of all ranks'
+  /// Throws ConfigError on every rank if ranks differ, with each one's values. Else returns the least of all ranks'
   /// `sizes`, by name. Every rank gives the same names in the same order.
   std::map<std::string, std::size_t> settle(const std::vector<Agreed>& settings,
                                             const std::map<std::string, std::size_t>& sizes);

@@ -67,7 +67,7 @@ c10::Device device_of(const Config& config, const Machine* planned = nullptr) {
     try {
       device = c10::Device(config.device);
     } catch (const c10::Error&) {
-      throw SettingError(
+      throw ConfigError(
           fmt::format("device = \"{}\" is not a device; write \"cpu\", \"cuda\" or \"cuda:1\"", config.device));
     }
   }
@@ -75,13 +75,13 @@ c10::Device device_of(const Config& config, const Machine* planned = nullptr) {
   const bool is_there = device.type() == accelerator();
   const std::string kind = c10::DeviceTypeName(accelerator().value_or(c10::kCUDA), /*lower_case=*/true);
   if (!is_there && !device.is_cuda()) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("device = \"{}\" is not served; set device to \"cpu\" or \"{}\"", config.device, kind));
   }
   const auto count = is_there ? c10::impl::VirtualGuardImpl(device.type()).deviceCount() : 0;
   if (count <= std::max<int>(device.index(), 0)) {
-    throw SettingError(fmt::format("device = \"{}\" is not there: torch sees {} {} devices; set device=\"cpu\"",
-                                   config.device, static_cast<int>(count), c10::DeviceTypeName(device.type())));
+    throw ConfigError(fmt::format("device = \"{}\" is not there: torch sees {} {} devices; set device=\"cpu\"",
+                                  config.device, static_cast<int>(count), c10::DeviceTypeName(device.type())));
   }
   at::globalContext().lazyInitDevice(device.type());
   return device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
@@ -96,8 +96,16 @@ bool has_separate_memory(const Config& config, bool on_host) {
   if (config.memory == "auto") return !on_host;
   if (config.memory == "separate") return true;
   if (config.memory == "unified" && on_host) return false;
-  throw SettingError(fmt::format("memory = \"{}\" with device = \"{}\"; write \"separate\" or \"auto\"{}",
-                                 config.memory, config.device, on_host ? ", or \"unified\"" : ""));
+  throw ConfigError(fmt::format("memory = \"{}\" with device = \"{}\"; write \"separate\" or \"auto\"{}",
+                                config.memory, config.device, on_host ? ", or \"unified\"" : ""));
+}
+
+/// `states` is the tier of the roles that have none of their own.
+Config with_states(Config config) {
+  for (std::string* role : {&config.parameters, &config.gradients, &config.optimizer}) {
+    if (*role == "auto") *role = config.states;
+  }
+  return config;
 }
 
 TierChoice tier_choice_of(std::string_view setting, const std::string& tier) {
@@ -105,7 +113,7 @@ TierChoice tier_choice_of(std::string_view setting, const std::string& tier) {
   if (tier == "device") return TierChoice::device;
   if (tier == "host") return TierChoice::host;
   if (tier == "disk") return TierChoice::disk;
-  throw SettingError(
+  throw ConfigError(
       fmt::format("{} = \"{}\" is not a tier; write \"device\", \"host\", \"disk\" or \"auto\"", setting, tier));
 }
 
@@ -113,7 +121,7 @@ IoEngine engine_of(const std::string& io) {
   if (io == "auto") return IoEngine::automatic;
   if (io == "uring") return IoEngine::uring;
   if (io == "threads") return IoEngine::threads;
-  throw SettingError(fmt::format("io = \"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", io));
+  throw ConfigError(fmt::format("io = \"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", io));
 }
 
 IoOptions io_of(const Config& config) {
@@ -123,7 +131,7 @@ IoOptions io_of(const Config& config) {
   const std::string& text = config.io_depth;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), options.depth);
   if (error != std::errc() || end != text.data() + text.size() || options.depth == 0) {
-    throw SettingError(fmt::format("io_depth = \"{}\" is not a number of requests; write one, or \"auto\"", text));
+    throw ConfigError(fmt::format("io_depth = \"{}\" is not a number of requests; write one, or \"auto\"", text));
   }
   return options;
 }
@@ -142,28 +150,28 @@ std::size_t automatic_page_size(std::size_t device_bytes, std::size_t host_bytes
 bool flag_of(std::string_view setting, const std::string& text) {
   if (text == "true" || text == "True" || text == "1") return true;
   if (text == "false" || text == "False" || text == "0") return false;
-  throw SettingError(fmt::format("{} = \"{}\"; write \"true\" or \"false\"", setting, text));
+  throw ConfigError(fmt::format("{} = \"{}\"; write \"true\" or \"false\"", setting, text));
 }
 
 CheckRanks check_of(const std::string& check) {
   if (check == "auto") return CheckRanks::automatic;
   if (check == "always") return CheckRanks::always;
   if (check == "never") return CheckRanks::never;
-  throw SettingError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
+  throw ConfigError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
 }
 
 Tiling tiling_of(const std::string& tiling) {
   if (tiling == "auto") return Tiling::automatic;
   if (tiling == "exact") return Tiling::exact;
   if (tiling == "off") return Tiling::off;
-  throw SettingError(fmt::format("tiling = \"{}\"; write \"auto\", \"exact\" or \"off\"", tiling));
+  throw ConfigError(fmt::format("tiling = \"{}\"; write \"auto\", \"exact\" or \"off\"", tiling));
 }
 
-UpdateAhead update_ahead_of(const std::string& when) {
-  if (when == "auto") return UpdateAhead::automatic;
-  if (when == "always") return UpdateAhead::always;
-  if (when == "never") return UpdateAhead::never;
-  throw SettingError(fmt::format("update_ahead = \"{}\"; write \"auto\", \"always\" or \"never\"", when));
+EarlyUpdate update_ahead_of(const std::string& when) {
+  if (when == "auto") return EarlyUpdate::automatic;
+  if (when == "always") return EarlyUpdate::always;
+  if (when == "never") return EarlyUpdate::never;
+  throw ConfigError(fmt::format("early_update = \"{}\"; write \"auto\", \"always\" or \"never\"", when));
 }
 
 c10::ScalarType dtype_of(std::string_view setting, const std::string& dtype) {
@@ -176,7 +184,7 @@ c10::ScalarType dtype_of(std::string_view setting, const std::string& dtype) {
   for (const auto& [name, value] : known) {
     if (dtype == name || dtype == fmt::format("torch.{}", name)) return value;
   }
-  throw SettingError(fmt::format(
+  throw ConfigError(fmt::format(
       "{} = \"{}\" is not a floating dtype; write \"float32\", \"bfloat16\", \"float16\", \"float64\" or \"auto\"",
       setting, dtype));
 }
@@ -185,28 +193,29 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
   const std::string& kept = config.optimizer_dtype;
   if (kept == "auto" || kept == "None" || kept == "float32") return Moments::as_they_are;
   if (kept != "bfloat16" && kept != "8bit") {
-    throw SettingError(fmt::format("optimizer_dtype = \"{}\"; write \"bfloat16\", \"8bit\" or \"auto\"", kept));
+    throw ConfigError(fmt::format("optimizer_dtype = \"{}\"; write \"bfloat16\", \"8bit\" or \"auto\"", kept));
   }
-  if (!domain.on_host && config.update_on == "device") {
-    throw SettingError(fmt::format(
-        "optimizer_dtype = \"{}\" is for updates in the host; here update_on = \"device\"; write \"host\"", kept));
+  if (!domain.on_host && config.optimizer_device == "device") {
+    throw ConfigError(fmt::format(
+        "optimizer_dtype = \"{}\" is for updates in the host; here optimizer_device = \"device\"; write \"host\"",
+        kept));
   }
   if (!domain.on_host && config.optimizer == "device") {
-    throw SettingError(fmt::format(
+    throw ConfigError(fmt::format(
         "optimizer_dtype = \"{}\" is for states in the host or on disk; here optimizer = \"device\"; write \"auto\"",
         kept));
   }
   if (kept == "8bit" && over_ranks) {
-    throw SettingError(
+    throw ConfigError(
         "optimizer_dtype = \"8bit\" is for one rank: blocks share a scale; write \"bfloat16\" or \"auto\"");
   }
   return kept == "8bit" ? Moments::blocks8 : Moments::bfloat16;
 }
 
 bool updates_in_host(const Config& config, DeviceMemory* separate, const Domain& domain) {
-  const std::string& where = config.update_on;
+  const std::string& where = config.optimizer_device;
   if (where != "auto" && where != "host" && where != "device") {
-    throw SettingError(fmt::format("update_on = \"{}\"; write \"host\", \"device\" or \"auto\"", where));
+    throw ConfigError(fmt::format("optimizer_device = \"{}\"; write \"host\", \"device\" or \"auto\"", where));
   }
   if (!separate || where == "device") return false;
   if (where == "host" || domain.on_host) return true;
@@ -215,33 +224,34 @@ bool updates_in_host(const Config& config, DeviceMemory* separate, const Domain&
 
 /// What operators see of parameters, what their masters are, and what gradients are kept in.
 void choose_dtypes(const Config& config, Domain& domain) {
-  domain.visible_dtype = dtype_of("visible_dtype", config.visible_dtype);
-  domain.keeps_hi_lo = config.master_dtype == "hi_lo";
+  domain.compute_dtype = dtype_of("compute_dtype", config.compute_dtype);
+  domain.keeps_hi_lo = config.master_dtype == "float32_split";
   domain.master_dtype = domain.keeps_hi_lo ? c10::kFloat : dtype_of("master_dtype", config.master_dtype);
-  if (domain.keeps_hi_lo && domain.visible_dtype != c10::kBFloat16) {
-    throw SettingError(fmt::format(
-        "master_dtype = \"hi_lo\" keeps float32 as a bfloat16 and what it lacks, but visible_dtype = \"{}\"; write "
-        "visible_dtype = \"bfloat16\", or master_dtype = \"float32\"",
-        config.visible_dtype));
+  if (domain.keeps_hi_lo && domain.compute_dtype != c10::kBFloat16) {
+    throw ConfigError(
+        fmt::format("master_dtype = \"float32_split\" keeps float32 as a bfloat16 and what it lacks, but "
+                    "compute_dtype = \"{}\"; write "
+                    "compute_dtype = \"bfloat16\", or master_dtype = \"float32\"",
+                    config.compute_dtype));
   }
   domain.gradient_dtype = dtype_of("gradient_dtype", config.gradient_dtype);
   const auto bytes = [](c10::ScalarType dtype) { return c10::elementSize(dtype); };
   for (const auto& [name, dtype] :
        {std::pair{"master_dtype", &domain.master_dtype}, std::pair{"gradient_dtype", &domain.gradient_dtype}}) {
     if (*dtype == c10::ScalarType::Undefined) *dtype = c10::kFloat;
-    if (domain.mixes() && bytes(*dtype) < bytes(domain.visible_dtype)) {
-      throw SettingError(fmt::format("{} = \"{}\" is less precise than visible_dtype = \"{}\"; write \"float32\"",
-                                     name, c10::toString(*dtype), config.visible_dtype));
+    if (domain.mixes() && bytes(*dtype) < bytes(domain.compute_dtype)) {
+      throw ConfigError(fmt::format("{} = \"{}\" is less precise than compute_dtype = \"{}\"; write \"float32\"",
+                                    name, c10::toString(*dtype), config.compute_dtype));
     }
   }
-  if (domain.visible_dtype == domain.master_dtype) domain.visible_dtype = c10::ScalarType::Undefined;
+  if (domain.compute_dtype == domain.master_dtype) domain.compute_dtype = c10::ScalarType::Undefined;
 }
 
 /// Which roles are partitioned.
 void partition_roles(const Config& config, Partition& partition) {
   bool* const partitions = partition.partitions;
   if (config.stage.size() != 1 || config.stage < "0" || config.stage > "3") {
-    throw SettingError(fmt::format("stage = \"{}\" is not a stage of ZeRO; write 0, 1, 2 or 3", config.stage));
+    throw ConfigError(fmt::format("stage = \"{}\" is not a stage of ZeRO; write 0, 1, 2 or 3", config.stage));
   }
   const int stage = config.stage[0] - '0';
   partitions[static_cast<int>(Role::optimizer)] = stage >= 1;
@@ -260,7 +270,7 @@ void partition_roles(const Config& config, Partition& partition) {
       } else if (word == "optimizer") {
         partitions[static_cast<int>(Role::optimizer)] = true;
       } else {
-        throw SettingError(fmt::format(
+        throw ConfigError(fmt::format(
             "partition = \"{}\": \"{}\" is not a role; name some of \"parameters, gradients, optimizer\", or write "
             "\"none\" or \"auto\"",
             config.partition, word));
@@ -304,7 +314,8 @@ Value or_else(Of&& of, Value otherwise) {
 
 /// The settings from which it follows which collectives run. Homes on the device decide how much of device_memory
 /// gathered tensors have; whether other homes are in the host or on disk is for each rank to choose.
-std::vector<Agreed> settings_of_all_ranks(const Config& config) {
+std::vector<Agreed> settings_of_all_ranks(const Config& given) {
+  const Config config = with_states(given);
   std::vector<Agreed> settings;
   const auto add = [&](const char* name, const std::string& meaning, const std::string& text) {
     settings.push_back({name, meaning, text});
@@ -324,7 +335,7 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
   }
   size("device_memory", config.device_memory);
   size("page_size", config.page_size);
-  size("resident_below", config.resident_below);
+  size("min_page_bytes", config.min_page_bytes);
   Partition partition;
   const std::string partitioned = config.partition == "auto" ? "" : ", partition " + config.partition;
   const std::string stage = config.stage + partitioned;
@@ -336,8 +347,9 @@ std::vector<Agreed> settings_of_all_ranks(const Config& config) {
           },
           stage),
       stage);
-  dtype("visible_dtype", config.visible_dtype);
-  config.master_dtype == "hi_lo" ? add("master_dtype", "hi_lo", "hi_lo") : dtype("master_dtype", config.master_dtype);
+  dtype("compute_dtype", config.compute_dtype);
+  config.master_dtype == "float32_split" ? add("master_dtype", "float32_split", "float32_split")
+                                         : dtype("master_dtype", config.master_dtype);
   dtype("gradient_dtype", config.gradient_dtype);
   dtype("reduce_dtype", config.reduce_dtype);
   add("optimizer_dtype", config.optimizer_dtype, config.optimizer_dtype);
@@ -395,6 +407,7 @@ namespace {
 
 /// Sets the tier of each role. Returns whether any role's tensors may go to disk.
 bool choose_tiers(const Config& config, Domain& domain) {
+  tier_choice_of("states", config.states);
   const std::tuple<Role, const char*, const std::string&> roles[] = {
       {Role::parameter, "parameters", config.parameters},
       {Role::gradient, "gradients", config.gradients},
@@ -407,10 +420,10 @@ bool choose_tiers(const Config& config, Domain& domain) {
     may_go_to_disk |= tier == TierChoice::disk || tier == TierChoice::automatic;
   }
   if (domain.tiers[static_cast<int>(Role::activation)] == TierChoice::automatic) {
-    throw SettingError("activations = \"auto\"; write \"device\", \"host\" or \"disk\"");
+    throw ConfigError("activations = \"auto\"; write \"device\", \"host\" or \"disk\"");
   }
   if (!config.disk_path.empty() && !may_go_to_disk) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("disk_path = \"{}\" is set but no role is on disk; set a role to \"disk\" or \"auto\", or "
                     "leave disk_path out",
                     config.disk_path));
@@ -422,19 +435,19 @@ bool choose_tiers(const Config& config, Domain& domain) {
 void check_memory(const CacheOptions& options, const Domain& domain, bool over_ranks) {
   const std::size_t free = free_memory(over_ranks, domain.planned_on.get());
   if (options.device_bytes < 16 * kBlockBytes) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("device_memory = {} cannot hold a frame; raise it, at least to the largest operator's "
                     "tensors",
                     format_bytes(options.device_bytes)));
   }
   const std::size_t device_free = domain.on_host ? free : free_memory_of(domain.device, domain.planned_on.get());
   if (!domain.on_host && options.device_bytes > device_free) {
-    throw SettingError(fmt::format("device_memory = {} is more than the {} that are free on {}; lower it",
-                                   format_bytes(options.device_bytes), format_bytes(device_free),
-                                   domain.device.str()));
+    throw ConfigError(fmt::format("device_memory = {} is more than the {} that are free on {}; lower it",
+                                  format_bytes(options.device_bytes), format_bytes(device_free),
+                                  domain.device.str()));
   }
   if ((domain.on_host ? options.device_bytes : 0) + options.host_bytes > free) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("device_memory = {} and host_memory = {} are more than the {} that are free on this "
                     "machine{}; lower them",
                     format_bytes(options.device_bytes), format_bytes(options.host_bytes), format_bytes(free),
@@ -452,11 +465,11 @@ CacheOptions choose_sizes(const Config& config, const std::map<std::string, std:
   options.page_bytes = size_of("page_size", config.page_size,
                                automatic_page_size(least.at("device_memory"), least.at("host_memory"), separate));
   if (options.page_bytes < kBlockBytes || options.page_bytes % kBlockBytes != 0 || options.page_bytes > 64 * kMiB) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("page_size = {} bytes must be a multiple of 4KiB, up to 64MiB", options.page_bytes));
   }
   if (separate && options.host_bytes < 4 * options.page_bytes) {
-    throw SettingError(
+    throw ConfigError(
         fmt::format("host_memory = {} cannot stage what moves between disk and device: at least four pages of {}; "
                     "raise host_memory",
                     format_bytes(options.host_bytes), format_bytes(options.page_bytes)));
@@ -468,18 +481,19 @@ CacheOptions choose_sizes(const Config& config, const std::map<std::string, std:
 /// Sets dtypes, tiling, partitioning and how steps run.
 void choose_handling(const Config& config, const CacheOptions& options, bool separate, bool over_ranks,
                      Domain& domain) {
-  domain.resident_below = parse_bytes(config.resident_below, "resident_below");
+  domain.min_page_bytes = parse_bytes(config.min_page_bytes, "min_page_bytes");
   domain.tiling = tiling_of(config.tiling);
+  (void)parse_bytes(config.disk_endurance, "disk_endurance");  // Python judges by it
   domain.tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
   domain.async_step = flag_of("async_step", config.async_step);
-  const UpdateAhead update_ahead = update_ahead_of(config.update_ahead);
-  if (!over_ranks && !separate) domain.update_ahead = update_ahead;
+  const EarlyUpdate early_update = update_ahead_of(config.early_update);
+  if (!over_ranks && !separate) domain.early_update = early_update;
   choose_dtypes(config, domain);
-  if (config.state_dict != "master" && config.state_dict != "visible") {
-    throw SettingError(fmt::format("state_dict = \"{}\": must be \"master\" or \"visible\"", config.state_dict));
+  if (config.state_dict != "master" && config.state_dict != "compute") {
+    throw ConfigError(fmt::format("state_dict = \"{}\": must be \"master\" or \"compute\"", config.state_dict));
   }
   domain.saves_masters = config.state_dict == "master";
-  domain.homes_in_files = flag_of("file_homes", config.file_homes);
+  domain.homes_in_files = flag_of("lazy_load", config.lazy_load);
   domain.moments = moments_of(config, domain, over_ranks);
   partition_roles(config, domain.partition);
   domain.partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
@@ -488,7 +502,7 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
 /// Whether an optimizer's states are updated in the host; `config` says where from now on.
 void choose_where_to_update(Config& config, const CacheOptions& options, const Groups& groups, Domain& domain) {
   if (domain.moments != Moments::as_they_are && !domain.on_host) {
-    config.update_on = "host";
+    config.optimizer_device = "host";
     domain.shares_pages = false;  // so that all can be reached there
     auto& of_optimizer = domain.tiers[static_cast<int>(Role::optimizer)];
     if (of_optimizer == TierChoice::automatic) of_optimizer = TierChoice::automatic_below;
@@ -497,13 +511,13 @@ void choose_where_to_update(Config& config, const CacheOptions& options, const G
   // Where several ranks update the same, all do so with the device's arithmetic: which pages can be had in a host is
   // for each rank to know.
   if (groups.shard && (domain.partition.reduces_whole || groups.replica)) domain.updates_in_host = false;
-  domain.updates_where_all_fits = config.update_on == "auto";
+  domain.updates_where_all_fits = config.optimizer_device == "auto";
 }
 
 }  // namespace
 
 std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups, const Here& here) {
-  Config config = requested;
+  Config config = with_states(requested);
   const auto& [planned, memory] = here;
   const bool over_ranks = groups.shard != nullptr;
   auto domain = std::make_shared<Domain>();
@@ -547,11 +561,11 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   config.device_memory = std::to_string(device_bytes);
   config.host_memory = std::to_string(options.host_bytes);
   config.page_size = std::to_string(options.page_bytes);
-  config.resident_below = std::to_string(domain->resident_below);
+  config.min_page_bytes = std::to_string(domain->min_page_bytes);
   config.io = std::string(domain->cache->io_name());
   config.async_step = domain->async_step ? "true" : "false";
-  if (domain->update_ahead == UpdateAhead::never) config.update_ahead = "never";
-  config.update_on = domain->updates_in_host || !separate ? "host" : "device";
+  if (domain->early_update == EarlyUpdate::never) config.early_update = "never";
+  config.optimizer_device = domain->updates_in_host || !separate ? "host" : "device";
   config.memory = separate ? "separate" : "unified";
   return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
 }
@@ -601,7 +615,7 @@ void Space::keep_whole(at::Tensor& tensor) {
   segment_of(tensor)->set_keeps_same(false);
 }
 
-void Space::wait() {
+void Space::synchronize() {
   run_deferred(*domain_);
   domain_->cache->wait();
 }
@@ -651,7 +665,7 @@ Report Space::report() const {
                 .downloaded_bytes = stats.downloaded_bytes,
                 .swap_bytes = cache.swap_bytes(),
                 .file_bytes = stats.source_bytes,
-                .waited_seconds = stats.waited_seconds,
+                .waited_total = stats.waited_seconds,
                 .waited_for_disk = stats.waited_for_disk,
                 .waited_for_upload = stats.waited_for_upload,
                 .waited_for_gather = stats.waited_for_gather,
@@ -661,15 +675,15 @@ Report Space::report() const {
                 .reduced_bytes = traffic.reduced,
                 .broadcast_bytes = traffic.broadcast,
                 .control_bytes = traffic.control,
-                .non_finite = domain_->not_finite.load(),
+                .nonfinite_grads = domain_->not_finite.load(),
                 .updated_in_host = domain_->updated_in_host.load(),
                 .updated_on_device = domain_->updated_on_device.load(),
-                .updates_ahead = domain_->updates_ahead.load(),
+                .early_updates = domain_->early_updates.load(),
                 .updates_committed = domain_->updates_committed.load(),
-                .discarded_bytes = domain_->discarded_bytes.load(),
+                .wasted_bytes = domain_->wasted_bytes.load(),
                 .collectives = traffic.collectives,
                 .io = std::string(cache.io_name()),
-                .general_path = domain_->general_path.counts()};
+                .unpaged_operators = domain_->unpaged_operators.counts()};
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
       if (stats.home_peak[role][tier] == 0) continue;

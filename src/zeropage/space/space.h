@@ -41,20 +41,21 @@ struct Report {
   std::vector<Memory> budgets;  // device_memory, host_memory
   std::size_t faults, evictions, read_bytes, written_bytes, uploaded_bytes, downloaded_bytes, swap_bytes;
   std::size_t file_bytes;  // at home in files that are only read
-  double waited_seconds;
+  double waited_total;
   // By threads: for content from disk, to the device, and from other ranks; and for memory, until something had left.
   double waited_for_disk, waited_for_upload, waited_for_gather, waited_for_memory;
   int ranks;                                   // over which tensors lie; 1: one process
   std::size_t gathered_bytes, reduced_bytes;   // sent by this rank: all-gathers; sums of gradients
   std::size_t broadcast_bytes, control_bytes;  // at the start; checks and norms
-  std::size_t non_finite;                      // values in gradients that fused updates have met
+  std::size_t nonfinite_grads;                 // values in gradients that fused updates have met
   // Elements of parameters, of a device with memory of its own, that optimizers updated here and there.
   std::size_t updated_in_host, updated_on_device;
-  std::size_t updates_ahead, updates_committed;  // of parameters, that ran under backward; and that the step took
-  std::size_t discarded_bytes;                   // that the others wrote
+  std::size_t early_updates, updates_committed;  // of parameters, that ran under backward; and that the step took
+  std::size_t wasted_bytes;                      // that the others wrote
   std::size_t collectives;                       // that moved data
   std::string io;
-  std::vector<std::pair<std::string, std::size_t>> general_path;  // operators that a rule could have run, with counts
+  std::vector<std::pair<std::string, std::size_t>>
+      unpaged_operators;  // operators that a rule could have run, with counts
 };
 
 /// The ranks over which a space's tensors lie. Any groups of c10d, for use beside other parallelism. With a replica
@@ -68,7 +69,7 @@ struct Groups {
 
 class Space : public std::enable_shared_from_this<Space> {
  public:
-  /// Throws SettingError for settings that are malformed or contradict each other, DiskError for an unusable
+  /// Throws ConfigError for settings that are malformed or contradict each other, DiskError for an unusable
   /// disk_path. Over ranks, all of them make it together: sizes left to the machine are the least that suits any
   /// rank, and all throw if one cannot make it (RankError on the others) or has other settings.
   static std::shared_ptr<Space> make(const Config& config, const Groups& groups = {});
@@ -85,7 +86,7 @@ class Space : public std::enable_shared_from_this<Space> {
   /// a storage of its own. One on another device moves to the space's. Gradients it has follow. False if it is too
   /// small or not one that can be paged.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
-  /// Where visible_dtype says so, operators see the parameter in that dtype from now on, and its master keeps it in
+  /// Where compute_dtype says so, operators see the parameter in that dtype from now on, and its master keeps it in
   /// master_dtype, for optimizers and all else that writes it whole. Of a parameter that is paged here, once it is
   /// initialised. False if there is nothing to do.
   bool mix(at::Tensor& parameter);
@@ -93,13 +94,15 @@ class Space : public std::enable_shared_from_this<Space> {
   /// write as its own data says.
   void keep_whole(at::Tensor& tensor);
   /// Operators that a rule could have run and that took the general path, with counts.
-  std::vector<std::pair<std::string, std::size_t>> general_path() const { return domain_->general_path.counts(); }
+  std::vector<std::pair<std::string, std::size_t>> unpaged_operators() const {
+    return domain_->unpaged_operators.counts();
+  }
   /// With ranks: what was paged outside a scope becomes the same on all of them. Throws RankError.
   void start_equal() { zeropage::start_equal(*domain_); }
 
   /// Runs what optimizers have left to do and waits until nothing is under way to the disk. Throws DiskError for a
   /// read or write that failed.
-  void wait();
+  void synchronize();
   /// Gives memory and disk back. Tensors of the space then throw AccessError when used.
   void close();
 

@@ -43,7 +43,7 @@ void SourceFile::check() const {
   throw DiskError(
       fmt::format(
           "{} was written, while tensors that were loaded from it lie there (it had {}, now {}): their content "
-          "is lost. Load the model again; file_homes = false copies what is loaded",
+          "is lost. Load the model again; lazy_load = false copies what is loaded",
           file_.name(), format_bytes(size_), format_bytes(info.st_size)),
       ESTALE, file_.name());
 }

@@ -90,7 +90,7 @@ struct SegmentBuilder {
 
   void bind(StorageSegment& segment) const {
     if (!is_over_ranks()) {
-      const bool resident = bytes < domain->resident_below && !creation.alone;
+      const bool resident = bytes < domain->min_page_bytes && !creation.alone;
       const Tier tier = resident ? memory_tier() : tier_for(*domain, role, bytes);
       const SourceRange source = tier == Tier::disk ? creation.source : SourceRange{};
       domain->cache->bind(segment, {bytes, row_bytes, role, tier, /*page_bytes=*/0, is_alone() || source,
@@ -344,7 +344,7 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 
 SourceRange Domain::find_source(const at::TensorBase& tensor) const {
   if (!homes_in_files || partition.ranks || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return {};
-  if (tensor.is_conj() || tensor.is_neg() || tensor.nbytes() < std::max<std::size_t>(resident_below, 1)) return {};
+  if (tensor.is_conj() || tensor.is_neg() || tensor.nbytes() < std::max<std::size_t>(min_page_bytes, 1)) return {};
   return cache->find_source(tensor.const_data_ptr(), tensor.nbytes());
 }
 

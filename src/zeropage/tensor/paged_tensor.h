@@ -69,7 +69,7 @@ enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
 
 /// Whether updates run under backward, before the step asks for them (rules/speculation.h). `always`: where it cannot
 /// pay too, and where they were dropped before, which tests want.
-enum class UpdateAhead : std::uint8_t { never, automatic, always };
+enum class EarlyUpdate : std::uint8_t { never, automatic, always };
 
 /// Operators whose operand is too large to be whole (rules/tiled_operators.cpp). `exact`: no sum in another order.
 enum class Tiling : std::uint8_t { off, automatic, exact };
@@ -148,11 +148,11 @@ struct Domain {
   std::shared_ptr<FrameCache> gathered;  // of wholes that are gathered from all ranks' shares; null: none
   c10::Device device{c10::kCPU};
   bool on_host = true;             // operators run on the host's memory
-  std::size_t resident_below = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
+  std::size_t min_page_bytes = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
   TierChoice tiers[kRoles] = {};
   Partition partition;
   // Of parameters, where what operators see differs from the master; Undefined: nowhere.
-  c10::ScalarType visible_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
+  c10::ScalarType compute_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   Moments moments = Moments::as_they_are;
   bool shares_pages = true;  // several small tensors one page
@@ -161,7 +161,7 @@ struct Domain {
   bool saves_masters = true;      // state_dict() gives masters, not what operators see
   bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
   std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
-  GeneralPath general_path;
+  GeneralPath unpaged_operators;
   Tiling tiling = Tiling::automatic;
   std::size_t tile_above = 0;    // bytes
   bool async_step = true;        // what an optimizer's step defers may run after it has returned
@@ -172,9 +172,9 @@ struct Domain {
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
   std::size_t deferred_alive = 0;                 // of them, when last counted
   std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
-  UpdateAhead update_ahead = UpdateAhead::never;
+  EarlyUpdate early_update = EarlyUpdate::never;
   // Updates of a parameter that ran so, those of them that the step asked for, and the bytes that the others wrote.
-  std::atomic<std::size_t> updates_ahead = 0, updates_committed = 0, discarded_bytes = 0;
+  std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
   std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have met
   // Elements of parameters, of a device with memory of its own: where they were updated.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
@@ -189,13 +189,13 @@ struct Domain {
   SourceRange find_source(const at::TensorBase& tensor) const;
   /// Whether updates run in the host now.
   bool offloads_updates() const { return updates_in_host && !(updates_where_all_fits && cache->holds_everything()); }
-  bool mixes() const { return visible_dtype != c10::ScalarType::Undefined; }
+  bool mixes() const { return compute_dtype != c10::ScalarType::Undefined; }
   /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must
   /// be that of the others; small ones stay in memory.
-  bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= resident_below); }
+  bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= min_page_bytes); }
   /// Whether a tensor is too small to partition. By elements, so that tensors of one shape agree whatever their
   /// dtype.
-  bool keeps_whole(std::size_t elements) const { return elements * 4 < resident_below; }
+  bool keeps_whole(std::size_t elements) const { return elements * 4 < min_page_bytes; }
   Layout layout_for(Role role, std::size_t elements) const {
     return partition.partitions[static_cast<int>(role)] && !keeps_whole(elements) ? Layout::partitioned
                                                                                   : Layout::replicated;

@@ -128,7 +128,7 @@ bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
   if (!Call::plain_modes()) return false;
   const std::size_t bytes = std::min(span_bytes(tensor), tensor.nbytes());
   if (bytes > domain.cache->frame_limit()) return false;  // backward could not have it
-  return bytes >= std::max<std::size_t>(domain.resident_below, 1) && (tensor.storage().data() || domain.planned_on);
+  return bytes >= std::max<std::size_t>(domain.min_page_bytes, 1) && (tensor.storage().data() || domain.planned_on);
 }
 
 std::shared_ptr<const at::Tensor> Activations::find(const Copied& wanted) {

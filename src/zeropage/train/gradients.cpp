@@ -75,7 +75,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       return is_last && can_accumulate(leaf) ? accumulate(*segment, leaf, gradient) : gradients;
     }
     at::Tensor paged = paged_copy(*segment, leaf, gradient);
-    if (is_last) update_ahead(*segment, paged);
+    if (is_last) early_update(*segment, paged);
     return {paged};
   }
 
@@ -117,7 +117,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       norm = take_expected_norm(segment, [&] { return sum; });
     }
     foresee(sum, std::move(norm));
-    update_ahead(segment, sum);
+    early_update(segment, sum);
     return {at::Tensor()};
   }
 

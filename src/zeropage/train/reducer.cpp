@@ -448,7 +448,7 @@ Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
     throw RankError(
         fmt::format("other ranks have a gradient for parameter {}, which this rank has never used; let every rank "
                     "use it, or call "
-                    "zeropage.together(module) on its module",
+                    "zeropage.gather_together(module) on its module",
                     key));
   }
   auto reduction = start(parameter, {});
@@ -632,7 +632,7 @@ void Reducer::complete(const Reduction& reduction) {
   if (!reduction.sent && torch::autograd::get_current_graph_task_id() >= 0) {
     throw RankError(
         "a gradient is read in backward, and not all ranks have it yet: read it after backward, or call "
-        "zeropage.together(module) on the module of which ranks run different parts");
+        "zeropage.gather_together(module) on the module of which ranks run different parts");
   }
   if (!reduction.sent) together([&] { send_open(Why::end); });
   while (reduction.pieces_left > 0) complete_oldest();

@@ -16,10 +16,11 @@ from tabulate import tabulate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeropage import _core
+from zeropage._config import Config, ConfigLike
 from zeropage._report import Report
-from zeropage._space import Config, ConfigLike, Space
+from zeropage._space import Space
 from zeropage.plan._attention import Attention
-from zeropage.plan._costs import Costs, Roofline, is_view, tensors_in
+from zeropage.plan._costs import CostModel, Roofline, is_view, tensors_in
 from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
 
@@ -57,7 +58,7 @@ _HOLDS = {_aten.all.default, _aten.all.dim, _aten.isfinite.default}
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Each operator takes its time; and what ordinary tensors, which no budget covers, take at most."""
 
-    def __init__(self, machine: _core.Machine, costs: Costs, on_cpu: bool) -> None:
+    def __init__(self, machine: _core.Machine, costs: CostModel, on_cpu: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._machine, self._costs = machine, costs
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -93,7 +94,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return held is not None and held._cdata == tensor.untyped_storage()._cdata
         if tensor.is_floating_point():
             return 0.0
-        raise _core.SettingError(
+        raise _core.ConfigError(
             "a dry run has no values, and a whole number is asked for, by the program or by an embedding that is "
             "taken in tiles; raise device_memory, or tile_above"
         )
@@ -138,7 +139,7 @@ class Plan:
     download_seconds: float
     network_seconds: float
     ordinary_peak: int  # of ordinary tensors, which no budget covers: activations, and gradients on their way
-    settings: dict[str, str]
+    settings: dict[str, Any]
     step: Report = field(repr=False)  # what a step moved and waited for
     total: Report = field(repr=False)  # homes, budgets and peaks
 
@@ -239,12 +240,12 @@ def _size(count: float) -> str:
     return f"{count:,.4g} {units[0]}"
 
 
-def dry_run(
+def simulate(
     program: Program,
     config: ConfigLike,
     machine: Machine,
     ranks: int = 1,
-    costs: Costs | None = None,
+    costs: CostModel | None = None,
     steps: int = 2,
     warm_up: int = WARM_UP,
     progress: Callable[[int, int], None] | None = None,
@@ -257,7 +258,7 @@ def dry_run(
     `costs`: of operators and updates; by default the machine's Roofline. `progress` is called with steps done and to
     do. `trace`: a file for a timeline of the last `steps`, in the planned machine's time.
 
-    Raises SettingError for contradictory settings, BudgetError and DiskError for what does not fit, saying by how
+    Raises ConfigError for contradictory settings, BudgetError and DiskError for what does not fit, saying by how
     much.
     """
     costs = costs if costs is not None else Roofline(machine, ranks)
@@ -295,7 +296,7 @@ def _run(
     program: Program,
     machine: Machine,
     ranks: int,
-    costs: Costs,
+    costs: CostModel,
     planned: _core.Machine,
     space: Space,
     steps: int,
@@ -326,13 +327,13 @@ def _run(
                 counting.have_anew(new_memory)
             except NotImplementedError as error:  # of an operator whose result depends on values
                 text = str(error).splitlines()[0]
-                raise _core.SettingError(f"{program.name} cannot be planned: {text}") from None
+                raise _core.ConfigError(f"{program.name} cannot be planned: {text}") from None
             planned.synchronize()
             marks.append((space.report(), _Times(planned)))
             if not settled and len(marks) > _LEAST and _are_alike(marks):
                 settled = True  # these two count, unless a timeline is yet to begin
                 end = min(end, done + 1 + (steps if trace is not None else max(steps - 2, 0)))
-    space.wait()  # what the last step left to do: that it can be done, too
+    space.synchronize()  # what the last step left to do: that it can be done, too
     if progress is not None:
         progress(end, end)
     if not settled:
@@ -341,7 +342,7 @@ def _run(
     times = {name: (ended.of[name] - begun.of[name]) / steps for name in ended.of}
     step_report = total.since(before).per(steps)
     # On a device of its own the stream waits for the link and for ranks, and no thread does.
-    step_report.add_waits(upload=times.pop("idle_for_link"), gather=times.pop("idle_for_network"))
+    step_report = step_report.with_waits(upload=times.pop("idle_for_link"), gather=times.pop("idle_for_network"))
     return Plan(
         program=program.name,
         machine=machine,
@@ -351,7 +352,7 @@ def _run(
         seconds=round(times.pop("now") * steps, 9) / steps,  # the clock counts whole nanoseconds
         **times,
         ordinary_peak=counting.ordinary_peak,
-        settings=space.config,
+        settings=space.config.to_dict(),
         step=step_report,
         total=total,
     )
@@ -369,10 +370,10 @@ def _are_alike(marks: list[tuple[Report, _Times]]) -> bool:
     return all(abs(a - b) <= _ALIKE * b for a, b in zip(earlier, last, strict=True))
 
 
-def _gives_memory_back(settings: dict[str, str]) -> bool:
+def _gives_memory_back(config: Config) -> bool:
     """Whether the space gives the holes of malloc's heap back to the system (base/heap.h): where gradients go to
     disk, or activations are paged."""
-    return settings["gradients"] == "disk" or settings["activations"] != "device"
+    return config.gradients == "disk" or config.activations != "device"
 
 
 class _Times:
@@ -383,9 +384,9 @@ class _Times:
 
 def _refuse_autocast(_module: torch.nn.Module, _inputs: Any) -> None:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise _core.SettingError(
+        raise _core.ConfigError(
             "torch.autocast casts nothing in a dry run, so it would be planned in float32: plan with "
-            'visible_dtype="bfloat16" and without it'
+            'compute_dtype="bfloat16" and without it'
         )
 
 

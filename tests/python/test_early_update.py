@@ -76,14 +76,14 @@ def train(make, most=1e9, steps=8, accumulate=1, disturb=None, at=(4, 6), build=
 
 def compare(config, make, **options):
     plain = train(make, **options)
-    with zeropage.init(config.replace(update_ahead="always")) as space:
+    with zeropage.init(config.replace(early_update="always")) as space:
         model = options.get("build", chain)()
     paged = train(make, **{**options, "build": lambda: model})
     assert paged[0] == plain[0]
     for expected, actual in zip(plain[1], paged[1], strict=True):
         assert torch.equal(expected, actual)
     report = space.report()
-    assert report.updates_committed <= report.updates_ahead
+    assert report.updates_committed <= report.early_updates
     return report
 
 
@@ -104,23 +104,23 @@ def test_steps_take_what_ran_ahead_and_the_bits_are_the_same(make, accumulate, c
     if name.startswith(EXPECTED) or f"-{name}".find("-AdamW") >= 0:
         # Of four weights, once two or three steps were alike; biases share a page.
         assert report.updates_committed >= 4 * 4
-        assert report.discarded_bytes == 0
+        assert report.wasted_bytes == 0
 
 
 def test_what_clipping_changes_is_dropped_and_the_bits_are_the_same(config):
     report = compare(config, adamw, most=1e-2)
-    assert report.updates_ahead >= 4 * 4 and report.updates_committed == 0
+    assert report.early_updates >= 4 * 4 and report.updates_committed == 0
     # Parameter and two moments.
-    assert report.discarded_bytes == report.updates_ahead * 3 * WIDTH * WIDTH * 4
+    assert report.wasted_bytes == report.early_updates * 3 * WIDTH * WIDTH * 4
 
 
 def test_where_gradients_are_clipped_or_all_fits_nothing_runs_ahead(config):
-    little = config.replace(update_ahead="auto", device_memory="600KB", host_memory="200KB")
+    little = config.replace(early_update="auto", device_memory="600KB", host_memory="200KB")
     for settings, most, some in ((little, 1e9, True), (little, 1e-2, False), (config, 1e9, False)):
-        with zeropage.init(settings.replace(update_ahead="auto")) as space:
+        with zeropage.init(settings.replace(early_update="auto")) as space:
             model = chain()
         train(adamw, most=most, build=lambda m=model: m)
-        assert (space.report().updates_ahead > 0) == some
+        assert (space.report().early_updates > 0) == some
 
 
 def _read(model, optimizer, step):
@@ -228,11 +228,11 @@ def _average(model, optimizer, step):
 
 def _evict(model, optimizer, step):
     for tensor in [*model.parameters(), *states_of(optimizer), *(p.grad for p in model.parameters())]:
-        zeropage.evict(tensor)
+        zeropage.page_out(tensor)
 
 
 def _wait(model, optimizer, step):
-    zeropage.wait()
+    zeropage.synchronize()
 
 
 def _fail(model, optimizer, step):
@@ -282,8 +282,8 @@ HARMLESS = {"_evict", "_step_twice"}
 @pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda f: f.__name__)
 def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(disturb, make, config):
     report = compare(config, make, disturb=disturb)
-    assert report.updates_ahead > 0
-    assert (report.updates_committed == report.updates_ahead) == (disturb.__name__ in HARMLESS)
+    assert report.early_updates > 0
+    assert (report.updates_committed == report.early_updates) == (disturb.__name__ in HARMLESS)
 
 
 class Masked(torch.optim.Optimizer):
@@ -317,7 +317,7 @@ class Masked(torch.optim.Optimizer):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_what_an_update_reads_and_the_kind_of_its_numbers_are_compared_too(changes_gradient, dtype, config):
     def run(ahead):
-        settings = config.replace(update_ahead=ahead, **({"visible_dtype": dtype} if dtype else {}))
+        settings = config.replace(early_update=ahead, **({"compute_dtype": dtype} if dtype else {}))
         with contextlib.nullcontext() if ahead is None else zeropage.init(settings):
             model = chain()
         optimizer = Masked(model.parameters(), changes_gradient=changes_gradient)
@@ -338,7 +338,7 @@ def test_what_an_update_reads_and_the_kind_of_its_numbers_are_compared_too(chang
 
 
 def test_what_is_pinned_is_not_written_ahead(config):
-    with zeropage.init(config.replace(update_ahead="always", visible_dtype="bfloat16")):
+    with zeropage.init(config.replace(early_update="always", compute_dtype="bfloat16")):
         model = chain()
     optimizer = adamw(model.parameters())
     for _ in range(6):
@@ -353,7 +353,7 @@ def test_what_is_pinned_is_not_written_ahead(config):
 
 
 def test_a_thread_that_evaluates_during_backward_sees_what_was(config):
-    with zeropage.init(config.replace(update_ahead="always")):
+    with zeropage.init(config.replace(early_update="always")):
         model = chain()
     optimizer = adamw(model.parameters())
     wrong, stop = [], threading.Event()
@@ -412,20 +412,20 @@ def test_an_exception_inside_a_step_leaves_what_was(when, config):
 
     plain = chain()
     expected = run(plain, adamw(plain.parameters()))
-    with zeropage.init(config.replace(update_ahead="always")) as space:
+    with zeropage.init(config.replace(early_update="always")) as space:
         model = chain()
     actual = run(model, adamw(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
     assert space.report().updates_committed > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"master_dtype": "hi_lo"}, {"optimizer_dtype": "8bit"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"master_dtype": "float32_split"}, {"optimizer_dtype": "8bit"}], ids=str)
 @pytest.mark.parametrize(
     "disturb", [None, _read, _write, _read_gradient, _backward_again, _drop_gradient, _lose, _average_later, _pin]
 )
 def test_with_masters_and_fewer_bits_the_content_is_the_same_as_without(options, disturb, config):
     def run(ahead):
-        settings = config.replace(update_ahead=ahead, visible_dtype="bfloat16", **options)
+        settings = config.replace(early_update=ahead, compute_dtype="bfloat16", **options)
         with zeropage.init(settings) as space:
             model = chain()
 
@@ -451,29 +451,29 @@ def test_with_masters_and_fewer_bits_the_content_is_the_same_as_without(options,
 
 def test_forward_after_a_step_reads_parameters_alone(config):
     """What the step asked for was done: no moment and no gradient is read for it."""
-    with zeropage.init(config.replace(update_ahead="always", page_size="64KiB")) as space:
+    with zeropage.init(config.replace(early_update="always", page_size="64KiB")) as space:
         layer = torch.nn.Linear(512, 512, bias=False)
     optimizer = adamw(layer.parameters())
     for step in range(6):
         layer(torch.randn(1, 512)).square().mean().backward()
-        space.wait()
+        space.synchronize()
         _evict_all = [layer.weight, layer.weight.grad, *states_of(optimizer)]
         for tensor in _evict_all:
-            zeropage.evict(tensor)
-        space.wait()
+            zeropage.page_out(tensor)
+        space.synchronize()
         before = space.report().read_bytes
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             layer(torch.randn(1, 512))
-        space.wait()
+        space.synchronize()
         if step >= 3:
             assert space.report().read_bytes - before <= 1.5 * layer.weight.nbytes
 
 
 def test_a_disk_that_has_no_room_for_second_versions_is_as_if_there_were_none(config):
     expected = train(adamw)
-    with zeropage.init(config.replace(update_ahead="always")) as space:
+    with zeropage.init(config.replace(early_update="always")) as space:
         model = chain()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -495,7 +495,7 @@ def test_a_disk_that_has_no_room_for_second_versions_is_as_if_there_were_none(co
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert content[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(expected[1], content[1], strict=True))
-    assert space.report().updates_ahead == 0
+    assert space.report().early_updates == 0
 
 
 def test_a_kill_in_the_middle_leaves_nothing_behind_and_training_goes_on_from_what_was_saved(disk, tmp_path):
@@ -506,11 +506,11 @@ def test_a_kill_in_the_middle_leaves_nothing_behind_and_training_goes_on_from_wh
             f"""
             import os, sys, torch, zeropage
             sys.path.insert(0, {os.path.dirname(__file__)!r})
-            from test_update_ahead import adamw, chain, loss_of
+            from test_early_update import adamw, chain, loss_of
             path, disk = sys.argv[1:]
             with zeropage.init(device="cpu", parameters="disk", gradients="disk", optimizer="disk", disk_path=disk,
-                               device_memory="4MB", host_memory="2MB", resident_below=1, page_size="16KiB",
-                               update_ahead="always") as space:
+                               device_memory="4MB", host_memory="2MB", min_page_bytes=1, page_size="16KiB",
+                               early_update="always") as space:
                 model = chain()
             optimizer = adamw(model.parameters())
             first = 0
@@ -557,6 +557,6 @@ def test_a_kill_in_the_middle_leaves_nothing_behind_and_training_goes_on_from_wh
 
 
 def test_settings_are_checked_and_told(config):
-    with pytest.raises(zeropage.SettingError, match="always"):
-        zeropage.init(config.replace(update_ahead="sometimes"))
-    assert zeropage.init(config.replace(update_ahead="never")).config["update_ahead"] == "never"
+    with pytest.raises(zeropage.ConfigError, match="always"):
+        zeropage.init(config.replace(early_update="sometimes"))
+    assert zeropage.init(config.replace(early_update="never")).config.early_update == "never"

@@ -99,7 +99,7 @@ class _Backward:
             _core.settle_gradients(parameter)
 
 
-def together(module: ModuleT) -> ModuleT:
+def gather_together(module: ModuleT) -> ModuleT:
     """Marks a module of which ranks may use different parts: all its parameters are faulted by all ranks together.
 
     They must fit `device_memory` at once. Every rank must run the module equally often. Returns the module.

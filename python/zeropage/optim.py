@@ -1,0 +1,5 @@
+"""Optimizers that torch lacks."""
+
+from zeropage._lion import Lion
+
+__all__ = ["Lion"]
