@@ -21,6 +21,8 @@ from transformers.models.auto import modeling_auto
 
 import zeropage
 
+os.environ.setdefault("ZEROPAGE_POISON", "1")  # new frames hold signalling NaN until they are read or written
+
 SMALL = {
     "hidden_size": 32, "d_model": 32, "n_embd": 32, "embedding_size": 32, "word_embed_proj_dim": 32, "dim": 32,
     "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,

@@ -25,6 +25,7 @@ def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where models live: cpu, cuda, or sim (tests/accelerator)")
     parser.addoption("--delays", type=int, default=0, help="of sim: seed of random delays of its streams; 0: none")
     parser.addoption("--full", action="store_true", help="all that is left out for time")
+    parser.addoption("--samples", type=int, default=2, help="of each entry of PyTorch's databases, at most")
     parser.addoption("--activations", choices=["device", "disk"], help="of every test, instead of either")
     parser.addoption("--tiles", action="store_true", help="in every test, also of what would fit")
     parser.addoption("--memory", default="auto", help="\"separate\": treat the CPU's memory as a GPU's is")
@@ -58,6 +59,11 @@ def pytest_generate_tests(metafunc):
         every = [(stage, ranks) for stage in range(4) for ranks in ("two", "three", "four")]
         chosen = every if metafunc.config.getoption("--full") else some
         metafunc.parametrize("stage_and_ranks", chosen, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+
+
+@pytest.fixture
+def samples(request):
+    return request.config.getoption("--samples")
 
 
 @pytest.fixture

@@ -1,13 +1,24 @@
 """PyTorch's databases of operators, modules and optimizers: paged tensors give the bits of plain ones."""
 
+import contextlib
 import copy
+import functools
 import itertools
-import tempfile
 import warnings
 
 import pytest
 import torch
-from databases import Twins, difference, tensors_of
+from databases import (
+    DTYPES,
+    Twins,
+    difference,
+    large_samples,
+    one_line,
+    own_pages,
+    samples_of,
+    space_on_disk,
+    tensors_of,
+)
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import (
@@ -18,9 +29,8 @@ from torch.utils._pytree import tree_map_only
 
 import zeropage
 
-DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64]
-SAMPLES = 2  # of each operator, at most: what CI has time for; 16 passed when they were chosen
 PARTS = 6
+FULL = pytest.mark.full
 
 #: Not run: why.
 SKIPPED = {
@@ -46,20 +56,30 @@ VALUES_VARY = {
 
 @pytest.fixture(scope="module")
 def space(request):
-    with tempfile.TemporaryDirectory(dir=request.config.rootpath / "build", prefix="swap-") as disk:
-        yield zeropage.init(
-            zeropage.Config(
-                device="cpu",
-                memory=request.config.getoption("--memory"),
-                parameters="disk",
-                gradients="disk",
-                optimizer="disk",
-                disk_path=disk,
-                device_memory="64MB",
-                host_memory="64MB",
-                min_page_bytes=0,
-            )
-        )
+    with space_on_disk(request.config) as space:
+        yield space
+
+
+@pytest.fixture
+def twins(request, space):
+    """Makes twins of arguments. Parameter "own": tensors have pages of their own, and samples are large."""
+    if getattr(request, "param", "shared") == "shared":
+        yield functools.partial(Twins, space)
+    else:
+        with own_pages(request.config) as space, large_samples():
+            yield functools.partial(Twins, space, apart=True)
+
+
+def cases(*in_every_run, dtypes=DTYPES):
+    """Of where tensors lie, and dtypes: all, and without --full some."""
+    return pytest.mark.parametrize(
+        ("twins", "dtype"),
+        [
+            pytest.param(pages, dtype, id=f"{pages}-{dtype}", marks=[] if (pages, dtype) in in_every_run else FULL)
+            for pages, dtype in itertools.product(["shared", "own"], dtypes)
+        ],
+        indirect=["twins"],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -73,24 +93,15 @@ def part_of(operators, part):
     return [op for op in operators if op.full_name not in SKIPPED][part::PARTS]
 
 
-def samples_of(op, dtype, requires_grad=False, count=SAMPLES):
-    torch.manual_seed(0)
-    return itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=requires_grad), count)
-
-
 def run(function, arguments, seed=1):
     torch.manual_seed(seed)
     value, args, kwargs = arguments
     return function(value, *args, **kwargs)
 
 
-def one_line(error):
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def forward_and_backward(function, sample, space, values, backward):
+def forward_and_backward(function, sample, twins_of, values, backward):
     """ "skipped" if plain PyTorch does not run the sample; else what is wrong with the paged run, or None."""
-    twins = Twins(space, sample)
+    twins = twins_of(sample)
     try:
         expected = run(function, twins.plain)
     except Exception:
@@ -125,19 +136,16 @@ def go_backward(result):
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(d, marks=[] if d.is_floating_point else [pytest.mark.full], id=str(d)) for d in DTYPES],
-)
-def test_operators_give_the_bits_of_plain_pytorch(dtype, part, space):
+@cases(("shared", torch.float32), ("shared", torch.bfloat16), ("own", torch.float32))
+def test_operators_give_the_bits_of_plain_pytorch(dtype, part, twins, samples):
     operators = part_of([op for op in op_db if op.supports_dtype(dtype, "cpu")], part)
     wrong, ran = {}, 0
     for op in operators:
         values = op.full_name not in VALUES_VARY
-        backward = dtype == torch.float32 and op.supports_autograd and values
+        backward = op.supports_autograd and dtype != torch.int64 and values
         outcomes = [
-            forward_and_backward(op.op, (s.input, s.args, s.kwargs), space, values, backward)
-            for s in samples_of(op, dtype, requires_grad=backward)
+            forward_and_backward(op.op, (s.input, s.args, s.kwargs), twins, values, backward)
+            for s in samples_of(op, dtype, samples, requires_grad=backward)
         ]
         ran += any(outcome != "skipped" for outcome in outcomes)
         failures = [f"sample {i}: {o}" for i, o in enumerate(outcomes) if o not in (None, "skipped")]
@@ -147,16 +155,13 @@ def test_operators_give_the_bits_of_plain_pytorch(dtype, part, space):
     assert ran >= 0.95 * len(operators)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(d, marks=[] if d.is_floating_point else [pytest.mark.full], id=str(d)) for d in DTYPES],
-)
-def test_operators_in_place_write_home_what_plain_ones_write(dtype, space):
+@cases(("shared", torch.float32), ("own", torch.bfloat16))
+def test_operators_in_place_write_home_what_plain_ones_write(dtype, twins, samples):
     operators = [op for op in op_db if op.supports_dtype(dtype, "cpu") and op.inplace_variant]
     wrong = {}
     for op in operators:
-        for i, s in enumerate(samples_of(op, dtype, count=SAMPLES // 2)):
-            outcome = forward_and_backward(op.inplace_variant, (s.input, s.args, s.kwargs), space, True, False)
+        for i, s in enumerate(samples_of(op, dtype, samples)):
+            outcome = forward_and_backward(op.inplace_variant, (s.input, s.args, s.kwargs), twins, True, False)
             # Plain PyTorch lets addbmm_ resize what it writes; a paged tensor keeps its size.
             if op.full_name == "addbmm" and s.broadcasts_input and "keeps the size" in str(outcome):
                 continue
@@ -212,7 +217,7 @@ def test_an_out_argument_gives_what_plain_pytorch_gives_or_one_clear_error(kind,
     for op in op_db:
         if not op.supports_out or op.full_name in SKIPPED or not op.supports_dtype(torch.float32, "cpu"):
             continue
-        for s in samples_of(op, torch.float32, count=1):
+        for s in samples_of(op, torch.float32, 1):
             sample = (s.input, s.args, s.kwargs)
             try:
                 result = run(op.op, Twins(space, sample).plain)
@@ -232,28 +237,38 @@ def train_module(module, arguments):
     return result, [t.grad for t in tensors_of((args, kwargs))]
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_modules_give_the_bits_of_plain_pytorch(training, space):
-    wrong, ran = {}, 0
-    for info in module_db:
-        torch.manual_seed(0)
+def module_samples(info, dtype, training):
+    """Modules in that dtype, and arguments for them."""
+    torch.manual_seed(0)
+    with contextlib.suppress(Exception):  # not every sample can be made in every dtype
         for inputs in info.module_inputs_func(
-            info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
+            info, device="cpu", dtype=dtype, requires_grad=dtype != torch.int64, training=training
         ):
             torch.manual_seed(1)
-            plain = info.module_cls(*inputs.constructor_input.args, **inputs.constructor_input.kwargs).train(training)
-            if info.is_lazy:  # has no parameters before its first call
-                continue
-            paged = zeropage.page(copy.deepcopy(plain), space)
-            twins = Twins(space, (inputs.forward_input.args, inputs.forward_input.kwargs))
+            module = info.module_cls(*inputs.constructor_input.args, **inputs.constructor_input.kwargs)
+            if dtype not in (torch.float32, torch.int64):
+                module = module.to(dtype)
+            yield module.train(training), (inputs.forward_input.args, inputs.forward_input.kwargs)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@cases(("shared", torch.float32), ("own", torch.bfloat16))
+def test_modules_give_the_bits_of_plain_pytorch(training, dtype, twins, samples):
+    wrong, ran = {}, 0
+    for info in module_db:
+        if info.is_lazy:  # has no parameters before its first call
+            continue
+        for plain, arguments in itertools.islice(module_samples(info, dtype, training), 4 * samples):
+            both = twins(arguments)
+            paged = zeropage.page(copy.deepcopy(plain), twins.args[0])
             try:
-                expected = train_module(plain, twins.plain)
+                expected = train_module(plain, both.plain)
             except Exception:
                 continue
             ran += 1
             try:
                 zeropage.page_out(paged)
-                actual = train_module(paged, twins.paged)
+                actual = train_module(paged, both.paged)
                 zeropage.page_out(paged)
                 grads = [[p.grad for p in m.parameters()] for m in (plain, paged)]
                 states = [list(m.state_dict().values()) for m in (plain, paged)]
@@ -262,52 +277,54 @@ def test_modules_give_the_bits_of_plain_pytorch(training, space):
             except Exception as error:
                 wrong[info.name] = one_line(error)
     assert not wrong
-    assert ran >= len(module_db)
+    assert ran >= (len(module_db) if dtype.is_floating_point else 50)
 
 
-def train_with(info, inputs, paged, space):
+def train_with(info, inputs, dtype, space=None):
+    """Parameters and states, or the error. In `space`, or plain."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(20, 33, bias=False), torch.nn.Tanh(), torch.nn.Linear(33, 7, bias=False)
-    )
-    if paged:
+    layers = torch.nn.Linear(40, 61, bias=False), torch.nn.Tanh(), torch.nn.Linear(61, 7, bias=False)
+    model = torch.nn.Sequential(*layers).to(dtype)
+    if space:
         zeropage.page(model, space)
         zeropage.page_out(model)
-    optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(inputs.kwargs))
 
     def closure():
         optimizer.zero_grad()
-        loss = model(torch.linspace(-1, 1, 60).reshape(3, 20)).square().sum()
+        loss = model(torch.linspace(-1, 1, 120).reshape(3, 40).to(dtype)).abs().square().sum()
         loss.backward()
         return loss
 
-    for _ in range(3):
-        if info.step_requires_closure:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-        if paged:
-            zeropage.page_out(model)
-    return [p.detach() for p in model.parameters()]
+    try:
+        optimizer = info.optim_cls(model.parameters(), **copy.deepcopy(inputs.kwargs))
+        for _ in range(3):
+            if info.step_requires_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            if space:
+                zeropage.page_out(model)
+    except Exception as error:
+        return error
+    return [p.detach() for p in model.parameters()], optimizer.state_dict()["state"]
 
 
-def test_optimizers_give_the_bits_of_plain_pytorch(space):
+@cases(("shared", torch.float32), ("own", torch.bfloat16), ("own", torch.complex64), dtypes=DTYPES[:3])
+def test_optimizers_give_the_bits_of_plain_pytorch(dtype, twins):
     wrong, ran = {}, 0
     for info in optim_db:
         if info.only_supports_sparse_grads:  # gradients without pages
             continue
-        for inputs in _get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, info):
-            try:
-                expected = train_with(info, inputs, False, space)
-            except Exception:
+        for inputs in _get_optim_inputs_including_global_cliquey_kwargs("cpu", dtype, info):
+            expected, actual = (train_with(info, inputs, dtype, space) for space in (None, twins.args[0]))
+            name = f"{info.optim_cls.__name__} {inputs.kwargs}"
+            if isinstance(expected, Exception) or isinstance(actual, Exception):
+                if type(expected) is not type(actual):
+                    wrong[name] = f"{actual!r} instead of {expected!r}"
                 continue
             ran += 1
-            name = f"{info.optim_cls.__name__} {inputs.kwargs}"
-            try:
-                if outcome := difference(expected, train_with(info, inputs, True, space)):
-                    wrong[name] = outcome
-            except Exception as error:
-                wrong[name] = one_line(error)
+            if outcome := difference(expected, actual):
+                wrong[name] = outcome
     assert not wrong
     assert ran >= 5 * len(optim_db)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import ctypes
 
 import pytest
 import torch
@@ -300,6 +301,48 @@ def test_what_is_written_is_kept_as_it_was_written(kept, config):
         layer.load_state_dict({"weight": exact, "bias": torch.ones(30)})
         assert torch.equal(layer.weight.float(), exact) and torch.equal(layer.weight, seen(exact, kept))
         assert (layer.weight * 2).dtype == torch.bfloat16 and torch.zeros_like(layer.weight).dtype == torch.float32
+
+
+def bits_of(tensor):
+    return tensor.detach().view(torch.int16).numpy()
+
+
+RAW_WRITES = {
+    "rows": lambda t: bits_of(t)[:2].fill(0),
+    "every third element": lambda t: bits_of(t).reshape(-1)[::3].fill(0x3C00),
+    "all": lambda t: bits_of(t).fill(0x3E11),
+    "signs": lambda t: bits_of(t).__ior__(-0x8000),
+    "the same bits": lambda t: bits_of(t).__ior__(0),
+    "by address": lambda t: ctypes.memset(int(t.data_ptr()) + 3, 0x3A, 7),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["weight", "bias"])  # of pages, and of a part of one
+@pytest.mark.parametrize("write", RAW_WRITES)
+@pytest.mark.parametrize("kept", MASTERS)
+def test_masters_take_what_is_written_raw_and_keep_the_rest(kept, write, name, config):
+    """Also while an update is deferred, and before another."""
+    with zeropage.init(config.replace(**MASTERS[kept])):
+        layer = torch.nn.Linear(70, 300)
+    weight = getattr(layer, name)
+    master = torch.nn.Parameter(zeropage._core.plain_copy(layer.state_dict()[name]))
+    steps = [torch.optim.SGD([p], lr=0.3, momentum=0.9) for p in (weight, master)]
+    for _ in range(3):
+        gradient = torch.randn(weight.shape)
+        weight.grad, master.grad = gradient.clone(), gradient
+        for optimizer in steps:
+            optimizer.step()
+        written, before = seen(master, kept).detach(), seen(master, kept).detach()
+        RAW_WRITES[write](written)
+        with zeropage.pinned(weight) as raw:
+            RAW_WRITES[write](raw)
+        changed = torch.from_numpy(bits_of(written) != bits_of(before))
+        zeropage.page_out(weight)
+        with torch.no_grad():
+            master.copy_(torch.where(changed, written.float(), master))
+            assert torch.equal(weight, written)
+            assert torch.equal(weight.float(), master)
 
 
 @pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from databases import difference
 
 import zeropage
 
@@ -33,3 +35,69 @@ def test_odd_sizes_and_pages_that_no_vector_fits_give_the_same_bits(name, dtype,
             OPERATORS[name](*paged)
     assert torch.equal(paged[0], plain[0])
     assert not space.report().unpaged_operators
+
+
+# Of matrices a and b, a vector v, and indices i; grouped by what autocast makes of them.
+UNDER_AUTOCAST = {
+    # in fewer bytes
+    "matmul": lambda a, b, v, i: a @ b.t(),
+    "vector": lambda a, b, v, i: a @ v,
+    "mm": lambda a, b, v, i: torch.mm(a.t(), b),
+    "dot": lambda a, b, v, i: torch.dot(v, v * 2),
+    "addmm": lambda a, b, v, i: torch.addmm(v[:96], a, b.t(), beta=0.3),
+    "baddbmm": lambda a, b, v, i: torch.baddbmm(a[None, :, :96], a[None], b.t()[None]),
+    "linear": lambda a, b, v, i: F.linear(F.linear(a, b), b.t(), v),
+    "einsum": lambda a, b, v, i: torch.einsum("ik,jk->ij", a, b),
+    "conv1d": lambda a, b, v, i: F.conv1d(a[None], b.view(64, 96, 2)),
+    "attention": lambda a, b, v, i: F.scaled_dot_product_attention(*(t.view(1, 4, 24, 128) for t in (a, b, a))),
+    # in float32
+    "exp": lambda a, b, v, i: (a @ b.t()).exp(),
+    "pow": lambda a, b, v, i: (a.abs() + 1) ** 1.7,
+    "rsqrt": lambda a, b, v, i: (a @ v).abs().rsqrt(),
+    "softmax": lambda a, b, v, i: (a @ b.t()).softmax(1),
+    "layer_norm": lambda a, b, v, i: F.layer_norm(F.linear(a, b.t() @ b), (128,), v, v),
+    "norm": lambda a, b, v, i: (a @ b.t()).norm(),
+    "cumsum": lambda a, b, v, i: (a @ b.t()).cumsum(0),
+    "l1_loss": lambda a, b, v, i: F.l1_loss(a @ b.t(), b[:, :96]),
+    "cross_entropy": lambda a, b, v, i: F.cross_entropy(a @ b.t(), i),
+    # in the most precise of several
+    "cat": lambda a, b, v, i: torch.cat([a @ b.t(), b], 1),
+    "stack": lambda a, b, v, i: torch.stack([a @ b.t(), b[:, :96]]),
+    "atan2": lambda a, b, v, i: torch.atan2(a @ b.t(), b[:, :96]),
+    "addcmul": lambda a, b, v, i: torch.addcmul(a @ b.t(), b[:, :96], a[:, :96]),
+    "index_put": lambda a, b, v, i: a.index_put((i,), b),
+    # as they are
+    "add": lambda a, b, v, i: a @ b.t() + b[:, :96],
+    "gelu": lambda a, b, v, i: F.gelu(a @ b.t()) * a[:, :96],
+    "embedding": lambda a, b, v, i: F.linear(F.embedding(i, a), b),
+    "where": lambda a, b, v, i: torch.where(a > 0, a, b) @ v,
+    "lists": lambda a, b, v, i: torch._foreach_add(torch._foreach_mul([a, b], [b, a]), [a, b], alpha=0.3),
+    "in place": lambda a, b, v, i: (a * 2).add_(b.to(torch.bfloat16)).mul_(v).addcdiv_(a, b.abs() + 1),
+    "disabled inside": lambda a, b, v, i: torch.autocast(a.device.type, enabled=False)(torch.mm)(a, b.t()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_autocast_gives_the_same_bits_and_gradients(name, dtype, config):
+    """Twice, as casts of leaves are cached, and with a leaf that changes in between."""
+    with zeropage.init(config.replace(device_memory="8MB", page_size="12KiB")) as space:
+        pass
+    plain = [torch.randn(96, 128), torch.randn(96, 128), torch.randn(128)]
+    paged = [t.clone() for t in plain]
+    indices = torch.randint(96, (96,))
+    assert all(map(space.page, paged))
+    for requires_grad in (False, True):
+        outcomes = []
+        for tensors in (plain, paged):
+            leaves = [t.detach().requires_grad_(requires_grad) for t in tensors]
+            with torch.autocast(indices.device.type, dtype=dtype):
+                results = [UNDER_AUTOCAST[name](*leaves, indices)]
+                with torch.no_grad():
+                    leaves[0].mul_(0.5)
+                results.append(UNDER_AUTOCAST[name](*[leaves[0].detach(), *leaves[1:]], indices))
+            flat = torch.utils._pytree.tree_leaves(results[1])
+            if any(t.requires_grad for t in flat):
+                sum(t.float().sum() for t in flat if t.requires_grad).backward()
+            outcomes.append((results, [t.grad for t in leaves]))
+        assert difference(*outcomes) is None

@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
+#include <cmath>
 #include <iterator>
 #include <unordered_map>
 
@@ -31,7 +32,21 @@ caffe2::TypeMeta run_on_one(const c10::OperatorHandle& op, const Substitution& c
   return first_result(stack).dtype();
 }
 
-/// All that decides what run_on_one() says. Of integers, values decide too: then there is none.
+/// The kind of an argument that is no tensor, and the range of a number: an operator may refuse either. A step's
+/// numbers change, and stay within their range.
+void add_kind(std::string& signature, const c10::IValue& value) {
+  signature += value.tagKind();
+  if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) add_kind(signature, element);
+  } else if (value.isBool()) {
+    signature += value.toBool() ? '1' : '0';
+  } else if (value.isInt() || value.isDouble()) {
+    const double number = value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
+    signature += std::isnan(number) ? 'n' : number < 0 ? '-' : number == 0 ? '0' : number <= 1 ? '1' : '+';
+  }
+}
+
+/// All that decides what run_on_one() says. The values of integer tensors decide too: then there is none.
 std::optional<std::string> signature_of(const c10::OperatorHandle& op, const Substitution& call) {
   std::string signature = fmt::format("{}.{}", op.schema().name(), op.schema().overload_name());
   const auto add_tensor = [&](const at::Tensor& tensor) {
@@ -51,8 +66,7 @@ std::optional<std::string> signature_of(const c10::OperatorHandle& op, const Sub
     } else if (value.isString()) {
       fmt::format_to(std::back_inserter(signature), " {}", value.toStringRef());
     } else if (value.isList() || value.isTensor() || value.isNone() || value.isScalar()) {
-      fmt::format_to(std::back_inserter(signature), " {}", value.tagKind());
-      if (value.isBool()) signature += value.toBool() ? '1' : '0';
+      add_kind(signature += ' ', value);
     } else {
       return std::nullopt;
     }
@@ -91,13 +105,21 @@ bool may_fail_by_content(const c10::OperatorHandle& op, const Substitution& call
   return false;
 }
 
+/// Whether a scalar is a meta tensor and the operands are not. PyTorch then runs the kernel that writes nothing.
+bool has_meta_scalar(const Substitution& call) {
+  if (call.operands.front().tensor.is_meta()) return false;
+  return std::any_of(call.arguments.begin(), call.arguments.end(), [](const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().defined() && value.toTensor().is_meta();
+  });
+}
+
 /// Later, if all that it needs is paged. What would be wrong with it is found now.
 std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substitution& call, int written,
                                     Chunking chunking) {
   for (const Operand& operand : call.operands) {
     if (!operand.segment) return std::nullopt;
   }
-  if (may_fail_by_content(op, call)) return std::nullopt;
+  if (may_fail_by_content(op, call) || has_meta_scalar(call)) return std::nullopt;
   const caffe2::TypeMeta dtype = probe(op, call);
   auto result = defer(op, call, chunking, written < 0 ? std::optional(dtype) : std::nullopt);
   if (result && written >= 0) result = call.operands[written].tensor;
