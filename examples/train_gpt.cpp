@@ -29,13 +29,11 @@ struct Trained {
 
 // The only lines that know of zeropage.
 std::shared_ptr<zeropage::Space> make_space(const Options& options) {
-  return zeropage::Space::make({.device = options.device,
-                                .parameters = "disk",
-                                .gradients = "disk",
-                                .optimizer = "disk",
+  return zeropage::Space::make({.states = "disk",
                                 .disk_path = options.disk,
                                 .device_memory = options.memory,
-                                .host_memory = options.memory});
+                                .host_memory = options.memory,
+                                .device = options.device});
 }
 GPT make_paged(const Options& options, zeropage::Space& space) {
   const auto scope = space.enter();

@@ -34,13 +34,11 @@ torch::Tensor batch_of(const torch::Tensor& text, const Options& options, int st
 
 Trained train_over_ranks(const Options& options, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   torch::manual_seed(0);
-  const auto space = zeropage::Space::make({.device = "cpu",
-                                            .parameters = "host",
-                                            .gradients = "host",
-                                            .optimizer = "host",
+  const auto space = zeropage::Space::make({.states = "host",
                                             .device_memory = "32MB",
                                             .host_memory = "128MB",
-                                            .stage = options.stage},
+                                            .stage = options.stage,
+                                            .device = "cpu"},
                                            {.shard = group});
   auto scope = space->enter();
   GPT model(options.size);

@@ -72,6 +72,32 @@ TEST_CASE("a libtorch module trains paged as it trains plain, to the bit") {
   CHECK(report.written_bytes > 0);
 }
 
+TEST_CASE("an update ahead of the step writes no page that another thread is reading") {
+  TemporaryDirectory directory;
+  Config config = on_disk(directory.path());
+  config.compute_dtype = "bfloat16";
+  config.early_update = "always";
+  auto space = Space::make(config);
+  torch::nn::Linear layer(torch::nn::LinearOptions(300, 257).bias(false));
+  REQUIRE(space->page(layer->weight));
+  REQUIRE(space->mix(layer->weight));
+  torch::optim::SGD optimizer(layer->parameters(), torch::optim::SGDOptions(1.0));
+  const auto x = torch::ones({5, 300}).to(at::kBFloat16);
+  for (int step = 0; step < 6; ++step) {
+    layer(x).sum().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  CHECK(space->report().early_updates > 0);
+  const auto loss = layer(x).sum();
+  auto& segment = *segment_of(layer->weight);
+  PagePin page = segment.cache()->pin_page(segment, 0, Access::read);
+  page.wait();
+  const std::vector<std::byte> before(page.data(), page.data() + segment.bytes_of(0));
+  loss.backward();
+  CHECK(std::equal(before.begin(), before.end(), page.data()));
+}
+
 TEST_CASE("errors of operators are typed and name the operator") {
   TemporaryDirectory directory;
   auto space = Space::make(on_disk(directory.path(), "200kB"));

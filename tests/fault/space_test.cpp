@@ -10,7 +10,7 @@ using namespace zeropage;
 namespace {
 
 std::shared_ptr<Space> make_small_space(const TemporaryDirectory& directory) {
-  return Space::make({.device = "cpu", .disk_path = directory.path(), .device_memory = "4MB", .host_memory = "4MB"});
+  return Space::make({.disk_path = directory.path(), .device_memory = "4MB", .host_memory = "4MB", .device = "cpu"});
 }
 
 }  // namespace
@@ -54,11 +54,11 @@ TEST_CASE("a space outlives its owner as long as a tensor of it lives") {
 
 TEST_CASE("a page of which the first window was overwritten is what it was if the next window throws") {
   TemporaryDirectory directory;
-  auto space = Space::make({.device = "cpu",
-                            .parameters = "disk",
-                            .disk_path = directory.path(),
+  auto space = Space::make({.disk_path = directory.path(),
                             .device_memory = "4MB",
                             .host_memory = "4MB",
+                            .device = "cpu",
+                            .parameters = "disk",
                             .min_page_bytes = "0",
                             .page_size = "16KiB"});
   torch::Tensor tensor = torch::full({300, 256}, 3.0f), wide = torch::full({300, 256}, 3.0, at::kDouble);

@@ -149,3 +149,29 @@ def test_transformers(implementation, config):
             losses.append(plain(loss))
         results.append(losses + [plain(p) for p in model.parameters()])
     same(*results)
+
+
+def test_zeros_have_the_sign_that_a_sum_with_other_experts_zeros_gives_them(config):
+    """An expert that is used once keeps a product's -0 only while it is the only one that was used."""
+
+    def run(weight):
+        found = []
+        for chosen in ([2], [0, 1, 0], [0, 1], [5, 2, 2, 9]):
+            x = input_of(len(chosen), WIDTH).relu()
+            y = torch.stack([row @ weight[k] for k, row in zip(chosen, x, strict=True)])
+            y.square().mean().backward()
+            found.append(plain(weight.grad))
+            if len(chosen) < 3:
+                weight.grad = None
+        return found
+
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(16, WIDTH, INNER))
+    torch.manual_seed(0)
+    with zeropage.init(config, device_memory="512KB", host_memory="256KB", tiling="exact"):
+        paged = nn.Parameter(torch.randn(16, WIDTH, INNER))
+    got, expected = run(paged), run(whole)
+    same(got, expected)
+    assert any((one.signbit() & (one == 0)).any() for one in expected)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one.signbit(), other.signbit())

@@ -196,7 +196,7 @@ def test_a_checkpoint_of_it_may_take_its_place(wait, config, folder):
     space = zeropage.init(config)
     zeropage.page(model, space)
     assert space.report().file_bytes == bytes_of(model)
-    zeropage.save(folder / "checkpoint", model, wait=wait).wait()
+    zeropage.save(folder / "checkpoint", model, background=not wait).wait()
     zeropage.page_out(model)
     assert same(model, plain())
     again = plain()

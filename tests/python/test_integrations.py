@@ -301,7 +301,7 @@ def test_a_disk_that_fails_at_the_end_does_not_keep_lightning_from_its_teardown(
     def wait(_space):
         raise zeropage.DiskError("its own")
 
-    monkeypatch.setattr(zeropage.Space, "wait", wait)
+    monkeypatch.setattr(zeropage.Space, "synchronize", wait)
     monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.teardown", lambda _self: ended.append(1))
     with pytest.raises(zeropage.DiskError, match="its own"):
         lightning_call("fit", lightning_module(), strategy, tmp_path)

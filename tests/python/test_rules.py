@@ -101,3 +101,59 @@ def test_autocast_gives_the_same_bits_and_gradients(name, dtype, config):
                 sum(t.float().sum() for t in flat if t.requires_grad).backward()
             outcomes.append((results, [t.grad for t in leaves]))
         assert difference(*outcomes) is None
+def _of_dtypes(tensors):
+    return torch.cat([t.to((torch.float64, torch.bfloat16, torch.float32)[i % 3]) for i, t in enumerate(tensors)])
+
+
+JOINS = {
+    "parameters_to_vector": torch.nn.utils.parameters_to_vector,
+    "cat of columns": lambda tensors: torch.cat([t.t() for t in tensors], -1),
+    "cat with ordinary and empty ones": lambda tensors: torch.cat([torch.empty(0), torch.ones(1, 301), *tensors]),
+    "cat of dtypes": _of_dtypes,
+    "cat of a tensor and itself": lambda tensors: torch.cat([*tensors, tensors[0]], 1)[:, 5:9],
+    "stack": lambda tensors: torch.stack(tensors, 1),
+    "vstack": torch.vstack,
+    "hstack": torch.hstack,
+    "dstack": torch.dstack,
+    "column_stack": torch.column_stack,
+    "concat": torch.concat,
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_what_does_not_fit_together_is_joined_one_after_another(name, config):
+    torch.manual_seed(0)
+    plain = [torch.nn.Parameter(torch.randn(300, 301)) for _ in range(12)]
+    torch.manual_seed(0)
+    with zeropage.init(config, device_memory="1MB", host_memory="1MB") as space:
+        paged = [torch.nn.Parameter(torch.randn(300, 301)) for _ in range(12)]
+    with torch.no_grad():
+        expected, actual = JOINS[name](plain), JOINS[name](paged)
+    assert torch.equal(actual, expected)
+    assert actual.stride() == expected.stride() and actual.dtype == expected.dtype
+    assert not zeropage.is_paged(actual)
+    for budget in space.report().budgets:
+        assert budget.peak <= budget.limit
+
+
+@pytest.mark.parametrize("call", [torch.cat, torch.stack], ids=lambda f: f.__name__)
+def test_what_cannot_be_joined_is_pytorchs_own_error(call, config):
+    plain = [torch.ones(300, 301 + i) for i in range(12)]
+    with zeropage.init(config, device_memory="1MB", host_memory="1MB"):
+        paged = [torch.ones(300, 301 + i) for i in range(12)]
+    texts = []
+    for tensors in (plain, paged):
+        with pytest.raises(RuntimeError) as error:
+            call(tensors)
+        texts.append(str(error.value))
+    assert texts[0][:27] == texts[1][:27]  # of meta tensors, which have words of their own for sizes
+
+
+def test_of_mixed_precision_what_operators_see_is_joined(config):
+    with zeropage.init(config, device_memory="1MB", host_memory="1MB", compute_dtype="bfloat16"):
+        layers = [torch.nn.Linear(600, 301, bias=False) for _ in range(6)]
+    seen = [layer.weight.float().bfloat16() for layer in layers]
+    with torch.no_grad():
+        joined = torch.cat([layer.weight for layer in layers])
+    assert joined.dtype == torch.bfloat16
+    assert torch.equal(joined, torch.cat(seen))

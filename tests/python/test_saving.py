@@ -130,7 +130,7 @@ def test_quantised_moments_resume(moments, config, tmp_path):
 
 
 def test_state_dict_gives_masters_or_what_operators_see(config):
-    for setting, dtype in (("master", torch.float32), ("visible", torch.bfloat16)):
+    for setting, dtype in (("master", torch.float32), ("compute", torch.bfloat16)):
         for precision in ("mixed", "float32_split"):
             model = build(zeropage.init(config.replace(**PRECISIONS[precision], state_dict=setting)))
             state = model.state_dict()

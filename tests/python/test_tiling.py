@@ -90,6 +90,59 @@ def test_linear(shape, width, bias, tiling, config):
     assert not any("linear" in line for line in str(space.report()).splitlines())
 
 
+@contextlib.contextmanager
+def one_thread():
+    """In threads' parts of a product, doubles can be rounded otherwise than in those of a tile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [1024, 1003, 250])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16])
+def test_exact_tiles_end_where_the_kernels_of_products_do(rows, width, dtype, config):
+    """Few rows, which have kernels of their own, and results whose rows begin anywhere in a line of memory."""
+
+    def make():
+        return nn.Linear(width, 1_200_000 // width, dtype=dtype)
+
+    def run(layer):
+        x = input_of(rows, width).detach().to(dtype).requires_grad_()
+        return grads(layer(x), [x, *layer.parameters()])
+
+    with one_thread():
+        _, got, expected = both(config, make, run, tiling="exact", device_memory="8MB", tile_above="256KB")
+    same(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows, width", [(3000, 128), (6000, 64)])
+def test_what_lies_transposed_stays_so_beside_exact_tiles(rows, width, dtype, config):
+    """To libraries it is another operand, whose products of halves are rounded otherwise."""
+
+    def run(weight):
+        ordinary = plain(weight).t().requires_grad_()
+        of_two = weight.detach().t() @ weight.detach()
+        y = ordinary @ weight
+        gradient = torch.randn(width, width, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(dtype)
+        y.backward(gradient.t())
+        x = plain(weight)[:width].requires_grad_()
+        z = F.linear(x, weight)
+        z.t().backward(plain(weight) * 100)
+        return [plain(each) for each in (of_two, y, ordinary.grad, x.grad, weight.grad)]
+
+    def make():
+        return nn.Parameter(torch.randn(rows, width).to(dtype))
+
+    with one_thread():
+        _, got, expected = both(config, make, run, tiling="exact", device_memory="8MB", tile_above="100KB")
+    same(got, expected)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("way", ["mm", "matmul", "addmm", "einsum", "left"])
 def test_products(way, transposed, config):
@@ -362,6 +415,40 @@ def test_small_parts_are_written_and_read(mixed, config):
     assert master[7].unique().item() == 3 and master[9].unique().item() == 2 and master[10].unique().item() == 1
     assert master[20, 200] == 200 and master.shape == (4096, 256)
     assert space.report().budgets[0].peak <= space.report().budgets[0].limit
+
+
+VIEWS = {
+    "atleast_2d of one": lambda w: [torch.atleast_2d(w[5])],
+    "atleast_1d": lambda w: torch.atleast_1d([w[5], w[6, 3:]]),
+    "atleast_2d": lambda w: torch.atleast_2d([w[5], w[6:8], torch.ones(2)]),
+    "atleast_3d": lambda w: torch.atleast_3d([w[5], w]),
+    "broadcast_tensors": lambda w: torch.broadcast_tensors(w[5:7], torch.ones(2, 1)),
+    "meshgrid": lambda w: torch.meshgrid(w[5], torch.ones(1), indexing="xy"),
+    "split": lambda w: w[5:9].split([1, 3]),
+    "unsafe_split": lambda w: torch.unsafe_split(w[5:9], 2),
+    "unsafe_chunk": lambda w: torch.unsafe_chunk(w, 4),
+    "tensor_split": lambda w: w.tensor_split(3),
+    "unbind": lambda w: w[:9].unbind(),
+    "type_as": lambda w: [w.type_as(torch.ones(1)), w[5].type_as(torch.ones(1))],
+    "sum_to_size": lambda w: [w[5].sum_to_size(256)],
+    "dropout of nothing": lambda w: [torch.dropout(w[5], 0.5, False), F.dropout2d(w[5:9, None], training=False)],
+}
+
+
+@pytest.mark.parametrize("way", VIEWS)
+@torch.no_grad()
+def test_what_is_written_through_views_is_written(way, config):
+    """Also through those whose schemas do not say that they are views, of tensors that cannot be whole."""
+
+    def run(weight):
+        parts = VIEWS[way](weight)
+        for i, part in enumerate(parts):
+            if part.is_contiguous():  # else several elements may be one
+                (part if part.numel() < 4096 else part[2]).add_(i + 1)
+        return [plain(weight)]
+
+    _, got, expected = both(config, lambda: nn.Parameter(torch.randn(4096, 256)), run)
+    same(got, expected)
 
 
 def test_complex_weights_and_tangents_are_taken_whole_or_refused(config):

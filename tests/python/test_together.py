@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zeropage
-from zeropage import _core, _together
+from zeropage import _core, _gather_together
 
 
 class Sum(nn.Module):
@@ -109,7 +109,7 @@ def test_copies_and_pickles_of_such_a_module_hold_for_themselves(held):
 
 
 def test_runs_that_are_over_leave_nothing(held):
-    module = _together._Held(Sum())
+    module = _gather_together._Held(Sum())
     x = nn.Parameter(torch.ones(2, 8))
     for _ in range(20):
         module.before_forward(module._module)

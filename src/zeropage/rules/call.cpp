@@ -37,6 +37,15 @@ bool is_number_type(const c10::TypePtr& type) {
   return type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType;
 }
 
+/// Operators that return views, or their arguments, without their schemas saying so.
+bool is_view_by_name(std::string_view name) {
+  static const std::unordered_set<std::string_view> names{
+      "_unsafe_view", "atleast_1d",   "atleast_2d", "atleast_3d",  "broadcast_tensors",       "meshgrid",
+      "unsafe_chunk", "unsafe_split", "type_as",    "sum_to_size", "unsafe_split_with_sizes",
+  };
+  return names.count(name) > 0;
+}
+
 bool is_view(const c10::FunctionSchema& schema) {
   for (const auto& result : schema.returns()) {
     if (!result.alias_info() || result.alias_info()->isWrite()) return false;
@@ -136,7 +145,7 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
     info.numbers.push_back(is_number_type(argument.type()));
   }
   info.seeded = op.hasTag(at::Tag::nondeterministic_seeded);
-  if (is_view(schema) || name == "_unsafe_view") info.kind = OperatorKind::view;  // which does not say that it is one
+  if (is_view(schema) || is_view_by_name(name)) info.kind = OperatorKind::view;
   if (!aten && !ours) return info;
   info.moves = name == "to";
   info.is_constant = has_no_derivative(name);

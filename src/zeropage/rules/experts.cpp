@@ -15,10 +15,12 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Of what is zero elsewhere. Ranges may overlap.
-void mark_nonzero(const at::Tensor& gradient, std::vector<NonZero::Range> ranges) {
+using Ranges = std::vector<NonZero::Range>;
+
+/// In order, and apart from each other. Ranges may overlap.
+Ranges united(Ranges ranges) {
   std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
-  std::vector<NonZero::Range> apart;
+  Ranges apart;
   for (const NonZero::Range& range : ranges) {
     if (apart.empty() || range.begin > apart.back().end) {
       apart.push_back(range);
@@ -26,8 +28,45 @@ void mark_nonzero(const at::Tensor& gradient, std::vector<NonZero::Range> ranges
       apart.back().end = std::max(apart.back().end, range.end);
     }
   }
+  return apart;
+}
+
+Ranges intersection(const Ranges& a, const Ranges& b) {
+  Ranges both;
+  for (const NonZero::Range& one : a) {
+    for (const NonZero::Range& other : b) {
+      const NonZero::Range common{std::max(one.begin, other.begin), std::min(one.end, other.end)};
+      if (common.begin < common.end) both.push_back(common);
+    }
+  }
+  return both;
+}
+
+/// Elements of `of` in none of `others`, which are in order and apart.
+Ranges without(const Ranges& of, const Ranges& others) {
+  Ranges left;
+  for (NonZero::Range range : of) {
+    for (const NonZero::Range& other : others) {
+      if (other.end <= range.begin || other.begin >= range.end) continue;
+      if (other.begin > range.begin) left.push_back({range.begin, other.begin});
+      range.begin = std::min(other.end, range.end);
+    }
+    if (range.begin < range.end) left.push_back(range);
+  }
+  return left;
+}
+
+/// Of what is zero elsewhere.
+void mark_nonzero(const at::Tensor& gradient, Ranges ranges, Ranges fresh) {
   auto& segment = *segment_of(gradient);
-  segment.set_nonzero(std::make_unique<NonZero>(NonZero{std::move(apart), segment.content_mark()}));
+  segment.set_nonzero(
+      std::make_unique<NonZero>(NonZero{std::move(ranges), std::move(fresh), segment.content_mark()}));
+}
+
+/// Of a gradient that one operator made.
+void mark_made(const at::Tensor& gradient, Ranges used) {
+  const Ranges ranges = united(std::move(used));
+  mark_nonzero(gradient, ranges, ranges);
 }
 
 /// Calls `run` with pages of `to` and the same elements of `from`, which begin at `begin` there and at 0 in from.
@@ -55,7 +94,7 @@ bool widen(Call& call, std::int64_t first, std::int64_t taken) {
   const auto begin = static_cast<std::size_t>(first * rows);
   with_pages_of_both(whole, begin, gradient, 0, gradient.numel(), Access::overwrite,
                      [](const at::Tensor& into, const at::Tensor& piece) { into.copy_(piece); });
-  mark_nonzero(whole, {{begin, begin + gradient.numel()}});
+  mark_made(whole, {{begin, begin + gradient.numel()}});
   call.return_value(whole);
   return true;
 }
@@ -85,14 +124,14 @@ class GroupedProduct : public torch::autograd::Function<GroupedProduct> {
         result[1] = gradient_like(weight);
         const Rows all(result[1]);
         const at::Tensor input = in_memory(x);
-        std::vector<NonZero::Range> used;
+        Ranges used;
         for_each_group(ends, [&](std::int64_t expert, std::int64_t first, std::int64_t n) {
           const at::Tensor given = input.narrow(0, first, n), of_result = gradient.narrow(0, first, n);
           const Rows part = all.part(expert, weight.size(0));
           rows_are_outputs ? outer(of_result, given, part) : outer(given, of_result, part);
           used.push_back({part.begin, part.begin + static_cast<std::size_t>(part.rows * part.columns)});
         });
-        mark_nonzero(result[1], std::move(used));
+        mark_made(result[1], std::move(used));
       }
       return result;
     });
@@ -164,15 +203,21 @@ bool add_nonzero(Call& call) {
   if (sum.sizes() != part.sizes() || sum.strides() != part.strides() || into->domain() != from->domain())
     return false;
   if (!call.argument(2).toScalar().equal(1)) return false;
-  std::vector<NonZero::Range> ranges = nonzero->ranges;
   const auto* others = into->nonzero();
-  const bool stays_so = others != nullptr;
-  if (stays_so) ranges.insert(ranges.end(), others->ranges.begin(), others->ranges.end());
+  if (!others) return false;
+  Ranges all = others->ranges;
+  all.insert(all.end(), nonzero->ranges.begin(), nonzero->ranges.end());
+  Ranges fresh = intersection(others->fresh, nonzero->fresh);
+  // -0 plus the other's zeros is 0.
+  for (const auto& range : without(others->fresh, nonzero->ranges)) {
+    for_each_tile(Rows::elements(sum, range.begin, static_cast<std::int64_t>(range.end - range.begin)), Access::write,
+                  [](std::int64_t, at::Tensor tile) { tile.add_(0); });
+  }
   for (const auto& range : nonzero->ranges) {
     with_pages_of_both(sum, range.begin, part, range.begin, static_cast<std::int64_t>(range.end - range.begin),
                        Access::write, [](at::Tensor to, const at::Tensor& piece) { to.add_(piece); });
   }
-  if (stays_so) mark_nonzero(sum, std::move(ranges));
+  mark_nonzero(sum, united(std::move(all)), std::move(fresh));
   return true;
 }
 

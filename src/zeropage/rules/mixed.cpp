@@ -179,10 +179,6 @@ at::Tensor most_precise(const at::Tensor& tensor) {
   return master_of(tensor, /*asks=*/false);
 }
 
-bool follows_master(const StorageSegment& segment) {
-  return segment.master().defined() && !is_hi_lo(segment.master());
-}
-
 void visible_follows(const Call& call) {
   for (const PagedArgument& argument : call.paged) {
     if (argument.access == Access::read) continue;

@@ -45,9 +45,7 @@ at::Tensor stored_master(const at::Tensor& tensor);
 /// if it has none.
 at::Tensor most_precise(const at::Tensor& tensor);
 
-/// Whether what operators see can be made again from the master at any time.
-bool follows_master(const StorageSegment& segment);
-/// Does so, when the content is asked for.
+/// Makes what operators see again from the master, when the content is asked for.
 void follow_master(const StorageSegment& segment);
 
 }  // namespace zeropage

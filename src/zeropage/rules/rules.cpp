@@ -67,6 +67,15 @@ Rule find_tile_rule(const std::string& name, const std::string& overload) {
       {"sum.", tile_reduction},
       {"equal.", tile_equal},
       {"index.Tensor", tile_index},
+      {"cat.", join_one_by_one},
+      {"stack.", join_one_by_one},
+      {"concat.", join_parts},
+      {"concatenate.", join_parts},
+      {"hstack.", join_parts},
+      {"vstack.", join_parts},
+      {"row_stack.", join_parts},
+      {"dstack.", join_parts},
+      {"column_stack.", join_parts},
   };
   const auto found = table->find(name + "." + overload);
   return found != table->end() ? found->second : nullptr;

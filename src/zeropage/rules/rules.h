@@ -32,6 +32,8 @@ bool add_nonzero(Call& call);           // experts.cpp: sum += a gradient of whi
 bool take_vocabulary_loss(Call& call);  // vocabulary_loss.cpp: cross entropy of a lazy product
 bool tile_reduction(Call& call);        // reductions.cpp: extremes, any, all, counts
 bool tile_equal(Call& call);            // reductions.cpp: of two
+bool join_one_by_one(Call& call);       // joins.cpp: cat and stack
+bool join_parts(Call& call);            // joins.cpp: what is made of these
 bool tile_parts(Call& call);            // what is made of operators
 bool run_on_copies(Call& call);         // any operator, on small views of what is too large
 

@@ -6,7 +6,6 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/trace.h"
-#include "zeropage/rules/mixed.h"
 #include "zeropage/rules/update_habit.h"
 
 namespace zeropage {
@@ -44,16 +43,13 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     const Running running(running_);
     for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());
     for (StorageSegment* segment : update_.written) {
-      // What operators see of a master is made again where it is wanted.
-      const bool follows = follows_master(*segment);
       const bool write_first = ran_ahead_before || segment->role() == Role::parameter;
-      const bool opens = follows ? !segment->is_pinned() : domain_->cache->open_version(*segment, write_first);
-      if (!opens) {
+      if (!domain_->cache->open_version(*segment, write_first)) {
         close();
         forget();
         return false;
       }
-      if (!follows) opened_.push_back(segment);
+      opened_.push_back(segment);
     }
     return true;
   }
@@ -61,7 +57,6 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   /// Throws what the program throws.
   void run() {
     const Running running(running_);
-    began_ = true;
     ++domain_->early_updates;
     const std::size_t not_finite = domain_->not_finite;
     {
@@ -124,10 +119,6 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     try {
       domain_->cache->check_usable();
       for (StorageSegment* segment : std::exchange(opened_, {})) domain_->cache->discard_version(*segment);
-      if (!began_) return;
-      for (StorageSegment* segment : update_.written) {
-        if (follows_master(*segment)) follow_master(*segment);
-      }
     } catch (const AccessError&) {  // the cache is closed, or a forked child's: there is no content any more
       opened_.clear();
     }
@@ -140,7 +131,6 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   std::vector<StorageSegment*> opened_;   // of update_.written, which are alive: one that dies discards this
   std::vector<std::uint64_t> changes_;    // by slot, of what is read, when it had run; empty: it has not
   std::size_t not_finite_ = 0;            // values that it met
-  bool began_ = false;
   bool running_ = false;
 };
 

@@ -1,7 +1,9 @@
 #include "zeropage/rules/tiled_product.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/ranges.h>
@@ -43,7 +45,9 @@ at::Tensor in_memory(const at::Tensor& tensor) {
         format_bytes(segment_of(tensor)->frame_limit())));
   }
   const c10::NoGradGuard no_grad;
-  return at::empty(tensor.sizes(), tensor.options().requires_grad(false)).copy_(tensor);
+  // A matrix that lies transposed is another operand to libraries.
+  const auto strides = at::infer_dense_strides(tensor.sizes(), tensor.strides());
+  return at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false)).copy_(tensor);
 }
 
 at::Tensor gradient_like(const at::Tensor& weight) {
@@ -66,23 +70,47 @@ void add_rows_summed(at::Tensor& y, const at::Tensor& x, const Rows& weight) {
   });
 }
 
+namespace {
+
+/// Blocks of columns of a product, wide in all, and how many of their neighbours are computed beside each.
+struct ColumnBlocks {
+  std::int64_t least = kFewestColumns, wide, beside = 0;
+
+  /// `column_bytes`: that memory holds of each column.
+  ColumnBlocks(std::size_t columns, std::size_t column_bytes, std::size_t item_bytes, const Domain& domain) {
+    constexpr std::size_t kLine = 64;
+    const auto fits = [&](std::int64_t n) { return n * column_bytes <= domain.cache->frame_limit() / 2; };
+    if (!fits(least)) least = kKernelColumns;
+    // Where rows of the result do not all lie alike in lines of memory, libraries compute columns at its edges
+    // otherwise than the same ones further in.
+    if (columns * item_bytes % kLine != 0 && fits(least + 2 * kKernelColumns)) beside = kKernelColumns;
+    const auto fitting = static_cast<std::int64_t>(domain.tile_above / 2 / column_bytes) - 2 * beside;
+    wide = std::min<std::int64_t>(round_down(std::max(fitting, least), kKernelColumns), columns);
+  }
+};
+
+}  // namespace
+
 at::Tensor rows_summed_exactly(const at::Tensor& x, const Rows& weight) {
   const auto& domain = weight.segment->domain();
-  const std::size_t column_bytes = weight.rows * x.itemsize();
-  const std::int64_t fitting = round_down(domain->tile_above / 2 / column_bytes, kFewestColumns);
-  const std::int64_t block = std::min(std::max(fitting, kFewestColumns), weight.columns);
-  const Scratch scratch(domain, weight.rows * block, x.scalar_type());
-  const at::Tensor columns = scratch.tensor().view({weight.rows, block});
+  const ColumnBlocks blocks(weight.columns, weight.rows * x.itemsize(), x.itemsize(), *domain);
+  const std::int64_t block = blocks.wide, beside = blocks.beside;
+  const Scratch scratch(domain, weight.rows * (block + 2 * beside), x.scalar_type());
+  const at::Tensor columns = scratch.tensor().view({weight.rows, block + 2 * beside});
   at::Tensor y = at::empty({x.size(0), weight.columns}, x.options());
+  const at::Tensor computed = beside > 0 ? at::empty_like(y) : y;
   for (std::int64_t begin = 0; begin < weight.columns;) {
     std::int64_t n = std::min(block, weight.columns - begin);
     const std::int64_t left = weight.columns - begin - n;
-    if (left > 0 && left < kFewestColumns && n > kFewestColumns) n -= kFewestColumns;
+    if (left > 0 && left < blocks.least && n > blocks.least) n -= blocks.least;
+    const std::int64_t first = std::max<std::int64_t>(begin - beside, 0);
+    const std::int64_t width = std::min(begin + n + beside, weight.columns) - first;
     for_each_tile(weight, Access::read, [&](std::int64_t row, const at::Tensor& tile) {
-      columns.narrow(0, row, tile.size(0)).narrow(1, 0, n).copy_(tile.narrow(1, begin, n));
+      columns.narrow(0, row, tile.size(0)).narrow(1, 0, width).copy_(tile.narrow(1, first, width));
     });
-    at::Tensor into = y.narrow(1, begin, n);
-    at::mm_out(into, x, columns.narrow(1, 0, n));
+    at::Tensor into = computed.narrow(1, first, width);
+    at::mm_out(into, x, columns.narrow(1, 0, width));
+    if (beside > 0) y.narrow(1, begin, n).copy_(computed.narrow(1, begin, n));
     begin += n;
   }
   return y;
@@ -168,7 +196,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
     const at::Tensor place = context->saved_data["weight"].toTensor();
     const at::Tensor& weight = c10::GradMode::is_enabled() && saved[1].defined() ? saved[1] : place;
     const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
-    const at::Tensor arrived = gradients[0].to(dtype).contiguous();
+    const at::Tensor arrived = gradients[0].to(dtype);
     const at::Tensor gradient = c10::GradMode::is_enabled() ? arrived : in_memory(arrived);
     const bool rows_are_outputs = context->saved_data["rows_are_outputs"].toBool();
     const bool has_bias = context->saved_data["bias"].toBool();

@@ -115,6 +115,19 @@ Scratch::Scratch(const std::shared_ptr<Domain>& domain, std::int64_t elements, a
       tensor_(
           at::from_blob(paged_.storage().mutable_data(), elements, [](void*) {}, paged_.options(), domain->device)) {}
 
+namespace {
+
+/// Doubles that fill no kernel are rounded otherwise: tiles end where a kernel does, which takes 12 of them at once,
+/// and where threads share a product 48, if so many fit.
+std::int64_t fewest_rows(const Rows& rows, std::size_t most_bytes) {
+  if (rows.options.dtype() != at::kDouble || rows.columns == 1) return kFewestRows;
+  std::int64_t fewest = 48;
+  while (fewest > 12 && fewest * rows.columns * sizeof(double) > most_bytes) fewest /= 2;
+  return fewest;
+}
+
+}  // namespace
+
 void for_each_tile(const Rows& rows, Access access,
                    c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> use) {
   const auto run = [&](std::int64_t row, const at::Tensor& tile) {
@@ -123,18 +136,19 @@ void for_each_tile(const Rows& rows, Access access,
   };
   const std::size_t item_bytes = rows.options.dtype().itemsize(), row_bytes = rows.columns * item_bytes;
   const std::size_t page_bytes = rows.segment->page_bytes(), begin = rows.begin * item_bytes;
+  const std::size_t limit = rows.segment->cache()->frame_limit();
+  const std::int64_t fewest = fewest_rows(rows, limit / 8);
   // Tiles that cross pages write these in parts.
-  const bool whole_pages = begin % page_bytes == 0 && page_bytes % (kFewestRows * row_bytes) == 0;
+  const bool whole_pages = begin % page_bytes == 0 && page_bytes % (fewest * row_bytes) == 0;
   PagesInTurn pages(rows, access == Access::overwrite && !whole_pages ? Access::write : access);
   const auto over = [&](std::byte* data, std::int64_t n, std::int64_t columns) {
     return at::from_blob(data, {n, columns}, [](void*) {}, rows.options, rows.options.device());
   };
   // Products with few rows at a time pack the other operand for each: of small pages, some are put together.
-  const std::size_t limit = rows.segment->cache()->frame_limit();
   const auto rows_of_page = std::max<std::int64_t>(page_bytes / row_bytes, 1);
-  const auto unit = whole_pages ? rows_of_page : kFewestRows;
-  const auto good = std::clamp<std::int64_t>(limit / 8 / row_bytes, kFewestRows, kGoodRows);
-  const std::int64_t some = std::max<std::int64_t>(round_down(good, unit), whole_pages ? unit : kFewestRows);
+  const auto unit = whole_pages ? rows_of_page : fewest;
+  const auto good = std::clamp<std::int64_t>(limit / 8 / row_bytes, fewest, kGoodRows);
+  const std::int64_t some = std::max<std::int64_t>(round_down(good, unit), whole_pages ? unit : fewest);
   const std::int64_t wanted = rows.at_once ? rows.rows : some;
   std::optional<Scratch> scratch;  // of a whole part; of few rows, memory beside the budget
   at::Tensor some_rows;
@@ -143,15 +157,15 @@ void for_each_tile(const Rows& rows, Access access,
     const std::size_t at = begin + row * row_bytes;
     const auto in_page = static_cast<std::int64_t>((page_bytes - at % page_bytes) / row_bytes);
     if (in_page >= std::min(left, wanted)) {
-      const std::int64_t n = in_page >= left ? left : round_down(in_page, kFewestRows);
+      const std::int64_t n = in_page >= left ? left : round_down(in_page, fewest);
       // What is left for the last tile is not less.
-      const bool joins = n < left && left - n < kFewestRows && n > kFewestRows;
-      const std::int64_t taken = joins ? n - kFewestRows : n;
+      const bool joins = n < left && left - n < fewest && n > fewest;
+      const std::int64_t taken = joins ? n - fewest : n;
       run(row, over(pages.find(at), taken, rows.columns));
       row += taken;
       continue;
     }
-    const std::int64_t n = left < wanted + kFewestRows ? left : wanted;
+    const std::int64_t n = left < wanted + fewest ? left : wanted;
     if (n * row_bytes > limit) {
       throw BudgetError(
           fmt::format("{} rows of {} each are needed at once; raise device_memory", n, format_bytes(row_bytes)));

@@ -48,14 +48,17 @@ class Scratch {
 };
 
 /// Libraries compute products of fewer rows or columns by other code, whose bits may differ.
-inline constexpr std::int64_t kFewestRows = 16, kFewestColumns = 64;
+inline constexpr std::int64_t kFewestRows = 16, kFewestColumns = 96;
+/// A multiple of the columns that their kernels take at once. Some round what is left over otherwise.
+inline constexpr std::int64_t kKernelColumns = 48;
 /// More than these are no faster.
 inline constexpr std::int64_t kGoodRows = 256;
 
 /// Calls `run` with the first row and the tile, [n, columns], of consecutive rows: at least kFewestRows, if there are
-/// as many. What is read comes ahead of its turn; of what is overwritten, each element must be. Where so many rows do
-/// not lie in one page, the tile is put together: of a few rows in memory beside the budget, at most an eighth of it;
-/// of all rows at once in Scratch. Throws BudgetError if that, or a page, cannot be held.
+/// as many, and of doubles at least 12. What is read comes ahead of its turn; of what is overwritten, each element
+/// must be. Where so many rows do not lie in one page, the tile is put together: of a few rows in memory beside the
+/// budget, at most an eighth of it; of all rows at once in Scratch. Throws BudgetError if that, or a page, cannot be
+/// held.
 void for_each_tile(const Rows& rows, Access access,
                    c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> run);
 

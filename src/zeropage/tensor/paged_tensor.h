@@ -210,7 +210,8 @@ struct NonZero {
   struct Range {
     std::size_t begin, end;
   };
-  std::vector<Range> ranges;
+  std::vector<Range> ranges;  // in order, apart from each other
+  std::vector<Range> fresh;   // of these, where nothing was added yet: only there may be -0
   ContentMark content;
 };
 
