@@ -34,12 +34,9 @@ torch::Tensor batch_of(const torch::Tensor& text, const Options& options, int st
 
 Trained train_over_ranks(const Options& options, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   torch::manual_seed(0);
-  const auto space = zeropage::Space::make({.states = "host",
-                                            .device_memory = "32MB",
-                                            .host_memory = "128MB",
-                                            .stage = options.stage,
-                                            .device = "cpu"},
-                                           {.shard = group});
+  const auto space = zeropage::Space::make(
+      {.states = "host", .device_memory = "32MB", .host_memory = "128MB", .stage = options.stage, .device = "cpu"},
+      {.shard = group});
   auto scope = space->enter();
   GPT model(options.size);
   scope.leave();  // from here on all ranks have the same

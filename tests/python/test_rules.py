@@ -101,6 +101,8 @@ def test_autocast_gives_the_same_bits_and_gradients(name, dtype, config):
                 sum(t.float().sum() for t in flat if t.requires_grad).backward()
             outcomes.append((results, [t.grad for t in leaves]))
         assert difference(*outcomes) is None
+
+
 def _of_dtypes(tensors):
     return torch.cat([t.to((torch.float64, torch.bfloat16, torch.float32)[i % 3]) for i, t in enumerate(tensors)])
 
