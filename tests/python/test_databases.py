@@ -41,6 +41,9 @@ SKIPPED = {
     "jiterator_2inputs_2outputs": "is for CUDA alone",
 }
 
+#: Not run with large samples: why.
+SMALL_ONLY = {"_segment_reduce.offsets": "its offsets would end beyond the data, where plain PyTorch writes"}
+
 #: Only dtypes and shapes are compared, because plain PyTorch gives other values each time: why.
 VALUES_VARY = {
     "empty": "returns uninitialised memory",
@@ -139,6 +142,8 @@ def go_backward(result):
 @cases(("shared", torch.float32), ("shared", torch.bfloat16), ("own", torch.float32))
 def test_operators_give_the_bits_of_plain_pytorch(dtype, part, twins, samples):
     operators = part_of([op for op in op_db if op.supports_dtype(dtype, "cpu")], part)
+    if twins.keywords.get("apart"):
+        operators = [op for op in operators if op.full_name not in SMALL_ONLY]
     wrong, ran = {}, 0
     for op in operators:
         values = op.full_name not in VALUES_VARY
