@@ -3,6 +3,8 @@
 A compiled region reads addresses, so it needs all its paged inputs at once, whole. PyTorch offers no place to hold
 them there: `CompiledFxGraph.__call__`, through which Inductor runs each forward and backward, is replaced. Where a
 release of torch has it otherwise, compiled regions of paged models raise the AccessError of raw access.
+
+Inside a scope, what a compiled region makes is ordinary: its kernels read addresses of what it made.
 """
 
 from __future__ import annotations
@@ -55,5 +57,28 @@ def _patch(module: ModuleType) -> None:
     graph.__call__ = run
 
 
+def _pass_our_key(module: ModuleType) -> None:
+    """Let higher-order operators, which have no fallback, go to the keys below ours.
+
+    What they call are operators, which fault. Compilers make higher-order ones of checks and prints inside a scope.
+    """
+    higher: Any = getattr(module, "HigherOrderOperator", None)
+    known: Any = getattr(module, "_higher_order_ops", None)
+    if higher is None or known is None:
+        return
+    ours = torch._C._parse_dispatch_key("DeferredInit")
+    init = higher.__init__
+
+    @functools.wraps(init)
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.non_fallthrough_keys = self.non_fallthrough_keys.remove(ours)
+
+    higher.__init__ = run
+    for operator in known.values():
+        operator.non_fallthrough_keys = operator.non_fallthrough_keys.remove(ours)
+
+
 def install() -> None:
+    _pass_our_key(torch._ops)
     when_imported("torch._inductor.output_code")(_patch)

@@ -156,3 +156,48 @@ def test_a_region_that_fails_lets_go(disk):
             net(-torch.ones(2, 96))
     zeropage.page_out(net)
     assert space.report().budgets[0].now == 0, kept  # device_memory: what is held
+
+
+def _kron(a, b):
+    """As timm's Kron preconditions: products into buffers that the next kernel reads."""
+    return (torch.bmm(a, b).mul(2).relu() @ torch.einsum("bij,bkj->bik", a, b)).sum(0) + torch.zeros(64, 64)
+
+
+def _checked(a, b):
+    """Inductor keeps the check as an operator of higher order."""
+    return (torch.linalg.cholesky(a @ a.mT + 64 * torch.eye(64)) @ b).sum(-1)
+
+
+def _muon(a, b):
+    gram = a[0] @ a[0].T
+    return torch.addmm(a[0], torch.addmm(gram, gram, gram, beta=-2.0), a[0], beta=3.0) + b[0]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("function", [_kron, _checked, _muon], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("is_paged", [False, True], ids=["ordinary", "paged"])
+def test_compiled_functions_run_inside_a_scope(is_paged, function, dynamic, disk):
+    """Buffers that Inductor gives an operator as `out=` stay its own."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 64, 64) for _ in range(2)]
+    expected = [torch.compile(function, dynamic=dynamic)(*inputs) for _ in range(2)]
+    torch._dynamo.reset()
+    with zeropage.init(settings(disk, device_memory="2MB", min_page_bytes=0)):
+        if is_paged:
+            torch.manual_seed(0)
+            inputs = [torch.randn(4, 64, 64) for _ in range(2)]
+        compiled = torch.compile(function, dynamic=dynamic)
+        found = [compiled(*inputs) for _ in range(2)]
+    assert all(zeropage.is_paged(tensor) == is_paged for tensor in inputs)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_operators_of_higher_order_take_paged_tensors(disk):
+    from torch._higher_order_ops.cond import cond_op
+
+    with zeropage.init(settings(disk)):
+        weight = torch.full((64, 64), 3.0)
+    with torch.no_grad():
+        result = cond_op(True, lambda x: (x * 2,), lambda x: (x * 3,), (weight,))
+    assert torch.equal(result[0], torch.full((64, 64), 6.0))

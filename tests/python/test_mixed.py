@@ -485,3 +485,38 @@ def test_copies_of_layers_made_in_a_scope_are_in_mixed_precision(config):
     assert {row.dtype for row in zeropage.explain(model).rows} == {"bfloat16, master float"}
     model(torch.ones(1, 4, 32, dtype=torch.bfloat16)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["whole", "tiled"])
+def test_casts_of_ordinary_leaves_are_those_of_ordinary_operators(way, config):
+    """Autocast casts a leaf once, and sums the gradients of all its uses in the lower precision."""
+    torch.manual_seed(0)
+    linear = torch.nn.functional.linear
+    results = []
+    made = [torch.randn(256, 256), torch.randn(256), torch.randn(256, 256), torch.randn(32, 256)]
+    for is_paged in (False, True):
+        weight, bias, other, x = (torch.nn.Parameter(t.clone()) for t in made)
+        if is_paged:
+            space = zeropage.init(config, tiling="exact", tile_above="64KB" if way == "tiled" else "1MB")
+            assert space.page(weight)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            first = linear(x, other, bias)
+            second = linear(first.relu() + x, weight, bias)
+            third = linear(second, other, bias) + linear(x, other)
+            fourth = linear(x, weight, bias) if way == "whole" else x
+        (third + fourth).float().square().mean().backward()
+        results.append([torch.empty(t.shape, device="cpu").copy_(t.grad) for t in (weight, bias, other, x)])
+    for plain, paged in zip(*results, strict=True):
+        assert torch.equal(plain, paged)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])
+def test_an_error_names_the_programs_tensor_and_not_its_master(kept, config):
+    with zeropage.init(config, device_memory="1MB", host_memory="1MB", tiling="off", **MASTERS[kept]):
+        layer = torch.nn.Linear(600, 600, bias=False)
+    with (
+        torch.no_grad(),
+        pytest.raises(zeropage.BudgetError, match=r"aten::add_ on paged BFloat16 \[600, 600\] \(720"),
+    ):
+        layer.weight.add_(torch.ones(600, 600).t())

@@ -415,3 +415,23 @@ def test_micro_batches_share_what_is_in_memory(config):
     # Without sharing, a micro-batch would read each parameter twice.
     assert max(later) <= 2 * parameters
     assert sum(later) / 3 <= 2 * (parameters - memory / 2), (later, parameters, memory)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("fused", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad], ids=lambda f: f.__name__)
+def test_a_step_that_was_skipped_says_nothing_of_the_next_ones_dtypes(fused, config):
+    """GradScaler skips a fused step after an overflow, which then looks at no dtype."""
+    with zeropage.init(config):
+        parameter = torch.nn.Parameter(torch.ones(5000, dtype=torch.float16))
+        gradient = torch.ones(5000)
+    parameter.grad_dtype = None
+    parameter.grad = gradient
+    optimizer = fused([parameter], lr=1e-2, fused=True)
+    optimizer.grad_scale = torch.tensor(2.0)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    zeropage.synchronize()
+    assert torch.equal(parameter, torch.ones(5000, dtype=torch.float16))
+    optimizer.found_inf = torch.tensor(0.0)
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        optimizer.step()

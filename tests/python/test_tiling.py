@@ -119,6 +119,7 @@ def test_exact_tiles_end_where_the_kernels_of_products_do(rows, width, dtype, co
     same(got, expected)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows, width", [(3000, 128), (6000, 64)])
 def test_what_lies_transposed_stays_so_beside_exact_tiles(rows, width, dtype, config):

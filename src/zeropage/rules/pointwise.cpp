@@ -62,7 +62,11 @@ std::optional<std::string> signature_of(const c10::OperatorHandle& op, const Sub
       if (!tensor.is_floating_point() && !tensor.is_complex()) return std::nullopt;
       add_tensor(tensor);
     } else if (value.isTensor() && value.toTensor().defined()) {
-      add_tensor(value.toTensor());
+      const at::Tensor& tensor = value.toTensor();
+      add_tensor(tensor);
+      // On the CPU, a fused update that is skipped looks at none of its arguments.
+      const bool skips = tensor.is_cpu() && op.schema().arguments()[i].name() == "found_inf";
+      if (skips) signature += tensor.item<float>() == 1 ? '1' : '0';
     } else if (value.isString()) {
       fmt::format_to(std::back_inserter(signature), " {}", value.toStringRef());
     } else if (value.isList() || value.isTensor() || value.isNone() || value.isScalar()) {

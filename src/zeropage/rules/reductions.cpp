@@ -1,6 +1,8 @@
 // Reductions whose result does not depend on the order of its operands, of tensors that are too large to be whole:
 // extremes, any, all, counts, sums of integers, equality. They are taken page by page. Sums of floats are not:
-// another order rounds otherwise.
+// another order rounds otherwise. Where a maximum or minimum is zero, and there are zeros of both signs, the sign may
+// be another than PyTorch's: its kernels give that of the last zero in the last of their vector lanes, in an order of
+// lanes that depends on the dtype, the processor and the number of threads.
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 

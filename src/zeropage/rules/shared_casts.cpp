@@ -71,6 +71,19 @@ class Known {
   std::map<c10::DeviceType, at::Tensor> numbers_, latest_;
 };
 
+/// What autocast casts once, and keeps.
+bool is_cached(const at::Tensor& tensor) {
+  return tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() && tensor.scalar_type() == c10::kFloat;
+}
+
+/// The node that the casts of a leaf share. Autocast has the one of an ordinary leaf, which it keeps for operators
+/// that are not ours too.
+NodePointer shared_node(const at::Tensor& leaf, c10::ScalarType lower, const NodePointer& made) {
+  if (segment_of(leaf)) return Known::instance().find(leaf, made);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  return at::autocast::cached_cast(lower, leaf, leaf.device().type()).grad_fn();
+}
+
 bool is_cast(const Node& node) {
   return std::string_view(typeid(node).name()).find("ToCopyBackward0") != std::string_view::npos;
 }
@@ -80,8 +93,7 @@ at::Tensor leaf_of(const Node& node, c10::ScalarType lower) {
   if (!is_cast(node) || node.num_outputs() != 1 || node.num_inputs() != 1) return {};
   if (c10::typeMetaToScalarType(node.input_metadata(0).options().dtype()) != lower) return {};
   const auto* grad = dynamic_cast<const AccumulateGrad*>(node.next_edge(0).function.get());
-  const bool is_cached = grad && grad->variable.scalar_type() == c10::kFloat && !grad->variable.is_view();
-  return is_cached ? grad->variable : at::Tensor();
+  return grad && is_cached(grad->variable) ? grad->variable : at::Tensor();
 }
 
 }  // namespace
@@ -132,12 +144,22 @@ void SharedCasts::share(const Call& call) const {
       const Edge& edge = node->next_edge(i);
       if (!edge.function || edge.function->sequence_nr() < first_) continue;
       if (const at::Tensor leaf = leaf_of(*edge.function, lower); leaf.defined()) {
-        node->next_edges()[i] = Edge(Known::instance().find(leaf, edge.function), 0);
+        node->next_edges()[i] = Edge(shared_node(leaf, lower, edge.function), 0);
       } else {
         visit(edge.function.get());
       }
     }
   }
+}
+
+at::Tensor cast_once(const at::Tensor& tensor) {
+  const c10::Device device = tensor.device();
+  const auto lower = at::autocast::get_autocast_dtype(device.type());
+  at::Tensor cast = tensor.to(lower);
+  if (!cast.grad_fn() || !is_cached(tensor) || !at::autocast::is_autocast_cache_enabled()) return cast;
+  Known::instance().forget_with_autocast(device);
+  torch::autograd::impl::set_gradient_edge(cast, Edge(shared_node(tensor, lower, cast.grad_fn()), 0));
+  return cast;
 }
 
 }  // namespace zeropage

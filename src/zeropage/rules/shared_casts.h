@@ -22,4 +22,7 @@ class SharedCasts {
   std::uint64_t first_ = 0;                     // number of the first node that the call makes
 };
 
+/// The tensor in the dtype in which autocast, which is on, computes. Casts of a leaf share their node.
+at::Tensor cast_once(const at::Tensor& tensor);
+
 }  // namespace zeropage

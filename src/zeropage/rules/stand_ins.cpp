@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace zeropage {
 namespace {
@@ -82,7 +83,7 @@ bool StandIns::run(c10::function_ref<bool()> run, Settle settle, MayHaveChanged 
     }
     throw;
   }
-  call_.paged = std::move(paged_);
+  call_.paged = std::exchange(paged_, {});
   if (!done) {
     std::copy(arguments_.begin(), arguments_.end(), call_.stack.begin() + static_cast<std::ptrdiff_t>(call_.first));
     return false;

@@ -23,6 +23,12 @@ class StandIns {
 
   /// `of_views`: a stand-in has a view's shape and holds that alone; else it stands for all views of its segment.
   explicit StandIns(Call& call, bool of_views = false) : call_(call), of_views_(of_views) {}
+  /// If the call failed, its paged arguments are the program's again, which an error is to name.
+  ~StandIns() {
+    if (!paged_.empty()) call_.paged = std::move(paged_);
+  }
+  StandIns(const StandIns&) = delete;
+  StandIns& operator=(const StandIns&) = delete;
 
   /// Replaces arguments, in order. False if there are none to replace.
   bool replace(Takes takes, Make make);

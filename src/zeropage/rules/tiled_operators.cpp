@@ -1,13 +1,13 @@
 // Operators that take a huge operand tile by tile, forward and backward: products with matrices. Neither the weight
 // nor its gradient is ever whole in memory.
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
 
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/rules.h"
+#include "zeropage/rules/shared_casts.h"
 #include "zeropage/rules/stand_ins.h"
 #include "zeropage/rules/tiled_product.h"
 
@@ -16,10 +16,9 @@ namespace {
 
 /// In what autocast would compute, if it is on.
 at::Tensor as_autocast(const at::Tensor& tensor) {
-  const auto device = tensor.device().type();
   const bool is_cast = tensor.is_floating_point() && tensor.scalar_type() != c10::kDouble;
   if (!autocasts(tensor) || !is_cast) return tensor;
-  return tensor.to(at::autocast::get_autocast_dtype(device));
+  return cast_once(tensor);
 }
 
 /// Two forms of a matrix that tiles can go through: its rows, or, transposed, its columns.
