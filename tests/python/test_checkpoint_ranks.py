@@ -145,7 +145,7 @@ def fails(path, what, make):
 def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(what, make, two, disk):
     path = pathlib.Path(disk) / "checkpoint"
     first, second = two.run(fails, path, what, make)
-    assert {first[0], second[0]} <= {"Error", "RankError", "DiskError"}
+    assert {first[0], second[0]} <= {"ZeropageError", "RankError", "DiskError"}
     if what == "other":
         assert first[0] == second[0] == "RankError" and "other tensors" in first[1]
         return
@@ -182,12 +182,12 @@ def resumes_strided(path, settings):
         model = build_strided(made)
         optimizer = make_optimizer(model, "AdamW-fused")
         run_steps(model, optimizer, range(2))
-        for waits in True, False:
-            zeropage.save(f"{path}/{waits}", model, optimizer, wait=waits).wait()
+        for background in True, False:
+            zeropage.save(f"{path}/{background}", model, optimizer, background=background).wait()
         expected = content(model, optimizer)
         losses = run_steps(model, optimizer, range(2, 4))
-        for waits in True, False:
-            zeropage.load(f"{path}/{waits}", model, optimizer)
+        for background in True, False:
+            zeropage.load(f"{path}/{background}", model, optimizer)
             assert not model[0].weight.is_contiguous()
             assert same_content(content(model, optimizer), expected)
             assert run_steps(model, optimizer, range(2, 4)) == losses

@@ -25,7 +25,7 @@ def groups_of(kind):
     return {"shard_group": halves[rank // 2], "replica_group": others[rank % 2]}, 0
 
 
-def saves_in_groups(path, kind, waits):
+def saves_in_groups(path, kind, background):
     settings, mine = groups_of(kind)
     path = pathlib.Path(path) / f"group-{mine}"
     with space(min_page_bytes=4096, **settings) as made:
@@ -33,7 +33,7 @@ def saves_in_groups(path, kind, waits):
         optimizer = make_optimizer(model, "AdamW-fused")
         run_steps(model, optimizer, range(2 + mine))  # groups are at other steps
         for step in range(1 + mine):  # and save as often as they like
-            zeropage.save(path / str(step), model, optimizer, extra={"group": mine}, wait=waits).wait()
+            zeropage.save(path / str(step), model, optimizer, extra={"group": mine}, background=background).wait()
         expected = content(model, optimizer)
         run_steps(model, optimizer, [7])
         assert zeropage.load(path, model, optimizer) == {"group": mine}
@@ -41,10 +41,10 @@ def saves_in_groups(path, kind, waits):
         return mine
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("kind, ranks", [("alone", "two"), ("halves", "four"), ("hybrid", "four")])
-def test_each_group_saves_and_loads_its_own_checkpoint(kind, ranks, waits, disk, request):
-    groups = request.getfixturevalue(ranks).run(saves_in_groups, disk, kind, waits)
+def test_each_group_saves_and_loads_its_own_checkpoint(kind, ranks, background, disk, request):
+    groups = request.getfixturevalue(ranks).run(saves_in_groups, disk, kind, background)
     assert {path.name for path in pathlib.Path(disk).iterdir()} == {f"group-{group}" for group in groups}
 
 
