@@ -139,13 +139,13 @@ def failed(answer: dict[str, Any]) -> bool:
 @dataclasses.dataclass
 class Verdict:
     seed: int
-    kind: str  # right, differs, raises, crashes, hangs, unsteady, broken (the plain run fails)
+    kind: str  # right, close (right within a tolerance), differs, raises, crashes, hangs, unsteady, broken (plain fails)
     said: str = ""
     detail: str = ""
 
     @property
     def wrong(self) -> bool:
-        return self.kind not in ("right", "unsteady")
+        return self.kind not in ("right", "close", "unsteady")
 
     @property
     def key(self) -> str:
@@ -178,9 +178,10 @@ class Judge:
     def judge_text(self, text: str, seed: int) -> Verdict:
         answers = self.group.call("compare", text, seed, self.against)
         verdict = self._verdict(seed, text, answers)
-        if verdict.kind != "right":
+        if verdict.kind not in ("right", "close"):
             self.renew()
-        if verdict.kind == "differs" and self.against != "double" and "compute_dtype" not in text:
+        exact = any(said.get("exact") for said in answers)
+        if verdict.kind == "differs" and not exact and self.against != "double" and "compute_dtype" not in text:
             rounding = max(said.get("rounding", 0.0) for said in self.group.call("steadiness", text, seed))
             off = re.search(r"differs by ([\d.e+-]+)", verdict.said)
             if off and float(off[1]) <= 10 * rounding:
@@ -214,7 +215,7 @@ class Judge:
             return Verdict(seed, "differs", f"{found[1]['differs']} (rank {found[0]})", detail)
         if self.against != "double" and len({a["parameters"] for a in answers}) > 1:
             return Verdict(seed, "differs", "ranks hold different parameters")
-        return Verdict(seed, "right")
+        return Verdict(seed, "right" if all(a["exact"] for a in answers) else "close")
 
 
 def _crash(said: str, text: str) -> str:
@@ -308,7 +309,7 @@ def main() -> int:
         return 0
 
     def show(verdict: Verdict) -> None:
-        if verdict.kind != "right":
+        if verdict.kind not in ("right", "close"):
             said = verdict.said.replace("\n", " |")
             print(f"seed {verdict.seed}: {verdict.kind}: {said}", flush=True)
             if options.verbose and verdict.detail:

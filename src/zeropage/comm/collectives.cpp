@@ -145,7 +145,7 @@ class Collectives::Pending : public Work {
 at::Tensor mean_of_parts(const at::Tensor& parts) {
   const at::Tensor sum = c10::isReducedFloatingType(parts.scalar_type()) ? parts[0].to(at::kFloat) : parts[0];
   for (std::int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
-  return sum.mul_(1.0 / static_cast<double>(parts.size(0)));
+  return sum.div_(parts.size(0));
 }
 
 /// An all-to-all whose parts, kept_[1], are then added up here. Gloo's own reduce-scatter takes 2.7 times as long on
@@ -161,8 +161,8 @@ class Collectives::Summing final : public Pending {
   }
 };
 
-/// The mean of 16-bit values, to kept_[0]: each rank sums its part, and all parts are gathered when the work is
-/// waited for. As many bytes as a ring sends.
+/// The mean, to kept_[0]: each rank sums its part, and all parts are gathered when the work is waited for. It sends as
+/// many bytes as a ring, but the order of summation is that of ranks, whatever the size.
 class Collectives::SummingParts final : public Pending {
  public:
   using Pending::Pending;
@@ -186,7 +186,7 @@ class Collectives::Scaling final : public Pending {
 
  private:
   void take_result() override {
-    kept_[0].mul_(1.0 / owner_.size());
+    kept_[0].div_(owner_.size());
     kept_.clear();
   }
 };
@@ -398,7 +398,8 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subj
 }
 
 bool Collectives::sums_in_parts(c10::ScalarType dtype) const {
-  return c10::isReducedFloatingType(dtype) && (device_.is_cpu() || is_staged_);
+  const bool is_summed = c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+  return is_summed && (device_.is_cpu() || is_staged_);
 }
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {

@@ -55,7 +55,7 @@ class Collectives final : public Ranks {
   /// `out` becomes the mean over ranks of part rank() of `in`; in.numel() is size() * out.numel(). On the CPU it is
   /// summed in rank order, 16-bit values in float32, and rounded once. Both are kept until the work was waited for.
   [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject);
-  /// `mean` becomes the mean over ranks. 16-bit values are summed in float32.
+  /// `mean` becomes the mean over ranks, in the same order.
   [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor mean, const Subject& subject);
   /// Whether all_reduce() of such values ends with an exchange, so that all ranks must wait for it together.
   bool sums_in_parts(c10::ScalarType dtype) const;
