@@ -1,4 +1,4 @@
-// What a forked child does, as its parent sees it.
+// Runs code in a forked child and gives its result to the parent.
 #pragma once
 
 #include <sys/wait.h>
@@ -18,7 +18,7 @@ int in_forked_child(Body body) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-/// Whether `body` throws an Error of this kind: what a child cannot CHECK.
+/// Whether `body` throws an Error of this kind. A child cannot use CHECK.
 template <class Error, class Body>
 bool throws(Body body) {
   try {

@@ -1,4 +1,4 @@
-// What torch asks a device for: its guard, its hooks, its generators.
+// The device interfaces that torch requires: guard, hooks, generators.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -18,7 +18,7 @@ double seconds_of(What what) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-/// A stream says that it is captured in a graph, of which there is none.
+/// If set, streams claim that a graph captures them. No graph exists.
 std::atomic<bool> captures = false;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {

@@ -1,12 +1,12 @@
-// A device of our own, "sim", for machines without a GPU: its memory cannot be touched by the host, its streams run
-// later than they are asked to, and its link is as slow as it is told to be. A program that forgets to wait for an
-// event, or reads device memory with a pointer, fails here as it would on a GPU.
+// A simulated device, "sim", for machines without a GPU. The host cannot touch its memory, its streams run work later
+// than requested, and its link has a set speed. A program that forgets to wait for an event, or reads device memory
+// with a pointer, fails here as it would on a GPU.
 //
-// [Note: two mappings] Device memory is mapped twice. At the addresses that tensors hold nothing is accessible, so a
-// host access faults, always. The streams' threads reach the same bytes at `shadow()`.
+// [Note: two mappings] Device memory is mapped twice. The addresses that tensors hold are inaccessible, so every host
+// access faults. The streams' threads reach the same bytes at `shadow()`.
 //
-// Operators are the CPU's kernels on shadows, run on the stream's thread (operators.cpp). Those whose results have a
-// size or a value that the host must know, and random ones, wait for the stream and run at once.
+// Operators run the CPU's kernels on shadows, on the stream's thread (operators.cpp). Some wait for the stream and
+// run at once: random ones, and those whose result has a size or a value that the host must know.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -86,12 +86,12 @@ void note_failure(const std::string& what);
 /// In a forked child, which has none of the threads.
 bool is_forked();
 
-/// What runs is delayed at random by up to this many microseconds, with this seed. 0: not delayed.
+/// Delays each task at random by up to this many microseconds, with this seed. 0: no delay.
 void set_delays(std::uint64_t seed, std::int64_t microseconds);
 /// Bytes a second, in each direction. 0: as fast as memory is.
 void set_link(double bytes_per_second);
 
-/// Who waits for whose events, and how often: to test that each wait is needed, it can be left out.
+/// Counts the waits of a stream or the host for events of another. Tests leave one out to show that it is needed.
 inline constexpr c10::StreamId kHost = -1;
 class Waits {
  public:
@@ -124,7 +124,7 @@ Statistics& statistics();
 
 // --- memory.cpp ---
 
-/// Where the streams' threads see device memory. Null stays null.
+/// The address at which the streams' threads see device memory. Null stays null.
 void* shadow(const void* device_memory);
 c10::Allocator* device_allocator();
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream);

@@ -97,7 +97,7 @@ class Memory {
     for (Queue* other : block.used_by) {
       block.owner->push([other, position = other->asked()] { other->wait(position); });
     }
-    // What reads it now reads what it must not.
+    // Poison small blocks, so that a read after free changes the result.
     if (block.bytes <= 1 << 20) {
       block.owner->push([to = shadow_ + at, bytes = block.bytes] { std::memset(to, 0xFF, bytes); });
     }

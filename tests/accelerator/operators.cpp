@@ -48,7 +48,7 @@ at::Tensor shadow_of(const at::Tensor& tensor) {
   return made;
 }
 
-/// What a stream's thread may use later: shadows, and copies of what is the host's.
+/// A tensor that a stream's thread may use later: a shadow of device memory, or a copy of a host tensor.
 at::Tensor for_stream(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   at::Tensor made = on_device(tensor) ? shadow_of(tensor) : tensor.detach().clone();
@@ -166,7 +166,7 @@ void call(const c10::OperatorHandle& op, Stack& stack) {
   op.callBoxed(stack);
 }
 
-/// What the operator returns, as a tensor without data, or nothing if that cannot be said beforehand.
+/// The operator's results as tensors without data, or nothing if the meta kernel fails.
 std::optional<Stack> foretell(const c10::OperatorHandle& op, const Stack& stack, std::size_t count) {
   try {
     Stack meta = converted(stack, count, c10::kMeta, &without_data);
@@ -232,7 +232,7 @@ void run_now(const c10::OperatorHandle& op, const Traits& traits, Stack& stack, 
   return_results(traits, std::move(results), stack, count);
 }
 
-/// As a GPU's operators do, but for indices and numbers.
+/// Refuses host tensors as a GPU's operators do, except indices and numbers.
 void refuse_host_tensors(const c10::OperatorHandle& op, const Stack& stack, std::size_t count) {
   const std::string& name = op.schema().name();
   if (name.find("index") != std::string::npos) return;
@@ -316,7 +316,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     return to;
   }
   if (on_device(to)) {
-    // What is not pinned has been read when the call returns, and what is pinned, when the stream comes to it.
+    // The call reads unpinned memory before it returns. The stream reads pinned memory when it reaches the copy.
     const bool pinned = is_pinned(from.data_ptr());
     queue.push([to = shadow_of(to), from = pinned ? reachable(from) : from.detach().clone()] {
       cross_link(Way::upload, to.nbytes());

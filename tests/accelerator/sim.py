@@ -22,7 +22,7 @@ _ops = torch.ops.sim
 
 
 class _Module(types.ModuleType):
-    """What torch asks of a device's module."""
+    """The attributes that torch requires of a device's module."""
 
     def is_available(self):
         return True

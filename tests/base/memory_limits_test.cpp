@@ -39,7 +39,7 @@ TEST_CASE("without control groups what the machine has available is available") 
   CHECK(root.available() == 8 * kGiB);
 }
 
-TEST_CASE("a limit of control groups version 2 less what is used is available, but for files that can be dropped") {
+TEST_CASE("a version 2 control group has its limit minus its use available, and files that can be dropped") {
   Root root;
   root.write("proc/self/cgroup", "0::/job/step\n");
   root.write("sys/fs/cgroup/job/step/memory.max", 4 * kGiB);

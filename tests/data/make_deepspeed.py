@@ -49,7 +49,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def state_of(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
-    """By where DeepSpeed says that each rank's part lies in its flat tensors."""
+    """Gather a parameter's state from the parts that DeepSpeed maps into each rank's flat tensors."""
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_full_optimizer_state
 

@@ -52,7 +52,7 @@ TEST_CASE("a space outlives its owner as long as a tensor of it lives") {
   CHECK(tensor.sum().item<float>() == 90000.0f);
 }
 
-TEST_CASE("a page of which the first window was overwritten is what it was if the next window throws") {
+TEST_CASE("a page whose first window was overwritten has its old content if the next window throws") {
   TemporaryDirectory directory;
   auto space = Space::make({.disk_path = directory.path(),
                             .device_memory = "4MB",

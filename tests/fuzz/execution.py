@@ -1,11 +1,11 @@
 """Run the text of one rank program on one rank: paged by zeropage, and plain with gradients averaged by hand.
 
-A program's text knows a few names beside torch's: `rank`, `ranks`, and the methods of `Run` that `NAMES` lists. Both
-runs execute the same text; the names differ in what they do.
+A program's text uses torch's names and a few more: `rank`, `ranks`, and the methods of `Run` that `NAMES` lists. Both
+runs execute the same text, with different implementations of these names.
 
-The plain run is what DistributedDataParallel would compute, were its sums in rank order. Each `backward` adds to
-`p.grad` the mean over ranks of its own gradients, with zeros from a rank that has none; `p.grad` stays None where no
-rank has one. Records are compared to the bit. Where a program takes a norm over ranks, and in mixed precision, they are
+The plain run computes what DistributedDataParallel would if it summed in rank order. Each `backward` adds to
+`p.grad` the mean over ranks of its own gradients, in which a rank without a gradient counts as zeros. `p.grad` stays None where
+no rank has one. Records are compared to the bit. Where a program takes a norm over ranks, and in mixed precision, they are
 compared within a tolerance.
 """
 
@@ -59,7 +59,7 @@ class Run:
     def alone_here() -> bool:
         return not (dist.is_initialized() and dist.get_world_size() > 1)
 
-    # What the program's text calls.
+    # The methods that the program's text calls.
 
     @contextlib.contextmanager
     def _plain_scope(self) -> Any:

@@ -1,8 +1,8 @@
-"""What random rank programs are made of: small pieces of source, each with a name.
+"""Small pieces of source for random rank programs, each with a name.
 
-`$w` stands for a weight, `$n` for its layer's name, `$rows` and `$columns` for its first two sizes, `$k` for a number
-of rows, `$at` for a number that no other piece uses, `$c` for the name of a class. Values are scaled so that plain
-float32 stays near float64: no comparison decides by a number that rounding may turn over.
+`$w` stands for a weight, `$n` for its layer's name, `$rows` and `$columns` for its first two sizes. `$k` stands for a
+number of rows, `$at` for a number that no other piece uses, `$c` for the name of a class. Values are scaled so that
+plain float32 stays near float64. No comparison depends on a number that rounding may flip.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Piece:
-    """Lines of source by the place of a program where they go.
+    """Lines of source, by their place in a program.
 
-    `top` comes before the model, `init` ends the model's constructor, `forward` and `weight` make a layer's weight,
-    `after` follows the layer, `setup` follows the optimizer, `begin` starts a step, `loss` changes the loss,
+    `top` comes before the model, `init` ends the model's constructor. `forward` and `weight` make a layer's weight,
+    `after` follows the layer, `setup` follows the optimizer. `begin` starts a step, `loss` changes the loss,
     `gradients` follows backward, `written` follows the optimizer's step.
     """
 

@@ -1,8 +1,8 @@
 """Random programs of operators on a few tensors: in place, on lists, on views, with fills and with errors.
 
-A program is a list of statements over variables a, b, c, …; it is generated beside plain tensors, so that most of its
-statements are right. Run again on paged tensors, each statement must do what it did there: give the same bits, or
-raise an exception of the same class.
+A program is a list of statements over variables a, b, c, … The generator runs each statement on plain tensors, so
+that most statements are right. On paged tensors each statement must give the same bits, or raise an exception of the
+same class.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Program:
 
     @property
     def names(self) -> list[str]:
-        """What the program is made of, for people."""
+        """Names of the program's parts, for people."""
         found = [self.style, self.loop[0] if self.loop else self.optimizer[0]]
         found += [f"{layer.name}: {layer.use.name}" for layer in self.layers if layer.use]
         return found + [piece.name for number, piece, _ in self.pieces if number not in self.dropped]
@@ -431,7 +431,7 @@ def _use(r: random.Random, layer: Layer, bfloat16: bool) -> Piece:
     return _chosen(r, fits)
 
 
-# What mixed precision refuses in one process too, as float32 data, buffers and states meet bfloat16 weights.
+# Mixed precision refuses these in one process too, because float32 data, buffers and states meet bfloat16 weights.
 _FLOAT32 = [
     "mine(",
     "randn_like",

@@ -1,4 +1,4 @@
-"""Run random programs on paged tensors beside plain PyTorch, in forked workers, and say which differ.
+"""Run random programs on paged tensors and on plain ones, in forked workers, and report those that differ.
 
 python tests/fuzz/run_operator_programs.py --seeds 0:2000
 python tests/fuzz/run_operator_programs.py --show 17

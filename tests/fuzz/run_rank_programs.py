@@ -98,7 +98,7 @@ class Group:
                 raise RuntimeError("the ranks did not start")
 
     def call(self, *call: Any) -> list[dict[str, Any]]:
-        """What each rank answers; {"crashed": …} or {"hangs": …} for those that do not."""
+        """Return each rank's answer, or {"crashed": …} or {"hangs": …} for a rank that gives none."""
         for pipe in self.pipes:
             pipe.send(call)
         answers: dict[int, dict[str, Any]] = {}
@@ -149,7 +149,7 @@ class Verdict:
 
     @property
     def key(self) -> str:
-        """What failures of one kind have in common."""
+        """The text that failures of one kind share."""
         text = re.sub(r" at line.*| \(line.*", "", self.said, flags=re.S).split("\n")[0]
         text = re.sub(r"differs by \S+", "", re.sub(r"[\d.]+", "#", text))
         text = re.sub(r"(gradient of|parameter|buffer) \S+", r"\1", text)
@@ -219,7 +219,7 @@ class Judge:
 
 
 def _crash(said: str, text: str) -> str:
-    """What Gloo or C++ said last, or the program's line of a fault's traceback."""
+    """The last message of Gloo or C++, or the program's line in a fault's traceback."""
     if found := re.search(r"terminate called.*\n.*what\(\):\s*(.*)", said):
         return found[1][:200]
     found = re.search(r'File "<program \d+>", line (\d+)', said)

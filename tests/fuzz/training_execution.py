@@ -55,7 +55,7 @@ SAVED = "modified by an inplace operation"
 
 
 class Twin:
-    """A model in fewer bits beside its masters: mixed precision by hand."""
+    """Mixed precision by hand: a low-precision model and its masters."""
 
     def __init__(self, high: nn.Module, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.high, self.low, self.seen = high, copy.deepcopy(high), seen
@@ -103,7 +103,7 @@ class TrainingRun(Run):
     def is_paged(self) -> bool:
         return self.mode in ("paged", "resident")
 
-    # What the program's text calls.
+    # The methods that the program's text calls.
 
     @contextlib.contextmanager
     def _plain_scope(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class TrainingRun(Run):
         return self.tokens(at + 7, rows, 1, many)[:, 0]
 
     def look(self, name: str, what: Any) -> None:
-        """Record all that can be told of tensors, modules, optimizers, and lists and mappings of them."""
+        """Record the content of tensors, modules and optimizers, and of lists and mappings of them."""
         if isinstance(what, nn.Module):
             for key, parameter in what.named_parameters():
                 self.look(f"{name}: parameter {key}", parameter)
@@ -228,7 +228,7 @@ class TrainingRun(Run):
 
 
 def difference(found: Any, right: Any) -> str:
-    """What differs, bits of the same dtype, shape and strides; or ""."""
+    """Describe how two values differ; "" if dtype, shape and bits are equal. NaN equals NaN."""
     if not isinstance(found, torch.Tensor) or not isinstance(right, torch.Tensor):
         told = [f"a tensor {list(t.shape)}" if isinstance(t, torch.Tensor) else t for t in (found, right)]
         return "" if told[0] == told[1] else f"{told[0]} for {told[1]}"

@@ -1,8 +1,8 @@
-"""What random training programs are made of: layers, optimizers, steps and events, as pieces of source.
+"""Pieces of source for random training programs: layers, optimizers, steps and events.
 
-In a table, a blank line parts two pieces. `$w` stands for a weight, `$p` for any parameter, `$m` for a module that
-has one, `$at` for a number that no other piece uses, `$opt` for an expression that makes an optimizer. In layers,
-`$i` is the layer's name, `$c` its input's width, `$d` its result's, `$v` the number of tokens.
+In a table, a blank line separates two pieces. `$w` stands for a weight, `$p` for any parameter, `$m` for a module
+that has one. `$at` stands for a number that no other piece uses, `$opt` for an expression that makes an optimizer.
+In layers, `$i` is the layer's name, `$c` its input's width, `$d` its result's, `$v` the number of tokens.
 """
 
 from __future__ import annotations
@@ -634,7 +634,7 @@ with torch.no_grad():
     $p.grad.normal_()
 """)
 
-# What arithmetic makes of a parameter is in the dtype that operators see.
+# Without arithmetic on a parameter: its result has the dtype that operators see.
 MIXED_GRADIENTS = [each for each in GRADIENTS if "$p.detach()" not in each]
 
 # At any place of a step; also in mixed precision by hand.

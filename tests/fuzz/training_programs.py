@@ -1,7 +1,7 @@
 """Random training programs of one process: a seed gives a program, as readable source that runs plain and paged.
 
-A program is a list of parts, of which each may be left out: lines of the model, of its loss, and statements. What a
-statement does is judged alone, an exception included: the next one runs in any case.
+A program is a list of parts: lines of the model, lines of its loss, and statements. Each part may be left out. Each
+statement is judged alone, and the next one runs even after an exception.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class _Generator:
         return [line for line in lines if line]
 
     def old_pieces(self) -> dict[str, list[str]]:
-        """Of the pieces of rank programs, some: statements by their place."""
+        """Some pieces of rank programs: statements by their place."""
         found: dict[str, list[str]] = {"setup": [], "begin": [], "gradients": [], "written": []}
         if not self.linear or self.program.judge == "hand":
             return found

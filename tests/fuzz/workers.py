@@ -58,7 +58,7 @@ def batch(seeds: list[int], judge: Judge, patience: float = PATIENCE) -> dict[in
 
 def _serve(seeds: list[int], judge: Judge, writing: int) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what programs make is little beside what is imported
+    gc.freeze()  # programs make few objects compared with the imports
     with os.fdopen(writing, "w", buffering=1) as out:
         if "ZEROPAGE_FUZZ_STDERR" not in os.environ:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

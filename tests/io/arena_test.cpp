@@ -131,7 +131,7 @@ TEST_CASE("memory that is registered is not mapped anew") {
 }
 
 TEST_CASE("a large arena, whose units are many blocks and do not divide it, joins what its units allow") {
-  Arena arena(37 * 1024 * kMiB + 6 * kMiB);  // untouched but for a few bytes
+  Arena arena(37 * 1024 * kMiB + 6 * kMiB);  // untouched except for a few bytes
   std::vector<Block> blocks;
   for (std::size_t used = 0; used + 37 * kMiB <= arena.capacity(); used += 37 * kMiB) {
     blocks.push_back(std::move(*arena.try_allocate(37 * kMiB)));

@@ -46,8 +46,8 @@ struct RecordingIo final : Io {
   std::unique_ptr<Io> below = make_io();
 };
 
-/// From now on the system refuses this process reads of one disk block, as a file system does whose O_DIRECT needs
-/// more. False where that cannot be had.
+/// From now on the system refuses this process reads of one disk block, like a file system whose O_DIRECT needs
+/// more. False if seccomp is not available.
 bool refuse_reads_of_one_block() {
   sock_filter filter[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),

@@ -177,7 +177,7 @@ TEST_CASE("a transfer that failed is an error at every wait") {
   }
 }
 
-TEST_CASE("a forked child is refused what it would wait for in vain, and leaves what is its parent's") {
+TEST_CASE("a forked child gets an error where it would wait for ever, and leaves its parent's transfers alone") {
   TemporaryDirectory directory;
   for (auto& io : engines()) {
     CAPTURE(io->name());

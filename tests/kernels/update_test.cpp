@@ -23,7 +23,7 @@ std::vector<float> random_floats(std::size_t n, float scale, unsigned seed) {
 
 Array floats(std::vector<float>& values) { return {Format::float32, values.data(), nullptr}; }
 
-/// What a format makes of values: an update that changes nothing but writes what operators would see.
+/// Converts values to a format, by an update with lr = 0 that writes what operators would see.
 template <class T>
 std::vector<T> as_seen(std::vector<float> values, Format format, std::uint32_t seed = 0) {
   std::vector<float> zeros(values.size(), 0.0f);

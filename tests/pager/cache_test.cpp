@@ -11,7 +11,7 @@
 
 using namespace zeropage;
 
-TEST_CASE_FIXTURE(CacheFixture, "a small tensor reads as zeros where a dead one lay on the shared page") {
+TEST_CASE_FIXTURE(CacheFixture, "a small tensor reads as zeros where a dead one was on the shared page") {
   make(1 << 20, 1 << 20);
   auto neighbour = segment(100), dead = segment(100);
   write(*neighbour, 1);

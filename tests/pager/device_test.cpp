@@ -271,7 +271,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "pages that are uploaded ahead do not take turn
   CHECK(most <= 24 * kPage);
 }
 
-TEST_CASE_FIXTURE(DeviceFixture, "a cache is closed while a thread freezes what lies in the one below") {
+TEST_CASE_FIXTURE(DeviceFixture, "a cache is closed while a thread freezes a segment of the one below") {
   for (int round = 0; round < 40; ++round) {
     make_apart(16 * kPage, 16 * kPage);
     auto s = segment(4 * kPage);

@@ -52,7 +52,7 @@ TEST_CASE_FIXTURE(CacheFixture, "a write that fails leaves the page dirty in mem
   CHECK(holds(*a, 1));
   CHECK_THROWS_AS(cache->evict(*a), DiskError);
   CHECK(holds(*a, 1));
-  io->wait_all();  // what was written behind failed too, and is told of once
+  io->wait_all();  // the background write failed too, and its error surfaces once
   try {
     cache->wait();
   } catch (const DiskError&) {
@@ -82,7 +82,7 @@ TEST_CASE_FIXTURE(CacheFixture,
   for (unsigned i = 0; i < 5; ++i) CHECK(holds(*segments[i], i));
 }
 
-TEST_CASE_FIXTURE(CacheFixture, "writes ahead of need that keep failing are told of, not tried for ever") {
+TEST_CASE_FIXTURE(CacheFixture, "background writes that keep failing raise an error, and are not tried for ever") {
   make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);
   std::vector<std::unique_ptr<TestSegment>> segments;
   for (unsigned i = 0; i < 40; ++i) segments.push_back(segment(16 * K));

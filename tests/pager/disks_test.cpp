@@ -27,7 +27,7 @@ struct DisksFixture : CacheFixture {
       io = made.get();
       engine = std::move(made);
     }
-    // They are measured beside whatever runs: let both be as slow.
+    // Other programs run while the cache measures the disks. 5 ms a transfer make both equally slow.
     if (io) {
       io->set_outcome([](const Transfer&) {
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -56,8 +56,7 @@ TEST_CASE_FIXTURE(DisksFixture, "pages come back from several disks as they were
   for (unsigned i = 0; i < segments.size(); ++i) CHECK(holds(*segments[i], i));
 }
 
-TEST_CASE_FIXTURE(DisksFixture,
-                  "a transfer of which one piece fails has failed, and is whole when it is tried again") {
+TEST_CASE_FIXTURE(DisksFixture, "a transfer with one failed piece has failed, and is whole when it is tried again") {
   make_on_both(true);
   for (auto& s : segments) cache->evict(*s);
   cache->wait();
@@ -87,7 +86,7 @@ TEST_CASE_FIXTURE(DisksFixture,
     cache->wait();
     io->set_outcome([](const Transfer&) { return 1L; });
     CHECK(files.size() == 2);
-    for (const auto& [_, count] : files) CHECK(count >= 8);  // each segment lies on both
+    for (const auto& [_, count] : files) CHECK(count >= 8);  // each segment is on both
     failures += errors;
   }
   CHECK(failures >= 1);  // those of reads ahead start again

@@ -39,7 +39,7 @@ TEST_CASE("of all neighbours that make a hole those leave whose earliest use is 
     }
     const auto may_leave = [&](const Frame& frame) { return !held.contains(&frame); };
 
-    // By units of memory: who lies there. Any stretch that nobody holds is looked at.
+    // The owner of each unit of memory. The test looks at every window without held frames.
     const Frame* owner[kUnits] = {};
     std::byte* const base = memory.device()->region().data();
     for (const auto& [data, frame] : memory.frames()) {

@@ -64,7 +64,7 @@ TEST_CASE("what ranks wrote to their shares is the whole on all of them") {
   }
 }
 
-TEST_CASE("small tensors are gathered together, and a new one beside them reads as zeros") {
+TEST_CASE("small tensors are gathered together, and a new one next to them reads as zeros") {
   Meeting meeting(2);
   on_every_rank(2, [&](int rank) {
     Rank self(meeting, rank, 64 * kPage);

@@ -39,7 +39,7 @@ TEST_CASE_FIXTURE(HomeReadsFixture, "what is on disk alone is read past the cach
   CHECK(cache->stats().read_bytes == before.read_bytes + 100 * K);
 }
 
-TEST_CASE_FIXTURE(HomeReadsFixture, "a page that changes while it is read is told") {
+TEST_CASE_FIXTURE(HomeReadsFixture, "a read reports that its page changed meanwhile") {
   make(256 * K, 256 * K);
   auto a = segment(100 * K);
   write(*a, 1);

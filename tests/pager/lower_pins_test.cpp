@@ -174,7 +174,7 @@ TEST_CASE_FIXTURE(LowerFixture, "a host that cannot hold a page more says so, an
 }
 
 TEST_CASE_FIXTURE(LowerFixture,
-                  "a write to disk that fails under an update in the host is told, and nothing is lost") {
+                  "a write to disk that fails under an update in the host is reported, and nothing is lost") {
   make_apart(6 * kPage, 4 * kPage, /*failing=*/true);
   std::vector<std::unique_ptr<TestSegment>> segments;
   for (unsigned i = 0; i < 8; ++i) segments.push_back(segment(kPage));

@@ -18,7 +18,7 @@ class QueuedDevice final : public DeviceMemory {
  public:
   explicit QueuedDevice(std::size_t bytes) : memory_(bytes + 4096) {}
 
-  /// What follows is asked for on this stream: 0 or 1.
+  /// Sets the stream of the requests that follow: 0 or 1.
   void use_stream(int stream) {
     std::lock_guard lock(mutex_);
     current_ = &operators_[stream];

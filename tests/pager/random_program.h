@@ -1,4 +1,4 @@
-// A program of groups of segments, whole or with pages that take turns, some of which it leaves halfway.
+// A program that uses groups of segments, in one piece or page by page in turns. It leaves some groups halfway.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ class RandomProgram {
     std::size_t turns = 0;            // pages of each that are taken; 0: the members one after another, whole
   };
 
-  /// Of segments of up to 7 pages, in groups of up to `most_members`.
+  /// Makes segments of up to 7 pages, in groups of up to `most_members`.
   RandomProgram(FrameCache& cache, std::size_t page_bytes, unsigned seed, unsigned most_members)
       : cache_(cache), page_bytes_(page_bytes), random_(seed) {
     for (unsigned i = 0; i < 40 + most_members; ++i) {

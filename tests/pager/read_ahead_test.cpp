@@ -1,4 +1,4 @@
-// What is read before it is asked for, what leaves for it, and what a disk does to both.
+// Prefetches, the evictions that make room for them, and the effects of a slow or failing disk on both.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -87,7 +87,7 @@ TEST_CASE_FIXTURE(CycleFixture, "what cannot be read ahead for want of memory is
 }
 
 TEST_CASE_FIXTURE(CycleFixture,
-                  "a read ahead that fails is read again when it is needed, and its error is told then") {
+                  "a prefetch that fails is read again when it is needed, and its error surfaces then") {
   make(100 * K, 150 * K, 4 * kBlockBytes, /*failing=*/true);
   make_segments(4, 60 * K);
   cycle(), cycle();
@@ -221,7 +221,7 @@ TEST_CASE_FIXTURE(CycleFixture,
   for (int i = 0; i < 2; ++i) {
     try {
       cycle_writing();
-    } catch (const DiskError&) {  // a thread that needed the memory is told
+    } catch (const DiskError&) {  // a thread that needed the memory gets the error
     }
   }
   REQUIRE(failures <= 0);

@@ -259,7 +259,7 @@ TEST_CASE_FIXTURE(FullDiskFixture, "where a checkpoint has the room, a new tenso
   CHECK(holds(*made, 3));
 }
 
-TEST_CASE_FIXTURE(SnapshotsFixture, "a write that fails leaves what is saved as it was, and is told") {
+TEST_CASE_FIXTURE(SnapshotsFixture, "a write that fails raises an error, and leaves the snapshot as it was") {
   make(256 * K, 256 * K, 16 * K, /*failing=*/true);
   auto a = segment(100 * K);
   write(*a, 1);
@@ -311,7 +311,7 @@ struct SourcesFixture : SnapshotsFixture {
 
 }  // namespace
 
-TEST_CASE_FIXTURE(SourcesFixture, "content that lies in a file is read from there until it is written") {
+TEST_CASE_FIXTURE(SourcesFixture, "content in a file is read from there until it is written") {
   make(256 * K, 256 * K);
   for (const std::size_t offset : {std::size_t{0}, 4 * K, std::size_t{17}}) {
     make_file(100 * K, 1, offset);

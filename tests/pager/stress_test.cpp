@@ -253,7 +253,7 @@ TEST_CASE("threads create, gather, write and drop tensors that share gathered pa
           try {
             self.write_share(tensor, 1000 * t + step);
             tensor.seed = 1000 * t + step, tensor.written = true;
-          } catch (const AccessError&) {  // another thread has pinned the page, for a tensor beside this one
+          } catch (const AccessError&) {  // another thread has pinned the page, for another tensor on it
           }
         } else if (what == 4) {
           self.write(*tensor.whole, tensor.seed = 1000 * t + step);

@@ -11,7 +11,7 @@
 
 namespace zeropage {
 
-/// Where ranks that are threads meet: the n-th collective of each is one collective.
+/// A meeting point of ranks that are threads: the n-th collective of each is one collective.
 class Meeting {
  public:
   explicit Meeting(int ranks) : ranks_(ranks) {}
@@ -38,7 +38,7 @@ class Meeting {
   std::map<std::size_t, std::map<int, std::vector<std::byte>>> calls_;
 };
 
-/// One of them. Keeps a log of what it was asked.
+/// A rank that is a thread. Logs the all-gathers that it runs.
 class ThreadRanks final : public Ranks {
  public:
   ThreadRanks(Meeting& meeting, int rank) : meeting_(meeting), rank_(rank) {}

@@ -54,7 +54,7 @@ TEST_CASE_FIXTURE(CacheFixture, "a pin that another thread lets go of is no long
   std::vector<PagePin> pages;
   try {
     for (std::size_t page = 0; page < 4; ++page) pages.push_back(cache->pin_page(*b, page, Access::write));
-    CHECK(let_go);  // there is room for three beside it
+    CHECK(let_go);  // three pages fit next to `a`
   } catch (const BudgetError& error) {
     FAIL_CHECK(std::string(error.what()));
   }

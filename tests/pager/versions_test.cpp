@@ -180,7 +180,7 @@ TEST_CASE("space to spare is none that tensors left behind, and theirs when the 
   const std::size_t grown = file.size();
   for (int i = 0; i < 3; ++i) CHECK(file.try_allocate_spare(kBytes));
   CHECK(file.size() == grown);
-  // What is free serves tensors before the file grows again.
+  // Free space serves tensors before the file grows again.
   while (file.used() < grown) tensors.push_back(file.allocate(kBytes));
   CHECK(file.size() == grown);
   rlimit before{};

@@ -39,12 +39,11 @@ std::vector<Step> training_step(int layers) {
   return steps;
 }
 
-/// A lower bound of the transfers for these uses, repeated `periods` times from empty memory, with room for
-/// `capacity` runs, of which one is in use. Between two uses a run stays or does not: staying spares a read if the
-/// second reads. What stays at once is bounded by the capacity: a flow of maximal worth (interval scheduling on k
-/// machines). What was written is written home once if any gap until it is overwritten or dies does not keep it; a
-/// split of that one transfer over the gaps, `share` to the first and the rest to the last, gives a bound for every
-/// share.
+/// A lower bound of the transfers for these uses, repeated `periods` times from empty memory. Memory has room for
+/// `capacity` runs, and a use takes one. A run that stays between two uses saves a read if the second use reads. The
+/// capacity bounds the runs that stay at once: a flow of maximal worth (interval scheduling on k machines). A written
+/// run costs one write home, unless it stays in every gap until it is overwritten or dies. A split of that write over
+/// the gaps, `share` to the first and the rest to the last, gives a bound for every share.
 struct Optimum {
   struct Edge {
     int to;
@@ -220,7 +219,7 @@ TEST_CASE_FIXTURE(CacheFixture, "bytes moved are near the least that any cache c
     const double lru = (transfers_of_lru(period, 9, capacity) - transfers_of_lru(period, 3, capacity)) / 6;
     std::cout << percent << " %\t " << least << "\t " << moved << "\t " << (least > 0 ? moved / least : 1) << "\t "
               << lru << "\n";
-    // Beside the least: what has been read ahead keeps nothing, nor does what is being written, in both directions.
+    // Over the least: prefetched runs and pending writes take room from runs that would stay, in both directions.
     const int window = std::min(capacity / 8, std::max(1, (runs - capacity) / 16));
     CHECK(moved <= 1.05 * least + 4 * (window + 1));
     CHECK(moved <= lru);

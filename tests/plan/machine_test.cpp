@@ -123,7 +123,7 @@ TEST_CASE_FIXTURE(PlanFixture,
     return now() - before;
   };
   for (int i = 0; i < 3; ++i) go_through(4e-3);
-  CHECK(go_through(4e-3) == doctest::Approx(8 * 4e-3));  // of which reads take 2 ms
+  CHECK(go_through(4e-3) == doctest::Approx(8 * 4e-3));  // reads take 2 ms a layer
   for (int i = 0; i < 3; ++i) go_through(1e-3);
   CHECK(go_through(1e-3) >= doctest::Approx(8 * 1e-3 + 4e-3));  // bound by the disk
   CHECK(go_through(1e-3) <= doctest::Approx(8 * 2e-3 + 2e-3));

@@ -14,7 +14,7 @@ import zeropage
 
 @pytest.fixture
 def disk(tmp_path_factory, request):
-    """A directory on the disk that the project lies on: pytest's own may be in memory."""
+    """A directory on the project's disk. pytest's own may be in memory."""
     import tempfile
 
     with tempfile.TemporaryDirectory(dir=request.config.rootpath / "build", prefix="swap-") as path:
@@ -68,7 +68,7 @@ def samples(request):
 
 @pytest.fixture
 def config(disk, request):
-    """Everything on disk, every tensor paged, little memory. What does not change bits differs from test to test."""
+    """Everything on disk, every tensor paged, little memory. Settings that change no bits vary from test to test."""
     option, chance = request.config.getoption, zlib.crc32(request.node.nodeid.encode())
     varies = option("--device") == "cpu"  # elsewhere, for time, as options say
     activations = option("--activations") or ["device", "disk"][varies and chance // 2 % 2]

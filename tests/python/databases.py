@@ -57,7 +57,7 @@ def one_line(error):
 class Twins:
     """`plain` and `paged` hold the same values, each tensor with a storage of its own.
 
-    With `apart`, a tensor too small for pages of its own lies across the end of a page of 4 KiB.
+    With `apart`, a tensor too small for pages of its own crosses the end of a page of 4 KiB.
     """
 
     def __init__(self, space, value, apart=False):
@@ -68,7 +68,7 @@ class Twins:
         self.paged = tree_map_only(torch.Tensor, self._page, value)
 
     def evict(self):
-        """What was written to memory and not noted as written is lost here."""
+        """Evict all pages. A write to memory that zeropage did not note is lost here."""
         for base in self._bases:
             zeropage.page_out(base)
 
@@ -114,7 +114,7 @@ def tensors_of(value):
 
 
 def difference(expected, actual, values=True):
-    """What differs, or None. NaN equals NaN. Without `values`, only dtypes and shapes count."""
+    """Describe the first difference, or None. NaN equals NaN. Without `values`, only dtypes and shapes count."""
     left, left_spec = tree_flatten(expected)
     right, right_spec = tree_flatten(actual)
     if left_spec != right_spec:

@@ -1,4 +1,4 @@
-"""What only a device with memory and streams of its own can get wrong: pytest --device sim (tests/accelerator)."""
+"""Faults that only a device with its own memory and streams can have: pytest --device sim (tests/accelerator)."""
 
 import ast
 import subprocess
@@ -91,11 +91,11 @@ def in_another_process(*arguments):
 
 
 def test_each_wait_that_is_left_out_is_noticed(disk):
-    """Of a stream for another's events, and of the host: training needs each that it makes."""
+    """Training needs each wait that a stream or the host makes for a stream's events."""
     said = in_another_process(0, 0, 0, disk)
     assert said.startswith("same"), said
     pairs = ast.literal_eval(said.removeprefix("same"))
-    # That the host asks whether operators are done spares their own stream a wait for itself, where there is but one.
+    # The host asks whether operators are done. With one stream of operators, that only spares it a wait for itself.
     pairs.remove((HOST, OPERATORS))
     assert len(pairs) == 5
     unnoticed = []
@@ -284,5 +284,5 @@ def data_parallel_under_the_command():
 
 
 def test_data_parallel_under_the_command_moves_inputs_and_takes_rank_0s_buffers(two):
-    """Where the ranks' group has no collectives of the device's own."""
+    """The ranks' group has no collectives for the device."""
     assert all(map(torch.equal, *two.run(data_parallel_under_the_command)))

@@ -121,7 +121,7 @@ def test_what_several_operators_save_is_kept_once(tier, config):
 
 
 def test_views_of_one_storage_are_apart(config):
-    """What is written between is seen as in PyTorch, also if no version tells."""
+    """Backward sees a write in between as PyTorch does, even if no version counts it."""
 
     def run():
         qkv = torch.arange(3 * 64 * 64, dtype=torch.float32).view(64, 3, 64) / 1000
@@ -250,7 +250,7 @@ def test_function_transforms_work_beside(config):
 
 @pytest.mark.parametrize("elements", [8, 4096])
 def test_what_is_written_in_place_since(elements, config):
-    """What was not copied says so, as autograd does. Of what was copied, backward has what was saved."""
+    """A tensor that was not copied raises autograd's error. For a copied one, backward gets the saved content."""
     with zeropage.init(config, activations="disk", min_page_bytes=4096):
         _keeps_the_space = nn.Linear(64, 64)
     x = torch.randn(elements, requires_grad=True)
@@ -342,8 +342,8 @@ MEMORY = """
 @pytest.mark.cpu
 @pytest.mark.parametrize("how, deep", [("plain", 32), ("not reentrant", 160)])
 def test_memory_does_not_grow_with_depth(how, deep, disk):
-    """Budgets of 32 MB, and what one block makes: 1024 tokens of width 128. What the deep model saves more than the
-    shallow one is far more than what malloc may keep."""
+    """Memory holds budgets of 32 MB, and the tensors of one block: 1024 tokens of width 128. The deep model saves
+    more than the shallow one, by far more than malloc may keep."""
     tests = str(pathlib.Path(__file__).parent)
     program = textwrap.dedent(MEMORY).format(tests=tests, disk=disk)
     grown, saved = {}, {}
@@ -358,7 +358,7 @@ def test_memory_does_not_grow_with_depth(how, deep, disk):
 
 
 def test_backward_gets_the_strides_that_were_saved(config):
-    """Of a part of a tensor too: other strides may be other sums."""
+    """Parts of a tensor keep theirs too, because other strides may give other sums."""
     seen = []
 
     class Keep(torch.autograd.Function):

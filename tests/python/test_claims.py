@@ -40,7 +40,7 @@ def test_mixed_precision_takes_18_bytes_a_parameter_of_which_a_stage_leaves_its_
         ("optimizer", 12, stage >= 1),
     ):
         whole = width * made.parameters
-        # Of each tensor, and of the optimizer's each of three, a share and its place are rounded up.
+        # Each tensor's share and its place are rounded up. The optimizer has three tensors a parameter.
         tensors = (12 * 3 + 4) * (3 if role == "optimizer" else 1)
         expected = whole / ranks if partitioned else whole
         assert expected <= held(made, role) <= expected + tensors * 64 * 1024
@@ -174,5 +174,5 @@ def test_each_rank_moves_its_share_at_its_share_of_its_nodes_disk():
         )
         moved[nodes] = many.read_bytes + many.written_bytes - few.read_bytes - few.written_bytes
         rate = moved[nodes] / (many.disk_seconds - few.disk_seconds)
-        assert rate == pytest.approx(25e9 / 16, rel=0.05)  # what one step asks for may be served in the next
-    assert moved[2] == pytest.approx(moved[1] / 2, rel=0.15)  # what memory holds beside is in other proportion
+        assert rate == pytest.approx(25e9 / 16, rel=0.05)  # the disk may serve requests in the next step
+    assert moved[2] == pytest.approx(moved[1] / 2, rel=0.15)  # memory caches another part of the share

@@ -172,7 +172,7 @@ ON_A_TERMINAL = """
 
 
 class Terminal:
-    """What a terminal shows of what a program writes there, and what it has shown."""
+    """A terminal with a program, all that the program has written there, and the lines it shows."""
 
     def __init__(self, script, folder, log):
         ours, theirs = pty.openpty()
@@ -327,13 +327,13 @@ def test_a_disk_is_tuned_and_spaces_use_what_was_found(tmp_path, disk, monkeypat
     assert tuned.stat().st_mode & 0o777 == 0o644
     settings = json.loads(tuned.read_text())
     assert settings.pop("io") in ("uring", "threads")
-    # Of which training's reads ahead and writes behind have half.
+    # Training's prefetches and background writes may use half of io_depth.
     assert settings["io_depth"] == 2 * int(re.search(r"([0-9]+) in flight; written", ended.stdout)[1])
     space = zeropage.init(device="cpu", parameters="disk", disk_path=disk, device_memory="4MB", host_memory="4MB")
     assert {name: getattr(space.config, name) for name in settings} == settings
     space = zeropage.init(device="cpu", disk_path=disk, device_memory="4MB", host_memory="4MB", io="threads")
     assert (space.config.io, space.config.io_depth) == ("threads", "auto")
-    # Where io_uring is forbidden, what was found with it does not count.
+    # If io_uring is forbidden, settings found with it do not count.
     tuned.write_text('{"io": "uring", "io_block": 65536, "io_depth": 4}')
     with monkeypatch.context() as patch:
         patch.setattr(_core, "Io", refused)

@@ -423,7 +423,7 @@ def test_no_name_in_deepspeeds_files_leads_out_of_the_folder(name, folder):
 
 
 def built(target, state):
-    """A pickle that gives the object or class, of which `target` is the pickle, this state; and then is that."""
+    """A pickle that gives `state` to an object or class and returns it. `target` pickles that object or class."""
     return b"\x80\x02" + target + pickle.dumps(state, 2)[2:-1] + b"b."
 
 

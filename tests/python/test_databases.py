@@ -74,7 +74,7 @@ def twins(request, space):
 
 
 def cases(*in_every_run, dtypes=DTYPES):
-    """Of where tensors lie, and dtypes: all, and without --full some."""
+    """Parametrise by pages and dtype: all pairs, or without --full those of `in_every_run`."""
     return pytest.mark.parametrize(
         ("twins", "dtype"),
         [

@@ -91,7 +91,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-EXPECTED = ("AdamW", "Adam-", "SGD", "Adagrad", "RMSprop")  # whose numbers can all be told
+EXPECTED = ("AdamW", "Adam-", "SGD", "Adagrad", "RMSprop")  # zeropage predicts all their numbers
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -102,7 +102,7 @@ def test_steps_take_what_ran_ahead_and_the_bits_are_the_same(make, accumulate, c
     report = compare(config, make, accumulate=accumulate)
     name = request.node.callspec.id
     if name.startswith(EXPECTED) or f"-{name}".find("-AdamW") >= 0:
-        # Of four weights, once two or three steps were alike; biases share a page.
+        # Four weights, once two or three steps were alike. Biases share a page.
         assert report.updates_committed >= 4 * 4
         assert report.wasted_bytes == 0
 
@@ -287,7 +287,7 @@ def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(disturb,
 
 
 class Masked(torch.optim.Optimizer):
-    """Reads, beside what it updates, tensors that change at other times; three betas; a rate that is an int first."""
+    """Also reads tensors that change at other times. Has three betas, and a rate that is an int at first."""
 
     def __init__(self, parameters, lr=1, changes_gradient=False):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99, 0.5), "changes_gradient": changes_gradient})
@@ -381,7 +381,7 @@ def test_a_thread_that_evaluates_during_backward_sees_what_was(config):
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_an_exception_inside_a_step_leaves_what_was(when, config):
-    """Of a hook, in the middle of forward or backward; the program goes on with the next batch."""
+    """A hook raises in the middle of forward or backward. The program goes on with the next batch."""
 
     def run(model, optimizer):
         class Halt(Exception):
@@ -450,7 +450,7 @@ def test_with_masters_and_fewer_bits_the_content_is_the_same_as_without(options,
 
 
 def test_forward_after_a_step_reads_parameters_alone(config):
-    """What the step asked for was done: no moment and no gradient is read for it."""
+    """The step finds its update done, and reads no moment and no gradient."""
     with zeropage.init(config.replace(early_update="always", page_size="64KiB")) as space:
         layer = torch.nn.Linear(512, 512, bias=False)
     optimizer = adamw(layer.parameters())

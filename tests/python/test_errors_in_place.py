@@ -32,7 +32,7 @@ def of_numbers(change):
     )  # fmt: skip
 
 
-#: What becomes of a sample's value, arguments and keywords.
+#: Changes to a sample's value, arguments and keywords.
 WRONG = {
     "others of another shape": of_others(lambda t: t.new_ones(7, 3, 2)),
     "others of one dimension more": of_others(lambda t: torch.stack([t, t])),
@@ -81,7 +81,7 @@ def called(function, sample, change):
 
 
 def what_is_wrong(function, sample, change, space):
-    """What differs, and whether plain PyTorch threw."""
+    """Return the difference or None, and whether plain PyTorch threw."""
     twins = Twins(space, sample, apart=True)
     expected, actual = called(function, twins.plain, change), called(function, twins.paged, change)
     twins.evict()

@@ -1,5 +1,5 @@
-"""What people type at a prompt, on paged tensors: printing, pickling, lists of elements, sparse tensors, checks of
-tensors that are larger than memory, compiled functions inside a scope. Each is plain PyTorch's.
+"""Interactive use of paged tensors gives plain PyTorch's results: printing, pickling, lists of elements, sparse
+tensors, checks of tensors that are larger than memory, compiled functions inside a scope.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Mixtures whose experts lie in one tensor: equal to plain PyTorch, and only used experts' pages are read."""
+"""Mixtures with all experts in one tensor are equal to plain PyTorch, and read only used experts' pages."""
 
 import pytest
 import torch

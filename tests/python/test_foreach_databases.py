@@ -30,7 +30,7 @@ def of_others(change):
     return lambda lists: [lists[0], *([change(t) for t in one] for one in lists[1:])]
 
 
-#: What becomes of the lists of a call; the first is the one that is changed in place.
+#: Changes to the lists of a call. The call writes the first list in place.
 LISTS = {
     "as they are": lambda lists: lists,
     "empty": lambda lists: [[] for _ in lists],

@@ -280,7 +280,7 @@ def test_clipping_takes_a_gradient_that_is_larger_than_device_memory(config, ord
 def test_recurrent_modules_do_not_ask_paged_weights_for_addresses_on_cuda(config, monkeypatch):
     with zeropage.init(config):
         lstm = nn.LSTM(20, 30)
-    # What a GPU would answer.
+    # Answer as a GPU would.
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: True)
     lstm.flatten_parameters()

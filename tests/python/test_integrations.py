@@ -270,7 +270,7 @@ def test_lightnings_strategy_pages_models_that_it_does_not_train(name, config, t
     from zeropage.lightning import ZeropageStrategy
 
     def broadcast(_group, tensors, *_):
-        assert not any(map(zeropage.is_paged, tensors))  # in buckets of 250 MB, beside all budgets
+        assert not any(map(zeropage.is_paged, tensors))  # in buckets of 250 MB, outside all budgets
 
     monkeypatch.setattr(torch.distributed, "_broadcast_coalesced", broadcast)
     lightning_call(name, module, ZeropageStrategy(config), tmp_path)
@@ -310,7 +310,7 @@ def test_a_disk_that_fails_at_the_end_does_not_keep_lightning_from_its_teardown(
 
 @contextlib.contextmanager
 def group_of_one():
-    """What the strategy leaves of its process group and its environment is not for other tests."""
+    """Remove the process group and the environment that the strategy leaves, for other tests."""
     before = dict(os.environ)
     try:
         yield

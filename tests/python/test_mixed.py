@@ -14,7 +14,7 @@ from ranks import space as rank_space
 import zeropage
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# By what the master is: float32 beside what operators see, or only what that lacks of float32.
+# By kind of master: float32 next to the low-precision copy, or only the bits that the copy lacks.
 MASTERS = {
     "bfloat16": {"compute_dtype": "bfloat16"},
     "float16": {"compute_dtype": "float16"},
@@ -23,10 +23,10 @@ MASTERS = {
 
 
 def seen(high, kept):
-    """What operators see of a float32."""
+    """The low-precision copy that operators see of a float32."""
     if kept != "float32_split":
         return high.to(DTYPES[kept])
-    # The nearest, ties away from zero.
+    # Round to nearest, ties away from zero.
     return (high.detach().view(torch.int32) + 0x8000).bitwise_and(-0x10000).view(torch.float32).bfloat16()
 
 
@@ -181,16 +181,16 @@ def test_a_gradient_is_kept_in_two_bytes_until_it_is_changed(config):
     backward(layer, 0)
     once = accumulated(layer, 1)
     assert weight.grad.dtype == torch.float32 and gradient_bytes(space) == 2 * elements
-    # What only asks for its norm leaves it so.
+    # A norm leaves it in two bytes.
     assert torch.equal(weight.grad.norm(), once.norm())
     assert torch.equal(torch.nn.utils.get_total_norm([weight.grad]), torch.nn.utils.get_total_norm([once]))
     assert gradient_bytes(space) == 2 * elements
-    # What is not applied, and then forgotten, is gone.
+    # A clip that waits to be applied is dropped with its gradient.
     torch.nn.utils.clip_grad_norm_([weight], 0.01)
     assert gradient_bytes(space) == 2 * elements
     weight.grad = None
     assert gradient_bytes(space) == 0
-    # What is looked at, or added to, is float32.
+    # A gradient that the program reads or adds to is float32.
     backward(layer, 0)
     assert torch.equal(weight.grad, once) and gradient_bytes(space) == 4 * elements
     backward(layer, 1)
@@ -232,7 +232,7 @@ def test_a_program_that_ends_with_gradients_in_two_bytes(config):
 
 
 def test_a_step_reads_gradients_in_two_bytes(config):
-    """Of a parameter 12 bytes of states and 2 of the gradient are read, 14 are written."""
+    """A step reads 12 bytes of states and 2 of gradient a parameter, and writes 14."""
     space = zeropage.init(
         config.replace(device_memory="2.5MB", host_memory="0.5MB", page_size="64KiB", compute_dtype="bfloat16"),
         early_update="never",
@@ -412,7 +412,7 @@ def test_autocast_keeps_no_cast_of_a_paged_weight(config):
 
 
 def test_a_hi_lo_master_moves_two_bytes_less(config):
-    """Of AdamW's states and the gradient 12 bytes are read and 8 written; of the parameter 4, and 6 or 4."""
+    """AdamW reads 12 bytes of states and gradient and writes 8. It reads 4 of the parameter and writes 6 or 4."""
     moved = {}
     for kept in ("bfloat16", "float32_split"):
         space = zeropage.init(

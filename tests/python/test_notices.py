@@ -1,4 +1,4 @@
-"""What zeropage says of its own accord, and that it says it once."""
+"""Messages that zeropage gives unasked, each of them once."""
 
 import logging
 import re
@@ -15,11 +15,11 @@ from zeropage import _core, _notices
 
 @pytest.fixture
 def stalled(disk, monkeypatch):
-    """A space of which one thread waits, and what another holds that lets it go on."""
+    """Make one thread wait for memory that this thread holds until the test ends."""
     monkeypatch.setattr(_notices, "STALLED_AFTER", 0.2)
     with zeropage.init(parameters="disk", disk_path=disk, device_memory="4MB", host_memory="1MB", device="cpu"):
         first, second = (torch.nn.Parameter(torch.ones(768, 1024)) for _ in range(2))
-    with zeropage.pinned(first):  # of memory for one
+    with zeropage.pinned(first):  # memory has room for one
         thread = threading.Thread(target=lambda: second.sum())
         thread.start()
         yield

@@ -300,7 +300,7 @@ def test_threads_that_add_to_one_leaf_lose_nothing(settings):
         assert plain(layer.weight.grad).unique().tolist() == [4]
 
 
-# What random programs of operators found (tests/fuzz).
+# Faults that random programs of operators found (tests/fuzz).
 
 
 def test_programs_that_are_joined_need_no_more_memory_than_the_budget(settings):

@@ -104,7 +104,7 @@ def test_what_a_step_moves_is_planned_within_a_few_percent(early_update, disk):
     settings = DISK | SMALL | {"disk_path": disk, "early_update": early_update}
     planned = zp.simulate(program, settings, HERE)
     step, _ = run(program, **settings)
-    # What is dirty in memory when its gradient comes is not updated ahead, which depends on seconds.
+    # A parameter that is dirty in memory when its gradient comes gets no early update. This depends on seconds.
     within = 0.05 if early_update == "never" else 0.12
     assert planned.read_bytes == pytest.approx(step.read_bytes, rel=within)
     assert planned.written_bytes == pytest.approx(step.written_bytes, rel=within)
@@ -173,7 +173,7 @@ def test_a_step_that_the_disk_binds_takes_what_its_bytes_take():
 def test_a_step_that_nothing_binds_takes_what_its_operators_take():
     fast = zp.Machine(**HERE.to_dict() | {"disk_read_gbs": 1000, "disk_write_gbs": 1000, "disk_latency_us": 0})
     plan = zp.simulate(small(), DISK | SMALL, fast)
-    # Beside its operators, pages are put together into whole tensors.
+    # A step also copies pages together into whole tensors.
     assert plan.computed_seconds <= plan.seconds < 1.05 * plan.computed_seconds
 
 
@@ -210,7 +210,7 @@ def test_a_device_of_its_own_moves_what_budgets_leave():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_hold_what_the_stage_says(stage):
-    """Of 8 ranks, in float32: 4 bytes of parameters and of gradients, 8 of moments, for each parameter."""
+    """Over 8 ranks, a float32 parameter takes 4 bytes, its gradient 4 and its moments 8."""
     settings = dict.fromkeys(DISK, "device") | {"stage": stage, "device_memory": "300MB", "host_memory": "10MB"}
     settings |= {"min_page_bytes": 1}
     plan = zp.simulate(small(layers=8), settings, GPU, ranks=8, steps=1, warm_up=2)
@@ -334,7 +334,7 @@ def test_ranks_of_one_node_share_what_updates_reach_in_the_host():
 
 
 def lies_between(least, ratio, most):
-    """Of times that are measured in turn: a machine that is busy during one of them is given other tries."""
+    """Try up to four times: the machine may be busy during one of the two times that a ratio compares."""
     ratios = [ratio()]
     while not least < ratios[-1] < most and len(ratios) < 4:
         ratios.append(ratio())

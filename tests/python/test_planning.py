@@ -238,7 +238,7 @@ def test_the_command_ends_with_an_error_in_one_line_of_a_process():
 @pytest.mark.parametrize("machine", ["workstation", "cpu-box"])
 def test_the_least_budgets_work_and_less_does_not(machine):
     program, machine = small(), zp.Machine.load(MACHINES / f"{machine}.json")
-    # What is taken in tiles, and where updates run, follows from the budgets, and then less may be enough again.
+    # Fix the tiles and where updates run. Otherwise smaller budgets change these, and may be enough again.
     settings = DISK | {"page_size": "64KiB", "tiling": "off", "optimizer_device": "host"}
     least = zp.least_budgets(program, settings, machine)
     budgets = {"device_memory": least.device_memory, "host_memory": least.host_memory}
@@ -264,7 +264,7 @@ def test_the_least_budgets_are_said():
     assert "device_memory = 200" in said and "least budgets that work: device_memory" in said
 
 
-#: Where states are at home is the question: they fit no memory together.
+#: The question is the tier of states: no memory holds all of them together.
 GRID = {
     "device_memory": ["3MB"],
     "host_memory": ["3MB"],

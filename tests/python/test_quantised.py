@@ -226,7 +226,7 @@ def quantised_over_ranks():
             with torch.no_grad():
                 results.append([zeropage_free(p) for p in model.parameters()])
                 results[-1] += [zeropage_free(s[name]) for s in optimizer.state.values() for name in MOMENTS]
-    # Rounding follows from values and seeds, not from where they lie.
+    # Rounding depends on values and seeds, not on how ranks share tensors.
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

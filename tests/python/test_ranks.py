@@ -101,7 +101,7 @@ def over(*stages_and_ranks):
     return mark
 
 
-# What forward changes beside parameters differs between ranks, as with DistributedDataParallel.
+# Forward changes spectral norm's buffers, which then differ between ranks, as with DistributedDataParallel.
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "spectral-norm"])
 @over((0, "two"), (3, "two"), (3, "three"))
 def test_every_kind_of_model_trains_as_one_process(name, stage_and_ranks, request):

@@ -248,7 +248,7 @@ def test_a_gradient_that_only_some_replicas_have_is_everyones(four):
 
 
 def train_in_groups_of_their_own():
-    """Two models at once, each over two of four ranks: beside other parallelism."""
+    """Two models at once, each over two of four ranks, as with other parallelism."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with space(group=groups[rank // 2]) as made:

@@ -1,4 +1,4 @@
-"""What ranks hold and send, as arithmetic; and parameters of every awkward size and use."""
+"""Bytes that ranks hold and send, by arithmetic, and parameters of every awkward size and use."""
 
 import contextlib
 import functools
@@ -93,7 +93,7 @@ def send(stage):
         after = made.report()
         part = 4 * sum(share_elements(p.numel(), ranks) for p in model.parameters())
         whole = 4 * sum(p.numel() for p in model.parameters())
-    # What was gathered ahead when all was evicted is gathered again.
+    # An eviction drops prefetched gathers, which then run again.
     largest = 4 * max(share_elements(p.numel(), ranks) for p in model.parameters())
     ahead = 2 * largest * (ranks - 1) if stage == 3 else 0
     gathered, reduced = after.gathered_bytes - before.gathered_bytes, after.reduced_bytes - before.reduced_bytes
@@ -104,7 +104,7 @@ def send(stage):
         assert reduced == part * (ranks - 1)
         exact = (2 if stage == 3 else 1) * part * (ranks - 1)
         assert exact <= gathered <= exact + ahead
-    # As theory has it, 2 or 3 times (N-1)/N a byte, but for the padding.
+    # Theory says 2 or 3 times (N-1)/N a byte, except for the padding.
     theory = (3 if stage == 3 else 2) * whole * (ranks - 1) / ranks
     assert theory - 1 <= gathered + reduced <= theory * 1.01 + ahead
     assert after.control_bytes - before.control_bytes < 0.02 * theory

@@ -15,7 +15,7 @@ import zeropage
 
 
 def program(rank, ranks, port):
-    """What torchrun would run: the last collective is the program's own."""
+    """A program as torchrun runs it. The last collective is the program's own."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),

@@ -146,7 +146,7 @@ def test_a_plain_parameter_beside_paged_ones_is_an_error(two):
 
 
 def logged_by_trainer(folder, with_callback):
-    """What reached a reporter on this rank, and the number of collectives."""
+    """Return the logs that reached a reporter on this rank, and the number of collectives."""
     transformers = pytest.importorskip("transformers")
     from zeropage.hugging_face import ReportCallback
 

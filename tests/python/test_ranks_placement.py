@@ -1,4 +1,4 @@
-"""What ranks hold of a value: one for all, one each, or a sum that is still to be made."""
+"""A value over ranks: one for all, one each, or a sum that is still pending."""
 
 import contextlib
 import ctypes
@@ -151,7 +151,7 @@ def test_a_buffer_that_is_made_like_a_parameter_is_read_in_the_scope(stage, two)
 
 
 class SomeOfThem(nn.Module):
-    """Layers of which rank i runs those that `runs` says."""
+    """Layers. Each rank runs those that its `runs` lists."""
 
     def __init__(self, n, layers):
         super().__init__()
@@ -259,8 +259,8 @@ def piles_up():
 
 def test_gradients_that_wait_for_other_ranks_wait_in_pages(pair):
     grown = pair.run(piles_up)[0]
-    # A bucket that fills, and what is being computed.
-    assert grown < 32, f"{grown} MB for 128 MB of gradients beside 10 MB of budgets"
+    # A bucket that fills, and the gradients in the making.
+    assert grown < 32, f"{grown} MB for 128 MB of gradients with 10 MB of budgets"
 
 
 def sums_of_16_bits(stage):
@@ -437,7 +437,7 @@ def test_a_part_that_one_rank_cannot_read_is_an_error_on_all(pair):
 
 
 def fails_in_backward(on):
-    """What the next backward does after one that raised in a hook on the ranks `on`."""
+    """Check the next backward after one that raised in a hook on the ranks `on`."""
     rank = dist.get_rank()
     with space(stage=1) as made:
         with made:

@@ -37,7 +37,7 @@ def test_odd_sizes_and_pages_that_no_vector_fits_give_the_same_bits(name, dtype,
     assert not space.report().unpaged_operators
 
 
-# Of matrices a and b, a vector v, and indices i; grouped by what autocast makes of them.
+# Operators on matrices a and b, a vector v and indices i, grouped by the dtype that autocast gives.
 UNDER_AUTOCAST = {
     # in fewer bytes
     "matmul": lambda a, b, v, i: a @ b.t(),

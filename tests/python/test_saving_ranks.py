@@ -218,7 +218,7 @@ def whole(tensors):
 
 
 def saves_pretrained(path, kind, how, settings):
-    """What a rank's state dict is, and whether all of it is in the files."""
+    """Save a model over ranks, and check that the files hold its whole state dict."""
     import models
     import transformers
 

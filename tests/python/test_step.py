@@ -29,7 +29,7 @@ def without(*names):
 
 
 def moved(space, parameter, optimizer, step):
-    """What a step over one parameter reads and writes, in arrays as long as it is, with everything on disk."""
+    """Count a step's reads and writes in arrays of the parameter's size, with everything on disk."""
     space.synchronize()
     first = space.report()
     zeropage.page_out(parameter)
@@ -43,8 +43,8 @@ def moved(space, parameter, optimizer, step):
     for tensor in [parameter, *states_of(optimizer)]:
         zeropage.page_out(tensor)
     array = 4 * ELEMENTS
-    # In whole arrays. The cache also reads ahead a part of one between the evictions above, which the next eviction
-    # drops again, and after the step.
+    # Reads are rounded to whole arrays. The cache also prefetches a part of one after the step and between the
+    # evictions above, where the next eviction drops it.
     return round(read / array), (space.report().written_bytes - before.written_bytes) / array
 
 
@@ -393,7 +393,7 @@ def test_micro_batches_share_what_is_in_memory(config):
     """Between one micro-batch's backward and the next one's forward, and where they turn round."""
     layers, width = 16, 256
     parameters = layers * width * width * 4
-    memory = parameters // 2  # beside the gradients
+    memory = parameters // 2  # in addition to the gradients
     with zeropage.init(
         config,
         gradients="host",

@@ -1,4 +1,4 @@
-"""What a paged tensor is to a program: an ordinary tensor, but for raw access."""
+"""A paged tensor is an ordinary tensor to a program, except for raw access."""
 
 import contextlib
 import copy

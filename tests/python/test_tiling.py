@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import zeropage
 
 BUDGET = dict(device_memory="512KB", host_memory="256KB", tiling="auto", tile_above="auto", activations="device")
-WIDTHS = [1024, 1000]  # rows of which pages hold whole ones; rows that cross pages
+WIDTHS = [1024, 1000]  # pages hold whole rows; rows cross pages
 
 
 def plain(tensor):
@@ -30,7 +30,7 @@ def grads(result, tensors):
 
 
 def both(config, make, run, **settings):
-    """What `run` gives with a paged tensor of `make`, and with the same one whole."""
+    """Return the space, and the results of `run` with a paged module or tensor of `make` and with a plain one."""
     torch.manual_seed(0)
     whole = make()
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ class Sum(nn.Module):
 
 @pytest.fixture
 def held(monkeypatch):
-    """What hold() gave, and what was let go of."""
+    """The pins that hold() gave, which count their releases."""
 
     class Pin:
         def __init__(self):

@@ -1,4 +1,4 @@
-"""`zeropage verify`: scripts that are equal to the bit, and six planted faults, each of which it names."""
+"""`zeropage verify`: scripts that are equal to the bit, and six planted faults that it names."""
 
 import os
 import pathlib
@@ -81,7 +81,7 @@ TWO_MODELS = """
             optimizer.step()
 """
 
-# What faults have in common. They hide from torch functions' modes, as a fault of zeropage's core would.
+# The shared part of the faults. They hide from torch functions' modes, as a fault of zeropage's core would.
 PLANT = """
     import torch
     from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook

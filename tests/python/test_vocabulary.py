@@ -21,7 +21,7 @@ def both(config, make, run, **settings):
 
 
 def parted(layer, logits, expected=True):
-    """Of a paged layer: its loss was taken in parts."""
+    """Check whether a paged layer's loss was computed in parts."""
     if zeropage.is_paged(layer.weight):
         assert taken_in_parts(logits) == expected
 
@@ -89,7 +89,7 @@ def of_some(logits, labels):
 @pytest.mark.parametrize("tiling", ["auto", "exact"])
 @pytest.mark.parametrize("loss", [shifted, upcast, every_second, of_some])
 def test_ways_that_programs_write_it(loss, tiling, config):
-    """What takes some rows of a product takes them of all, where bits count."""
+    """If bits count, reading some rows of a product computes all of it."""
 
     def run(layer):
         x = input_of(2, TOKENS // 2, WIDTH)
@@ -140,7 +140,7 @@ def test_logits_are_never_whole_in_memory(config):
 
 
 def test_logits_that_are_asked_for(config):
-    """Beside the loss, before it, after it, and by losses that are not taken in parts."""
+    """In addition to the loss: before it, after it, and by losses that are not computed in parts."""
 
     def run(layer):
         x = input_of(TOKENS, WIDTH)

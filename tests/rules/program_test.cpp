@@ -13,7 +13,7 @@ using namespace zeropage;
 
 namespace {
 
-/// A domain whose disk is told to fail.
+/// A domain with a disk that fails on request.
 struct Fixture {
   TemporaryDirectory directory;
   FailingIo* disk;
@@ -80,7 +80,7 @@ TEST_CASE("a step that the disk interrupts goes on where it stopped, and nothing
   CHECK(failures > 3);  // of 12 reads; the others were read ahead, and are read again
 }
 
-TEST_CASE("an error while deferred operators run is told once") {
+TEST_CASE("an error while deferred operators run surfaces once") {
   torch::NoGradGuard no_grad;
   Fixture f;
   auto p = f.paged(torch::ones({150, 150}), Role::parameter), g = f.paged(torch::ones({150, 150}), Role::gradient);

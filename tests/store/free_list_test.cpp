@@ -21,7 +21,7 @@ TEST_CASE("the smallest hole that fits is taken, and neighbours merge") {
   CHECK(list.take(250) == 0);
 }
 
-TEST_CASE("what is taken from the top lies above what is taken from the bottom") {
+TEST_CASE("ranges taken from the top are above ranges taken from the bottom") {
   FreeList list;
   list.release(0, 1000);
   CHECK(list.take(100, FreeList::Side::top) == 900);

@@ -39,7 +39,7 @@ class LargestFile {
   rlimit before_{};
 };
 
-/// Of those in which 64 MiB from `offset` on lie.
+/// The size of the files that hold the 64 MiB from `offset` on.
 std::size_t bytes_of_files(const SwapFile& swap, std::uint64_t offset) {
   std::map<const File*, std::size_t> sizes;
   swap.for_each_piece(offset, 64 * kMiB, [&](const SwapFile::Piece& piece) {
@@ -92,7 +92,7 @@ struct TwoDisks {
 
 }  // namespace
 
-TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes as they are fast, and each byte lies in one place") {
+TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes in proportion to speed, and each byte is in one place") {
   SwapFile swap(paths, {3.1, 1});
   const Extent extent = swap.allocate(70 * kMiB + kBlockBytes);  // the files end within a period
   std::map<const File*, std::map<std::uint64_t, std::size_t>> places;
@@ -121,7 +121,7 @@ TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes as they are fast, and eac
   CHECK(more / less == doctest::Approx(3.1).epsilon(0.05));
 }
 
-TEST_CASE_FIXTURE(TwoDisks, "a part of a range lies where the whole says") {
+TEST_CASE_FIXTURE(TwoDisks, "a part of a range is where the whole range says") {
   SwapFile swap(paths, {3, 1});
   const Extent extent = swap.allocate(8 * kMiB);
   const auto place_of = [&](std::uint64_t offset) {
