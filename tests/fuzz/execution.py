@@ -3,10 +3,10 @@
 A program's text uses torch's names and a few more: `rank`, `ranks`, and the methods of `Run` that `NAMES` lists. Both
 runs execute the same text, with different implementations of these names.
 
-The plain run computes what DistributedDataParallel would if it summed in rank order. Each `backward` adds to
-`p.grad` the mean over ranks of its own gradients, in which a rank without a gradient counts as zeros. `p.grad` stays None where
-no rank has one. Records are compared to the bit. Where a program takes a norm over ranks, and in mixed precision, they are
-compared within a tolerance.
+The plain run computes what DistributedDataParallel would if it summed in rank order. Each `backward` adds to `p.grad`
+the mean over ranks of its own gradients, in which a rank without a gradient counts as zeros. `p.grad` stays None
+where no rank has one. Records are compared to the bit, or within a tolerance: of programs that take a norm over
+ranks, and in mixed precision.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCE, MIXED = 2e-5, 3e-2  # of a tensor's norm; the second with bfloat16
 STABLE = 5e-6  # of float32 against float64
 FLOOR = 1e-8  # of an element: what rounding leaves of sums that are 0
 
-# Ranks add the norms of their shares in float64: the last bit of a program that takes one differs from plain PyTorch's.
+# Ranks add the norms of their shares in float64, so the last bit differs from plain PyTorch's.
 TAKES_NORM = re.compile(r"\bnorm\(|grad_norm_")
 
 Record = list[tuple[str, torch.Tensor | None]]

@@ -139,7 +139,7 @@ def failed(answer: dict[str, Any]) -> bool:
 @dataclasses.dataclass
 class Verdict:
     seed: int
-    kind: str  # right, close (right within a tolerance), differs, raises, crashes, hangs, unsteady, broken (plain fails)
+    kind: str  # right, close (within a tolerance), differs, raises, crashes, hangs, unsteady, broken (plain fails)
     said: str = ""
     detail: str = ""
 
