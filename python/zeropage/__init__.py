@@ -34,12 +34,9 @@ from zeropage._config import Config
 from zeropage._core import AccessError, BudgetError, ConfigError, DiskError, RankError, ZeropageError, is_paged
 from zeropage._explain import Explanation, explain
 from zeropage._gather_together import gather_together
-from zeropage._patches import install as _install_patches
 from zeropage._report import Report
 from zeropage._space import Space, init, page, page_out, pinned, report, synchronize
 from zeropage._tracing import Trace, trace
-
-_install_patches()
 
 #: The latest release of torch that the tests pass on.
 _TESTED = (2, 14)

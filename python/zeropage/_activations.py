@@ -8,14 +8,12 @@ save_on_cpu and checkpoints, do what they always did.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd import graph
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -84,7 +82,7 @@ def _latest() -> _core.Activations | None:
 
 
 @contextlib.contextmanager
-def _without_ours() -> Iterator[None]:
+def without_ours() -> Iterator[None]:
     """torch.func allows no hooks; what it differentiates stays in memory."""
     popped = []
     while _latest() is not None:
@@ -95,44 +93,3 @@ def _without_ours() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(popped):
             _hooks._push_saved_tensors_default_hooks(pack, unpack)
-
-
-class _Left:
-    """A paged tensor that was not copied."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._version = tensor._version
-
-    def open(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a paged tensor of {list(self._tensor.shape)} is at version {self._tensor._version}; expected "
-                f"version {self._version} instead."
-            )
-        return self._tensor
-
-
-def install() -> None:
-    disable = graph.disable_saved_tensors_hooks
-
-    @functools.wraps(disable)
-    @contextlib.contextmanager
-    def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
-        with _without_ours(), disable(error_message):
-            yield
-
-    on_cpu: Any = graph.save_on_cpu
-    initialise = on_cpu.__init__
-
-    @functools.wraps(initialise)
-    def init(self: Any, *args: Any, **named: Any) -> None:
-        initialise(self, *args, **named)
-        pack, unpack = self.pack_hook, self.unpack_hook
-        # What pages is not copied: it is where it should be.
-        self.pack_hook = lambda tensor: _Left(tensor) if _core.is_paged(tensor) else pack(tensor)
-        self.unpack_hook = lambda packed: packed.open() if isinstance(packed, _Left) else unpack(packed)
-
-    graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
-    on_cpu.__init__ = init

@@ -11,8 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -115,53 +114,3 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[
             with contextlib.suppress(OSError):
                 partial.path.unlink()
             raise
-
-
-class _Streamed:
-    """Tensors on their way through safetensors.torch, with their data not looked at yet."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-
-def patch(module: ModuleType) -> None:
-    """Of safetensors.torch: what writes files. Its checks stay."""
-    library: Any = module
-    flatten: Callable[..., Any] | None = getattr(library, "_flatten_as_ptr", None)
-    if flatten is None:
-        return  # an older release: copies
-    serialize, serialize_file = library.serialize, library.serialize_file
-
-    def flatten_as_ptr(tensors: Any, keep_alive: list[Any]) -> Any:
-        if not isinstance(tensors, dict) or not any(_is_paged(tensor) for tensor in tensors.values()):
-            return flatten(tensors, keep_alive)
-        library._evaluate_tensors_for_save(tensors)
-        for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"You are trying to save a non contiguous tensor: `{name}` which is not allowed: call "
-                    "`.contiguous()` on it before saving."
-                )
-        return _Streamed(tensors)
-
-    def to_bytes(flat: Any, metadata: Any = None) -> Any:
-        keep_alive: list[Any] = []
-        if isinstance(flat, _Streamed):
-            flat = flatten({name: _plain(tensor) for name, tensor in flat.tensors.items()}, keep_alive)
-        return serialize(flat, metadata=metadata)
-
-    def to_file(flat: Any, filename: str | os.PathLike[str], metadata: Any = None) -> None:
-        if isinstance(flat, _Streamed):
-            save_file(flat.tensors, os.fspath(filename), metadata)
-        else:
-            serialize_file(flat, filename, metadata=metadata)
-
-    library._flatten_as_ptr, library.serialize, library.serialize_file = flatten_as_ptr, to_bytes, to_file
-
-
-def _is_paged(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and _core.is_paged(value)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return _one_saves.plain_copy(tensor.detach()) if _core.is_paged(tensor) else tensor

@@ -15,8 +15,9 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeropage import _activations, _core, _identity, _parameters
+from zeropage import _activations, _core, _integrations
 from zeropage._config import Config, ConfigLike
+from zeropage._integrations.addresses import real_addresses
 from zeropage._ranks import Groups, ProcessGroup, find_groups, is_alive
 from zeropage._report import Report
 from zeropage._tuned import add_tuned
@@ -133,8 +134,8 @@ class Space:
 
     def _start(self, core: _core.Space, now: Callable[[], float], groups: Groups) -> None:
         self._core, self._now = core, now
-        if groups.shard is not None:
-            _parameters.watch()
+        self._lifetime = core.lifetime()
+        _integrations.hold(self._lifetime, over_ranks=groups.shard is not None)
         # Weak references: destroy_process_group() must end the groups' threads.
         self._groups = [weakref.ref(group) for group in (groups.shard, groups.replica) if group is not None]
         self._activations = self._core.activations()
@@ -278,6 +279,7 @@ class Space:
             self._activations.close()
             _activations.tidy()
         self._core.close()
+        _integrations.release(self._lifetime)
 
 
 class _Scopes(threading.local):
@@ -427,7 +429,7 @@ def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """
     pin = _core.pin(tensor)
     try:
-        with _identity.real_addresses([tensor]):
+        with real_addresses([tensor]):
             yield tensor
     finally:
         pin.release()

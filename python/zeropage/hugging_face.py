@@ -5,12 +5,9 @@ Trainer works on paged models without this module.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_callback import CallbackHandler
 
 from zeropage._metrics import MetricsBetweenLogs
 from zeropage._space import Space
@@ -37,19 +34,3 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_local_process_zero and logs is not None:
             logs.update(self._metrics.take(state.global_step))
-
-
-def _report_first(on_log: Callable[..., Any]) -> Callable[..., Any]:
-    """Trainer puts its reporters before the program's callbacks, gives all of them the same `logs`, and lets none of
-    them reach the list. So the list is put in order where it is used."""
-
-    @functools.wraps(on_log)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.callbacks.sort(key=lambda callback: not isinstance(callback, ReportCallback))  # others stay in order
-        return on_log(self, *args, **kwargs)
-
-    return method
-
-
-_handler: Any = CallbackHandler
-_handler.on_log = _report_first(_handler.on_log)

@@ -300,7 +300,9 @@ void bind_spaces(py::module_& module) {
       .def("save", &Activations::save, py::arg("tensor"), py::call_guard<py::gil_scoped_release>())
       .def("close", &Activations::close)
       .def_property_readonly("is_open", &Activations::is_open);
+  py::class_<Space::Lifetime>(module, "Lifetime").def_property_readonly("is_over", &Space::Lifetime::is_over);
   py::class_<Space, std::shared_ptr<Space>>(module, "Space")
+      .def("lifetime", &Space::lifetime)
       .def(py::init([](const Config& config, const std::string& shard, const std::string& replica) {
              const auto group = [](const std::string& name) {
                return name.empty() ? nullptr : c10d::resolve_process_group(name);

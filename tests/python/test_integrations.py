@@ -4,6 +4,7 @@ import contextlib
 import os
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from test_hugging_face import build
 from zeropage._space import space_of
 
 import zeropage
-from zeropage import ConfigError, _wrappers
+from zeropage import ConfigError
+from zeropage import _integrations as integrations
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.cpu
@@ -327,8 +329,15 @@ def test_releases_without_the_private_names_are_left_as_they_are():
             pass
 
     without = types.SimpleNamespace(Trainer=Trainer)
-    for patch in (_wrappers._trainer, _wrappers._accelerate_saving, _wrappers._adapters, _wrappers.refused("shard")):
-        patch(without)
+    ours: Any = integrations
+    changers = (
+        ours.transformers._change_trainer,
+        ours.accelerate._change_saving,
+        ours.peft._change_adding,
+        ours.models.refused("shard"),
+    )
+    for change in changers:
+        change(integrations.Changes(), without)
     assert not hasattr(Trainer, "_save_optimizer_and_scheduler")
 
 

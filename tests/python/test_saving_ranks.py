@@ -145,7 +145,7 @@ def test_accelerate_saves_and_loads_its_state(precision, two, tmp_path):
 
 
 def test_ranges_of_elements_are_boxes():
-    from zeropage._distributed_checkpoint import boxes
+    from zeropage._integrations.distributed_checkpoint import boxes
 
     for shape in ((11,), (3, 4), (2, 3, 4), (1, 5), (5, 1), (2, 1, 3)):
         numbers = torch.arange(torch.Size(shape).numel()).view(shape)

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeropage import _core
-from zeropage._data_parallel import passed_through
+from zeropage._integrations.data_parallel import passed_through
 from zeropage._process_group import standing_in
 from zeropage._space import Space, _mix, copied, init
 from zeropage._tracing import trace

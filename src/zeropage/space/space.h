@@ -110,6 +110,17 @@ class Space : public std::enable_shared_from_this<Space> {
   std::shared_ptr<Activations> activations() const;
 
   Report report() const;
+
+  /// Tells when the space and all its tensors are gone; does not keep them.
+  class Lifetime {
+   public:
+    explicit Lifetime(std::weak_ptr<Domain> domain) : domain_(std::move(domain)) {}
+    bool is_over() const { return domain_.expired(); }
+
+   private:
+    std::weak_ptr<Domain> domain_;
+  };
+  [[nodiscard]] Lifetime lifetime() const { return Lifetime(domain_); }
   /// Whether the tensor is paged here.
   bool holds(const at::Tensor& tensor) const;
   const Config& config() const { return config_; }  // as resolved: no "auto" left but for tiers

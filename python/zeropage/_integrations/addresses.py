@@ -16,6 +16,15 @@ from typing import Any, NoReturn
 import torch
 
 from zeropage import _core
+from zeropage._integrations import Change, Changes
+
+CHANGES = [
+    Change(
+        "torch",
+        ("torch._tensor.Tensor.data_ptr", "torch.storage.UntypedStorage.data_ptr"),
+        "a paged tensor has no address; libraries use it to see which tensors share elements",
+    )
+]
 
 _held: collections.Counter[int] = collections.Counter()  # by the storage's virtual address: has a real one now
 
@@ -85,7 +94,7 @@ def real_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                 del _held[place]
 
 
-def install() -> None:
+def install(changes: Changes) -> None:
     tensors: Any = torch.Tensor
     storages: Any = torch.UntypedStorage
     of_tensor, of_storage = tensors.data_ptr, storages.data_ptr
@@ -103,5 +112,5 @@ def install() -> None:
         result: int = of_tensor(self)
         return result
 
-    tensors.data_ptr = address
-    storages.data_ptr = storage_address
+    changes.replace(tensors, "data_ptr", address)
+    changes.replace(storages, "data_ptr", storage_address)

@@ -14,6 +14,22 @@ from typing import Any
 import torch
 
 from zeropage import _core, _one_saves, _space
+from zeropage._integrations import Change, Changes
+
+_OPTIMIZER_VALUE = "_process_value_according_to_param_policy"
+CHANGES = [
+    Change("torch", ("torch.nn.modules.module.Module.state_dict",), "it gives float32 masters (setting state_dict)"),
+    Change(
+        "torch",
+        ("torch.nn.modules.module.Module._load_from_state_dict",),
+        "load_state_dict(assign=True) pages what it assigns to a paged parameter",
+    ),
+    Change(
+        "torch",
+        (f"torch.optim.optimizer.Optimizer.{_OPTIMIZER_VALUE}",),
+        "states that an optimizer loads are paged, in the dtype of the parameter's master",
+    ),
+]
 
 _within = threading.local()  # .destination: what a module's state_dict() fills, with its children's
 
@@ -98,10 +114,10 @@ def _optimizer_value(original: Any) -> Any:
     return process
 
 
-def install() -> None:
+def install(changes: Changes) -> None:
     module: Any = torch.nn.Module
-    module.state_dict = _module_state_dict(module.state_dict)
-    module._load_from_state_dict = _load_from_state_dict(module._load_from_state_dict)
+    changes.replace(module, "state_dict", _module_state_dict(module.state_dict))
+    changes.replace(module, "_load_from_state_dict", _load_from_state_dict(module._load_from_state_dict))
     optimizer: Any = torch.optim.Optimizer
-    name = "_process_value_according_to_param_policy"
-    setattr(optimizer, name, staticmethod(_optimizer_value(getattr(optimizer, name))))
+    process = _optimizer_value(getattr(optimizer, _OPTIMIZER_VALUE))
+    changes.replace(optimizer, _OPTIMIZER_VALUE, staticmethod(process))

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from zeropage import _core
+from zeropage._integrations import Change, Changes
 
-_are_watched = False
+CHANGES = [
+    Change(
+        "torch",
+        ("torch.nn.parameter.Parameter.data", "torch.nn.parameter.Parameter.grad"),
+        "over ranks, gradients and `.data` that a program sets are taken over",
+    )
+]
 
 
-def watch() -> None:
-    """Let the core see what the program sets as a parameter's `.data` and `.grad`, which passes by all operators.
-
-    Called once there are ranks: in one process both need nothing.
-    """
-    global _are_watched
-    if _are_watched:
-        return
-    _are_watched = True
+def install(changes: Changes) -> None:
+    """Once there are ranks: in one process both need nothing."""
     parameter: Any = torch.nn.Parameter
     for name, take in (("data", _core.take_data), ("grad", _core.take_gradient)):
-        setattr(parameter, name, _watched(getattr(torch.Tensor, name), take))
+        changes.replace(parameter, name, _watched(getattr(torch.Tensor, name), take))
 
 
 def _watched(attribute: Any, take: Callable[[torch.Tensor], None]) -> property:

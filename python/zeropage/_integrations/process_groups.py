@@ -15,9 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeropage._integrations import Change, Changes
 from zeropage._ranks import Groups
 from zeropage._space import open_spaces, space_of_any
 
+CHANGES = [
+    Change(
+        "torch",
+        ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group"),
+        "a space that was made before the group lies over its ranks afterwards",
+    )
+]
 _stepped_alone = False
 
 
@@ -55,7 +63,7 @@ def before_step(parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
-def install() -> None:
+def install(changes: Changes) -> None:
     if not dist.is_available():
         return
     start = dist.init_process_group
@@ -65,6 +73,5 @@ def install() -> None:
         start(*args, **named)
         join_ranks()
 
-    modules: list[Any] = [dist, dist.distributed_c10d]
-    for module in modules:
-        module.init_process_group = init_process_group
+    for module in (dist, dist.distributed_c10d):
+        changes.replace(module, "init_process_group", init_process_group)

@@ -14,9 +14,18 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from wrapt import when_imported
 
-from zeropage import _core, _wrappers
+from zeropage import _core
+from zeropage._integrations import Change, Changes
+from zeropage._integrations.models import is_paged, refused
+
+CHANGES = [
+    Change(
+        "torch",
+        ("torch.nn.parallel.distributed.DistributedDataParallel.__init__",),
+        "zeropage sums gradients itself: a paged model is refused, or under `zeropage run` passed through",
+    )
+]
 
 _begin: Callable[[torch.nn.Module], None] | None = None
 
@@ -44,7 +53,7 @@ class _Reducer:
     def _delay_all_reduce(self) -> None: ...
 
 
-def _data_parallel(module: ModuleType) -> None:
+def _change_wrapping(changes: Changes, module: ModuleType) -> None:
     """Instead of an error, what passed_through() says."""
     parallel: Any = module.DistributedDataParallel
 
@@ -128,7 +137,7 @@ def _data_parallel(module: ModuleType) -> None:
             self.__dict__.update(state)
             self.process_group = torch.distributed.group.WORLD
 
-    _wrappers.refused("DistributedDataParallel")(module)
+    refused("DistributedDataParallel")(changes, module)
     refuse = parallel.__init__
     signature = inspect.signature(refuse)
     types: dict[type, type] = {parallel: Passed}
@@ -139,10 +148,10 @@ def _data_parallel(module: ModuleType) -> None:
             refuse(self, module, *args, **kwargs)
             return
         settings = signature.bind(self, module, *args, **kwargs).arguments
-        if _wrappers.is_paged(module):
+        if is_paged(module):
             _check_group(settings.get("process_group"))
         _begin(module)
-        if not _wrappers.is_paged(module):
+        if not is_paged(module):
             refuse(self, module, *args, **kwargs)
             return
         own: Any = type(self)
@@ -151,7 +160,7 @@ def _data_parallel(module: ModuleType) -> None:
         self.__class__ = types[own]
         Passed.__init__(self, module, settings)
 
-    parallel.__init__ = wrap
+    changes.replace(parallel, "__init__", wrap)
 
 
 def _check_group(group: Any) -> None:
@@ -177,5 +186,5 @@ def _parts(tensors: list[torch.Tensor], most: int) -> Iterator[list[torch.Tensor
         yield part
 
 
-def install() -> None:
-    when_imported("torch.nn.parallel.distributed")(_data_parallel)
+def install(changes: Changes) -> None:
+    changes.when_imported("torch.nn.parallel.distributed", _change_wrapping)

@@ -16,12 +16,25 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from wrapt import when_imported
 
-from zeropage import _core, _identity
+from zeropage import _core
+from zeropage._integrations import Change, Changes, addresses
+
+CHANGES = [
+    Change(
+        "torch",
+        ("torch._inductor.output_code.CompiledFxGraph.__call__",),
+        "a compiled region reads addresses, so its paged inputs are brought into memory first",
+    ),
+    Change(
+        "torch",
+        ("torch._ops.HigherOrderOperator.__init__",),
+        "higher-order operators have no fallback, and must skip our dispatch key",
+    ),
+]
 
 
-def _patch(module: ModuleType) -> None:
+def _change_regions(changes: Changes, module: ModuleType) -> None:
     graph: Any = getattr(module, "CompiledFxGraph", object)
     call = vars(graph).get("__call__")
     if call is None or list(inspect.signature(call).parameters) != ["self", "inputs"]:
@@ -46,7 +59,7 @@ def _patch(module: ModuleType) -> None:
                 "one by one, `for block in model.blocks: block.compile()`, instead of the whole model"
             ) from None
         try:
-            with _identity.real_addresses(inputs[i] for i in paged):
+            with addresses.real_addresses(inputs[i] for i in paged):
                 result = call(self, inputs)
         except BaseException:
             held.drop()  # not left to the garbage: a traceback keeps this frame
@@ -54,10 +67,10 @@ def _patch(module: ModuleType) -> None:
         held.release()
         return result
 
-    graph.__call__ = run
+    changes.replace(graph, "__call__", run)
 
 
-def _pass_our_key(module: ModuleType) -> None:
+def _pass_our_key(changes: Changes, module: ModuleType) -> None:
     """Let higher-order operators, which have no fallback, go to the keys below ours.
 
     What they call are operators, which fault. Compilers make higher-order ones of checks and prints inside a scope.
@@ -74,11 +87,13 @@ def _pass_our_key(module: ModuleType) -> None:
         init(self, *args, **kwargs)
         self.non_fallthrough_keys = self.non_fallthrough_keys.remove(ours)
 
-    higher.__init__ = run
+    changes.replace(higher, "__init__", run)
     for operator in known.values():
-        operator.non_fallthrough_keys = operator.non_fallthrough_keys.remove(ours)
+        before = operator.non_fallthrough_keys
+        operator.non_fallthrough_keys = before.remove(ours)
+        changes.on_undo(functools.partial(setattr, operator, "non_fallthrough_keys", before))
 
 
-def install() -> None:
-    _pass_our_key(torch._ops)
-    when_imported("torch._inductor.output_code")(_patch)
+def install(changes: Changes) -> None:
+    _pass_our_key(changes, torch._ops)
+    changes.when_imported("torch._inductor.output_code", _change_regions)

@@ -1,9 +1,4 @@
-"""Narrow replacements for the few Python methods that look past the dispatcher.
-
-Everything PyTorch does with a tensor goes through an operator, and operators fault. These do not: they choose a
-backend by dispatch key, or read a storage's memory. Each acts on paged tensors alone and leaves all others to the
-original.
-"""
+"""Methods of tensors that look past the dispatcher: they choose a backend by its key, or read a storage's memory."""
 
 from __future__ import annotations
 
@@ -13,26 +8,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zeropage import (
-    _activations,
-    _compiled,
-    _core,
-    _data_parallel,
-    _distributed_checkpoint,
-    _hugging_face,
-    _identity,
-    _joining,
-    _notices,
-    _plain_parameters,
-    _space,
-    _state_dicts,
-    _step_numbers,
-    _steps,
-    _torch_save,
-    _wrappers,
-)
+from zeropage import _core, _space
+from zeropage._integrations import Change, Changes
+
+_NUMBERS = ("float", "int", "index", "complex", "bool")
+
+CHANGES = [
+    Change(
+        "torch",
+        ("torch._tensor.Tensor.__deepcopy__", "torch.nn.parameter.Parameter.__deepcopy__"),
+        "a deep copy of a paged tensor is paged, in the same space",
+    ),
+    Change(
+        "torch",
+        ("torch._tensor.Tensor.new_tensor", "torch._tensor.Tensor.new"),
+        "they choose a backend by a dispatch key that has none",
+    ),
+    Change("torch", ("torch._tensor.Tensor.is_pinned",), "a paged tensor has no address to ask about"),
+    Change(
+        "torch",
+        ("torch._tensor.Tensor.tolist", *(f"torch._tensor.Tensor.__{name}__" for name in _NUMBERS)),
+        "they read memory, and get a copy; printing and torch.tensor([w[0]]) use them",
+    ),
+    Change("torch", ("torch.utils.swap_tensors",), "it refuses tensors that have weak references, such as ours"),
+    Change(
+        "torch", ("torch.nn.modules.rnn.RNNBase.flatten_parameters",), "paged weights are not in one piece of memory"
+    ),
+]
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +69,7 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def _said(deepcopy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Copies of modules run no registration hook: scopes and zeropage run hear of their tensors here."""
+    """Copies of modules run no registration hook, so scopes and `zeropage run` learn of their tensors here."""
 
     @functools.wraps(deepcopy)
     def method(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -83,18 +86,24 @@ def _as_number(convert: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     return on_paged(convert, lambda self: convert(_core.plain_copy(self.detach()) if self.numel() == 1 else self))
 
 
-def _patch_tensor() -> None:
+def _change_tensors(changes: Changes) -> None:
     tensor: Any = torch.Tensor
     parameter: Any = torch.nn.Parameter
-    parameter.__deepcopy__ = _said(parameter.__deepcopy__)
-    new_tensor, new = tensor.new_tensor, tensor.new
-    tensor.new_tensor = on_paged(new_tensor, lambda self, *a, **k: new_tensor(_stand_in(self), *a, **k))
-    tensor.new = on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k))
-    tensor.__deepcopy__ = _said(on_paged(tensor.__deepcopy__, _deepcopy))
-    tensor.is_pinned = on_paged(tensor.is_pinned, lambda self, *_a, **_k: False)  # it has no address to ask about
-    # torch.tensor([w[0], w[1]]) converts its elements by these.
-    for name in ["__float__", "__int__", "__index__", "__complex__", "__bool__"]:
-        setattr(tensor, name, _as_number(getattr(tensor, name)))
+    new_tensor, new, tolist = tensor.new_tensor, tensor.new, tensor.tolist
+    methods = {
+        "new_tensor": on_paged(new_tensor, lambda self, *a, **k: new_tensor(_stand_in(self), *a, **k)),
+        "new": on_paged(new, lambda self, *a, **k: new(_stand_in(self), *a, **k)),
+        "is_pinned": on_paged(tensor.is_pinned, lambda self, *_a, **_k: False),
+        "tolist": on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach()))),
+        **{f"__{name}__": _as_number(getattr(tensor, f"__{name}__")) for name in _NUMBERS},
+    }
+    changes.replace(parameter, "__deepcopy__", _said(parameter.__deepcopy__))
+    changes.replace(tensor, "__deepcopy__", _said(on_paged(tensor.__deepcopy__, _deepcopy)))
+    for name, method in methods.items():
+        changes.replace(tensor, name, method)
+
+
+def _change_swapping(changes: Changes) -> None:
     swap: Any = torch.utils.swap_tensors
 
     @functools.wraps(swap)
@@ -102,12 +111,10 @@ def _patch_tensor() -> None:
         with _space.forgotten([t1, t2]):
             swap(t1, t2)
 
-    torch.utils.swap_tensors = swap_tensors
-    tolist = tensor.tolist  # printing reads memory: it gets a copy
-    tensor.tolist = on_paged(tolist, lambda self: tolist(_core.plain_copy(self.detach())))
+    changes.replace(torch.utils, "swap_tensors", swap_tensors)
 
 
-def _patch_recurrent() -> None:
+def _change_recurrent(changes: Changes) -> None:
     rnn: Any = torch.nn.RNNBase
     flatten = rnn.flatten_parameters
 
@@ -117,29 +124,10 @@ def _patch_recurrent() -> None:
         if not any(isinstance(w, torch.Tensor) and _core.is_paged(w) for w in self._flat_weights):
             flatten(self)
 
-    rnn.flatten_parameters = flatten_parameters
+    changes.replace(rnn, "flatten_parameters", flatten_parameters)
 
 
-def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _step_numbers.note(optimizer)
-    _core.step_ended([p for group in optimizer.param_groups for p in group["params"]])
-
-
-def install() -> None:
-    register_optimizer_step_pre_hook(_plain_parameters.check)
-    register_optimizer_step_post_hook(_step_ended)
-    register_optimizer_step_post_hook(_notices.steps.ended)
-    _step_numbers.install()
-    _steps.install()
-    _joining.install()
-    _patch_tensor()
-    _identity.install()
-    _patch_recurrent()
-    _torch_save.install(on_paged)
-    _state_dicts.install()
-    _distributed_checkpoint.install()
-    _hugging_face.install(on_paged)
-    _wrappers.install()
-    _data_parallel.install()
-    _compiled.install()
-    _activations.install()
+def install(changes: Changes) -> None:
+    _change_tensors(changes)
+    _change_swapping(changes)
+    _change_recurrent(changes)

@@ -12,9 +12,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zeropage import _core, _joining
+from zeropage import _core, _notices, _plain_parameters, _step_numbers
+from zeropage._integrations import Change, Changes, process_groups
+
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_UNSCALE = "_unscale_grads_" if hasattr(torch.amp.GradScaler, "_unscale_grads_") else "unscale_"
+CHANGES = [
+    Change(
+        "torch",
+        ("torch.optim.optimizer.Optimizer._patch_step_function",),
+        "in a step, ordinary tensors and numbers are the same on all ranks; each optimizer class's step() says so",
+    ),
+    Change(
+        "torch",
+        (
+            *(f"torch.nn.utils{module}.{name}" for module in ("", ".clip_grad") for name in _CLIPS),
+            f"torch.amp.grad_scaler.GradScaler.{_UNSCALE}",
+        ),
+        "over ranks, gradients that a program sets are averaged before they are used",
+    ),
+]
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -31,7 +50,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    _joining.before_step(parameters)
+    process_groups.before_step(parameters)
     if _core.before_step(parameters):
         _core.note_states(_states(optimizer))
 
@@ -68,11 +87,11 @@ def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _wrap_step(cls: Any) -> None:
+def _wrap_step(changes: Changes, cls: Any) -> None:
     # The class that has the method: PyTorch hooks it there, once.
     owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
     if owner is not None and owner is not torch.optim.Optimizer and not hasattr(owner.step, "zeropage"):
-        owner.step = _in_step(owner.step)
+        changes.replace(owner, "step", _in_step(owner.step))
 
 
 def _subclasses(cls: type) -> Iterable[type]:
@@ -90,39 +109,57 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
         parameters = list(parameters)
-        _joining.join_ranks()
+        process_groups.join_ranks()
         _core.before_step(parameters)
         return clip(parameters, *args, **kwargs)
 
     return clipping
 
 
-def install() -> None:
-    _core.announce_steps()
-    register_optimizer_step_pre_hook(_before_step)
+def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _step_numbers.note(optimizer)
+    _core.step_ended([p for group in optimizer.param_groups for p in group["params"]])
+
+
+def _change_steps(changes: Changes) -> None:
     optimizer: Any = torch.optim.Optimizer
     hook = optimizer._patch_step_function
 
     @functools.wraps(hook)
     def patch_step(self: torch.optim.Optimizer) -> None:
         hook(self)
-        _wrap_step(type(self))
+        _wrap_step(changes, type(self))
 
-    optimizer._patch_step_function = patch_step
+    changes.replace(optimizer, "_patch_step_function", patch_step)
     for made in _subclasses(torch.optim.Optimizer):
         if hasattr(getattr(made, "step", None), "hooked"):  # some optimizer of the class is there already
-            _wrap_step(made)
-    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        functions: Any = module
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            setattr(functions, name, _averaged_first(getattr(functions, name)))
+            _wrap_step(changes, made)
+
+
+def _change_scaler(changes: Changes) -> None:
     scaler: Any = torch.amp.GradScaler
-    name = "_unscale_grads_" if hasattr(scaler, "_unscale_grads_") else "unscale_"
-    unscale = getattr(scaler, name)
+    unscale = getattr(scaler, _UNSCALE)
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         _core.before_step([p for group in optimizer.param_groups for p in group["params"]])
         return unscale(self, optimizer, *args, **kwargs)
 
-    setattr(scaler, name, unscale_)
+    changes.replace(scaler, _UNSCALE, unscale_)
+
+
+def install(changes: Changes) -> None:
+    _core.announce_steps()
+    _step_numbers.install()
+    for register, hook in (
+        (register_optimizer_step_pre_hook, _plain_parameters.check),
+        (register_optimizer_step_post_hook, _step_ended),
+        (register_optimizer_step_post_hook, _notices.steps.ended),
+        (register_optimizer_step_pre_hook, _before_step),
+    ):
+        changes.on_undo(register(hook).remove)
+    _change_steps(changes)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in _CLIPS:
+            changes.replace(module, name, _averaged_first(getattr(module, name)))
+    _change_scaler(changes)

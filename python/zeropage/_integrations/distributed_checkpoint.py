@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from zeropage import _core
+from zeropage._integrations import Change, Changes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -107,11 +108,20 @@ def _over_ranks(name: str, method: Callable[..., Any]) -> property:
     return property(get)  # which torch.compile knows, as it does not know other descriptors
 
 
-def install() -> None:
-    tensor: Any = torch.Tensor
-    for name, method in (
-        ("__create_write_items__", _write_items),
-        ("__create_chunk_list__", _chunk_list),
-        ("__get_tensor_shard__", _shard),
-    ):
-        setattr(tensor, name, _over_ranks(name, method))
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__create_write_items__": _write_items,
+    "__create_chunk_list__": _chunk_list,
+    "__get_tensor_shard__": _shard,
+}
+CHANGES = [
+    Change(
+        "torch",
+        tuple(f"torch._tensor.Tensor.{name}" for name in _METHODS),
+        "torch.distributed.checkpoint asks tensors for their shares by them",
+    )
+]
+
+
+def install(changes: Changes) -> None:
+    for name, method in _METHODS.items():
+        changes.replace(torch.Tensor, name, _over_ranks(name, method))

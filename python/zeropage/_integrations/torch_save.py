@@ -15,6 +15,16 @@ from typing import Any
 import torch
 
 from zeropage import _core, _one_saves
+from zeropage._integrations import Change, Changes
+from zeropage._integrations.tensors import on_paged
+
+CHANGES = [
+    Change(
+        "torch",
+        ("torch._tensor.Tensor._reduce_ex_internal", "torch.serialization._save"),
+        "torch.save() and pickle read memory; storages are read one at a time, when they are written",
+    )
+]
 
 _saving = threading.local()  # .held: of a thread that is in torch.save, the pin of what it writes now
 
@@ -103,11 +113,11 @@ def reduce(original: Callable[..., Any], tensor: torch.Tensor, protocol: int) ->
     return rebuild, arguments
 
 
-def install(on_paged: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]) -> None:
+def install(changes: Changes) -> None:
     tensor: Any = torch.Tensor
     serialization: Any = torch.serialization
     plain_reduce, save = tensor._reduce_ex_internal, serialization._save
-    tensor._reduce_ex_internal = on_paged(plain_reduce, functools.partial(reduce, plain_reduce))
+    changes.replace(tensor, "_reduce_ex_internal", on_paged(plain_reduce, functools.partial(reduce, plain_reduce)))
 
     @functools.wraps(save)
     def saving(*arguments: Any, **named: Any) -> Any:
@@ -122,4 +132,4 @@ def install(on_paged: Callable[[Callable[..., Any], Callable[..., Any]], Callabl
             else:
                 _saving.held = outer
 
-    serialization._save = saving
+    changes.replace(serialization, "_save", saving)
