@@ -1,5 +1,5 @@
-// What is known of a gradient's norm before it is asked for: what was asked of the leaf's gradients so far, and the
-// norm that was therefore taken when this one was made (rules/norms.h).
+// A gradient's norm before the program requests it: the norms requested of the leaf's gradients so far, and the norm
+// computed for that reason when this gradient was made (rules/norms.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,15 +21,15 @@ struct AskedNorm {
   bool operator==(const AskedNorm&) const = default;
 };
 
-/// Of one leaf: what its gradients are asked for. Norms that are taken in vain make it pause, longer each time. Any
-/// thread.
+/// The norms that the program requests of one leaf's gradients. After a norm that nothing used it pauses, longer each
+/// time. Any thread may call it.
 class NormHabit {
  public:
   void note(const AskedNorm& asked) {
     std::lock_guard lock(mutex_);
     asked_ = asked;
   }
-  /// What the gradient that is made now will be asked for.
+  /// The norm that the program will probably request of the gradient made now.
   std::optional<AskedNorm> expected() {
     std::lock_guard lock(mutex_);
     return asked_ && backoff_.pass() ? asked_ : std::nullopt;

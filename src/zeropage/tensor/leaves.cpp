@@ -8,7 +8,7 @@
 namespace zeropage {
 namespace {
 
-/// Never 0, which is no key, nor a number that is counted. splitmix64's finalizer.
+/// splitmix64's finalizer. Never 0, which is no key, and never a counted number.
 std::uint64_t mix_key(std::uint64_t hash, std::uint64_t value) {
   std::uint64_t z = hash + 0x9e3779b97f4a7c15 * (value + 1);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;

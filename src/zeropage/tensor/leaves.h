@@ -1,8 +1,8 @@
-// The leaves of one space: parameters that require gradients, known by keys that are the same on all ranks.
+// The leaves of one space: parameters that require gradients, under keys that are the same on all ranks.
 //
-// [Note: keys of leaves] A leaf's key is the number of its storage; leaves over one storage are told apart by what
-// part of it they are, and by the order in which they were met. A leaf keeps its key when `p.data = other` gives it
-// an ordinary storage, so that it can be paged again.
+// [Note: keys of leaves] A leaf's key is the number of its storage. For leaves over one storage the key also depends on
+// the part of it that they cover, and on the order in which operators met them. A leaf keeps its key when
+// `p.data = other` gives it an ordinary storage, so that it can be paged again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,13 +18,13 @@ struct Domain;
 
 class Leaves {
  public:
-  /// Knows a paged leaf from now on. Its key.
+  /// Registers a paged leaf and returns its key.
   std::uint64_t know(const at::Tensor& leaf);
-  /// Until it is known again nothing here refers to the leaf.
+  /// Removes the leaf.
   void forget(const at::Tensor& leaf);
   /// Undefined if there is none, or it died.
   at::Tensor find(std::uint64_t key) const;
-  /// The key of a leaf that was known, paged or not; 0: it was not.
+  /// The key of a registered leaf, paged or not; 0: it is not registered.
   std::uint64_t key_of(const at::Tensor& leaf) const;
 
  private:
@@ -38,9 +38,9 @@ class Leaves {
   std::size_t forget_at_ = 1024;  // entries
 };
 
-/// Domains whose leaves domain_that_knows() looks through, while they live.
+/// Adds a domain to those that domain_that_knows() searches while they live.
 void list_domain(const std::shared_ptr<Domain>& domain);
-/// Where a tensor that is not paged was a paged leaf; null: nowhere.
+/// The domain in which a tensor that is not paged was a paged leaf, or null.
 std::shared_ptr<Domain> domain_that_knows(const at::Tensor& leaf);
 
 }  // namespace zeropage

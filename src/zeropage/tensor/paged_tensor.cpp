@@ -46,7 +46,7 @@ Tier tier_for(const Domain& domain, Role role, std::size_t bytes) {
   return to_disk ? Tier::disk : Tier::host;
 }
 
-/// From here on the storage holds the segment, and nothing of what it held.
+/// Replaces the storage's data by the segment.
 void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) {
   const auto device = segment->domain()->device;
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, segment.release(), &StorageSegment::destroy, device));
@@ -55,7 +55,7 @@ void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) 
 
 }  // namespace
 
-/// How a segment comes to be.
+/// Makes a segment and binds it to its home.
 struct SegmentBuilder {
   Domain* domain;
   std::size_t bytes;
@@ -103,7 +103,7 @@ struct SegmentBuilder {
  private:
   bool is_over_ranks() const { return domain->partition.ranks && !creation.is_local; }
   bool is_alone() const { return creation.alone || !domain->shares_pages; }
-  /// Other ranks may make other tensors meanwhile.
+  /// Whether other ranks may make other tensors meanwhile.
   bool is_apart() const { return creation.like && !makes_what_all_ranks_make(); }
   std::size_t page_bytes(const Stripes& stripes) const { return stripes.full_page() * dtype.itemsize(); }
 
@@ -114,7 +114,7 @@ struct SegmentBuilder {
       domain->cache->bind(segment, {bytes, 0, role, memory_tier()});
       return;
     }
-    // With every rank's last part full, so that shares can be gathered in place.
+    // Padding fills every rank's last part, so that ranks gather shares in place.
     const std::size_t padded = segment.stripes_.padded() * dtype.itemsize();
     domain->cache->bind(segment,
                         {padded, 0, role, tier_for(*domain, role, padded), page_bytes(segment.stripes_), is_alone()});
@@ -131,7 +131,7 @@ struct SegmentBuilder {
     const std::size_t page = std::max(round_down(domain->cache->page_bytes(), part_bytes), part_bytes);
     domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page, is_alone()});
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
-    // What is created at another time on other ranks, or finds its home later, shares no page.
+    // A tensor that other ranks create at another time, or whose home is found later, shares no page.
     const bool alone = creation.number != 0 || creation.unallocated || is_apart();
     domain->gathered->bind_gathered(segment, {bytes, stripes.padded() * item_bytes, page_bytes(stripes), role,
                                               &segment.share_segment(), segment.number_, alone});
@@ -153,7 +153,7 @@ at::Tensor tensor_over(const Domain& domain, c10::intrusive_ptr<c10::StorageImpl
   return tensor;
 }
 
-/// Copies `bytes` at `data` into `segment` from its beginning on.
+/// Copies the `bytes` at `data` to the beginning of `segment`.
 void copy_in(StorageSegment& segment, const std::byte* data, std::size_t bytes) {
   for (std::size_t i = 0, at = 0; at < bytes; ++i, at += segment.page_bytes()) {
     PagePin page = segment.cache()->pin_page(segment, i, Access::overwrite);
@@ -188,7 +188,7 @@ at::Tensor SegmentBuilder::wrap(std::unique_ptr<StorageSegment> segment, c10::in
 StorageSegment::StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, Role role,
                                std::size_t elements)
     : domain_(std::move(domain)), storage_(storage), role_(role), elements_(elements) {
-  static std::atomic<std::uint64_t> next{std::uint64_t{1} << 56};  // above what processes are given
+  static std::atomic<std::uint64_t> next{std::uint64_t{1} << 56};  // above the addresses of processes
   virtual_address_ = next.fetch_add(round_up(storage->nbytes() + 1, 64));
 }
 
@@ -235,7 +235,7 @@ void StorageSegment::destroy(void* context) {
   try {
     if (const auto ahead = segment->written_ahead_) ahead->discard();
   } catch (const std::exception&) {
-    // An operator that needs what is left meets the error again.
+    // The next operator that needs the rest meets the error again.
   }
   if (const auto deferred = segment->deferred_) deferred->keep_alive(segment);
 }
@@ -258,7 +258,7 @@ Layout StorageSegment::layout() const {
 
 void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
   deferred_ = std::move(deferred);
-  // Before other threads may write it: they see that it is deferred, and wait for the mutex.
+  // Call it before other threads may write the segment: they see that it is deferred, and wait for the mutex.
   if (!deferred_ && awaiter_) std::exchange(awaiter_, nullptr)->has_run(*this);
   const bool is_deferred = deferred_ != nullptr, in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
@@ -358,7 +358,7 @@ void take_segment(const at::Tensor& tensor, const at::Tensor& made) {
   auto& other = *made.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   StorageSegment& segment = *segment_of(other);
   const bool is_stale = segment.is_stale();
-  segment.set_stale(false);  // domains list what is stale by storage
+  segment.set_stale(false);  // domains list stale tensors by storage
   (void)other._mutable_data_ptr_no_checks().release_context();
   segment.storage_ = &storage;
   segment.set_stale(is_stale);
@@ -388,7 +388,7 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
                                {.number = number, .source = domain->find_source(tensor)}};
   auto segment = builder(domain, impl);
   if (builder.creation.source && segment->tier() == Tier::disk) {
-    // It is there.
+    // The file holds the content.
   } else if (segment->is_partitioned()) {
     segment->open_share(Access::overwrite);
     copy_share_in(*segment, data, tensor.itemsize());
@@ -422,19 +422,19 @@ bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role
   const Creation creation{.number = number, .source = domain->find_source(tensor)};
   at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role, creation);
   if (creation.source && segment_of(own)->tier() == Tier::disk) {
-    compat::become(tensor, own);  // it is there
+    compat::become(tensor, own);  // the file holds the content
   } else {
-    const SameValues same;  // `own` is not made by this rank's data, but of what all ranks are to have
+    const SameValues same;  // `own` is no result of this rank's data: all ranks will have it
     compat::become(tensor, own.copy_(tensor));
   }
   return true;
 }
 
 TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
-  // What was deferred on a tensor runs in the frame that its operator will use, and may overwrite all of it.
+  // Deferred operators run in the frame that the tensor's next operator will use, and may overwrite all of it.
   c10::SmallVector<PinRequest, 8> requests(asked.begin(), asked.end());
   c10::SmallVector<PinRequest*, 4> deferred;
-  std::unique_lock<std::recursive_mutex> deferral;  // no other thread runs it meanwhile: what it will do holds
+  std::unique_lock<std::recursive_mutex> deferral;  // no other thread runs them meanwhile: deferred_access() holds
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
     if (request.access != Access::read && !exceptions_) exceptions_ = std::uncaught_exceptions();
@@ -456,13 +456,13 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
     if (!deferral.mutex()) deferral = std::unique_lock(mutex);
     deferred.push_back(&request);
   }
-  c10::SmallVector<Segment*, 4> written;  // by the caller, after what is deferred
+  c10::SmallVector<Segment*, 4> written;  // by the caller, after the deferred operators
   for (PinRequest* request : deferred) {
     const auto* segment = static_cast<StorageSegment*>(request->segment);
     if (request->access == Access::write) written.push_back(request->segment);
     if (segment->deferred_access() == Access::overwrite) request->access = Access::overwrite;
   }
-  // One call a cache; nearly always there is one.
+  // One call for each cache. Nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
     FrameCache& cache = *requests[begin].segment->cache();
     std::size_t end = begin + 1;
@@ -472,7 +472,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
         try {
           cache.pin({requests.data() + begin, end - begin});
           break;
-        } catch (const VersionOpen&) {  // since it was settled above
+        } catch (const VersionOpen&) {  // opened since settle() above
           for (std::size_t i = begin; i < end; ++i) static_cast<StorageSegment*>(requests[i].segment)->settle();
         }
       }

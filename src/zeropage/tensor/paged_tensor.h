@@ -1,8 +1,8 @@
-// Paged tensors: ordinary tensors whose storage holds a segment instead of data, and whose key set carries one more
-// key, so that every operator that touches them comes to the fallback first.
+// Paged tensors are ordinary tensors whose storage holds a segment instead of data. Their key set carries one more
+// key, which sends every operator that touches them to the fallback first.
 //
-// [Note: where a segment hangs] The segment is the context of the storage's DataPtr. It lives as long as the storage:
-// when the last tensor dies, its pages are given back, with no table to clean. Views, detach() and saved tensors
+// [Note: where a segment hangs] The segment is the context of the storage's DataPtr. It lives as long as the storage.
+// When the last tensor dies, the segment frees its pages; there is no table to clean. Views, detach() and saved tensors
 // share the storage and inherit the key. Outside a pin the storage's pointer is null and guarded: raw access throws.
 #pragma once
 
@@ -26,11 +26,11 @@
 
 namespace zeropage {
 
-/// Where a role's tensors are created. `automatic`: on the device if it has memory of its own, and in the host, while
-/// half of their budgets has room; else on disk. `automatic_below`: the same, and never on the device.
+/// The tier on which a role's tensors are created. `automatic` tries a device with memory of its own, then the host,
+/// while half of their budgets has room, and then uses the disk. `automatic_below` does the same without the device.
 enum class TierChoice : std::uint8_t { device, host, disk, automatic, automatic_below };
 
-/// Operators that brought their tensors in whole although a rule is there for their kind: no slow path is silent.
+/// Counts operators that loaded whole tensors although their kind has a rule, so that no slow path is silent.
 class GeneralPath {
  public:
   void count(const std::string& name) {
@@ -47,153 +47,154 @@ class GeneralPath {
   std::map<std::string, std::size_t> counts_;
 };
 
-/// How a tensor lies over the ranks.
+/// How a tensor is distributed over the ranks.
 enum class Layout : std::uint8_t {
-  replicated,   // whole on every rank. Its own share is always current there; the others may be stale
-  partitioned,  // at home on every rank is that rank's share alone; the whole is gathered when an operator needs it
+  replicated,   // Whole on every rank. A rank's own share is always current; the others may be stale.
+  partitioned,  // Each rank's home holds its share alone. Operators that need the whole tensor gather it.
 };
 
-/// Over which ranks a space's tensors lie, and how.
+/// The ranks that share a space's tensors, and how they share them.
 struct Partition {
   std::shared_ptr<Collectives> ranks;     // null: one process
-  std::shared_ptr<Collectives> replicas;  // of hybrid partitioning: ranks that hold the same shares; null: none
-  bool partitions[kRoles] = {};           // roles that are partitioned; the others are replicated
-  bool reduces_whole = false;             // gradients are summed whole on every rank (stage 0)
-  c10::ScalarType reduce_dtype = c10::ScalarType::Undefined;  // of gradients on the wire; Undefined: their own
+  std::shared_ptr<Collectives> replicas;  // ranks that hold the same shares (hybrid partitioning); null: none.
+  bool partitions[kRoles] = {};           // by role: partitioned, else replicated.
+  bool reduces_whole = false;             // every rank sums whole gradients (stage 0).
+  c10::ScalarType reduce_dtype = c10::ScalarType::Undefined;  // of gradients in transfer; Undefined: their own
 
   int world() const { return ranks ? ranks->size() * (replicas ? replicas->size() : 1) : 1; }
 };
 
-/// How the moments of fused optimizers are kept (rules/quantised.h).
+/// The format that stores the moments of fused optimizers (rules/quantised.h).
 enum class Moments : std::uint8_t { as_they_are, bfloat16, blocks8 };
 
-/// Whether updates run under backward, before the step asks for them (rules/speculation.h). `always`: where it cannot
-/// pay too, and where they were dropped before, which tests want.
+/// Whether updates run during backward, before the step requests them (rules/speculation.h). `always` is for tests:
+/// it also runs updates that cannot pay off, and those of parameters whose earlier updates were dropped.
 enum class EarlyUpdate : std::uint8_t { never, automatic, always };
 
-/// Operators whose operand is too large to be whole (rules/tiled_operators.cpp). `exact`: no sum in another order.
+/// Whether operators split an operand that is too large to load at once (rules/tiled_operators.cpp). `exact` allows
+/// no split that sums in another order.
 enum class Tiling : std::uint8_t { off, automatic, exact };
 
 class StorageSegment;
 struct SegmentBuilder;
 
-/// Content that is still to come: a gradient whose reduction is under way.
+/// Content that has not arrived yet: a gradient whose reduction is under way.
 class Pending {
  public:
   virtual ~Pending() = default;
-  /// Returns when it is there.
+  /// Waits until the content is there.
   virtual void complete() = 0;
-  /// True if instead of `from` being waited for and added to `sum`, what comes will be. `from` must hold nothing
-  /// else.
+  /// Adds the content of `from` to `sum` on arrival, so that the caller need not wait for it. False: it cannot.
+  /// `from` must hold nothing else.
   virtual bool add_to(StorageSegment& sum, const StorageSegment& from) = 0;
 };
 
-/// What the content of a float32 tensor is kept as.
+/// The low-precision encoding of a float32 tensor's content.
 struct Quantisation {
-  at::Tensor codes;        // of the tensor's shape: bfloat16, or uint8
-  at::Tensor scales;       // float32, one for each kQuantum codes of uint8
-  bool is_signed = true;   // of uint8
-  std::uint32_t seed = 0;  // of the latest rounding
-  bool is_seeded = false;  // by the optimizer's step
+  at::Tensor codes;        // bfloat16 or uint8, of the tensor's shape.
+  at::Tensor scales;       // float32, one for each kQuantum codes of uint8.
+  bool is_signed = true;   // of uint8 codes.
+  std::uint32_t seed = 0;  // of the latest rounding.
+  bool is_seeded = false;  // the optimizer's step set the seed.
 };
 
 /// Operators on segments that have yet to run.
 class Deferred {
  public:
   virtual ~Deferred() = default;
-  /// Returns when they have run. Throws what they threw; what is left to run then stays. False: they are running
-  /// already, further up on this thread.
+  /// Runs them. Rethrows their errors; operators that have not run stay deferred. False: they are running already,
+  /// further up on this thread.
   virtual bool run() = 0;
-  /// A segment's tensor died: true if the segment must outlive it, and does so here.
+  /// A segment's tensor died. True: these operators still need the segment and have taken it over.
   virtual bool keep_alive(std::unique_ptr<StorageSegment>& segment) = 0;
-  /// All that comes of them is temporaries, which are made when an operator asks for them.
+  /// True if they make only temporaries, which can wait until an operator needs them.
   virtual bool can_wait() const = 0;
-  /// Calls `visit` for each segment that has a home and of which they read or write.
+  /// Calls `visit` for each segment with a home that they read or write.
   virtual void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const = 0;
-  /// What it will do to the content of `segment`.
+  /// How they will access `segment`.
   virtual Access access_to(const StorageSegment& segment) const = 0;
-  /// Whether they are to run on the host, in the memory below the device's.
+  /// Whether they will run on the host, in the memory below the device's.
   virtual bool runs_in_host() const = 0;
-  /// No more operators join them.
+  /// Lets no more operators join them.
   virtual void seal() = 0;
-  /// How many they are.
+  /// The number of operators.
   virtual std::size_t length() const = 0;
-  /// What was written ahead of them becomes the content, if it is what they make, or is discarded.
+  /// Commits an early update's shadow copies if these operators make the same content, else discards them.
   virtual void settle() = 0;
 };
 
-/// Is told when what was deferred on a segment has run.
+/// A callback for the moment when a segment's deferred operators have run.
 class Awaiter {
  public:
   virtual ~Awaiter() = default;
-  /// Under the domain's deferral_mutex.
+  /// Called under the domain's deferral_mutex.
   virtual void has_run(StorageSegment& segment) noexcept = 0;
 };
 
-/// What was written to segments ahead of operators that would write it, into second versions of them
-/// (rules/speculation.h). Under the domain's deferral_mutex.
+/// Shadow copies of segments that an early update wrote before its operators were called (rules/speculation.h).
+/// Used under the domain's deferral_mutex.
 class WrittenAhead {
  public:
   virtual ~WrittenAhead() = default;
-  /// The segments are what they were. Nothing while it is being written, further up on this thread.
+  /// Drops the shadow copies. Does nothing while the update that writes them runs, further up on this thread.
   virtual void discard() = 0;
 };
 
 class Machine;
 
-/// What all tensors of one space share.
+/// The state that all tensors of one space share.
 struct Domain {
-  std::shared_ptr<Machine> planned_on;   // null: content is real
-  std::shared_ptr<FrameCache> cache;     // of what this rank holds
-  std::shared_ptr<FrameCache> gathered;  // of wholes that are gathered from all ranks' shares; null: none
+  std::shared_ptr<Machine> planned_on;   // null: content is real.
+  std::shared_ptr<FrameCache> cache;     // of this rank's tensors and shares.
+  std::shared_ptr<FrameCache> gathered;  // of tensors gathered from all ranks' shares; null: none.
   c10::Device device{c10::kCPU};
-  bool on_host = true;             // operators run on the host's memory
-  std::size_t min_page_bytes = 0;  // bytes; smaller tensors stay ordinary, or, with ranks, whole in memory
+  bool on_host = true;             // operators run on the host's memory.
+  std::size_t min_page_bytes = 0;  // bytes. Smaller tensors stay ordinary, or, with ranks, whole in memory.
   TierChoice tiers[kRoles] = {};
   Partition partition;
-  // Of parameters, where what operators see differs from the master; Undefined: nowhere.
+  // Dtypes of parameters with masters; compute_dtype Undefined: none have one.
   c10::ScalarType compute_dtype = c10::ScalarType::Undefined, master_dtype = c10::kFloat;
   c10::ScalarType gradient_dtype = c10::kFloat;  // of gradients of such parameters
   Moments moments = Moments::as_they_are;
-  bool shares_pages = true;  // several small tensors one page
+  bool shares_pages = true;  // several small tensors share one page
   std::uint32_t quantisations = 0;
-  bool homes_in_files = true;     // what is loaded from files stays there until it is written
-  bool saves_masters = true;      // state_dict() gives masters, not what operators see
-  bool keeps_hi_lo = false;       // a master is what operators see, and beside it what it lacks
-  std::shared_ptr<void> reducer;  // of gradients: train/ owns what it is
+  bool homes_in_files = true;     // tensors loaded from a file stay there until an operator writes them.
+  bool saves_masters = true;      // state_dict() returns masters, not low-precision copies.
+  bool keeps_hi_lo = false;       // a master is the visible bfloat16 and the 16 bits it lacks (rules/hi_lo.h).
+  std::shared_ptr<void> reducer;  // of gradients; train/ defines its type.
   GeneralPath unpaged_operators;
   Tiling tiling = Tiling::automatic;
-  std::size_t tile_above = 0;    // bytes
-  bool async_step = true;        // what an optimizer's step defers may run after it has returned
-  bool updates_in_host = false;  // an optimizer's states that are not at home on the device are updated in the host
-  bool updates_where_all_fits = false;  // but on the device as long as it holds everything
+  std::size_t tile_above = 0;    // bytes.
+  bool async_step = true;        // operators that an optimizer's step defers may run after it returned.
+  bool updates_in_host = false;  // the host updates optimizer states whose home is not on the device.
+  bool updates_where_all_fits = false;  // unless the device holds everything.
   /// Held while operators are deferred, and while deferred ones run.
   std::recursive_mutex deferral_mutex;
-  std::vector<std::weak_ptr<Deferred>> deferred;  // in the order of their making
-  std::size_t deferred_alive = 0;                 // of them, when last counted
-  std::size_t next_deferred = 0;                  // where all of them are being run; 0: they are not
+  std::vector<std::weak_ptr<Deferred>> deferred;  // in the order in which they were made.
+  std::size_t deferred_alive = 0;                 // how many of them lived when last counted.
+  std::size_t next_deferred = 0;                  // position of the thread that runs all of them; 0: none does.
   EarlyUpdate early_update = EarlyUpdate::never;
-  // Updates of a parameter that ran so, those of them that the step asked for, and the bytes that the others wrote.
+  // Early updates of a parameter, those among them that the step requested, and the bytes that the others wrote.
   std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
-  std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have met
-  // Elements of parameters, of a device with memory of its own: where they were updated.
+  std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have read.
+  // Elements of parameters updated in the host and on the device. Counted with a device that has its own memory.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
   std::mutex sharing_mutex;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in a scope; ranks have yet to make them equal
-  std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in a scope; not yet equal on all ranks.
+  std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number.
   std::uint64_t creations = 0;
-  ContractLog contract;  // of what is to stay the same on all ranks
-  Leaves leaves;         // that operators have met
+  ContractLog contract;  // of tensors that must stay the same on all ranks.
+  Leaves leaves;         // that operators have met.
 
-  /// Where the content of a tensor lies that a loader mapped from a file, if its home may be there; else none.
+  /// The file range of a tensor that a loader mapped from a file, if its home may stay there; else empty.
   SourceRange find_source(const at::TensorBase& tensor) const;
   /// Whether updates run in the host now.
   bool offloads_updates() const { return updates_in_host && !(updates_where_all_fits && cache->holds_everything()); }
   bool mixes() const { return compute_dtype != c10::ScalarType::Undefined; }
-  /// With ranks every tensor is ours, for its gradient must be reduced, and with mixed precision, for its dtype must
-  /// be that of the others; small ones stay in memory.
+  /// Ranks and mixed precision make us page every tensor: ranks must reduce its gradient, and its dtype must be that
+  /// of the others. Small tensors stay in memory.
   bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= min_page_bytes); }
-  /// Whether a tensor is too small to partition. By elements, so that tensors of one shape agree whatever their
+  /// Whether a tensor is too small to partition. Elements decide, so that tensors of one shape agree whatever their
   /// dtype.
   bool keeps_whole(std::size_t elements) const { return elements * 4 < min_page_bytes; }
   Layout layout_for(Role role, std::size_t elements) const {
@@ -205,13 +206,13 @@ struct Domain {
   }
 };
 
-/// Elements beside which a segment was zero when its content was `content`.
+/// Ranges outside which a segment was zero when its content was `content`.
 struct NonZero {
   struct Range {
     std::size_t begin, end;
   };
-  std::vector<Range> ranges;  // in order, apart from each other
-  std::vector<Range> fresh;   // of these, where nothing was added yet: only there may be -0
+  std::vector<Range> ranges;  // in order, apart from each other.
+  std::vector<Range> fresh;   // the parts to which nothing was added yet. Only these may hold -0.
   ContentMark content;
 };
 
@@ -223,49 +224,48 @@ class StorageSegment final : public Segment {
   const std::shared_ptr<Domain>& domain() const { return domain_; }
   Role role() const { return role_; }
 
-  /// Calls of operators that wrote it, or may have.
+  /// The number of operator calls that wrote it, or may have.
   std::uint64_t writes() const { return writes_.load(std::memory_order_relaxed); }
   void note_write() { writes_.fetch_add(1, std::memory_order_relaxed); }
 
   // --- deferred operators ---
 
-  /// Operators that read or write it have yet to run.
+  /// Whether operators that read or write it have yet to run.
   bool is_deferred() const { return is_deferred_.load(std::memory_order_acquire); }
   bool will_change() const override { return is_deferred(); }
   bool will_change_below() const override { return is_deferred_in_host_.load(std::memory_order_acquire); }
-  /// Under the domain's deferral_mutex.
+  /// Needs the domain's deferral_mutex.
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
   void defer(std::shared_ptr<Deferred> deferred);
   void run_deferred();
-  /// Calls `awaiter` once, when what is deferred now has run; false, and not at all, if nothing is.
+  /// Calls `awaiter` once, when the operators deferred now have run. False: nothing is deferred, and no call follows.
   bool await_deferred(std::shared_ptr<Awaiter> awaiter);
-  /// What those operators do to its content; `read` if there are none, or they have begun.
+  /// How deferred operators access its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
-  /// What was written ahead becomes the content, or is discarded. Before an operator takes the segment, and before it
-  /// is pinned.
+  /// Commits or discards an early update's shadow copy. Called before an operator takes or pins the segment.
   void settle();
   void set_written_ahead(std::shared_ptr<WrittenAhead> ahead);
   const std::shared_ptr<WrittenAhead>& written_ahead() const { return written_ahead_; }
-  /// Of a parameter, what rules/speculation.h knows of its updates. Under the domain's deferral_mutex.
+  /// A parameter's state in rules/speculation.h. Needs the domain's deferral_mutex.
   std::shared_ptr<void> update_habit;
   /// True until find_home() gives it a home (Creation::unallocated).
   bool is_unallocated() const { return unallocated_.load(std::memory_order_acquire); }
-  /// The most bytes that an operator may hold of the cache in which it lies, or will.
+  /// The most bytes of its present or future cache that one operator may hold.
   std::size_t frame_limit() const { return (is_unallocated() ? domain_->cache : cache())->frame_limit(); }
   void find_home();
-  /// If its content is kept in fewer bits, how; else null. It has then no home of its own.
+  /// The low-precision encoding of its content, or null. A quantised segment has no home of its own.
   Quantisation* quantisation() const { return quantisation_.get(); }
   void set_quantisation(std::unique_ptr<Quantisation> quantisation) { quantisation_ = std::move(quantisation); }
 
   // --- gradients ---
 
-  /// Of a leaf: what its gradients are asked for.
+  /// The norms that the program requests of this leaf's gradients.
   const std::shared_ptr<NormHabit>& norm_habit();
-  /// Of a gradient; null: nothing is known.
+  /// The norm foreseen for this gradient; null: nothing is known.
   ForeseenNorm* foreseen_norm() const { return foreseen_norm_.get(); }
   void set_foreseen_norm(std::unique_ptr<ForeseenNorm> norm) { foreseen_norm_ = std::move(norm); }
   ContentMark content_mark() const;
-  /// Of a gradient, where it is not zero; null: nothing is known.
+  /// The ranges in which this gradient is not zero; null: nothing is known.
   const NonZero* nonzero() const {
     return nonzero_ && nonzero_->content == content_mark() ? nonzero_.get() : nullptr;
   }
@@ -273,70 +273,70 @@ class StorageSegment final : public Segment {
 
   // --- mixed precision ---
 
-  /// The tensor of the same shape that holds the content more precisely, and from which this one follows, or, of
-  /// int16, what this one lacks (rules/hi_lo.h); undefined: none.
+  /// The master of this low-precision copy: a more precise tensor of the same shape, or, as int16, the bits that this
+  /// one lacks (rules/hi_lo.h). Undefined: none.
   const at::Tensor& master() const { return master_; }
   void set_master(at::Tensor master) { master_ = std::move(master); }
-  /// Of a master: the storage of what operators see; null if there is none, or it died.
+  /// The storage of this master's low-precision copy; null if there is none, or it died.
   c10::intrusive_ptr<c10::StorageImpl> visible() const {
     return visible_ ? visible_->lock() : c10::intrusive_ptr<c10::StorageImpl>();
   }
   void set_visible(const StorageSegment& visible) { visible_.emplace(visible.storage()); }
-  /// A tensor over all of the storage, which is alive.
+  /// A tensor over all of the storage, which must be alive.
   at::Tensor whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeMeta dtype) const;
 
   // --- over ranks ---
 
   bool is_partitioned() const { return share_.defined(); }
-  /// What ranks know of its value (placement.h).
+  /// Whether all ranks have the same value (placement.h).
   Placement placement() const { return pending_ ? Placement::sum : is_own() ? Placement::own : Placement::same; }
-  /// A tensor of this rank alone has no number: a share of another, or what waits for other ranks.
+  /// Tensors of this rank alone have no number: a share of another tensor, or content that waits for other ranks.
   bool is_own() const { return own_ || (number_ == 0 && domain_->partition.ranks); }
-  /// Of one that is whole here: it is this rank's own from now on.
+  /// Makes a tensor that is whole here this rank's own from now on.
   void become_own() { own_ = true; }
   /// Whether the program keeps it the same on all ranks, whatever it writes: a parameter, or an optimizer's state.
   bool keeps_same() const { return keeps_same_; }
-  /// And its master.
+  /// Also sets its master.
   void set_keeps_same(bool keeps);
-  /// Whether it is a gradient that the reducer made.
+  /// Whether the reducer made it, as a gradient.
   bool is_reduced() const { return is_reduced_; }
   void set_reduced() { is_reduced_ = true; }
   /// Whether anything but zeros was ever written to it.
   bool is_touched() const { return touched_; }
-  /// A number for a tensor that is made like this one, where not all ranks may make as many others.
+  /// A number for a tensor made like this one at a place that other ranks may not reach.
   std::uint64_t derived_number() const;
   bool is_stale() const { return stale_; }
   void set_stale(bool stale);
-  /// Whether the ranks' shares of it can be written one by one.
+  /// Whether each rank can write its own share.
   bool is_shareable() const { return shareable_ && !own_; }
   const Stripes& stripes() const { return stripes_; }
   std::uint64_t number() const { return number_; }
   std::size_t elements() const { return elements_; }
   c10::weak_intrusive_ptr<c10::StorageImpl> storage() const;
-  /// Of a partitioned tensor: this rank's share, flat, stripes().own() elements.
+  /// This rank's share of a partitioned tensor: flat, stripes().own() elements.
   const at::Tensor& share() const { return share_; }
   StorageSegment& share_segment() const;
   /// The segment whose bytes are at home on this rank: that of its share, if it is partitioned, else this one.
   const StorageSegment& at_home() const { return is_partitioned() ? share_segment() : *this; }
   StorageSegment& at_home() { return is_partitioned() ? share_segment() : *this; }
-  /// What was deferred runs, and content that is still to come is waited for.
+  /// Runs deferred operators and waits for pending content.
   void complete();
-  /// The second of these alone.
+  /// Waits for pending content.
   void complete_pending();
-  /// Makes ready for operators that take the tensor whole: what is to come is there, and all shares are current.
+  /// Prepares for operators that use the whole tensor: completes it and makes all shares current.
   void refresh(Access access);
-  /// Makes ready for operators that take this rank's share alone.
+  /// Prepares for operators that use this rank's share alone.
   void open_share(Access access);
-  /// The same for the reducer, which brings what is to come.
+  /// Does the same for the reducer, which itself brings the pending content.
   void claim_share(Access access);
-  /// Whether the domain knows the leaf that lies in it.
+  /// Whether the domain knows the leaf over this storage.
   bool leaf_known = false;
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
   Layout layout() const;
   const std::shared_ptr<Pending>& pending() const { return pending_; }
 
-  /// Where the segment would lie if all paged tensors of the process lay in one address space: its own range, for
-  /// code that tells shared tensors by their addresses. No memory is there.
+  /// The start of the segment's own range in an address space without memory. Code that recognises shared tensors by
+  /// their addresses uses it.
   std::uint64_t virtual_address() const { return virtual_address_; }
   static void destroy(void* segment);  // the DataPtr's deleter
 
@@ -369,7 +369,7 @@ class StorageSegment final : public Segment {
   std::shared_ptr<Awaiter> awaiter_;
   std::atomic<bool> is_written_ahead_ = false;
   std::shared_ptr<WrittenAhead> written_ahead_;
-  std::unique_ptr<const SegmentBuilder> builder_;  // of what has, or had, no home; threads may ask it meanwhile
+  std::unique_ptr<const SegmentBuilder> builder_;  // if it has, or had, no home; other threads may read it meanwhile
   std::atomic<bool> unallocated_ = false;
   std::unique_ptr<Quantisation> quantisation_;
   std::shared_ptr<NormHabit> norm_habit_;
@@ -378,7 +378,7 @@ class StorageSegment final : public Segment {
   std::atomic<std::uint64_t> writes_ = 0;
 };
 
-/// The segment behind `tensor`, or null if it is not paged. No lock, no lookup.
+/// The segment behind `tensor`, or null if it is not paged. Takes no lock and looks nothing up.
 inline StorageSegment* segment_of(c10::StorageImpl& storage) {
   const auto& data = storage._mutable_data_ptr_no_checks();
   return data.get_deleter() == &StorageSegment::destroy ? static_cast<StorageSegment*>(data.get_context()) : nullptr;
@@ -388,52 +388,51 @@ inline StorageSegment* segment_of(const at::TensorBase& tensor) {
   return segment_of(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
 }
 
-/// True if `tensor` is all of its storage, each element once: its bytes in memory order are the segment's.
+/// True if `tensor` covers all of its storage, each element once: its bytes in memory order are the segment's.
 bool is_whole(const at::TensorBase& tensor);
 
 /// How a tensor is created over ranks.
 struct Creation {
-  std::optional<Layout> layout = std::nullopt;  // the role's, unless it is said
-  /// What it is called on all ranks. Given where ranks may make tensors in another order, as gradients; else counted.
+  std::optional<Layout> layout = std::nullopt;  // nullopt: the role's
+  /// Its number on all ranks, for tensors that ranks may make in another order, such as gradients. 0: counted.
   std::uint64_t number = 0;
-  /// What it is made like. Outside of steps and scopes its number comes from this one's: there ranks may make
-  /// different tensors, as in a layer that only some of them run.
+  /// Its model. Outside of steps and scopes its number derives from the model's number: there ranks may make different
+  /// tensors, for example in a layer that only some of them run.
   const StorageSegment* like = nullptr;
   Placement placement = Placement::same;
   /// Has no home until find_home(): a temporary, which may die before an operator needs its content.
   bool unallocated = false;
   /// Shares no page with other tensors, however small.
   bool alone = false;
-  /// Of this rank alone: other ranks know nothing of it.
+  /// Belongs to this rank alone: other ranks know nothing of it.
   bool is_local = false;
-  /// Where its content lies, if its tier is the disk (Domain::find_source).
+  /// The file range of its content, if its tier is the disk (Domain::find_source).
   SourceRange source = {};
 };
 
-/// A paged tensor that reads as zeros. Takes no part in autograd until it is told to. Strides must be dense.
+/// Makes a paged tensor that reads as zeros and does not require a gradient. Strides must be dense.
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                       caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
-/// The storage of `tensor` holds the segment of `made` from now on: what `made` holds, wherever that is, becomes the
-/// content of all views of `tensor`. Both are paged, with as many bytes; nothing else may use `made`. Throws
-/// AccessError if `tensor` is pinned.
+/// Moves the segment of `made` into the storage of `tensor`: its content becomes that of all views of `tensor`, on
+/// whichever tier it is. Both are paged and have equally many bytes; nothing else may use `made`. Throws AccessError if
+/// `tensor` is pinned.
 void take_segment(const at::Tensor& tensor, const at::Tensor& made);
 
-/// Runs everything that was deferred, in the order in which it was begun. Throws the first error.
+/// Runs all deferred operators, in the order in which they were begun. Throws the first error.
 void run_deferred(Domain& domain);
-/// With ranks: what was created in a scope becomes the same on all of them. Shares are what their ranks made of them;
-/// what is not partitioned comes from rank 0. Throws RankError.
+/// Makes tensors created in a scope the same on all ranks. Each rank keeps the share it initialised; tensors that are
+/// not partitioned come from rank 0. Throws RankError.
 void start_equal(Domain& domain);
 
-/// Makes an existing tensor paged, in place, moving its content home. True if it is paged now; false if it stays as
-/// it is: too small, another device, not strided, a subclass, or its storage is shared with tensors we do not know
-/// of.
+/// Pages an existing tensor in place and moves its content home. True: it is paged now. False: it stays as it is,
+/// because it is too small, on another device, not strided, a subclass, or shares its storage with unknown tensors.
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role);
-/// The same, and where its storage is shared, as Module::to does: by giving it a storage of its own. One on another
-/// device moves to the domain's. `number`: over ranks, what it is called on all of them; 0: it is counted.
+/// Does the same, and gives a tensor that shares its storage a storage of its own, as Module::to does. Moves a tensor
+/// on another device to the domain's. `number`: its number on all ranks; 0: counted.
 bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role, std::uint64_t number = 0);
 
-/// Segments of a set of tensors held in memory, exposed, while the guard lives.
+/// Holds the segments of a set of tensors in memory, exposed, while it lives.
 class TensorPin {
  public:
   TensorPin() = default;
@@ -456,20 +455,20 @@ class TensorPin {
   ~TensorPin() {
     if (!requests_.empty()) let_go(exceptions_ && std::uncaught_exceptions() > *exceptions_);
   }
-  /// Lets go, and stores what was written to gathered tensors in this rank's share: after an operator that succeeded.
+  /// Unpins after an operator that succeeded, and stores changes to gathered tensors in this rank's share.
   void release();
 
  private:
   void let_go(bool failed);
-  c10::SmallVector<PinRequest, 8> requests_;     // all of one cache after another's
-  c10::SmallVector<c10::Storage, 8> storages_;   // of these: `tensor.data = other` may let go of them meanwhile
-  std::uint64_t thread_ = this_thread_number();  // that took the pins
-  std::optional<int> exceptions_;                // under way then; none if nothing is written
+  c10::SmallVector<PinRequest, 8> requests_;     // grouped by cache.
+  c10::SmallVector<c10::Storage, 8> storages_;   // kept alive: `tensor.data = other` may drop them meanwhile.
+  std::uint64_t thread_ = this_thread_number();  // that took the pins.
+  std::optional<int> exceptions_;                // uncaught when pinned; nullopt if all requests read.
 };
 
 // --- the init scope: factories on this thread make paged tensors ---
 
-/// While it lives, factories on this thread make ordinary tensors.
+/// Lets factories on this thread make ordinary tensors while it lives.
 class OutsideScopes {
  public:
   OutsideScopes();
@@ -482,17 +481,17 @@ class OutsideScopes {
   bool outer_included_;
 };
 
-/// The domain whose scope is entered on this thread, or null.
+/// The domain whose scope this thread has entered, or null.
 const std::shared_ptr<Domain>& scope_domain();
 
 class InitScope {
  public:
   explicit InitScope(std::shared_ptr<Domain> domain);
-  /// Leaves, unless leave() or abandon() did; while an exception is on its way, abandons.
+  /// Calls leave(), or, during an exception, abandon(), unless either was called.
   ~InitScope() noexcept(false);
-  /// Ends the scope. With ranks, what was created in it becomes the same on all: throws RankError.
+  /// Ends the scope, and makes tensors created in it the same on all ranks. Throws RankError.
   void leave();
-  /// Ends the scope without a word to other ranks, which may not have come as far: what was created is of no use.
+  /// Ends the scope without communication: other ranks may not have come as far. The created tensors are unusable.
   void abandon();
   InitScope(const InitScope&) = delete;
   InitScope& operator=(const InitScope&) = delete;

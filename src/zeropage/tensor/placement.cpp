@@ -85,7 +85,7 @@ std::string ContractLog::difference(const std::vector<std::string>& texts) {
       entries[i].value = std::strtod(value.c_str(), nullptr);  // also of nan and inf, which streams do not read
       std::getline(words, entries[i].what);
     }
-    if (is_over) return "";  // a rank that wrote less often is found by what it writes next
+    if (is_over) return "";  // the next write of a rank that wrote less often will differ
     const double first = entries[0].value;
     for (const Entry& entry : entries) {
       const bool close =

@@ -1,4 +1,4 @@
-// What it takes for a tensor that lies over several ranks to be used whole, or by this rank's share alone.
+// Prepares tensors that several ranks share for use: the whole tensor, or this rank's share alone.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
@@ -20,7 +20,7 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kGathersAhead = 2;
-constexpr std::size_t kPackBytes = 16 * kMiB;  // of what starts equal, at once
+constexpr std::size_t kPackBytes = 16 * kMiB;  // of small tensors in one collective
 
 Subject subject_of(const StorageSegment& segment, std::size_t page = 0) {
   return {name_of(segment.role()), segment.number(), page};
@@ -28,7 +28,7 @@ Subject subject_of(const StorageSegment& segment, std::size_t page = 0) {
 
 using Storages = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
 
-/// Small tensors travel together, from the first rank of each group.
+/// Broadcasts small tensors together, from the first rank of each group.
 void broadcast_packed(Domain& domain, const Storages& storages) {
   std::size_t bytes = 0;
   for (const auto& storage : storages) bytes += storage->nbytes();
@@ -53,7 +53,7 @@ void broadcast_packed(Domain& domain, const Storages& storages) {
   for_each_part([](at::Tensor content, at::Tensor part) { content.copy_(part); });
 }
 
-/// A large segment's pages, from the first rank of the group.
+/// Broadcasts a large segment's pages from the first rank of the group.
 void broadcast_pages(StorageSegment& segment, Collectives& group, const Subject& subject) {
   for (std::size_t i = 0; i < segment.pages(); ++i) {
     PagePin page = segment.cache()->pin_page(segment, i, Access::write);
@@ -66,8 +66,8 @@ void broadcast_pages(StorageSegment& segment, Collectives& group, const Subject&
   }
 }
 
-/// Brings the other ranks' shares of whole tensors in: small tensors packed together, large ones page by page in
-/// place, some ahead.
+/// Gathers the other ranks' shares of whole tensors. Packs small tensors together; gathers large ones page by page in
+/// place, kGathersAhead pages at once.
 class Refresh {
  public:
   explicit Refresh(Domain& domain) : domain_(domain), ranks_(*domain.partition.ranks) {}
@@ -130,7 +130,7 @@ class Refresh {
     });
   }
 
-  /// Calls `visit` with every rank's part of each segment, [ranks, bytes], and where it lies in the packing.
+  /// Calls `visit` with every rank's part of each segment, [ranks, bytes], and its offset in the pack.
   void for_each_place(const std::vector<StorageSegment*>& segments,
                       c10::function_ref<void(at::Tensor, std::int64_t, std::int64_t)> visit) {
     std::int64_t at = 0;
@@ -156,7 +156,7 @@ class Refresh {
   std::deque<Gather> under_way_;
 };
 
-/// Which parameters are stale may depend on when Python's collector ran here. Ranks refresh those that all of them
+/// The set of stale parameters may depend on when Python's collector ran here. Ranks refresh those that all of them
 /// still have: a program that is the same on all ranks can use no other again.
 void gather_stale_parameters(Domain& domain) {
   run_deferred(domain);  // so that the same are stale on all ranks
@@ -181,7 +181,8 @@ void gather_stale_parameters(Domain& domain) {
   for (StorageSegment* segment : segments) segment->set_stale(false);
 }
 
-/// Of what was created here and lives: which of it has died may differ between ranks by when Python's collector ran.
+/// The created tensors that live on all ranks. Which ones died may differ with the time at which Python's collector
+/// ran.
 Storages those_that_all_ranks_have(Domain& domain,
                                    const std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& created) {
   // A gradient has its parameter's number.
@@ -214,7 +215,7 @@ void StorageSegment::complete() {
 }
 
 void StorageSegment::complete_pending() {
-  // It stays if this throws, so that the next use throws again or goes on. A gradient that has come clears it.
+  // If this throws, pending_ stays, so that the next use throws again or goes on. A gradient that came clears it.
   while (const auto pending = pending_) {
     pending->complete();
     if (pending_ == pending) pending_ = nullptr;
@@ -225,7 +226,7 @@ void StorageSegment::refresh(Access access) {
   complete();
   touched_ = touched_ || access != Access::read;
   if (stale_ && access != Access::overwrite) {
-    // After a step, whichever parameter is used first: which that is may differ between ranks.
+    // After a step the first use of any parameter refreshes all: ranks may use another one first.
     role() == Role::parameter ? gather_stale_parameters(*domain_) : Refresh(*domain_).run({this});
     if (role() == Role::parameter && stale_) {
       throw RankError(
@@ -281,7 +282,7 @@ void start_equal(Domain& domain) {
       segment.open_share(Access::read);
       if (replicas) broadcast_pages(segment.share_segment(), *replicas, subject_of(segment));
     } else if (segment.is_shareable()) {
-      segment.refresh(Access::read);  // of one that is stale, rank 0 has its own share alone
+      segment.refresh(Access::read);  // rank 0 has only its own share of a stale tensor
       broadcast_pages(segment, *ranks, subject_of(segment));
       if (replicas) broadcast_pages(segment, *replicas, subject_of(segment));
     } else {
