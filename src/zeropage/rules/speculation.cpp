@@ -13,10 +13,10 @@ namespace {
 
 std::function<StepNumbers(std::int64_t)> next_numbers;
 
-/// Under the domain's deferral_mutex.
+/// Needs the domain's deferral_mutex.
 UpdateHabit* habit_of(const StorageSegment& leaf) { return static_cast<UpdateHabit*>(leaf.update_habit.get()); }
 
-/// Whether its updates may run ahead at all.
+/// Whether its updates may run early at all.
 bool is_eligible(const StorageSegment& leaf) {
   return leaf.domain()->early_update != EarlyUpdate::never && leaf.cache() && leaf.tier() == Tier::disk;
 }
@@ -26,7 +26,7 @@ UpdateHabit* make_habit(StorageSegment& leaf) {
   return habit_of(leaf);
 }
 
-/// An update that ran, and whose step has yet to come.
+/// An early update whose step has yet to come.
 class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<RanAhead> {
  public:
   RanAhead(std::shared_ptr<Domain> domain, std::shared_ptr<void> habit, ExpectedUpdate update)
@@ -36,9 +36,9 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     }
   }
 
-  /// False, and the segments are what they were, if one of them cannot have a second version. What is dirty in memory
-  /// is cheaper to update there, when the step asks for it; but where the plan has learnt that an update runs ahead,
-  /// it goes on doing so.
+  /// Opens shadow copies. False, and the segments are unchanged, if one of them cannot have one. A segment that is
+  /// dirty in memory is cheaper to update there, at the step. But if its last update ran early and the plan has learnt
+  /// so, this one does too.
   bool open(bool ran_ahead_before) {
     const Running running(running_);
     for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());
@@ -54,7 +54,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     return true;
   }
 
-  /// Throws what the program throws.
+  /// Runs the program into the shadow copies. Throws the program's errors.
   void run() {
     const Running running(running_);
     ++domain_->early_updates;
@@ -71,7 +71,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     for (StorageSegment* segment : opened_) domain_->cache->write_behind(*segment);
   }
 
-  /// Whether it is what the program would do.
+  /// Whether the program would do the same.
   bool is(const Program& program, const ParameterUpdate& update) const {
     const auto same_bits = [](double a, double b) {
       return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b);
@@ -82,13 +82,13 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
       const Program::Slot& its = program.slots()[other];
       if (its.temporary) return addresses_[slot] == 0;
       if (addresses_[slot] != its.segment->virtual_address()) return false;
-      // What was read must not have changed since.
+      // The inputs must not have changed since.
       const bool was_read = update_.program->slots()[slot].access == Access::read;
       return !was_read || changes_[slot] == its.segment->cache()->changes(*its.segment);
     });
   }
 
-  /// False, and nothing has happened, if it was not written whole.
+  /// Makes the shadow copies the content. False, and nothing has happened, if they are incomplete.
   bool commit() {
     const std::vector<Segment*> segments(opened_.begin(), opened_.end());
     if (!domain_->cache->commit_versions(segments)) return false;
@@ -105,8 +105,8 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     if (!opened_.empty()) static_cast<UpdateHabit*>(habit_.get())->missed();
     for (const StorageSegment* segment : opened_) domain_->wasted_bytes += segment->bytes();
     domain_->not_finite -= std::exchange(not_finite_, 0);
-    close();   // if this throws, the next operator goes on here
-    forget();  // from here on other threads may take them
+    close();   // If this throws, the next operator goes on here.
+    forget();  // Other threads may use the segments from here on.
   }
 
  private:
@@ -119,7 +119,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     try {
       domain_->cache->check_usable();
       for (StorageSegment* segment : std::exchange(opened_, {})) domain_->cache->discard_version(*segment);
-    } catch (const AccessError&) {  // the cache is closed, or a forked child's: there is no content any more
+    } catch (const AccessError&) {  // the cache is closed, or a forked child's: the content is gone
       opened_.clear();
     }
   }
@@ -127,14 +127,14 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   const std::shared_ptr<Domain> domain_;
   const std::shared_ptr<void> habit_;
   ExpectedUpdate update_;
-  std::vector<std::uint64_t> addresses_;  // by slot, virtual; 0: a temporary. Segments may be gone
-  std::vector<StorageSegment*> opened_;   // of update_.written, which are alive: one that dies discards this
-  std::vector<std::uint64_t> changes_;    // by slot, of what is read, when it had run; empty: it has not
-  std::size_t not_finite_ = 0;            // values that it met
+  std::vector<std::uint64_t> addresses_;  // virtual, by slot; 0: a temporary. Segments may be gone.
+  std::vector<StorageSegment*> opened_;   // part of update_.written. All live: a segment that dies discards this.
+  std::vector<std::uint64_t> changes_;    // of inputs, by slot, after the run; empty: it has not run.
+  std::size_t not_finite_ = 0;            // values in the gradient.
   bool running_ = false;
 };
 
-/// What backward made, of a gradient that is widened from it or is it; null if there is more to it.
+/// The segment that backward wrote: the gradient, or the narrower tensor that it widens. Null if more is deferred.
 StorageSegment* made_by_backward(StorageSegment& gradient, bool widens) {
   const auto program = std::static_pointer_cast<Program>(gradient.deferred());
   if (!widens) return program || gradient.is_unallocated() ? nullptr : &gradient;
@@ -173,7 +173,7 @@ void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
   if (!made || made->is_pinned() || !habit->is_expected(when)) return;
   auto update = habit->expected(domain, *made, numbers);
   if (!update) return;
-  const auto storages = std::move(update->storages);  // nothing of it dies meanwhile
+  const auto storages = std::move(update->storages);  // keeps its segments alive meanwhile
   const auto program = std::static_pointer_cast<Program>(made->deferred());
   const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update));
   const bool ran_ahead = std::exchange(habit->runs_ahead, true);
@@ -186,7 +186,7 @@ void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
       ahead->run();
     }
   } catch (const Error&) {
-    ahead->discard();  // the step meets it again, and tells
+    ahead->discard();  // the step meets the error again, and reports it
   } catch (...) {
     ahead->discard();
     throw;
@@ -208,7 +208,7 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
 }
 
 void discard_ahead(const Program& program) {
-  std::vector<std::shared_ptr<WrittenAhead>> found;  // what is discarded may change the program
+  std::vector<std::shared_ptr<WrittenAhead>> found;  // a copy, because discard() may change the program
   for (const Program::Slot& slot : program.slots()) {
     if (slot.segment && slot.segment->written_ahead()) found.push_back(slot.segment->written_ahead());
   }

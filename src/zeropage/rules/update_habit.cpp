@@ -8,9 +8,9 @@
 namespace zeropage {
 namespace {
 
-constexpr double kLargestInteger = 9007199254740992.0;  // up to which a double is exact: 2 ** 53
+constexpr double kLargestInteger = 9007199254740992.0;  // doubles are exact up to 2 ** 53
 
-/// Appends the numbers that an argument holds. False if it holds anything that cannot be compared so.
+/// Appends the numbers in an argument. False if it holds anything else.
 bool append_numbers(const c10::IValue& value, std::vector<double>& numbers) {
   if (value.isNone()) return true;
   if (value.isBool()) {
@@ -39,7 +39,7 @@ bool append_numbers(const c10::IValue& value, std::vector<double>& numbers) {
   return true;
 }
 
-/// The reverse, in an argument with as many.
+/// Replaces the numbers in an argument by the next ones at `number`.
 void put_numbers(c10::IValue& value, const double*& number) {
   if (value.isBool()) {
     value = *number++ != 0;
@@ -65,7 +65,7 @@ void put_numbers(c10::IValue& value, const double*& number) {
   }
 }
 
-/// slot *= number, or /=.
+/// Whether it is slot *= number, or /=.
 bool is_factor(const Instruction& instruction, int slot) {
   return instruction.kind == Instruction::Kind::scale && instruction.slots[0] == slot;
 }
@@ -74,7 +74,7 @@ bool uses(const Instruction& instruction, int slot) {
   return std::find(instruction.slots.begin(), instruction.slots.end(), slot) != instruction.slots.end();
 }
 
-/// Whether two arguments can differ in numbers alone.
+/// Whether two arguments differ in numbers alone.
 bool same_kind(const c10::IValue& a, const c10::IValue& b) {
   if (a.tagKind() != b.tagKind()) return false;
   if (a.isString()) return a.toStringRef() == b.toStringRef();
@@ -130,8 +130,8 @@ bool NumberHabit::note(double value, const StepNumbers& numbers) {
 
 namespace {
 
-/// The slot of what backward made: a gradient that nothing but factors changes. (A state that an optimizer cloned
-/// from one has the role of one.) -1: there is none, or more than one.
+/// The slot of the gradient from backward: one that only factors change. (A state that an optimizer cloned from a
+/// gradient has its role.) -1: there is none, or more than one.
 int find_gradient(const Program& program) {
   const auto& slots = program.slots();
   std::vector<char> changes(slots.size(), false);
@@ -150,7 +150,7 @@ int find_gradient(const Program& program) {
   return found;
 }
 
-/// What makes the gradient, and what takes it from there. False if it is changed once it was taken.
+/// Separates instructions that make the gradient from those that use it. False if one changes it after a use.
 bool divide(const Program& program, ParameterUpdate& update) {
   int gradient = update.gradient;  // as the optimizer sees it
   bool taken = false;
@@ -190,13 +190,13 @@ std::optional<ParameterUpdate> as_update_of_parameter(const Program& program) {
     for (std::size_t i = 0; i < writes.size(); ++i) {
       const int slot = instruction.slots[i];
       if (!writes[i]) continue;
-      if (slots[slot].temporary == slots[slot].is_alive()) return std::nullopt;  // its content is asked for, or never
+      if (slots[slot].temporary == slots[slot].is_alive()) return std::nullopt;  // a live temporary, or a dead tensor
       if (slots[slot].temporary) continue;
       if (std::find(update.written.begin(), update.written.end(), slot) == update.written.end()) {
         update.written.push_back(slot);
       }
     }
-    // What a tensor still holds of the update's own temporaries must be made.
+    // The update must make temporaries that a tensor still holds.
     const bool makes_gradient = instruction.kind == Instruction::Kind::widen;
     if (instruction.result >= 0 && !makes_gradient && slots[instruction.result].is_alive()) return std::nullopt;
     for (const c10::IValue& argument : instruction.call.arguments) {
@@ -268,7 +268,7 @@ std::optional<ExpectedUpdate> UpdateHabit::expected(const std::shared_ptr<Domain
   for (Instruction& instruction : code.instructions) {
     for (c10::IValue& argument : instruction.call.arguments) put_numbers(argument, number);
   }
-  std::vector<double> put;  // where an argument cannot hold what is expected, nothing is
+  std::vector<double> put;  // the numbers that the arguments could hold
   for (const Instruction& instruction : code.instructions) {
     for (const c10::IValue& argument : instruction.call.arguments) {
       if (!append_numbers(argument, put)) return std::nullopt;

@@ -11,7 +11,7 @@
 namespace zeropage {
 namespace {
 
-// Between fields. Settings are words and paths, and never hold it.
+// The separator of fields. Settings are words and paths, and never contain it.
 constexpr char kEnd = '\x1f';
 
 std::vector<std::string> fields_of(const std::string& text) {
@@ -39,7 +39,7 @@ std::string values_by_rank(const std::vector<std::string>& values) {
 
 }  // namespace
 
-/// With replicas, every shard group's texts, one group after another.
+/// Every rank's text; with replicas, one shard group after another.
 std::vector<std::string> Agreement::everyones(const std::string& mine, const Subject& subject) {
   constexpr char kEndOfRank = '\x1e';
   const auto group = ranks_.all_gather_text(mine, subject);

@@ -1,6 +1,6 @@
-// What ranks settle before they share tensors. Which collectives run follows from settings, so ranks with different
-// ones would wait for each other until their group's timeout; here they get one error that names the setting. Sizes
-// that are left to the machine become the least of all ranks.
+// Ranks compare their settings here before they share tensors. Settings decide which collectives run, so ranks with
+// different ones would wait for each other until their group's timeout. Instead they get one error that names the
+// setting. Automatic sizes become the least of all ranks.
 #pragma once
 
 #include <cstddef>
@@ -21,15 +21,15 @@ struct Agreed {
 
 class Agreement {
  public:
-  /// Over a group of ranks and, unless it is null, over its replicas. All ranks of both make it together.
+  /// Covers a group of ranks and, unless null, its replicas. All ranks of both make it together.
   Agreement(Collectives& ranks, Collectives* replicas) : ranks_(ranks), replicas_(replicas) {}
 
-  /// Throws ConfigError on every rank if ranks differ, with each one's values. Else returns the least of all ranks'
+  /// Throws ConfigError on every rank if ranks differ, with each rank's values. Else returns the least of all ranks'
   /// `sizes`, by name. Every rank gives the same names in the same order.
   std::map<std::string, std::size_t> settle(const std::vector<Agreed>& settings,
                                             const std::map<std::string, std::size_t>& sizes);
 
-  /// Returns if `failure` is empty on every rank. Else throws RankError where it is empty, with what the others say.
+  /// Throws RankError if `failure` is empty here but not on another rank, with that rank's text.
   void confirm(const std::string& failure);
 
  private:

@@ -14,7 +14,7 @@ class PlannedWork final : public c10d::Work {
   PlannedWork(std::shared_ptr<Machine> machine, Clock::time_point end, bool on_stream)
       : machine_(std::move(machine)), end_(end), on_stream_(on_stream) {}
 
-  /// On a device of its own, what operators are asked for next comes after; else this thread waits.
+  /// On a device of its own, the stream waits before its next operators; else this thread waits.
   bool wait(std::chrono::milliseconds = kNoTimeout) override {
     if (on_stream_ && !machine_->speeds.is_unified) {
       machine_->stream_waits(end_, machine_->idle_for_network);
@@ -61,7 +61,7 @@ class PlannedBackend final : public c10d::Backend {
   }
 
  private:
-  /// Each rank's part is what this one's is.
+  /// Each rank's part equals this one's.
   static void repeat(const at::Tensor& part, at::Tensor& whole) {
     if (part.is_meta()) return;
     at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -1,5 +1,5 @@
-// Ranks that are not there: a group of c10d for a space on a planned machine (plan/machine.h). This process is rank
-// 0, and all others do as it does, so what they send is what it sends.
+// A c10d group of simulated ranks, for a space on a planned machine (plan/machine.h). This process is rank 0. All other
+// ranks behave alike, so they send what it sends.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,8 @@
 
 namespace zeropage {
 
-/// Collectives take what a ring takes, one after the other: a rank sends (ranks - 1) parts at the speed of the
-/// machine's network, and each of its steps takes the network's latency once in a tree, log2(ranks).
+/// Makes a group whose collectives run one after the other and take a ring's time: a rank sends (ranks - 1) parts at
+/// the speed of the machine's network. Latency counts like in a tree: once for each of log2(ranks) steps.
 c10::intrusive_ptr<c10d::ProcessGroup> make_planned_group(std::shared_ptr<Machine> machine, int ranks);
 
 }  // namespace zeropage

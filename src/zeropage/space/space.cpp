@@ -34,25 +34,25 @@
 namespace zeropage {
 namespace {
 
-/// Ranks that share this machine's memory, as launchers say.
+/// The number of ranks that share this machine's memory, from the launcher's environment.
 std::size_t ranks_here() {
   const char* said = std::getenv("LOCAL_WORLD_SIZE");
   return said ? std::max(std::atoi(said), 1) : 1;
 }
 
-/// What this process may take of the machine's memory.
+/// Bytes of the machine's memory that this process may use.
 std::size_t free_memory(bool over_ranks, const Machine* planned) {
   if (planned) return planned->speeds.host_bytes;
   return available_memory() / (over_ranks ? ranks_here() : 1);
 }
 
-/// The same of the device's own.
+/// Bytes of the device's own memory that are free.
 std::size_t free_memory_of(c10::Device device, const Machine* planned) {
   return planned ? planned->speeds.device_bytes : free_device_memory(device);
 }
 
-/// What torch computes on beside the CPU, if it is there and has memory of its own. (What at::getAccelerator() names,
-/// torch was built for.)
+/// The accelerator that torch can use, if the machine has one and it has memory of its own. at::getAccelerator() only
+/// names the one that torch was built for.
 std::optional<c10::DeviceType> accelerator() {
   const auto type = at::getAccelerator();
   const bool is_there = type && type != c10::kMPS && c10::impl::hasDeviceGuardImpl(*type) &&
@@ -100,7 +100,7 @@ bool has_separate_memory(const Config& config, bool on_host) {
                                 config.memory, config.device, on_host ? ", or \"unified\"" : ""));
 }
 
-/// `states` is the tier of the roles that have none of their own.
+/// Gives roles without a tier of their own the tier `states`.
 Config with_states(Config config) {
   for (std::string* role : {&config.parameters, &config.gradients, &config.optimizer}) {
     if (*role == "auto") *role = config.states;
@@ -140,7 +140,7 @@ std::size_t size_of(std::string_view setting, const std::string& text, std::size
   return text == "auto" ? automatic : parse_bytes(text, setting);
 }
 
-/// Small enough that rules can stream five tensors, read ahead, through a budget; 4 MiB where there is room.
+/// Small enough that rules can stream five tensors, with prefetch, through a budget; at most 4 MiB.
 std::size_t automatic_page_size(std::size_t device_bytes, std::size_t host_bytes, bool separate) {
   // With one memory pages pass through the larger budget; with two, through both.
   const std::size_t share = (separate ? std::min(host_bytes, device_bytes) : std::max(host_bytes, device_bytes)) / 64;
@@ -222,7 +222,7 @@ bool updates_in_host(const Config& config, DeviceMemory* separate, const Domain&
   return domain.planned_on ? domain.planned_on->updates_are_faster_in_host() : updates_are_faster_in_host(*separate);
 }
 
-/// What operators see of parameters, what their masters are, and what gradients are kept in.
+/// Sets the dtypes of parameters, their masters and their gradients.
 void choose_dtypes(const Config& config, Domain& domain) {
   domain.compute_dtype = dtype_of("compute_dtype", config.compute_dtype);
   domain.keeps_hi_lo = config.master_dtype == "float32_split";
@@ -281,8 +281,8 @@ void partition_roles(const Config& config, Partition& partition) {
       !partitions[static_cast<int>(Role::gradient)] && !partitions[static_cast<int>(Role::optimizer)];
 }
 
-/// How much of device_memory holds gathered tensors; the rest is for what this rank holds itself. Homes on the device
-/// need most of it; where there are none, whole parameters do.
+/// Bytes of device_memory for gathered tensors; the rest is for this rank's own. Homes on the device need most of it.
+/// Without such homes, whole parameters do.
 std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool separate) {
   const auto& partitioned = domain.partition.partitions;
   if (std::none_of(std::begin(partitioned), std::end(partitioned), [](bool s) { return s; })) return 0;
@@ -293,7 +293,7 @@ std::size_t gathered_share(std::size_t device_bytes, const Domain& domain, bool 
   return round_down(share, kBlockBytes);
 }
 
-/// device_memory and host_memory, where they are left out: what suits this machine.
+/// device_memory and host_memory; automatic ones suit this machine.
 std::map<std::string, std::size_t> memory_of(const Config& config, c10::Device device, bool over_ranks,
                                              const Machine* planned = nullptr) {
   const std::size_t free = free_memory(over_ranks, planned);
@@ -302,7 +302,7 @@ std::map<std::string, std::size_t> memory_of(const Config& config, c10::Device d
           {"host_memory", size_of("host_memory", config.host_memory, free / 2)}};
 }
 
-/// `of()`, or `otherwise` where it throws: where settings are compared, each is only text until it is used.
+/// `of()`, or `otherwise` if it throws: ranks compare settings before anything has checked them.
 template <class Of, class Value>
 Value or_else(Of&& of, Value otherwise) {
   try {
@@ -312,8 +312,8 @@ Value or_else(Of&& of, Value otherwise) {
   }
 }
 
-/// The settings from which it follows which collectives run. Homes on the device decide how much of device_memory
-/// gathered tensors have; whether other homes are in the host or on disk is for each rank to choose.
+/// The settings that decide which collectives run. Homes on the device decide how much of device_memory gathered
+/// tensors have; each rank may choose between host and disk for other homes.
 std::vector<Agreed> settings_of_all_ranks(const Config& given) {
   const Config config = with_states(given);
   std::vector<Agreed> settings;
@@ -364,7 +364,7 @@ std::vector<Agreed> settings_of_all_ranks(const Config& given) {
 
 struct Space::Here {
   std::shared_ptr<Machine> planned;           // null: this machine
-  std::map<std::string, std::size_t> memory;  // the least that any rank has, of those sizes that are left to it
+  std::map<std::string, std::size_t> memory;  // bytes by setting; an automatic size is the least of all ranks
 };
 
 std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
@@ -431,7 +431,7 @@ bool choose_tiers(const Config& config, Domain& domain) {
   return may_go_to_disk;
 }
 
-/// Both memories fit what is free.
+/// Throws ConfigError unless both budgets fit the free memory.
 void check_memory(const CacheOptions& options, const Domain& domain, bool over_ranks) {
   const std::size_t free = free_memory(over_ranks, domain.planned_on.get());
   if (options.device_bytes < 16 * kBlockBytes) {
@@ -455,7 +455,7 @@ void check_memory(const CacheOptions& options, const Domain& domain, bool over_r
   }
 }
 
-/// `least`: device_memory and host_memory where they are left out.
+/// `least`: the automatic device_memory and host_memory.
 CacheOptions choose_sizes(const Config& config, const std::map<std::string, std::size_t>& least, const Domain& domain,
                           bool separate, bool over_ranks) {
   CacheOptions options;
@@ -483,7 +483,7 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
                      Domain& domain) {
   domain.min_page_bytes = parse_bytes(config.min_page_bytes, "min_page_bytes");
   domain.tiling = tiling_of(config.tiling);
-  (void)parse_bytes(config.disk_endurance, "disk_endurance");  // Python judges by it
+  (void)parse_bytes(config.disk_endurance, "disk_endurance");  // only Python uses it
   domain.tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
   domain.async_step = flag_of("async_step", config.async_step);
   const EarlyUpdate early_update = update_ahead_of(config.early_update);
@@ -499,17 +499,17 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
   domain.partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
 }
 
-/// Whether an optimizer's states are updated in the host; `config` says where from now on.
+/// Chooses whether the host updates optimizer states.
 void choose_where_to_update(Config& config, const CacheOptions& options, const Groups& groups, Domain& domain) {
   if (domain.moments != Moments::as_they_are && !domain.on_host) {
     config.optimizer_device = "host";
-    domain.shares_pages = false;  // so that all can be reached there
+    domain.shares_pages = false;  // so that the host can reach all of them
     auto& of_optimizer = domain.tiers[static_cast<int>(Role::optimizer)];
     if (of_optimizer == TierChoice::automatic) of_optimizer = TierChoice::automatic_below;
   }
   domain.updates_in_host = updates_in_host(config, options.device.get(), domain);
-  // Where several ranks update the same, all do so with the device's arithmetic: which pages can be had in a host is
-  // for each rank to know.
+  // Ranks that update the same tensor all use the device's arithmetic: each rank alone knows which of its pages are in
+  // the host.
   if (groups.shard && (domain.partition.reduces_whole || groups.replica)) domain.updates_in_host = false;
   domain.updates_where_all_fits = config.optimizer_device == "auto";
 }
@@ -579,17 +579,17 @@ void know(const at::Tensor& tensor, Domain& domain) {
   domain.leaves.know(tensor);
 }
 
-/// Space::page(), of any space.
+/// Does Space::page() for any space.
 bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role) {
   const bool paged = page_tensor(domain, tensor, role);
   if (paged && tensor.grad().defined()) page_in(domain, tensor.mutable_grad(), Role::gradient);
   auto* segment = segment_of(tensor);
-  // Not a buffer, which may become each rank's own.
+  // Except buffers, which may become each rank's own.
   if (segment && role == Role::parameter && tensor.requires_grad()) segment->set_keeps_same(true);
   if (segment && segment->domain() == domain) know(tensor, *domain);
   if (segment && segment->domain() == domain && domain->partition.ranks && !scope_domain()) {
     std::lock_guard lock(domain->sharing_mutex);
-    domain->created.push_back(segment->storage());  // start_equal() is for the caller
+    domain->created.push_back(segment->storage());  // the caller calls start_equal()
   }
   return paged;
 }
@@ -738,8 +738,8 @@ void evict(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
   if (!segment) return;
   if (segment->is_unallocated()) {
-    // What it will be made of leaves instead. Not over ranks: which programs are left may differ between them, and
-    // what is gathered must not.
+    // Evict the segments that its operators read instead. Not over ranks: pending programs may differ between ranks,
+    // but gathered tensors must not.
     if (segment->domain()->partition.ranks) return;
     std::lock_guard lock(segment->domain()->deferral_mutex);
     const auto deferred = segment->deferred();

@@ -21,18 +21,18 @@
 namespace zeropage {
 namespace {
 
-/// The operators we use ourselves are ordinary ones, whatever scope or grad mode the caller is in.
+/// Makes our own operators ordinary ones, whatever scope or grad mode the caller is in.
 struct Ordinary {
   c10::impl::ExcludeDispatchKeyGuard below_us{kPagedKey};
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
-/// cudaHostRegister and its counterpart, from the runtime that torch has loaded, if it has; of another backend of
-/// torch, functions that are called as these are, with its name for "cuda".
+/// cudaHostRegister and cudaHostUnregister, from the runtime that torch has loaded, if any. Other backends of torch
+/// have functions of the same names with their own prefix instead of "cuda".
 struct HostRegistration {
   int (*add)(void*, std::size_t, unsigned) = nullptr;
   int (*remove)(void*) = nullptr;
-  int (*last_error)() = nullptr;  // reading it also clears it, so that torch does not take ours for its own
+  int (*last_error)() = nullptr;  // reading it clears it, so that torch does not mistake our error for its own
 
   explicit HostRegistration(const std::string& backend) {
     find(backend + "HostRegister", add);
@@ -54,7 +54,7 @@ class TorchDevice final : public DeviceMemory {
         uploads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
         downloads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {
     Ordinary ordinary;
-    // A block more, since torch aligns to less than ours.
+    // One block more, because torch aligns to less than our blocks.
     memory_ =
         at::empty({static_cast<std::int64_t>(bytes + kBlockBytes)}, at::TensorOptions(device).dtype(c10::kByte));
     auto* data = static_cast<std::byte*>(memory_.data_ptr());
@@ -63,7 +63,7 @@ class TorchDevice final : public DeviceMemory {
   }
 
   ~TorchDevice() override {
-    // torch may give the block to other tensors, and knows nothing of our streams.
+    // torch may give the block to other tensors, and does not know our streams.
     uploads_.synchronize();
     downloads_.synchronize();
     driver_.getStream(device_).synchronize();
@@ -138,7 +138,7 @@ class TorchDevice final : public DeviceMemory {
     std::span<std::byte> memory;
     Event event;
   };
-  /// What is retired stays so for other streams, until it is past.
+  /// Makes `stream` wait for retired memory. Entries stay for other streams until their event is done.
   void wait_for_retired(std::span<std::byte> memory, const c10::Stream& stream) {
     std::lock_guard lock(mutex_);
     for (const Retired& retired : retired_) {
@@ -175,7 +175,7 @@ class TorchDevice final : public DeviceMemory {
   std::vector<Retired> retired_;
 };
 
-/// Operators on the CPU are over when they return, so nothing needs an event.
+/// Operators on the CPU finish before they return, so nothing needs an event.
 class CpuApart final : public DeviceMemory {
  public:
   explicit CpuApart(std::size_t bytes) : arena_(bytes), memory_(*arena_.try_allocate(bytes)) {}

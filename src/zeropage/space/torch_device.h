@@ -1,5 +1,4 @@
-// Device memory as torch has it: the only file that knows how a GPU is driven, and it does so through c10's streams
-// and events, so it needs no CUDA to be built.
+// Device memory from torch. Only this module drives a GPU. It uses c10's streams and events, so it builds without CUDA.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,11 +9,11 @@
 
 namespace zeropage {
 
-/// `bytes` of the memory of `device`, taken from torch's allocator at once. Throws BudgetError if it is not free.
+/// Allocates `bytes` on `device` from torch's allocator at once. Throws BudgetError if they are not free.
 std::shared_ptr<DeviceMemory> make_torch_device(c10::Device device, std::size_t bytes);
 
-/// Memory of the CPU that is treated as if it were a GPU's: everything is copied in and out. For tests of that path
-/// on machines without a GPU.
+/// CPU memory that zeropage treats like a GPU's: everything is copied in and out. For tests of that path on machines
+/// without a GPU.
 std::shared_ptr<DeviceMemory> make_cpu_apart(std::size_t bytes);
 
 /// Bytes of `device` that are free now.

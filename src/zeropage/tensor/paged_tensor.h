@@ -172,7 +172,7 @@ struct Domain {
   std::recursive_mutex deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order in which they were made.
   std::size_t deferred_alive = 0;                 // how many of them lived when last counted.
-  std::size_t next_deferred = 0;                  // position of the thread that runs all of them; 0: none does.
+  std::size_t next_deferred = 0;                  // position of run_deferred() in it; 0: it does not run.
   EarlyUpdate early_update = EarlyUpdate::never;
   // Early updates of a parameter, those among them that the step requested, and the bytes that the others wrote.
   std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
