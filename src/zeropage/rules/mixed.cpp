@@ -12,35 +12,35 @@
 namespace zeropage {
 namespace {
 
-/// A view of another dtype has none: it is of the bits that operators see.
+/// A view of another dtype has no master: it views the bits of the low-precision copy.
 bool has_master(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   return segment && segment->master().defined() && is_whole(tensor) &&
          tensor.scalar_type() == segment->domain()->compute_dtype;
 }
 
-/// Whether the call writes bits of a tensor whose master must follow, by a view that has none itself.
+/// Whether the call writes a tensor with a master through a view that has none.
 bool writes_part_of_mixed(const Call& call) {
   return std::any_of(call.paged.begin(), call.paged.end(), [](const PagedArgument& argument) {
     return argument.access != Access::read && argument.segment->master().defined() && !has_master(argument.tensor);
   });
 }
 
-/// Beside what operators see lies what it lacks, and not all of it once more.
+/// Whether the master stores only the bits that the visible tensor lacks, not a full second tensor.
 bool is_hi_lo(const at::Tensor& master) { return master.scalar_type() == c10::kShort; }
 
 c10::ScalarType dtype_of_master(const StorageSegment& segment) {
   return is_hi_lo(segment.master()) ? c10::kFloat : segment.master().scalar_type();
 }
 
-/// The master as it is kept, in the shape that this tensor gives it.
+/// The stored master, in this tensor's shape.
 at::Tensor kept_for(const at::Tensor& tensor) {
   const at::Tensor& master = segment_of(tensor)->master();
   if (master.sizes() == tensor.sizes() && master.strides() == tensor.strides()) return master;
   return master.as_strided(tensor.sizes(), tensor.strides());
 }
 
-/// The master as a tensor. `asks`: for its shape and dtype alone.
+/// The master as a floating-point tensor. `asks`: the caller needs only its shape and dtype.
 at::Tensor master_of(const at::Tensor& tensor, bool asks) {
   const at::Tensor kept = kept_for(tensor);
   if (!is_hi_lo(kept)) return kept;
@@ -55,7 +55,7 @@ const c10::OperatorHandle& copy_operator() {
   return op;
 }
 
-/// tensor = master: later, if what is to change the master has yet to run.
+/// Copies the master to the tensor; later, if operators on the master have yet to run.
 void materialise(const at::Tensor& tensor, const at::Tensor& master) {
   if (segment_of(tensor)->master().defined() && is_hi_lo(segment_of(tensor)->master())) {
     return split_hi_lo(tensor, kept_for(tensor), master);
@@ -74,8 +74,8 @@ bool is_norm(const Call& call) {
   return call.name() == "aten::linalg_vector_norm" || call.name() == "aten::_foreach_norm";
 }
 
-/// Whether a call that writes none of its arguments is to run on masters: where it only asks what to make, and where
-/// another operand has the master's dtype, so that its result has too.
+/// Whether a call that writes none of its arguments must run on masters: if it needs only metadata, or if another
+/// operand, and so the result, has the master's dtype.
 bool reads_masters(Call& call) {
   const std::string& name = call.name();
   if (name == "aten::_to_copy" || call.info.kind == OperatorKind::metadata || is_norm(call)) return true;
@@ -99,27 +99,27 @@ bool reads_masters(Call& call) {
   return false;
 }
 
-/// Into an ordinary tensor of the same dtype. What operators see of two halves rounds ties up, and not to even, so
-/// the rounded master could be another number.
+/// Whether it copies into an ordinary tensor of the visible dtype. The upper half of a split float32 rounds ties up,
+/// not to even, so a rounded master could differ from it.
 bool copies_what_is_seen(Call& call) {
   if (call.name() != "aten::copy_") return false;
   const at::Tensor to = call.argument(0).toTensor(), from = call.argument(1).toTensor();
   return !has_master(to) && has_master(from) && to.scalar_type() == from.scalar_type();
 }
 
-/// Whether a rule is to run on masters: what writes parameters or copies them, and what reads masters anyway.
+/// Whether a rule must run on masters: if it writes parameters, clones them, or reads masters anyway.
 bool takes_masters(Call& call) {
   const auto mixed = [](const PagedArgument& argument) { return has_master(argument.tensor); };
   if (std::none_of(call.paged.begin(), call.paged.end(), mixed) || !Call::plain_modes()) return false;
-  const bool asks = call.info.kind == OperatorKind::metadata;  // what to make: nothing for autograd
+  const bool asks = call.info.kind == OperatorKind::metadata;  // autograd has nothing to record
   if (call.needs_autograd() && !asks) return false;
   const bool writes = std::any_of(call.info.writes.begin(), call.info.writes.end(), [](bool write) { return write; });
-  // It takes one dtype alone: that of what it writes.
+  // lerp_ accepts only one dtype: that of its output.
   if (call.name() == "aten::lerp_" && !has_master(call.argument(0).toTensor())) return false;
   return (writes || call.name() == "aten::clone" || reads_masters(call)) && !copies_what_is_seen(call);
 }
 
-/// Operands that are not masters, in the masters' dtype, for operators that take one dtype alone.
+/// Casts other operands to the masters' dtype, for operators that accept only one dtype.
 void widen_others(Call& call) {
   const c10::ScalarType dtype = call.argument(0).toTensor().scalar_type();
   for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -141,12 +141,12 @@ bool run_on_masters(Call& call) {
   if (call.name() == "aten::lerp_") widen_others(call);
   const auto run = [&] {
     if (call.info.rule(call)) return true;
-    // Of operands that lie otherwise: run on what operators see, its result would be rounded.
+    // The operands have different layouts. On the low-precision copy the result would be rounded.
     if (!is_norm(call) && !(call.info.pointwise && writes)) return false;
     call.run_whole();
     return true;
   };
-  // An operator on a list that throws may have run on the first tensors already, or have deferred those calls.
+  // If an operator on a list throws, it may already have run on the first tensors, or have deferred those calls.
   const auto may_have_changed = [](const at::Tensor& tensor, const at::Tensor& master) {
     return has_program(segment_of(master)) || stored_master(tensor).defined();
   };
@@ -226,7 +226,7 @@ void WrittenMasters::add(StorageSegment& segment, bool is_before) {
   if (is_hi_lo(master)) {
     written.before = make_paged(segment.domain(), master.sizes(), master.strides(), dtype, segment.role(),
                                 {.layout = segment.layout(), .like = &segment});
-    // Afterwards nobody knows what was changed: then nothing that is visible lacks anything.
+    // After the write the changes are unknown. `before` stays zero, so follow() treats every value except 0 as changed.
     if (is_before) copy_windows(written.before, written.visible);
   }
   written_.push_back(std::move(written));
@@ -242,7 +242,7 @@ void WrittenMasters::follow() const {
     if (written.before.defined()) {
       operands.push_back({written.before, segment_of(written.before), Access::read});
       for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) {
-        slices[0].masked_fill_(slices[1].ne(slices[2]), 0);  // lacks nothing
+        slices[0].masked_fill_(slices[1].ne(slices[2]), 0);  // the changed value is exact
       });
       continue;
     }
@@ -261,7 +261,7 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
     return make_paged(segment->domain(), tensor.sizes(), tensor.strides(), c10::scalarTypeToTypeMeta(dtype), role,
                       {.like = segment, .placement = segment->is_own() ? Placement::own : Placement::same});
   };
-  // As ZeRO has it, what is more precise than operators need is the optimizer's.
+  // Like in ZeRO, bits beyond the operators' precision belong to the optimizer.
   at::Tensor master = like(domain.keeps_hi_lo ? c10::kShort : domain.master_dtype, Role::optimizer);
   at::Tensor visible = tensor.detach();
   const bool changes = tensor.scalar_type() != domain.compute_dtype;

@@ -1,21 +1,20 @@
-// Mixed precision. Operators and autograd see a parameter in one dtype; its master is kept in another, more precise
-// one (StorageSegment::master). Rules run on the master: initialisation, loading, optimizers. So a stock optimizer is
-// mixed-precision training with full-precision master weights. What operators see follows in the same pass.
+// Mixed precision. Operators and autograd see a parameter in one dtype, its low-precision copy. Its master has another,
+// more precise one (StorageSegment::master). Rules run on the master: initialisation, loading, optimizers. Any stock
+// optimizer therefore trains with full-precision master weights. The same pass updates the low-precision copy.
 #pragma once
 
 #include "zeropage/rules/call.h"
 
 namespace zeropage {
 
-/// The call's rule, on masters where its arguments have them. As a rule: false if nothing was done.
+/// Runs the call's rule, on masters if its arguments have them. False if it did nothing, like any rule.
 bool run_rule(Call& call);
 
-/// What an operator is about to write of what it sees of parameters. Where that then differs from what was
-/// materialised of their masters, follow() has the masters follow.
+/// Records low-precision copies that an operator will write. follow() then writes changed elements to the masters.
 class WrittenMasters {
  public:
   explicit WrittenMasters(const Call& call);
-  /// Of raw memory that is about to be written.
+  /// For code that will write a segment's raw memory.
   explicit WrittenMasters(StorageSegment& segment) { add(segment); }
   /// Adds the tensors that the call, which has run, wrote without declaring it.
   void add_undeclared(const Call& call);
@@ -26,26 +25,24 @@ class WrittenMasters {
   struct Written {
     StorageSegment* segment;
     at::Tensor visible;
-    at::Tensor before;  // of a master that is hi_lo: what was visible
+    at::Tensor before;  // the earlier visible content, if the master is hi_lo
   };
   c10::SmallVector<Written, 2> written_;
 };
 
-/// After a call that wrote masters by themselves, as a program does that was given them by state_dict(): what
-/// operators see follows.
+/// Updates low-precision copies after a call that wrote masters directly, for example masters from state_dict().
 void visible_follows(const Call& call);
 
-/// Has operators see `tensor`, which is paged, in the domain's visible dtype from now on, and gives it a master that
-/// is more precise, in place. The content is kept as precisely as the two allow.
+/// Gives a paged tensor a more precise master, in place; operators see it in the domain's compute_dtype from now on.
+/// Both together keep the content as precisely as they can.
 void give_master(at::Tensor& tensor, const Domain& domain);
 
-/// The master of a whole tensor, where it is kept as a tensor of its own; else undefined.
+/// The master of a whole tensor, if it is a tensor of its own; else undefined.
 at::Tensor stored_master(const at::Tensor& tensor);
-/// The content of `tensor` as precisely as it is kept: its master, which may be put together for it. `tensor` itself
-/// if it has none.
+/// The most precise content of `tensor`: its master, which may be joined for this call, or `tensor` itself.
 at::Tensor most_precise(const at::Tensor& tensor);
 
-/// Makes what operators see again from the master, when the content is asked for.
+/// Makes the low-precision copy again from the master, when an operator needs the content.
 void follow_master(const StorageSegment& segment);
 
 }  // namespace zeropage

@@ -1,5 +1,5 @@
-// Rows of what is larger than memory, for embeddings and indexing: only pages whose rows are used are read, and only
-// theirs have a gradient to write.
+// Embeddings and indexing of tensors that are larger than memory. They read only pages whose rows are used, and write
+// a gradient only for those.
 #include <ATen/ops/_unique.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
@@ -22,11 +22,11 @@ enum class Sums : std::int64_t { embedding, index_put, index_add };
 
 class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
  public:
-  /// `sums`: by which operator's kernel PyTorch sums the gradient of a row.
+  /// `sums`: the operator whose kernel sums the gradient of a row in PyTorch.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
                             std::int64_t padding, bool by_frequency, Sums sums) {
     context->save_for_backward({indices});
-    context->saved_data["weight"] = weight.detach();  // for its shape and place: what is written to it is no matter
+    context->saved_data["weight"] = weight.detach();  // for its shape and segment; later writes do not matter
     context->saved_data["sums"] = static_cast<std::int64_t>(sums);
     context->saved_data["padding"] = padding;
     context->saved_data["by_frequency"] = by_frequency;
@@ -35,7 +35,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     check(flat, weight);
     auto sizes = indices.sizes().vec();
     sizes.push_back(weight.size(1));
-    // No view of another tensor: autograd forbids to write these in place.
+    // Return no view of another tensor: autograd forbids writing those in place.
     const at::Tensor result = at::empty(sizes, weight.options().requires_grad(false));
     at::Tensor rows = result.view({-1, weight.size(1)});
     for_each_used(weight, flat, Access::read,
@@ -63,7 +63,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     }
     refuse_graph_of_gradient();
     const Computing computing;
-    at::Tensor gradient = gradient_like(weight);  // zeros, of which those that are not used stay so
+    at::Tensor gradient = gradient_like(weight);  // zeros; rows that are not used stay so
     for_each_used(gradient, flat, Access::write, [&](std::int64_t row, at::Tensor tile, const at::Tensor& places) {
       const at::Tensor own = flat.index_select(0, places) - row;
       const std::int64_t own_padding = padding >= row && padding < row + tile.size(0) ? padding - row : -1;
@@ -86,7 +86,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
                       " of an embedding of ", weight.size(0), " rows");
   }
 
-  /// The same of a planned run, which has no indices: as many as there are, spread evenly over the rows.
+  /// Does for_each_used() for a planned run, whose indices have no values: spreads them evenly over the rows.
   template <class Run>
   static void for_each_planned(const Rows& all, std::int64_t step, const at::Tensor& flat, Access access, Run run) {
     const auto before = [&](std::int64_t row) { return row * flat.numel() / all.rows; };
@@ -102,16 +102,16 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     }
   }
 
-  /// Calls `run` for tiles of which rows are used, with the places in `flat` that ask for them, in order.
+  /// Calls `run` for tiles with used rows, with the positions in `flat` that name these rows, in order.
   template <class Run>
   static void for_each_used(const at::Tensor& weight, const at::Tensor& flat, Access access, Run run) {
     if (flat.numel() == 0) return;
     const Rows all(weight);
     const std::size_t row_bytes = all.columns * weight.itemsize();
-    // As many rows as a page has, wherever pages are cut.
+    // A step has as many rows as a page, whatever the page's boundaries.
     const auto step = static_cast<std::int64_t>(std::max<std::size_t>(all.segment->page_bytes() / row_bytes, 1));
     if (flat.is_meta()) return for_each_planned(all, step, flat, access, run);
-    // Stable, so that of equal indices the order, and so the sum, stays.
+    // A stable sort keeps the order of equal indices, and with it the sum.
     const auto [sorted, order] = flat.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
     const at::Tensor on_host = sorted.to(c10::kCPU, c10::kLong).contiguous();
     const auto* values = on_host.const_data_ptr<std::int64_t>();
@@ -139,7 +139,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
 
 namespace {
 
-/// Whether rows of `weight` are to be brought one by one: all of it is too large, or few of them are asked for.
+/// Whether to load rows of `weight` one by one: it is too large, or the indices name few of its rows.
 bool takes_rows(const at::Tensor& weight, const at::Tensor& indices) {
   if (weight.dim() < 2 || weight.numel() == 0 || !weight.is_contiguous() || weight.is_complex()) return false;
   const bool are_indices = indices.scalar_type() == c10::kLong || indices.scalar_type() == c10::kInt;
@@ -148,7 +148,7 @@ bool takes_rows(const at::Tensor& weight, const at::Tensor& indices) {
   return indices.numel() < weight.size(0) / 2 && is_part(weight.select(0, 0));
 }
 
-/// Rows of a tensor of any dimensions, [indices..., rest...], and their gradient.
+/// Rows of a tensor of any dimensions, [indices..., rest...], with a gradient.
 at::Tensor rows_of(const at::Tensor& weight, const at::Tensor& indices, Sums sums) {
   auto sizes = indices.sizes().vec();
   sizes.insert(sizes.end(), weight.sizes().begin() + 1, weight.sizes().end());
@@ -171,7 +171,7 @@ bool tile_embedding_bag(Call& call) {
   if (weight.dim() != 2 || !is_tiled(weight) || !takes_rows(weight, indices) || call.argument(5).toBool())
     return false;
   if (indices.dim() != 1) return false;
-  // A bag over the rows that are used alone, as an ordinary tensor, in the same order.
+  // Run the bag over an ordinary tensor of only the used rows, in the same order.
   const auto [used, places] = at::_unique(indices, /*sorted=*/true, /*return_inverse=*/true);
   if (call.arguments == 9 && !call.argument(8).isNone()) {
     const std::int64_t given = call.argument(8).toInt(), padding = given < 0 ? given + weight.size(0) : given;
@@ -182,7 +182,7 @@ bool tile_embedding_bag(Call& call) {
   call.argument(1) = places.to(indices.scalar_type());
   const bool takes_highest = call.argument(4).toInt() == 2;
   call.op.callBoxed(&call.stack);
-  if (takes_highest && used.numel() > 0) {  // which rows they are: of empty bags, what the kernel says
+  if (takes_highest && used.numel() > 0) {  // the original row numbers; for empty bags the kernel's value
     const at::Tensor highest = call.stack.back().toTensor(), sizes = call.stack[call.stack.size() - 2].toTensor();
     const at::Tensor rows = used.index_select(0, highest.clamp_min(0).flatten()).view_as(highest);
     call.stack.back() = at::where(sizes.unsqueeze(1).gt(0), rows.to(highest.scalar_type()), highest);

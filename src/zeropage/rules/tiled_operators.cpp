@@ -1,5 +1,5 @@
-// Operators that take a huge operand tile by tile, forward and backward: products with matrices. Neither the weight
-// nor its gradient is ever whole in memory.
+// Products with huge matrices, tile by tile, forward and backward. Neither the weight nor its gradient is ever whole in
+// memory.
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 namespace zeropage {
 namespace {
 
-/// In what autocast would compute, if it is on.
+/// The tensor in the dtype that autocast would compute in, if it is on.
 at::Tensor as_autocast(const at::Tensor& tensor) {
   const bool is_cast = tensor.is_floating_point() && tensor.scalar_type() != c10::kDouble;
   if (!autocasts(tensor) || !is_cast) return tensor;
   return cast_once(tensor);
 }
 
-/// Two forms of a matrix that tiles can go through: its rows, or, transposed, its columns.
+/// The form in which tiles can walk through a matrix: by rows, or, transposed, by columns.
 enum class Form : std::uint8_t { none, rows, columns };
 
 Form form_of(const at::Tensor& weight) {
@@ -31,18 +31,19 @@ Form form_of(const at::Tensor& weight) {
   return weight.t().is_contiguous() ? Form::columns : Form::none;
 }
 
-/// Whether dtypes are what the operator takes: the same, or what autocast makes the same.
+/// Whether the operator accepts the dtypes: the same, or made the same by autocast.
 bool is_alike(const at::Tensor& cast, const at::Tensor& x, const at::Tensor& weight) {
   return cast.scalar_type() == weight.scalar_type() || cast.scalar_type() != x.scalar_type() || autocasts(x);
 }
 
-/// Exact tiles are products of matrices, whose sums PyTorch forms in another order where it takes a vector.
+/// Whether exact tiles would sum in another order: they multiply matrices, and PyTorch sums a vector's product
+/// differently.
 bool is_sum_of_its_own(const at::Tensor& x, const at::Tensor& weight) {
   const bool exact = paged_segment(weight).domain()->tiling == Tiling::exact;
   return exact && (x.size(1) == 1 || weight.size(2) == 1) && fits_in_memory(weight);
 }
 
-/// x [..., k] · weightᵀ where `transposed`, else x · weight, with a bias of its outputs or none.
+/// Computes x [..., k] · weightᵀ if `transposed`, else x · weight, plus an optional bias of the outputs.
 at::Tensor tiled_product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool transposed) {
   const bool by_rows = form_of(weight) == Form::rows;
   const at::Tensor cast = as_autocast(x);
@@ -66,7 +67,7 @@ bool tile_linear(Call& call) {
   const auto bias = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   if (form_of(weight) == Form::none || !is_plain(x, weight) || !fits_in_memory(x)) return false;
   if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
-  // PyTorch adds the bias inside the product where it has a matrix, or can view one; else by an addition of its own.
+  // PyTorch adds the bias inside the product if x is a matrix or can be viewed as one; else in a separate addition.
   const bool adds_inside = x.dim() == 2 || x.is_contiguous();
   const at::Tensor y = tiled_product(x, weight, adds_inside ? bias : at::Tensor(), /*transposed=*/true);
   call.return_value(adds_inside || !bias.defined() ? y : y.add(as_autocast(bias)));
@@ -112,32 +113,32 @@ bool tile_bmm(Call& call) {
 }
 
 bool tile_parts(Call& call) {
-  // Under autocast, inner operators of what fits could compute in other dtypes than the whole does.
+  // Under autocast, inner operators on a tensor that fits could use other dtypes than the whole operator.
   const bool any = std::any_of(call.paged.begin(), call.paged.end(), [&](const PagedArgument& a) {
     return is_tiled(a.tensor) || (is_part(a.tensor) && !autocasts(a.tensor));
   });
   if (!any || !Call::plain_modes()) return false;
-  call.op.redispatchBoxed(call.below - c10::autocast_dispatch_keyset, &call.stack);  // each of its parts comes to us
+  call.op.redispatchBoxed(call.below - c10::autocast_dispatch_keyset, &call.stack);  // its parts reach the fallback
   return true;
 }
 
 namespace {
 
-/// Whether the tensor lies in a segment that can never be whole in memory.
+/// Whether the tensor's segment can never be whole in memory.
 bool is_of_huge(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   return segment && is_tiled(tensor) && segment->bytes() > segment->frame_limit() && tensor.numel() > 0;
 }
 
-/// Whether an operator can be given a copy of this view of a huge segment: it is small, and if the operator writes
-/// it, nothing lies between its elements, which another argument could hold.
+/// Whether an operator can use a copy of this view of a huge segment. The view must be small. If the operator writes
+/// it, it must have no gaps, because another argument could hold the elements in them.
 bool takes_copy(const at::Tensor& tensor, bool writes) {
   if (!is_of_huge(tensor)) return false;
   const std::size_t span = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
   return span <= segment_of(tensor)->frame_limit() / 2 && (!writes || span == tensor.nbytes());
 }
 
-/// A view in place, such as t_(), needs no data; only a larger tensor does.
+/// Runs a view in place, such as t_(), which needs no data. Resizing does.
 bool run_view_in_place(Call& call) {
   if (!call.op.hasTag(at::Tag::inplace_view) || call.name().find("resize") != std::string::npos) return false;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
@@ -145,7 +146,7 @@ bool run_view_in_place(Call& call) {
   return true;
 }
 
-/// A copy that autograd sees being made.
+/// Makes a copy that autograd records.
 class RecordedCopy : public torch::autograd::Function<RecordedCopy> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& part) { return copy_of_part(part); }
@@ -155,12 +156,12 @@ class RecordedCopy : public torch::autograd::Function<RecordedCopy> {
   }
 };
 
-/// Sizes that an operator gave a copy are not the tensor's: those it cannot change.
+/// Copies back, or throws if the operator resized the copy: it cannot resize the tensor.
 void copy_back_same_size(const at::Tensor& tensor, const at::Tensor& copy) {
   if (copy.sizes() != tensor.sizes() || copy.strides() != tensor.strides()) {
     throw AccessError(
-        "a paged tensor keeps the size it was made with, and this operator would have to change it; give out= a "
-        "tensor of the result's shape, or use an ordinary tensor");
+        "a paged tensor keeps the size it was made with, but this operator would change it; give out= a tensor of "
+        "the result's shape, or use an ordinary tensor");
   }
   copy_back(copy, tensor);
 }

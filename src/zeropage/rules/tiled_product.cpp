@@ -27,7 +27,7 @@ void refuse_graph_of_gradient() {
   if (!c10::GradMode::is_enabled()) return;
   throw Error(
       "a second derivative by a weight that is taken in tiles is not computed; raise device_memory or tile_above so "
-      "that it is taken whole, or use create_graph=False");
+      "that it fits in one piece, or use create_graph=False");
 }
 
 bool fits_in_memory(const at::Tensor& tensor) {
@@ -45,7 +45,7 @@ at::Tensor in_memory(const at::Tensor& tensor) {
         format_bytes(segment_of(tensor)->frame_limit())));
   }
   const c10::NoGradGuard no_grad;
-  // A matrix that lies transposed is another operand to libraries.
+  // Keep the strides: libraries may round a product with a transposed matrix differently.
   const auto strides = at::infer_dense_strides(tensor.sizes(), tensor.strides());
   return at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false)).copy_(tensor);
 }
@@ -72,17 +72,17 @@ void add_rows_summed(at::Tensor& y, const at::Tensor& x, const Rows& weight) {
 
 namespace {
 
-/// Blocks of columns of a product, wide in all, and how many of their neighbours are computed beside each.
+/// The width of a product's blocks of columns, and the number of neighbouring columns to compute on each side.
 struct ColumnBlocks {
   std::int64_t least = kFewestColumns, wide, beside = 0;
 
-  /// `column_bytes`: that memory holds of each column.
+  /// `column_bytes`: memory for each column.
   ColumnBlocks(std::size_t columns, std::size_t column_bytes, std::size_t item_bytes, const Domain& domain) {
     constexpr std::size_t kLine = 64;
     const auto fits = [&](std::int64_t n) { return n * column_bytes <= domain.cache->frame_limit() / 2; };
     if (!fits(least)) least = kKernelColumns;
-    // Where rows of the result do not all lie alike in lines of memory, libraries compute columns at its edges
-    // otherwise than the same ones further in.
+    // If rows of the result start at different offsets in cache lines, libraries may round columns at its edges
+    // differently than inside.
     if (columns * item_bytes % kLine != 0 && fits(least + 2 * kKernelColumns)) beside = kKernelColumns;
     const auto fitting = static_cast<std::int64_t>(domain.tile_above / 2 / column_bytes) - 2 * beside;
     wide = std::min<std::int64_t>(round_down(std::max(fitting, least), kKernelColumns), columns);
@@ -130,7 +130,7 @@ void outer(const at::Tensor& left, const at::Tensor& right, const Rows& gradient
 
 namespace {
 
-/// The same as (rightᵀ · left)ᵀ.
+/// Computes the same as (rightᵀ · left)ᵀ.
 void outer_transposed(const at::Tensor& left, const at::Tensor& right, const Rows& gradient) {
   for_each_tile(gradient, Access::overwrite, [&](std::int64_t row, at::Tensor tile) {
     tile.copy_(at::mm(right.t(), left.narrow(1, row, tile.size(0))).t());
@@ -169,10 +169,10 @@ namespace {
 
 class TiledProduct : public torch::autograd::Function<TiledProduct> {
  public:
-  /// In the order of addmm's, so that gradients come to be in its order.
+  /// Its arguments have addmm's order, so that autograd makes gradients in that order.
   static at::Tensor forward(AutogradContext* context, const std::optional<at::Tensor>& bias, const at::Tensor& x,
                             const at::Tensor& weight, bool rows_are_outputs, at::ScalarType dtype, bool is_lazy) {
-    // Its content is read for x's gradient alone; else it may be written before.
+    // Only x's gradient reads the weight. Without it, the program may write the weight before backward.
     context->save_for_backward(
         {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()});
     context->saved_data["weight"] = weight.detach();
@@ -192,7 +192,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
   static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
     const auto saved = context->get_saved_variables();
     const at::Tensor& x = saved[0];
-    // As of the weight's view that PyTorch's product saves: also after `weight.data = another`.
+    // Like the view of the weight that PyTorch's product saves, it stays valid after `weight.data = another`.
     const at::Tensor place = context->saved_data["weight"].toTensor();
     const at::Tensor& weight = c10::GradMode::is_enabled() && saved[1].defined() ? saved[1] : place;
     const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
@@ -200,7 +200,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
     const at::Tensor gradient = c10::GradMode::is_enabled() ? arrived : in_memory(arrived);
     const bool rows_are_outputs = context->saved_data["rows_are_outputs"].toBool();
     const bool has_bias = context->saved_data["bias"].toBool();
-    const std::size_t edge_of_x = has_bias ? 1 : 0;  // without a bias it has none
+    const std::size_t edge_of_x = has_bias ? 1 : 0;  // a missing bias has no edge
     const bool for_weight = context->needs_input_grad(edge_of_x + 1);
     variable_list result(6);
     if (context->needs_input_grad(edge_of_x)) {
@@ -208,7 +208,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
     }
     if (for_weight && c10::GradMode::is_enabled() && x.size(0) == 1 && !is_tiled(place)) {
       const at::Tensor &left = rows_are_outputs ? gradient : x, &right = rows_are_outputs ? x : gradient;
-      result[2] = left[0].t().mm(right[0]).view(place.sizes());  // a part, which fits
+      result[2] = left[0].t().mm(right[0]).view(place.sizes());  // a small part fits
     } else if (for_weight) {
       refuse_graph_of_gradient();
       const Computing computing;
@@ -219,7 +219,8 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
       for (std::int64_t i = 0; i < x.size(0); ++i) {
         Rows part = all.part(i, x.size(0));
         part.at_once = part.fits_at_once();
-        // bmm's is inputᵀ · gradient, whatever lies transposed: to the library another sum than linear's.
+        // bmm computes inputᵀ · gradient even for a transposed weight. The library sums that in another order than
+        // linear's product.
         place.dim() == 3 && rows_are_outputs ? outer_transposed(left[i], right[i], part)
                                              : outer(left[i], right[i], part);
       }

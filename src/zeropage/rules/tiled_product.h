@@ -1,9 +1,9 @@
-// Products with a matrix that is taken in tiles: the arithmetic of tiled_operators.cpp and vocabulary_loss.cpp.
+// Products with a tiled matrix: the arithmetic of tiled_operators.cpp and vocabulary_loss.cpp.
 //
-// [Note: order of summation] Where rows of the weight are outputs (linear's forward, the weight's gradient,
-// embeddings), each result is computed as without tiles. Where a sum goes over the rows (linear's gradient of the
-// input), tiling = "auto" adds what each tile gives; "exact" takes a block of columns of all rows at a time, which
-// reads the weight once a block.
+// [Note: order of summation] If rows of the weight are outputs (linear's forward, the weight's gradient, embeddings),
+// tiles change no result. If a sum goes over the rows (linear's gradient of the input), tiling = "auto" adds the
+// results of the tiles. "exact" instead computes a block of columns from all rows at a time, and reads the weight once
+// for each block.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -16,20 +16,20 @@
 
 namespace zeropage {
 
-/// Operators inside compute on what is there: ordinary tensors, in the dtypes they have.
+/// Makes operators compute with ordinary tensors in their own dtypes, without autograd and autocast.
 struct Computing {
   OutsideScopes ordinary;
   c10::NoGradGuard no_grad;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
-/// Whether tiles can do what an operator on both asks for: no tangents, no modes, ordinary layouts.
+/// Whether tiles can serve an operator on both: no tangents, no modes, ordinary layouts.
 bool is_plain(const at::Tensor& x, const at::Tensor& weight);
 
-/// In backward of what has no second derivative: throws if one is asked for.
+/// Throws in a backward that cannot be differentiated, if autograd wants a graph of it.
 void refuse_graph_of_gradient();
 
-/// Autograd calls backward, and knows nothing of our errors.
+/// Translates our errors in a backward for autograd, which does not know them.
 template <class Run>
 torch::autograd::variable_list translated(Run run) {
   try {
@@ -39,32 +39,32 @@ torch::autograd::variable_list translated(Run run) {
   }
 }
 
-/// The tensor, or an ordinary one of the same content: what is paged cannot be brought while a tile is held. Throws
-/// BudgetError if it is larger than what the budget could hold.
+/// The tensor, or an ordinary copy of a paged one, because no page can be loaded while a tile is held. Throws
+/// BudgetError if it is larger than the budget.
 at::Tensor in_memory(const at::Tensor& tensor);
 bool fits_in_memory(const at::Tensor& tensor);
 
-/// The gradient of a paged tensor, to be filled.
+/// Makes a gradient for a paged tensor, of zeros.
 at::Tensor gradient_like(const at::Tensor& weight);
 
 /// y [t, rows] = x [t, columns] · rowsᵀ + bias.
 void rows_as_outputs(const at::Tensor& y, const at::Tensor& x, const Rows& weight, const at::Tensor& bias);
 /// y [t, columns] += x [t, rows] · rows, tile by tile.
 void add_rows_summed(at::Tensor& y, const at::Tensor& x, const Rows& weight);
-/// y [t, columns] = x [t, rows] · rows, as without tiles.
+/// y [t, columns] = x [t, rows] · rows, with the bits of an untiled product.
 at::Tensor rows_summed_exactly(const at::Tensor& x, const Rows& weight);
 /// gradient [rows, columns] = left [t, rows]ᵀ · right [t, columns].
 void outer(const at::Tensor& left, const at::Tensor& right, const Rows& gradient);
 
-/// x [b, t, k] with the b-th part of the weight, which is [b, rows, columns].
+/// Multiplies each part of x [b, t, k] with its part of the weight [b, rows, columns].
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool rows_are_outputs);
 
-/// The same with autograd: the weight [b, rows, columns] or, of one, [rows, columns], contiguous and paged. Returns
-/// [b, t, outputs] of `dtype`. Where that is too large, it may be a LazyProduct.
+/// Does the same with autograd. The weight is contiguous and paged: [b, rows, columns], or [rows, columns] if b = 1.
+/// Returns [b, t, outputs] of `dtype`. A result that is too large may be a LazyProduct.
 at::Tensor differentiable_product(const at::Tensor& x, const at::Tensor& weight,
                                   const std::optional<at::Tensor>& bias, bool rows_are_outputs, at::ScalarType dtype);
 
-/// Whether a node of the graph stands for differentiable_product().
+/// Whether a node of the graph belongs to differentiable_product().
 bool is_product(const torch::autograd::Node& node);
 
 }  // namespace zeropage

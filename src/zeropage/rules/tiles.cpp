@@ -15,7 +15,7 @@
 namespace zeropage {
 namespace {
 
-/// Pages of a range of a segment, from the first to the last, the next one being brought while one is used.
+/// Loads the pages of a range of a segment in order, and prefetches the next page while the caller uses one.
 class PagesInTurn {
  public:
   PagesInTurn(const Rows& rows, Access access)
@@ -25,13 +25,13 @@ class PagesInTurn {
     segment_.complete();
     segment_.refresh(access);
     const PinRequest whole{&segment_, access};
-    // What is used of it only in part is no use of all its pages.
+    // A partial use must not count as a use of all its pages.
     if (begin_ == 0 && end_ == segment_.bytes()) segment_.cache()->announce({&whole, 1});
   }
 
   std::size_t page_bytes() const { return segment_.page_bytes(); }
 
-  /// The bytes from `at` on, up to the end of their page. Pages before stay until the next call.
+  /// The bytes from `at` to the end of their page. Earlier pages stay until the next call.
   std::byte* find(std::size_t at) {
     const std::size_t page = at / page_bytes();
     while (!held_.empty() && held_.front().page < page) held_.pop_front();
@@ -117,8 +117,8 @@ Scratch::Scratch(const std::shared_ptr<Domain>& domain, std::int64_t elements, a
 
 namespace {
 
-/// Doubles that fill no kernel are rounded otherwise: tiles end where a kernel does, which takes 12 of them at once,
-/// and where threads share a product 48, if so many fit.
+/// Libraries round doubles that do not fill a kernel differently. A kernel takes 12 of them at once, or 48 if threads
+/// share a product. Tiles therefore end where a kernel does: at multiples of 48, if so many fit, else down to 12.
 std::int64_t fewest_rows(const Rows& rows, std::size_t most_bytes) {
   if (rows.options.dtype() != at::kDouble || rows.columns == 1) return kFewestRows;
   std::int64_t fewest = 48;
@@ -132,25 +132,25 @@ void for_each_tile(const Rows& rows, Access access,
                    c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> use) {
   const auto run = [&](std::int64_t row, const at::Tensor& tile) {
     use(row, tile);
-    if (tile.is_cpu()) give_back_holes(tile.nbytes());  // of what operators make of a tile in between
+    if (tile.is_cpu()) give_back_holes(tile.nbytes());  // left by the operators' temporaries
   };
   const std::size_t item_bytes = rows.options.dtype().itemsize(), row_bytes = rows.columns * item_bytes;
   const std::size_t page_bytes = rows.segment->page_bytes(), begin = rows.begin * item_bytes;
   const std::size_t limit = rows.segment->cache()->frame_limit();
   const std::int64_t fewest = fewest_rows(rows, limit / 8);
-  // Tiles that cross pages write these in parts.
+  // Tiles that cross pages write the pages in parts.
   const bool whole_pages = begin % page_bytes == 0 && page_bytes % (fewest * row_bytes) == 0;
   PagesInTurn pages(rows, access == Access::overwrite && !whole_pages ? Access::write : access);
   const auto over = [&](std::byte* data, std::int64_t n, std::int64_t columns) {
     return at::from_blob(data, {n, columns}, [](void*) {}, rows.options, rows.options.device());
   };
-  // Products with few rows at a time pack the other operand for each: of small pages, some are put together.
+  // A product packs the other operand anew for each tile, so small pages are joined to fewer, larger tiles.
   const auto rows_of_page = std::max<std::int64_t>(page_bytes / row_bytes, 1);
   const auto unit = whole_pages ? rows_of_page : fewest;
   const auto good = std::clamp<std::int64_t>(limit / 8 / row_bytes, fewest, kGoodRows);
   const std::int64_t some = std::max<std::int64_t>(round_down(good, unit), whole_pages ? unit : fewest);
   const std::int64_t wanted = rows.at_once ? rows.rows : some;
-  std::optional<Scratch> scratch;  // of a whole part; of few rows, memory beside the budget
+  std::optional<Scratch> scratch;  // for all rows at once; few rows use memory outside the budget
   at::Tensor some_rows;
   for (std::int64_t row = 0; row < rows.rows;) {
     const std::int64_t left = rows.rows - row;
@@ -158,7 +158,7 @@ void for_each_tile(const Rows& rows, Access access,
     const auto in_page = static_cast<std::int64_t>((page_bytes - at % page_bytes) / row_bytes);
     if (in_page >= std::min(left, wanted)) {
       const std::int64_t n = in_page >= left ? left : round_down(in_page, fewest);
-      // What is left for the last tile is not less.
+      // Leave at least `fewest` rows for the last tile.
       const bool joins = n < left && left - n < fewest && n > fewest;
       const std::int64_t taken = joins ? n - fewest : n;
       run(row, over(pages.find(at), taken, rows.columns));
@@ -197,7 +197,7 @@ void for_each_tile(const Rows& rows, Access access,
 
 namespace {
 
-/// All elements from the first to the last of a view, as one row; and of a copy of it.
+/// All elements of the segment from the first to the last of a view, each a row.
 Rows span_of(const at::Tensor& tensor) {
   std::int64_t last = 0;
   for (std::int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
@@ -226,7 +226,7 @@ void copy_back(const at::Tensor& copy, const at::Tensor& tensor) {
 
 namespace {
 
-/// Also while its segment has no home, whose bytes() are none yet.
+/// Works also for a segment without a home, whose bytes() are still 0.
 std::size_t bytes_of_storage(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
 }
@@ -239,7 +239,7 @@ bool is_part(const at::Tensor& tensor) {
   const Domain& domain = *segment->domain();
   if (domain.tiling == Tiling::off || domain.partition.ranks) return false;
   if (2 * tensor.nbytes() > bytes_of_storage(tensor) || domain.cache->holds_everything()) return false;
-  if (segment->is_unallocated()) segment->complete();  // its operator reads it now; only then it has pages
+  if (segment->is_unallocated()) segment->complete();  // its operator reads it now; only then does it have pages
   return segment->bytes() > segment->page_bytes();
 }
 

@@ -1,11 +1,11 @@
-// Cross entropy of logits that are a lazy product: the loss over a huge vocabulary, and its gradients, without the
-// logits or their gradient ever whole in memory.
+// Cross entropy of logits that are a lazy product: the loss over a huge vocabulary, and its gradients. Neither the
+// logits nor their gradient are ever whole in memory.
 //
-// The logits are computed once, in blocks of columns, each with all rows, and go into pages of their own. The loss
-// takes some rows of them at a time, whole; backward takes them block by block, in the order in which the weight and
-// its gradient lie. So the weight is read once forward and once backward, the logits are written once and read twice,
-// and nothing is computed twice. What is computed are PyTorch's kernels on parts of their rows, so loss and weight's
-// gradient are as without tiles; for the input's gradient see [Note: order of summation].
+// Forward computes the logits once, in blocks of columns with all rows, and stores them in their own pages. The loss
+// reads a few complete rows at a time; backward reads block by block, in the storage order of the weight and its
+// gradient. This reads the weight once forward and once backward, writes the logits once, reads them twice, and
+// computes nothing twice. PyTorch's kernels run on parts of their rows, so the loss and the weight's gradient have the
+// same bits as without tiles. For the input's gradient see [Note: order of summation].
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_log_softmax_backward_data.h>
@@ -38,10 +38,10 @@ class BlockedLogits {
     std::int64_t begin, columns;
   };
 
-  /// `computed`: what the loss is computed in.
+  /// `computed`: the dtype that the loss is computed in.
   BlockedLogits(at::Tensor pages, std::int64_t rows, std::int64_t columns, at::ScalarType computed)
       : pages_(std::move(pages)), rows_(rows), columns_(columns) {
-    // Four things of a block's size may be in memory at once, beside the weight's tiles and its gradient's.
+    // Four arrays of a block's size may be in memory at once, with the tiles of the weight and its gradient.
     const std::size_t column_bytes = rows * std::max<std::size_t>(pages_.itemsize(), c10::elementSize(computed));
     const std::size_t limit = paged_segment(pages_).domain()->cache->frame_limit();
     const std::int64_t fitting = round_down(limit / 12 / column_bytes, kFewestColumns);
@@ -58,7 +58,7 @@ class BlockedLogits {
   const std::vector<Block>& blocks() const { return blocks_; }
   std::int64_t rows() const { return rows_; }
   std::int64_t columns() const { return columns_; }
-  /// Of the widest block.
+  /// The columns of the widest block.
   std::int64_t width() const { return width_; }
 
   void write(const Block& block, const at::Tensor& logits) const {
@@ -67,7 +67,7 @@ class BlockedLogits {
         [&](std::int64_t at, at::Tensor page) { page.copy_(logits.view({-1, 1}).narrow(0, at, page.size(0))); });
   }
 
-  /// Rows [first, first + n) of a block into `into`, [n, block.columns], through `staging` of so many elements.
+  /// Reads rows [first, first + n) of a block into `into`, [n, block.columns], through `staging` of as many elements.
   void read(const Block& block, std::int64_t first, std::int64_t n, const at::Tensor& staging,
             at::Tensor into) const {
     const at::Tensor flat = staging.narrow(0, 0, n * block.columns);
@@ -77,7 +77,7 @@ class BlockedLogits {
     into.copy_(flat.view({n, block.columns}));
   }
 
-  /// Rows of all blocks into `into`, [n, columns].
+  /// Reads rows of all blocks into `into`, [n, columns].
   void read_rows(std::int64_t first, const at::Tensor& staging, const at::Tensor& into) const {
     for (const Block& block : blocks_) {
       read(block, first, into.size(0), staging, into.narrow(1, block.begin, block.columns));
@@ -90,13 +90,13 @@ class BlockedLogits {
   std::vector<Block> blocks_;
 };
 
-/// A chunk of whole rows, and memory for as many.
+/// A chunk of whole rows, and scratch memory for as many.
 struct RowsInTurn {
   std::int64_t first, n;
   at::Tensor logits, other, third;  // [n, columns]
 };
 
-/// Calls `run` with the logits in what is computed, as many rows at a time as fit, and at least `fewest`.
+/// Calls `run` with the logits in the dtype `computed`, as many rows at a time as fit, and at least `fewest`.
 void for_each_rows(const std::shared_ptr<Domain>& domain, const BlockedLogits& logits, at::ScalarType stored,
                    at::ScalarType computed, std::int64_t fewest, c10::function_ref<void(const RowsInTurn&)> run) {
   const std::int64_t rows = logits.rows(), columns = logits.columns();
@@ -105,10 +105,10 @@ void for_each_rows(const std::shared_ptr<Domain>& domain, const BlockedLogits& l
   const std::int64_t even = fitting < kFewestRows ? fitting : round_down(fitting, kFewestRows);
   const std::int64_t n = std::min(std::max(even, fewest), rows), most = std::min(n + fewest - 1, rows);
   const Scratch staging(domain, most * logits.width(), stored);
-  const Scratch rows_in_turn(domain, 3 * most * columns, computed);  // one piece: devices do not move what they hold
+  const Scratch rows_in_turn(domain, 3 * most * columns, computed);  // one piece: a device cannot move held memory
   for (std::int64_t first = 0, here = 0; first < rows; first += here) {
     here = std::min(n, rows - first);
-    if (rows - first - here < fewest) here = rows - first;  // where rows lie among others counts too
+    if (rows - first - here < fewest) here = rows - first;  // the bits also depend on a row's position
     const auto part = [&](std::int64_t i) {
       return rows_in_turn.tensor().narrow(0, i * most * columns, here * columns).view({here, columns});
     };
@@ -118,7 +118,7 @@ void for_each_rows(const std::shared_ptr<Domain>& domain, const BlockedLogits& l
   }
 }
 
-/// The graph between a product and its loss, which backward does not go through.
+/// The part of the graph between a product and its loss, which backward skips.
 struct PassedNodes : torch::CustomClassHolder {
   explicit PassedNodes(const at::Tensor& logits) {
     for (auto node = logits.grad_fn(); node; node = node->next_edge(0).function) {
@@ -129,7 +129,7 @@ struct PassedNodes : torch::CustomClassHolder {
   std::vector<WeakNode> nodes;
 };
 
-/// Hooks that were there before the loss have made it take logits whole.
+/// Throws if the graph got hooks after the loss. With earlier hooks the loss would have used whole logits.
 void refuse_late_hooks(AutogradContext* context) {
   const auto passed = c10::static_intrusive_pointer_cast<PassedNodes>(context->saved_data["passed"].toCapsule());
   for (const auto& weak : passed->nodes) {
@@ -152,7 +152,7 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     const Computing computing;
     const auto& domain = segment_of(weight)->domain();
     const std::int64_t t = x.size(1), columns = weight.size(0);
-    // Activations that stay on the device are smaller than it.
+    // A device tier for activations may be too small for logits: then they use the gradients' tier.
     const bool stays = domain->tiers[static_cast<int>(Role::activation)] == TierChoice::device;
     const at::Tensor pages = make_paged(domain, t * columns, 1, x.dtype(), stays ? Role::gradient : Role::activation,
                                         {.alone = true, .is_local = true});
@@ -173,10 +173,10 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
       part(highest).copy_(rows.logits.amax(1));
       at::Tensor log_p = rows.other;
       at::_log_softmax_out(log_p, rows.logits, 1, /*half_to_float=*/false);
-      part(log_sum).copy_(log_p.amax(1).neg_());  // of the highest, it is 0 - log_sum
+      part(log_sum).copy_(log_p.amax(1).neg_());  // the highest log_p of a row is 0 - log_sum
       part(picked).copy_(log_p.gather(1, part(target).clamp_min(0).unsqueeze(1)).squeeze(1));
     });
-    // The same sums as over all classes: in each row one counts.
+    // One class in each row counts, so these sums equal those over all classes.
     const at::Tensor only = picked.unsqueeze(1), its_class = target.clamp_max(0);
     const auto [loss, total_weight] = at::nll_loss_forward(only, its_class, {}, reduction, kIgnored);
     context->save_for_backward({x, weight, target, pages, highest, log_sum, only, its_class, total_weight});
@@ -235,7 +235,7 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
       at::Tensor log_p = part(0), g = part(1), of_logits = part(2);
       logits.read(block, 0, t, staging.tensor(), log_p.narrow(1, 0, n));
       log_p.narrow(1, 0, n).sub_(highest.unsqueeze(1)).sub_(log_sum.unsqueeze(1));
-      // One column more stands for the classes of other blocks, so that each row's sum is what it is over all.
+      // One extra column represents the classes of other blocks, so that each row's sum equals that over all blocks.
       log_p.select(1, n).zero_();
       const at::Tensor here = target.ge(block.begin).logical_and_(target.lt(block.begin + n));
       g.zero_().scatter_(1, at::where(here, target - block.begin, n).unsqueeze(1), of_picked);
@@ -251,7 +251,7 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
   }
 };
 
-/// Classes as the kernels of one class per row take them.
+/// Checks the classes and replaces ignored ones by kIgnored.
 at::Tensor checked_classes(const at::Tensor& target, std::int64_t ignored, std::int64_t classes) {
   const at::Tensor valid = target.ne(ignored);
   const at::Tensor wrong = target.lt(0).logical_or_(target.ge(classes)).logical_and_(valid);
@@ -271,14 +271,14 @@ bool take_vocabulary_loss(Call& call) {
   if (!lazy || self.dim() != 2 || of_classes.defined() || smooths || target.scalar_type() != c10::kLong) return false;
   if (target.dim() != 1 || target.size(0) != self.size(0) || target.device() != self.device()) return false;
   const bool is_cast = autocasts(self) && self.scalar_type() != c10::kDouble;
-  // Which of the operators inside it autocast casts, its lists for other devices say otherwise.
+  // On other devices autocast casts other operators inside it.
   if (is_cast && !self.is_cpu() && c10::isReducedFloatingType(self.scalar_type())) return false;
   const auto dtype = is_cast ? c10::kFloat : self.scalar_type();
   const bool is_narrow = c10::isReducedFloatingType(dtype);
   const auto rows = lazy->rows_of(self);
   if (!rows) return false;
   Domain& domain = *segment_of(rows->weight)->domain();
-  // What PyTorch's kernels compute in between is not what they return.
+  // PyTorch's kernels compute in a wider dtype than they return, so parts of them would round differently.
   if (is_narrow && domain.tiling == Tiling::exact) return false;
   const at::Tensor classes = checked_classes(target, call.argument(4).toInt(), self.size(1));
   try {
@@ -287,7 +287,7 @@ bool take_vocabulary_loss(Call& call) {
         call.argument(3).toInt(), is_narrow ? c10::kFloat : dtype, c10::make_intrusive<PassedNodes>(self));
     call.return_value(loss.to(dtype));
     return true;
-  } catch (const BudgetError&) {  // logits whole are the program's, and no budget's
+  } catch (const BudgetError&) {  // whole logits are ordinary memory, outside any budget
     domain.unpaged_operators.count("aten::cross_entropy_loss");
     return false;
   }

@@ -16,12 +16,12 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kLargestWindow = std::size_t{1}
-                                       << 22;  // elements, where no page cuts: bounds what `run` allocates
+                                       << 22;  // elements, if no page ends sooner: bounds the memory of `run`
 
 /// One operand's bytes, reached window by window.
 class Cursor {
  public:
-  /// `share`: windows are of this rank's share of the operand, whose segment holds the whole.
+  /// `share`: windows cover this rank's share, but the operand's segment holds the whole.
   Cursor(const Operand& operand, const Stripes* share, Where where)
       : operand_(operand),
         share_(share),
@@ -40,9 +40,9 @@ class Cursor {
     return std::min((here / page_elements_ + 1) * page_elements_ - here + at, part_end);
   }
 
-  /// Holds the page or pages of the window and lets go of earlier ones. `resumes`: what throws in the middle of a
-  /// page goes on there, so that what is to be overwritten need not be whole until then. False if a page cannot be
-  /// had in the host.
+  /// Pins the page or pages of the window and unpins earlier ones. `resumes`: a walk that throws in the middle of a
+  /// page goes on there, so that an overwritten page may be incomplete until then. False if the host cannot hold a
+  /// page.
   [[nodiscard]] bool move_to(Cut window, bool resumes) {
     window = shift(window);
     if (!operand_.segment) return true;
@@ -54,14 +54,14 @@ class Cursor {
 
   bool reads() const { return operand_.access == Access::read; }
 
-  /// A page for overwriting keeps its content until it is waited for: after all that is read.
+  /// Waits for the pages. A page for overwriting keeps its content until then, so wait after all pages that are read.
   void wait() {
     for (Held& held : held_) {
       if (held.pin) held.pin.wait();
     }
   }
 
-  /// The pages keep what was written, though a later window of them should fail.
+  /// Makes the pages keep their changes even if a later window of them fails.
   void keep() {
     for (Held& held : held_) held.pin.written();
   }
@@ -71,7 +71,7 @@ class Cursor {
     return operand_.segment && window.begin / page_elements_ != (window.end - 1) / page_elements_;
   }
 
-  /// The part [begin, end) of the current window, which does not straddle.
+  /// The part [begin, end) of the current window, which must not straddle two pages.
   at::Tensor slice(Cut part) const {
     part = place(part);
     const std::size_t begin = operand_.segment ? part.begin - held_[0].page * page_elements_ : part.begin;
@@ -80,7 +80,7 @@ class Cursor {
     return at::from_blob(data, {length}, [](void*) {}, options_, options_.device());
   }
 
-  /// A window that straddles two pages, gathered into scratch memory.
+  /// Gathers a window that straddles two pages into scratch memory.
   at::Tensor gather(Cut window) {
     window = place(window);
     move_straddling(window, /*into_pages=*/false);
@@ -98,15 +98,15 @@ class Cursor {
     std::size_t page = 0;
   };
 
-  /// Where a range of windows lies in the operand's segment or memory. A window lies in one part.
+  /// The range of the operand's segment or memory for a window. A window is within one part of the share.
   Cut shift(Cut window) {
     if (share_) shift_ = share_->in_tensor(window.begin) - window.begin;
     return place(window);
   }
   Cut place(Cut range) const { return {range.begin + shift_, range.end + shift_}; }
 
-  /// A page is given up for overwriting only from its beginning on, and, where an error would leave it so, in one
-  /// window.
+  /// A walk discards a page's content for overwriting only at the page's beginning. If an error could leave the page
+  /// incomplete, one window must also cover all of it.
   Access access_to(std::size_t page, Cut window, bool resumes) const {
     if (operand_.access != Access::overwrite) return operand_.access;
     const std::size_t begin = page * page_elements_;
@@ -124,7 +124,7 @@ class Cursor {
         held.pin = where_ == Where::in_host ? cache.pin_page_below(*operand_.segment, page, access)
                                             : cache.pin_page(*operand_.segment, page, access);
         break;
-      } catch (const VersionOpen&) {  // since windows began
+      } catch (const VersionOpen&) {  // opened since the walk began
         operand_.segment->settle();
       }
     }
@@ -178,8 +178,7 @@ void run_straddling(Cursors& cursors, Cut window, RunSlices run) {
   }
 }
 
-/// Shares a window among ATen's threads, in parts that are whole vectors, and blocks with one scale, but for the
-/// last.
+/// Divides a window among ATen's threads. All parts except the last are whole vectors and whole blocks with one scale.
 void run_window(Cursors& cursors, Cut window, RunSlices run) {
   const std::size_t elements = window.end - window.begin;
   if (elements < at::internal::GRAIN_SIZE || at::get_num_threads() == 1) return run_part(cursors, window, run);
@@ -200,7 +199,7 @@ void run_window(Cursors& cursors, Cut window, RunSlices run) {
 Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_t threads) {
   const std::size_t grain = at::internal::GRAIN_SIZE;
   if (chunking == Chunking::vectors || elements < grain || threads == 1) return {0, elements};
-  // As at::parallel_for does.
+  // at::parallel_for computes it like this.
   const std::size_t share = ceil_div(elements, std::min(threads, ceil_div(elements, grain)));
   return {at / share * share, std::min(elements, (at / share + 1) * share)};
 }
@@ -214,14 +213,14 @@ Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector) {
 
 namespace {
 
-/// Operands as windows will reach them.
+/// The segments or memory that windows use for the operands.
 struct Reach {
   c10::SmallVector<Operand, 8> operands;
-  c10::SmallVector<const Stripes*, 8> shares;  // by operand: how this rank's share lies in what is reached, or null
+  c10::SmallVector<const Stripes*, 8> shares;  // by operand: finds this rank's share in a whole tensor; or null
   std::size_t elements;
 };
 
-/// Whether shares are enough: something is not whole here, and all that is written lies over the ranks.
+/// A segment whose share is enough, or null. Some operand must not be whole here, and ranks must share all outputs.
 const StorageSegment* shared_among(c10::ArrayRef<Operand> operands) {
   const StorageSegment* shared = nullptr;
   for (const Operand& operand : operands) {
@@ -235,7 +234,7 @@ const StorageSegment* shared_among(c10::ArrayRef<Operand> operands) {
   return shared;
 }
 
-/// [Note: shares]
+/// Chooses shares or whole tensors ([Note: shares]).
 Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* shared) {
   Reach reach{{operands.begin(), operands.end()}, {}, static_cast<std::size_t>(operands[0].tensor.numel())};
   reach.shares.resize(operands.size(), nullptr);
@@ -256,7 +255,7 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* shared) {
   return reach;
 }
 
-/// Says to each cache which of its segments are used now, page by page.
+/// Announces to each cache the segments that the walk uses page by page.
 void announce(const Reach& reach, Where where) {
   c10::SmallVector<PinRequest, 8> requests;
   FrameCache* cache = nullptr;
@@ -273,7 +272,7 @@ void announce(const Reach& reach, Where where) {
   say();
 }
 
-/// The pages of a window in memory, and ready for it. False if they cannot be had in the host.
+/// Loads the pages of a window. False if the host cannot hold them.
 bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
   try {
     for (auto& cursor : cursors) {
@@ -281,7 +280,7 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
     }
   } catch (const BudgetError&) {
     if (where == Where::on_device) throw;
-    return false;  // on the device, pages pass through the host one by one, and need less of it
+    return false;  // an update on the device needs less host memory: pages pass through it one by one
   }
   for (const bool reads : {true, false}) {
     for (auto& cursor : cursors) {
@@ -291,8 +290,8 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
   return true;
 }
 
-/// Ends early, with `progress`, where pages cannot be had in the host. `keeps`: the caller goes on after an error
-/// where `progress` says.
+/// Runs the windows from `progress` on. Ends early if the host cannot hold the pages. `keeps`: after an error the
+/// caller resumes at `progress`.
 void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes, bool keeps,
                  Where where) {
   announce(reach, where);
@@ -320,7 +319,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
     if (straddling) {
       run_straddling(cursors, window, run);
     } else {
-      // Virtual time is this thread's.
+      // Virtual time belongs to this thread.
       on_cpu && !is_planned ? run_window(cursors, window, run) : run_part(cursors, window, run);
     }
     for (auto& cursor : cursors) {
@@ -339,7 +338,7 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
   }
   const StorageSegment* shared = shared_among(operands);
   Progress whole;
-  // What only overwrites cannot be stopped half-way by a page that cannot be read.
+  // An operator that only overwrites can resume: no failed read stops it half-way.
   const bool resumes = progress || std::none_of(operands.begin(), operands.end(), [](const Operand& operand) {
                          return operand.segment && operand.access != Access::overwrite;
                        });
