@@ -37,7 +37,7 @@ bool is_number_type(const c10::TypePtr& type) {
   return type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType;
 }
 
-/// Operators that return views, or their arguments, without their schemas saying so.
+/// Operators that return views or their arguments although their schemas do not say so.
 bool is_view_by_name(std::string_view name) {
   static const std::unordered_set<std::string_view> names{
       "_unsafe_view", "atleast_1d",   "atleast_2d", "atleast_3d",  "broadcast_tensors",       "meshgrid",
@@ -86,7 +86,7 @@ bool asks_metadata(std::string_view name) {
   return names.count(name) > 0;
 }
 
-/// Views whose kernels call other views alone: those need not come to the fallback again.
+/// Views whose kernels call only other views, which need not reach the fallback again.
 bool is_made_of_views(std::string_view name) {
   static const std::unordered_set<std::string_view> names{
       "t",        "numpy_T",    "mT",        "adjoint",   "transpose", "swapaxes", "swapdims", "permute",   "movedim",
@@ -95,14 +95,14 @@ bool is_made_of_views(std::string_view name) {
   return names.count(name) > 0;
 }
 
-/// In place, without reading what was there. Other seeded operators, such as dropout_, read it.
+/// Operators that fill a tensor without reading its content. Other seeded operators, such as dropout_, read it.
 bool fills_at_random(std::string_view name) {
   static const std::unordered_set<std::string_view> names{"bernoulli_", "random_",     "uniform_",   "normal_",
                                                           "cauchy_",    "log_normal_", "geometric_", "exponential_"};
   return names.count(name) > 0;
 }
 
-/// Operators that autograd does not record, whatever they are given.
+/// Operators that autograd never records.
 bool has_no_derivative(std::string_view name) {
   static const std::unordered_set<std::string_view> names{
       "isnan",       "isinf",       "isfinite",   "isposinf",   "isneginf", "signbit", "eq",    "ne",
@@ -123,10 +123,10 @@ bool goes_by_elements(std::string_view name) {
   return names.count(name) > 0;
 }
 
-/// Arguments that a kernel writes although its schema does not say so: the running statistics of normalisation.
+/// Arguments that a kernel writes although its schema does not say so: running statistics of normalisation.
 bool writes_in_secret(const std::string& argument) { return argument == "running_mean" || argument == "running_var"; }
 
-/// Activations whose CPU kernels cut their work in a way of their own, so that a page's edge could change a bit.
+/// Activations whose CPU kernels divide their work differently, so that a page's edge could change a bit.
 bool cut_otherwise(std::string_view name) { return starts_with(name, "gelu") || starts_with(name, "silu"); }
 
 OperatorInfo describe(const c10::OperatorHandle& op) {
@@ -172,9 +172,9 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
 
 namespace {
 
-/// What is known of operators. [Note: addresses of operators] An operator is known by the address of its name, which
-/// lies in the dispatcher's entry. When a library is unloaded the address may become another operator's, so the
-/// dispatcher tells us, and every thread forgets what it knows.
+/// A cache of operators' properties. [Note: addresses of operators] Its key is the address of the operator's name in
+/// the dispatcher's entry. After a library is unloaded, another operator may get the address. The dispatcher therefore
+/// notifies us, and every thread clears its cache.
 class KnownOperators {
  public:
   static KnownOperators& instance() {
@@ -211,7 +211,7 @@ class KnownOperators {
 
   std::mutex mutex_;
   std::unordered_map<const void*, const OperatorInfo*> known_;
-  std::deque<OperatorInfo> infos_;  // of unloaded operators too: a call may be under way
+  std::deque<OperatorInfo> infos_;  // also of unloaded operators: a call may be under way
   std::atomic<std::uint64_t> unloads_ = 0;
   c10::RegistrationHandleRAII registration_;
 };
@@ -226,7 +226,7 @@ const OperatorInfo& info_of(const c10::OperatorHandle& op) {
       const void* key = nullptr;
       const OperatorInfo* info = nullptr;
     };
-    std::array<Recent, 128> recent;  // by address: seldom do two operators in use share a place
+    std::array<Recent, 128> recent;  // by address: two operators in use seldom share an entry
     std::unordered_map<const void*, const OperatorInfo*> all;
   };
   thread_local Known known;
@@ -286,7 +286,7 @@ bool Call::needs_autograd() {
 }
 
 bool Call::plain_modes() {
-  // In a planned run the mode that is set is the planner's, which counts operators and changes none.
+  // In a planned run the active mode is the planner's, which counts operators and changes none.
   const bool is_planned = VirtualClock::current() != nullptr;
   return (is_planned || !c10::impl::TorchDispatchModeTLS::any_modes_set()) &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -308,7 +308,8 @@ bool autocasts(const c10::OperatorHandle& op, c10::DeviceType device) {
 
 namespace {
 
-/// Autocast keeps its casts of leaves until it ends: of paged weights, all of them would stay in memory.
+/// Switches autocast's cache off. It keeps casts of leaves until autocast ends, so all paged weights would stay in
+/// memory.
 class NoCastCache {
  public:
   explicit NoCastCache(bool is_autocast) : switched_(is_autocast && at::autocast::is_autocast_cache_enabled()) {
@@ -328,9 +329,9 @@ class NoCastCache {
 
 namespace {
 
-/// [Note: sizes] An operator that is given an `out=` of another size sets the tensor's new size first, and asks for a
-/// larger storage then. A paged storage cannot grow, so the operator throws, and the tensor would reach beyond its
-/// storage: the sizes of all that it writes are put back.
+/// [Note: sizes] An operator with an `out=` of another size first sets the tensor's new size, and then enlarges the
+/// storage. A paged storage cannot grow, so the operator throws, and the tensor would reach beyond its storage.
+/// WrittenShapes therefore restores the sizes of all outputs.
 class WrittenShapes {
  public:
   explicit WrittenShapes(const Call& call) {
@@ -360,7 +361,7 @@ bool asks_for_larger_storage(const c10::Error& error) {
          std::string_view::npos;
 }
 
-/// Versions of what an operator says it only reads.
+/// Versions of the arguments that an operator declares as only read.
 class ReadVersions {
  public:
   explicit ReadVersions(const Call& call) {
@@ -370,7 +371,7 @@ class ReadVersions {
       }
     }
   }
-  /// Those that it wrote nevertheless, while they are pinned.
+  /// The arguments that it wrote nevertheless. Call it while they are pinned.
   c10::SmallVector<PinRequest, 8> written() const {
     c10::SmallVector<PinRequest, 8> requests;
     for (const auto& [argument, version] : read_) {
@@ -393,8 +394,8 @@ void Call::redispatch() {
     if (!asks_for_larger_storage(error)) throw;
     shapes.put_back();
     throw AccessError(
-        "a paged tensor keeps the size it was made with, and this operator would have to make it larger; give out= "
-        "a tensor of the result's shape, or use an ordinary tensor");
+        "a paged tensor keeps the size it was made with, but this operator would make it larger; give out= a tensor "
+        "of the result's shape, or use an ordinary tensor");
   }
 }
 
@@ -402,7 +403,7 @@ void Call::run_whole() {
   c10::SmallVector<PinRequest, 8> requests;
   for (const PagedArgument& argument : paged) requests.push_back({argument.segment, argument.access});
   TensorPin pin = [&] {
-    RECORD_FUNCTION("zeropage::pin", c10::ArrayRef<const c10::IValue>{});  // what torch.profiler sees of faults
+    RECORD_FUNCTION("zeropage::pin", c10::ArrayRef<const c10::IValue>{});  // shows faults in torch.profiler
     return TensorPin(requests);
   }();
   const ReadVersions versions(*this);

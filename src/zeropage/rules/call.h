@@ -1,5 +1,5 @@
-// One call of an operator that met a paged tensor, and what is known of the operator. A rule is a function that runs
-// such a call where the bytes live, without bringing whole tensors in; it says whether it did.
+// One call of an operator on a paged tensor, and facts about the operator. A rule is a function that runs such a call
+// where the bytes are, without loading whole tensors, and returns whether it did.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,33 +16,34 @@ struct Call;
 using Rule = bool (*)(Call& call);
 
 enum class OperatorKind : std::uint8_t {
-  view,      // every result aliases an argument that is not written: needs no data
-  metadata,  // asks about a tensor, or makes another like it: needs no data
+  view,      // Every result aliases an argument that is not written. Needs no data.
+  metadata,  // Reads a tensor's properties, or makes another like it. Needs no data.
   data,
 };
 
-/// What a schema says, worked out once an operator.
+/// Properties of an operator, read from its schema and name once.
 struct OperatorInfo {
   OperatorKind kind = OperatorKind::data;
-  bool pointwise = false;  // element i of the result depends on element i of the arguments alone
-  bool list = false;       // a _foreach_ or _fused_ operator: element i of the lists is a call of its own
+  bool pointwise = false;  // element i of the result depends on element i of the arguments alone.
+  bool list = false;       // a _foreach_ or _fused_ operator: element i of the lists is a call of its own.
   bool fused = false;
   bool takes_tensors = false;
-  bool moves = false;            // to(): a view where nothing changes, a copy where something does
-  bool made_of_views = false;    // a view that needs no other kind of operator
-  bool fills = false;            // overwrites its first argument at random
-  bool sets = false;             // gives its first argument another storage
-  bool cuts_by_content = false;  // a view whose cuts are the content of its second argument
-  bool seeded = false;           // draws random numbers
-  bool is_constant = false;      // has no derivative: true or false of each element, or of all
-  bool makes_sparse = false;     // of tensors of indices and values
+  bool moves = false;            // to(): a view if nothing changes, else a copy.
+  bool made_of_views = false;    // a view whose kernel calls only views.
+  bool fills = false;            // overwrites its first argument at random.
+  bool sets = false;             // gives its first argument another storage.
+  bool cuts_by_content = false;  // a view that cuts at positions in its second argument.
+  bool seeded = false;           // draws random numbers.
+  bool is_constant = false;      // has no derivative: true or false for each element, or for all.
+  bool makes_sparse = false;     // makes a sparse tensor from indices and values.
   Rule rule = nullptr;
-  Rule tile = nullptr;                 // for operands that are too large to be whole (tiles.h)
-  c10::SmallVector<bool, 16> writes;   // by argument
-  c10::SmallVector<bool, 16> numbers;  // by argument: a value to compute with, or a list of them
+  Rule tile = nullptr;                 // for operands that are too large to load at once (tiles.h).
+  c10::SmallVector<bool, 16> writes;   // by argument.
+  c10::SmallVector<bool, 16> numbers;  // by argument: a value to compute with, or a list of them.
 };
 
-/// Found once an operator and thread; the reference stays, also when the operator's library is unloaded.
+/// Finds an operator's properties, once for each thread. The reference stays valid even after the operator's library
+/// is unloaded.
 const OperatorInfo& info_of(const c10::OperatorHandle& op);
 
 struct PagedArgument {
@@ -58,10 +59,10 @@ struct Call {
   torch::jit::Stack& stack;
   std::size_t first;  // of the arguments on the stack
   std::size_t arguments;
-  c10::SmallVector<PagedArgument, 4> paged = {};         // every paged tensor among them, in order
-  bool has_lazy = false;                                 // a lazy product may be among them
-  bool may_tile = false;                                 // one of `paged` is huge, or not always in memory
-  c10::SmallVector<StorageSegment*, 2> undeclared = {};  // what run_whole() wrote and the schema does not declare
+  c10::SmallVector<PagedArgument, 4> paged = {};         // every paged tensor among the arguments, in order.
+  bool has_lazy = false;                                 // a lazy product may be among the arguments.
+  bool may_tile = false;                                 // one of `paged` is huge, or not always in memory.
+  c10::SmallVector<StorageSegment*, 2> undeclared = {};  // written by run_whole() but not declared by the schema.
 
   c10::IValue& argument(std::size_t i) { return stack[first + i]; }
   const std::string& name() const { return op.schema().name(); }
@@ -69,24 +70,24 @@ struct Call {
 
   /// Fills `paged`, `has_lazy` and `may_tile`.
   void find_paged();
-  /// True if autograd would have to see this call: a rule that computes must leave it alone.
+  /// True if autograd must see this call: a rule that computes must not take it.
   bool needs_autograd();
-  /// True if no mode (fake tensors, tracing, a subclass) wants to see what the call does.
+  /// True if no mode (fake tensors, tracing, a subclass) must see the call.
   static bool plain_modes();
   void return_nothing() { torch::jit::drop(stack, arguments); }
   void return_value(c10::IValue value) {
     torch::jit::drop(stack, arguments);
     stack.push_back(std::move(value));
   }
-  /// The general path: all paged arguments whole in memory while the operator runs. A write of an argument that the
-  /// schema does not declare is kept if autograd's version counter shows it.
+  /// Takes the general path: holds all paged arguments whole in memory while the operator runs. It also keeps a write
+  /// that the schema does not declare, if autograd's version counter shows it.
   void run_whole();
   /// Hands the call to the keys below. Throws AccessError if a paged tensor would have to change its size.
   void redispatch();
 };
 
-/// While it lives, no mode of the caller's sees this thread's operators: those of programs are not its own. And a
-/// mode is given Python's numbers in place of the tensors that they became.
+/// Hides this thread's operators from the caller's modes while it lives: a program's operators are not the caller's.
+/// Modes also expect Python numbers, which are already tensors in a program.
 class OutsideModes {
  public:
   OutsideModes();
@@ -95,21 +96,21 @@ class OutsideModes {
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
-/// Runs `op` on tensors that are not ours to fault on and need no autograd: slices of pages. On any thread.
+/// Runs `op` on slices of pages, which cause no faults and need no autograd. Any thread may call it.
 void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
-/// What autograd's saved tensors check; 0 where there is none.
+/// The version that autograd's saved tensors check; 0 if there is none.
 std::int64_t version_of(const at::Tensor& tensor);
-/// Whether forward-mode derivatives go through it.
+/// Whether it takes part in forward-mode differentiation.
 bool has_tangent(const at::Tensor& tensor);
 
-/// Whether autocast casts operators there. Not on torch's "meta" device, where runs are planned.
+/// Whether autocast is on for the device. Never on torch's "meta" device, which planned runs use.
 bool autocasts_on(c10::DeviceType device);
 inline bool autocasts(const at::Tensor& tensor) { return autocasts_on(tensor.device().type()); }
-/// Whether it casts the arguments of this operator there.
+/// Whether autocast casts the arguments of this operator on the device.
 bool autocasts(const c10::OperatorHandle& op, c10::DeviceType device);
 
-/// An in-place write that autograd did not see must still bump the version that saved tensors check.
+/// Bumps the version that saved tensors check, after an in-place write that autograd did not see.
 void bump_version(const at::Tensor& tensor);
 
 }  // namespace zeropage

@@ -1,5 +1,5 @@
-// Operators that make tensors. What is made like a paged tensor is paged: optimizer states, copies of a model, and
-// inside an init scope everything a factory makes.
+// Operators that make tensors. A tensor made like a paged one is paged: optimizer states and copies of a model. Inside
+// an init scope every factory makes paged tensors.
 #include <ATen/ops/from_blob.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -16,11 +16,11 @@
 namespace zeropage {
 namespace {
 
-/// What a factory was asked for; arguments by name, as every factory of aten calls them.
+/// The options of a factory call, found by the names that all factories of aten use.
 struct Request {
   c10::ScalarType dtype;
   c10::Device device;
-  bool plain;  // strided, not pinned: one that we can page
+  bool plain;  // strided and not pinned, so that we can page it
 
   Request(Call& call, c10::ScalarType default_dtype, c10::Device default_device)
       : dtype(default_dtype), device(default_device), plain(true) {
@@ -44,20 +44,20 @@ std::optional<c10::MemoryFormat> memory_format_of(Call& call) {
   return std::nullopt;
 }
 
-/// The strides of a result like `self`, if they are ones that windows can follow beside self's.
+/// Whether the result has self's strides, so that windows can walk over both.
 bool keeps_layout(Call& call, const at::Tensor& self) {
   const auto format = memory_format_of(call).value_or(c10::MemoryFormat::Preserve);
   if (format == c10::MemoryFormat::Preserve) return true;
   return format == c10::MemoryFormat::Contiguous && self.is_contiguous();
 }
 
-/// The role of what is made like a tensor of `role` without being its copy: what an optimizer keeps beside it.
+/// The role of a tensor made like one of `role` without being its copy: normally an optimizer state.
 Role role_beside(Role role) { return role == Role::activation ? role : Role::optimizer; }
 
-/// Fills a new tensor with what the factory `name` would: run as the in-place operator of the same meaning, through
-/// the dispatcher, so that its rule and its generator apply.
+/// Fills a new tensor like the factory would. Calls the equivalent in-place operator through the dispatcher, so that
+/// its rule and its generator apply.
 void fill_created(Call& call, at::Tensor& created) {
-  const SameValues same;  // where they are not, `created` is this rank's own
+  const SameValues same;  // otherwise `created` is this rank's own already
   const std::string& name = call.name();
   const auto named = [&](const char* argument) -> const c10::IValue* {
     for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -83,7 +83,7 @@ bool random_needs_floating(const std::string& name, c10::ScalarType dtype) {
 
 namespace {
 
-/// Over ranks, the content of `like` counts for nothing: what is filled with zeros is the same on all.
+/// Over ranks, the placement does not depend on the content of `like`: zeros are the same on all ranks.
 Creation creation_like(Call& call, const StorageSegment& like) {
   if (!like.domain()->partition.ranks || values_are_same()) return {};
   const std::string& name = call.name();
@@ -111,7 +111,7 @@ bool make_like(Call& call) {
 bool make_new(Call& call) {
   if (call.paged.size() != 1 || !Call::plain_modes()) return false;
   const auto& [self, segment, _] = call.paged[0];
-  // Only what has the tensor's own shape is state kept beside it; other shapes are the program's own arithmetic.
+  // A tensor of the same shape is an optimizer state; other shapes belong to the program's own arithmetic.
   if (!call.argument(1).isIntList() || call.argument(1).toIntVector() != self.sizes().vec()) return false;
   const Request request(call, self.scalar_type(), self.device());
   const std::size_t bytes = self.numel() * c10::elementSize(request.dtype);
@@ -126,7 +126,7 @@ bool make_new(Call& call) {
 
 namespace {
 
-/// A paged copy of a whole paged tensor, page by page, in the same role.
+/// Returns a paged copy of a whole paged tensor in the same role, made page by page.
 bool copy_into_new(Call& call, c10::ScalarType dtype) {
   const auto& [self, segment, _] = call.paged[0];
   const std::size_t bytes = self.numel() * c10::elementSize(dtype);
@@ -183,7 +183,7 @@ bool make_from_meta(Call& call) {
 
 namespace {
 
-/// An ordinary copy, which autograd sees being made.
+/// Makes an ordinary copy that autograd records.
 at::Tensor ordinary_copy(const at::Tensor& tensor) {
   const PinRequest request{segment_of(tensor), Access::read};
   const TensorPin pin(request);
@@ -193,8 +193,8 @@ at::Tensor ordinary_copy(const at::Tensor& tensor) {
 
 }  // namespace
 
-/// Operators on a sparse tensor read its parts' memory and do not come to us. So its parts are copies: what is
-/// written to the values afterwards does not change it.
+/// Makes a sparse tensor from copies of its parts, because its operators read the parts' memory without reaching us.
+/// Later writes to the values do not change the sparse tensor.
 void make_sparse(Call& call) {
   for (std::size_t i = 0; i < call.arguments; ++i) {
     c10::IValue& value = call.argument(i);
@@ -206,7 +206,7 @@ void make_sparse(Call& call) {
 
 bool make_in_scope(Call& call) {
   const auto& domain = scope_domain();
-  // Sizes that are symbols are of tensors without data, which a compiler makes.
+  // A compiler makes tensors without data, whose sizes are symbols.
   if (!domain || !Call::plain_modes() || !call.argument(0).isIntList()) return false;
   const bool full = call.name() == "aten::full";
   const auto scalar_type = [&] {  // torch.full takes its dtype from the value
@@ -224,7 +224,7 @@ bool make_in_scope(Call& call) {
       at::IntArrayRef(call.argument(1).toIntVector()) != c10::contiguous_strides(sizes)) {
     return false;
   }
-  if (call.name() == "aten::empty_permuted") {  // skip_init, of a module on the meta device
+  if (call.name() == "aten::empty_permuted") {  // skip_init calls it, for a module on the meta device
     const auto order = call.argument(1).toIntVector();
     if (!std::is_sorted(order.begin(), order.end()) || order.size() != sizes.size()) return false;
   }

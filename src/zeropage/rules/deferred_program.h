@@ -1,4 +1,4 @@
-// One program: what was deferred on tensors of one shape, and how it runs (program.h says what programs are for).
+// One program: the operators deferred on tensors of one shape, and how they run (program.h says what programs are for).
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace zeropage {
 
-/// Says, while it lives, that a program runs: its operands need not wait for it.
+/// Marks a program as running while it lives: its operands need not wait for it.
 struct Running {
   bool& flag;
   explicit Running(bool& f) : flag(f) { flag = true; }
@@ -22,25 +22,25 @@ struct Running {
 class Program final : public Deferred, public std::enable_shared_from_this<Program> {
  public:
   struct Slot {
-    StorageSegment* segment;                 // null: a temporary that died
-    std::unique_ptr<StorageSegment> orphan;  // the segment, if its tensor died
+    StorageSegment* segment;                 // null: a temporary that died.
+    std::unique_ptr<StorageSegment> orphan;  // the segment, if its tensor died.
     at::Tensor shape;
     Access access = Access::read;  // by the whole program
-    bool temporary = false;        // what an instruction of the program returns
+    bool temporary = false;        // the result of one of the program's instructions
     std::size_t per = 1;
 
-    /// Its tensor may ask for what becomes of it.
+    /// Whether a tensor may still read its content.
     bool is_alive() const { return segment && !orphan; }
   };
-  /// What runs, without the tensors.
+  /// The instructions, without tensors.
   struct Code {
     std::vector<Instruction> instructions;
     Chunking chunking = Chunking::iterator;
-    bool any_chunking = true;  // nothing in it depends on where windows are cut
+    bool any_chunking = true;  // no result depends on the boundaries of windows
   };
 
   explicit Program(std::shared_ptr<Domain> domain) : domain_(std::move(domain)) {}
-  /// One that no tensor knows of, for execute().
+  /// Makes a program that no tensor refers to, for execute().
   Program(std::shared_ptr<Domain> domain, std::vector<Slot> slots, Code code);
 
   bool run() override;
@@ -58,9 +58,9 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   const std::vector<Slot>& slots() const { return slots_; }
   /// Runs all of it now, page by page.
   void execute();
-  /// Forgets all instructions but these, which are given in order.
+  /// Drops all instructions except these, given in order.
   void keep(c10::ArrayRef<std::size_t> indices);
-  /// Says, while it lives, that it runs.
+  /// Marks it as running while the result lives.
   [[nodiscard]] Running hold() { return Running(running_); }
 
   bool empty() const { return code_.instructions.empty(); }
@@ -72,11 +72,11 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool takes_all_of(const Program& other) const { return takes(other.code_.chunking, other.code_.any_chunking); }
   void take_over(Program& other);
   int slot_of(const Operand& operand);
-  /// A slot is a segment seen in one way: as so many elements of one dtype.
+  /// Whether two operands can share a slot: a segment viewed as so many elements of one dtype.
   static bool are_alike(const Operand& a, const Operand& b) {
     return a.tensor.dtype() == b.tensor.dtype() && a.tensor.numel() == b.tensor.numel() && a.per == b.per;
   }
-  /// Whether it has the operand's segment as other elements.
+  /// Whether another slot has the operand's segment with other elements.
   bool holds_otherwise(const Operand& operand) const;
   int add_temporary(const at::Tensor& tensor);
   void add(Instruction instruction, Chunking chunking, bool any_chunking);
@@ -108,8 +108,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   Progress progress_;
   bool running_ = false;
   bool sealed_ = false;
-  bool settled_ = false;  // what was made ahead of it has become the content, or not
-  bool in_host_ = false;  // where it will run, as far as is known
+  bool settled_ = false;  // settle() has taken or dropped its early update.
+  bool in_host_ = false;  // it will run in the host, as far as is known.
 };
 
 using ProgramPtr = std::shared_ptr<Program>;

@@ -1,5 +1,5 @@
-// Mixtures whose experts lie in one tensor: pages of experts that are used are brought, and no others, and the
-// gradient is made of theirs. An expert is taken as a view (weight[i]) or by a grouped product.
+// Mixtures of experts that share one tensor. Only the pages of experts in use are loaded, and only these experts have a
+// gradient. A program selects an expert by a view (weight[i]) or by a grouped product.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
@@ -17,7 +17,7 @@ using torch::autograd::variable_list;
 
 using Ranges = std::vector<NonZero::Range>;
 
-/// In order, and apart from each other. Ranges may overlap.
+/// Sorts ranges and joins those that overlap or touch.
 Ranges united(Ranges ranges) {
   std::sort(ranges.begin(), ranges.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
   Ranges apart;
@@ -42,7 +42,7 @@ Ranges intersection(const Ranges& a, const Ranges& b) {
   return both;
 }
 
-/// Elements of `of` in none of `others`, which are in order and apart.
+/// The elements of `of` outside `others`, which are in order and apart.
 Ranges without(const Ranges& of, const Ranges& others) {
   Ranges left;
   for (NonZero::Range range : of) {
@@ -56,20 +56,20 @@ Ranges without(const Ranges& of, const Ranges& others) {
   return left;
 }
 
-/// Of what is zero elsewhere.
+/// Records the ranges of a gradient that is zero elsewhere.
 void mark_nonzero(const at::Tensor& gradient, Ranges ranges, Ranges fresh) {
   auto& segment = *segment_of(gradient);
   segment.set_nonzero(
       std::make_unique<NonZero>(NonZero{std::move(ranges), std::move(fresh), segment.content_mark()}));
 }
 
-/// Of a gradient that one operator made.
+/// Records the ranges of a gradient that one operator made.
 void mark_made(const at::Tensor& gradient, Ranges used) {
   const Ranges ranges = united(std::move(used));
   mark_nonzero(gradient, ranges, ranges);
 }
 
-/// Calls `run` with pages of `to` and the same elements of `from`, which begin at `begin` there and at 0 in from.
+/// Calls `run` with pages of `to`, from `begin` on, and the corresponding elements of `from`, from `from_begin` on.
 void with_pages_of_both(const at::Tensor& to, std::size_t begin, const at::Tensor& from, std::size_t from_begin,
                         std::int64_t n, Access access,
                         c10::function_ref<void(at::Tensor into, const at::Tensor& piece)> run) {
@@ -79,7 +79,7 @@ void with_pages_of_both(const at::Tensor& to, std::size_t begin, const at::Tenso
   });
 }
 
-/// The gradient of a tensor whose first dimension was cut to [first, ...), from that of the part.
+/// Makes the gradient of a tensor from that of its part: the rows from `first` on, `taken` of them.
 bool widen(Call& call, std::int64_t first, std::int64_t taken) {
   const at::Tensor gradient = call.argument(0).toTensor();
   const auto sizes = call.argument(1).toIntVector();
@@ -99,7 +99,8 @@ bool widen(Call& call, std::int64_t first, std::int64_t taken) {
   return true;
 }
 
-/// x [t, k], experts [e, rows, columns], contiguous and paged; ends [e]: after the last row of x for each expert.
+/// Multiplies x [t, k] with experts [e, rows, columns], contiguous and paged. ends [e]: the end of each expert's rows
+/// of x.
 class GroupedProduct : public torch::autograd::Function<GroupedProduct> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
@@ -179,7 +180,7 @@ bool tile_grouped_mm(Call& call) {
 
 bool widen_select(Call& call) {
   const auto sizes = call.argument(1).toIntVector();
-  if (call.argument(2).toInt() != 0 || sizes.size() < 2) return false;  // of a vector: numbers, which are no rows
+  if (call.argument(2).toInt() != 0 || sizes.size() < 2) return false;  // a vector has no rows
   const std::int64_t index = call.argument(3).toInt();
   return widen(call, index < 0 ? index + sizes[0] : index, 1);
 }
@@ -208,7 +209,7 @@ bool add_nonzero(Call& call) {
   Ranges all = others->ranges;
   all.insert(all.end(), nonzero->ranges.begin(), nonzero->ranges.end());
   Ranges fresh = intersection(others->fresh, nonzero->fresh);
-  // -0 plus the other's zeros is 0.
+  // -0 in the sum plus a zero of the other becomes +0.
   for (const auto& range : without(others->fresh, nonzero->ranges)) {
     for_each_tile(Rows::elements(sum, range.begin, static_cast<std::int64_t>(range.end - range.begin)), Access::write,
                   [](std::int64_t, at::Tensor tile) { tile.add_(0); });

@@ -24,7 +24,7 @@ constexpr const char* kRawAccess =
     "other than a view or a loss asks for it, and it has no address before. Call tensor.detach() once, whose result "
     "need not be used, or set tiling=\"off\"";
 
-/// Nodes whose tensors are views, by which rows can be told from sizes and strides alone.
+/// Whether a node makes a view, whose sizes and strides alone identify its rows.
 bool is_view_node(const torch::autograd::Node& node) {
   static const std::unordered_set<std::string> names{
       "ViewBackward0",   "ReshapeAliasBackward0",  "UnsafeViewBackward0", "AliasBackward0",     "SliceBackward0",
@@ -106,7 +106,7 @@ void LazyProduct::check_unchanged() const {
   check(operands_.bias, bias_, "bias");
 }
 
-/// To autograd: the gradient of `view` is that of the product's rows, and nothing asks to see it on its way.
+/// Whether autograd passes the gradient of `view` to the product's rows, with no hook on the way.
 bool LazyProduct::is_view_of_this(const at::Tensor& view) const {
   if (has_tangent(view) || view.is_neg() || view.is_conj() || view.scalar_type() != operands_.dtype) return false;
   const NodePointer product = node_ ? node_->lock() : nullptr;
@@ -130,12 +130,12 @@ std::optional<LazyProduct::Operands> LazyProduct::rows_of(const at::Tensor& view
   const auto grad = [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); };
   if (grad(operands_.x) != x_.requires_grad || grad(operands_.weight) != weight_.requires_grad ||
       grad(operands_.bias) != bias_.requires_grad) {
-    return {};  // the product has recorded what it was
+    return {};  // autograd recorded the product with the earlier requires_grad
   }
   const std::int64_t first = view.storage_offset() / outputs_, n = view.numel() / outputs_;
   Operands rows = operands_;
   if (view.is_contiguous() && n == rows_) return rows;
-  // Products of some rows, and sums over them, are other sums to the library than those of all rows.
+  // The library may sum a product of some rows, and sums over them, in another order than those of all rows.
   if (segment_of(rows.weight)->domain()->tiling == Tiling::exact) return {};
   if (view.is_contiguous()) {
     rows.x = rows.x.narrow(1, first, n);
@@ -158,7 +158,7 @@ bool LazyProduct::is_hooked(torch::autograd::Node& node) {
 void LazyProduct::look(const at::Tensor& tensor) {
   auto* lazy = of(tensor);
   if (!lazy) return;
-  Operands done;  // whose end may need locks of others: after this one's
+  Operands done;  // dies after the lock is released, because its destruction may need other locks
   const std::lock_guard lock(lazy->mutex_);
   if (lazy->is_made_) return;
   lazy->check_unchanged();
@@ -187,7 +187,7 @@ void LazyProduct::look(const at::Tensor& tensor) {
 
 namespace {
 
-/// Views need no values. But detach() is how programs ask for them.
+/// Whether the operator is a view, which needs no values. Except detach(): programs use it to request the values.
 bool keeps_lazy(const Call& call) {
   static const std::unordered_set<std::string> looks{"aten::detach", "aten::detach_", "aten::set_",
                                                      "aten::alias_copy"};
@@ -195,7 +195,7 @@ bool keeps_lazy(const Call& call) {
          call.name() == "aten::_unsafe_view";
 }
 
-/// The same rows in memory of their own, in another dtype or in the same.
+/// Returns the same rows in their own memory, in the same or another dtype.
 bool convert(Call& call) {
   const at::Tensor self = call.argument(0).toTensor();
   auto* lazy = LazyProduct::of(self);
@@ -206,7 +206,7 @@ bool convert(Call& call) {
     dtype = call.argument(1).toOptional<at::ScalarType>().value_or(dtype);
     const bool moves = !call.argument(2).isNone() || call.argument(4).toOptional<bool>().value_or(false) ||
                        call.argument(3).toOptional<c10::Device>().value_or(self.device()) != self.device();
-    // The gradient goes back in one step: through nothing less precise.
+    // The gradient goes back in one step, so no dtype on the way may be less precise.
     const bool is_wider = dtype == at::promote_types(dtype, lazy->dtype());
     if (moves || !c10::isFloatingType(dtype) || !is_wider) return false;
   }
@@ -240,7 +240,7 @@ bool LazyProduct::run(Call& call) {
     if (call.name() == "aten::cross_entropy_loss" && take_vocabulary_loss(call)) return true;
     if ((call.name() == "aten::clone" || call.name() == "aten::_to_copy") && convert(call)) return true;
     if (keeps_lazy(call)) {
-      call.op.redispatchBoxed(call.below, &call.stack);  // may copy inside, which comes to us
+      call.op.redispatchBoxed(call.below, &call.stack);  // a copy inside reaches the fallback
       return true;
     }
   }

@@ -1,11 +1,10 @@
-// Products that are larger than memory, made when an operator asks for them: `linear` over a huge vocabulary gives
-// logits that a loss can take in parts (vocabulary_loss.cpp), and that a program may still ask for.
+// Lazy products: products larger than memory, computed when an operator needs them. `linear` over a huge vocabulary
+// gives logits that a loss can compute in parts (vocabulary_loss.cpp), and that a program may still read.
 //
-// The product is an ordinary tensor whose storage holds what it takes to make it instead of data, and whose key set
-// carries the paged key, so that operators come to the fallback first. Views, conversions and copies of whole rows
-// stay lazy; every other operator makes it, once, in ordinary memory. It is lazy only while autograd records: then
-// programs reach its bytes through operators. What it is made of must be as it was: if the weight was updated
-// meanwhile, that is an error.
+// The product is an ordinary tensor whose storage holds its operands instead of data. Its key set carries the paged
+// key, so that operators reach the fallback first. Views, conversions and copies of whole rows stay lazy; every other
+// operator computes it, once, in ordinary memory. It is lazy only while autograd records: then programs reach its bytes
+// through operators. Its operands must not change: an update of the weight before its computation is an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +19,7 @@
 
 namespace zeropage {
 
-/// Nodes of the graph are held by another kind of pointer in torch 2.11 than in 2.13.
+/// The weak pointer to a graph's node. torch 2.11 and 2.13 hold nodes by different pointers.
 template <class Pointer>
 struct WeakOf;
 template <class T>
@@ -36,43 +35,44 @@ using WeakNode = typename WeakOf<NodePointer>::type;
 
 class LazyProduct {
  public:
-  /// x [1, t, k], weight [outputs, k], paged and contiguous, bias [outputs] or undefined: as autograd knows them.
+  /// x [1, t, k]; weight [outputs, k], paged and contiguous; bias [outputs] or undefined. With their autograd history.
   struct Operands {
     at::Tensor x, weight, bias;
     at::ScalarType dtype;  // of the result
   };
 
-  /// Whether a product is too large to be made before an operator asks for it.
+  /// Whether a product is so large that it should stay lazy.
   static bool is_worth_it(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype);
-  /// [1, t, outputs]. Without autograd: the caller tells the node that records the product by record().
+  /// Makes a lazy product [1, t, outputs] without autograd. The caller then calls record().
   static at::Tensor make(Operands operands);
+  /// Remembers the graph's node that recorded the product.
   static void record(const at::Tensor& product);
-  /// What `tensor` is made of, if it is lazy and was not made; else null.
+  /// The lazy product behind `tensor`, if it is not computed yet; else null.
   static LazyProduct* of(const at::TensorBase& tensor);
 
-  /// The operands whose product are the rows that `view` consists of, [t, outputs] when they are seen as a matrix, in
-  /// its order. Nothing if these are not whole rows, or if computing them anew would not be what `view` is: to
-  /// autograd, to hooks, or, where tiling is exact, to the bit. Differentiable.
+  /// The differentiable operands whose product gives the rows of `view`, in its order: [t, outputs] as a matrix. Empty
+  /// if `view` has no whole rows, or if their product would differ from `view`: for autograd, for hooks, or, if tiling
+  /// is exact, in its bits.
   std::optional<Operands> rows_of(const at::Tensor& view);
-  /// In which it is computed.
+  /// The dtype of its computation.
   at::ScalarType dtype() const { return dtype_; }
-  /// `tensor` and all that share its storage are ordinary from now on.
+  /// Computes the product: `tensor`, and all that share its storage, are ordinary from now on.
   static void look(const at::Tensor& tensor);
 
-  /// Whether something sees what goes through a node of the graph on its way.
+  /// Whether a hook sees the gradients at a node of the graph.
   static bool is_hooked(torch::autograd::Node& node);
 
-  /// A call of an operator on lazy products: true if it was run, else all that it needs have been made.
+  /// Runs a call on lazy products. True: it did. False: it has computed all products that the call needs.
   static bool run(Call& call);
 
  private:
-  /// One operand as it was.
+  /// The state of one operand at the call.
   struct Mark {
     explicit Mark(const at::Tensor& tensor);
     bool operator==(const Mark&) const = default;
 
     std::int64_t version = 0;
-    std::uint64_t writes = 0;  // also through .data, of what is paged
+    std::uint64_t writes = 0;  // of a paged operand, also through .data
     const c10::StorageImpl* storage = nullptr;
     bool requires_grad = false;
   };
@@ -82,11 +82,11 @@ class LazyProduct {
   void check_unchanged() const;
   bool is_view_of_this(const at::Tensor& view) const;
 
-  Operands operands_;  // under the mutex; nothing when it is made
+  Operands operands_;  // under the mutex; empty once it is computed
   const Mark x_, weight_, bias_;
   const at::ScalarType dtype_;
   const std::int64_t rows_, outputs_;
-  const c10::Stream stream_;  // on which it would have been made
+  const c10::Stream stream_;  // of the call
   std::mutex mutex_;
   std::optional<WeakNode> node_;
   std::atomic<bool> is_made_ = false;

@@ -1,6 +1,6 @@
-// Norms of whole tensors. Where a tensor fits the device's budget it is brought in, and the bits are PyTorch's; where
-// it does not, each page's norm is taken and the norms are combined in double precision. Where this rank holds its
-// share alone, each rank takes its share's, and all norms of a call are exchanged at once.
+// Norms of whole tensors. A tensor that fits the device's budget is loaded, and the bits are PyTorch's. For a larger
+// one, the pages' norms are combined in double precision. If this rank holds only its share, each rank computes the
+// norm of its share, and one collective exchanges all norms of a call.
 #include "zeropage/rules/norms.h"
 
 #include <ATen/ops/_foreach_norm.h>
@@ -21,7 +21,7 @@
 namespace zeropage {
 namespace {
 
-/// A p-norm of parts, put together: the sum of p-th powers, the number of what is not zero, or an extreme.
+/// Combines p-norms of parts: the sum of p-th powers, the number of nonzero elements, or an extreme.
 class NormOfParts {
  public:
   explicit NormOfParts(double ord) : ord_(ord), sum_(ord == -INFINITY ? INFINITY : 0) {}
@@ -43,13 +43,13 @@ class NormOfParts {
   double ord_, sum_;
 };
 
-/// Of the whole tensor, or of this rank's share of it.
+/// The norm of the whole tensor or of this rank's share.
 NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
   NormOfParts total(ord);
   std::mutex mutex;
   Machine* const planned = segment_of(self)->domain()->planned_on.get();
   const auto add = [&](c10::ArrayRef<at::Tensor> slices) {
-    if (planned) {  // its time alone: in a planned run no gradient is clipped
+    if (planned) {  // count only its time: in a planned run no gradient is clipped
       planned->copy(slices[0].nbytes() / 2);
       return planned->synchronize();
     }
@@ -63,7 +63,7 @@ NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
   return total;
 }
 
-/// Every rank's share of each tensor's norm, exchanged at once; norms in the tensors' order.
+/// The norms of tensors, in their order. Ranks exchange the norms of their shares in one collective.
 std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double ord) {
   if (tensors.empty()) return {};
   std::vector<double> sums;
@@ -131,7 +131,7 @@ void foresee(const at::Tensor& gradient, std::unique_ptr<ForeseenNorm> norm) {
 
 namespace {
 
-/// The norm, if it was foreseen and the content is still the same; undefined if not. Notes what is asked.
+/// The norm, if it was foreseen and the content is still the same; else undefined. Records the request.
 at::Tensor foreseen(const at::Tensor& tensor, const AskedNorm& asked) {
   const auto* segment = segment_of(tensor);
   ForeseenNorm* const norm = segment && is_whole(tensor) ? segment->foreseen_norm() : nullptr;
@@ -148,7 +148,7 @@ at::Tensor foreseen(const at::Tensor& tensor, const AskedNorm& asked) {
 
 namespace {
 
-/// Takes the norm of a copy of what deferred operators will make, so that the tensor itself needs no home yet.
+/// Computes the norm of a preview of deferred content, so that the tensor itself needs no home yet.
 bool run_on_previews(Call& call) {
   StandIns previews(call);
   if (!previews.replace(&can_be_previewed, &preview)) return false;

@@ -1,4 +1,4 @@
-// Pointwise operators on whole paged tensors: page by page, in place, or into a new paged tensor of the same
+// Pointwise operators on whole paged tensors. They run page by page, in place or into a new paged tensor of the same
 // role.
 #include "zeropage/rules/pointwise.h"
 
@@ -22,7 +22,7 @@ at::Tensor first_result(const torch::jit::Stack& stack) {
   return stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0];
 }
 
-/// Runs the operator on one element: what dtype follows from promotion, or what is wrong with the call.
+/// Runs the operator on one element. Returns the dtype that promotion gives, or throws the call's error.
 caffe2::TypeMeta run_on_one(const c10::OperatorHandle& op, const Substitution& call) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   std::vector<at::Tensor> probes;
@@ -32,8 +32,8 @@ caffe2::TypeMeta run_on_one(const c10::OperatorHandle& op, const Substitution& c
   return first_result(stack).dtype();
 }
 
-/// The kind of an argument that is no tensor, and the range of a number: an operator may refuse either. A step's
-/// numbers change, and stay within their range.
+/// Adds the kind of an argument that is no tensor, and the range of a number: an operator may refuse either. A step's
+/// numbers change but stay within their range.
 void add_kind(std::string& signature, const c10::IValue& value) {
   signature += value.tagKind();
   if (value.isList()) {
@@ -46,7 +46,8 @@ void add_kind(std::string& signature, const c10::IValue& value) {
   }
 }
 
-/// All that decides what run_on_one() says. The values of integer tensors decide too: then there is none.
+/// A key of everything that decides the result of run_on_one(). None if it has integer tensors, whose values decide
+/// too.
 std::optional<std::string> signature_of(const c10::OperatorHandle& op, const Substitution& call) {
   std::string signature = fmt::format("{}.{}", op.schema().name(), op.schema().overload_name());
   const auto add_tensor = [&](const at::Tensor& tensor) {
@@ -58,13 +59,13 @@ std::optional<std::string> signature_of(const c10::OperatorHandle& op, const Sub
     const c10::IValue& value = call.arguments[i];
     if (operand >= 0) {
       const at::Tensor& tensor = call.operands[operand].tensor;
-      signature += " of";  // which promotes otherwise than a tensor of no dimension
+      signature += " of";  // an operand promotes differently than a tensor of no dimension
       if (!tensor.is_floating_point() && !tensor.is_complex()) return std::nullopt;
       add_tensor(tensor);
     } else if (value.isTensor() && value.toTensor().defined()) {
       const at::Tensor& tensor = value.toTensor();
       add_tensor(tensor);
-      // On the CPU, a fused update that is skipped looks at none of its arguments.
+      // On the CPU, a fused update that is skipped checks none of its arguments.
       const bool skips = tensor.is_cpu() && op.schema().arguments()[i].name() == "found_inf";
       if (skips) signature += tensor.item<float>() == 1 ? '1' : '0';
     } else if (value.isString()) {
@@ -96,7 +97,7 @@ caffe2::TypeMeta probe(const c10::OperatorHandle& op, const Substitution& call) 
 
 namespace {
 
-/// Integers that are divided by zero are an error, which depends on what the divisor holds.
+/// Whether it divides integers, which fails if the divisor contains zero.
 bool may_fail_by_content(const c10::OperatorHandle& op, const Substitution& call) {
   std::string_view name = op.schema().name();
   name.remove_prefix(std::min(name.find("::") + 2, name.size()));
@@ -117,7 +118,7 @@ bool has_meta_scalar(const Substitution& call) {
   });
 }
 
-/// Later, if all that it needs is paged. What would be wrong with it is found now.
+/// Defers the call if all its operands are paged. Throws the call's own errors now.
 std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substitution& call, int written,
                                     Chunking chunking) {
   for (const Operand& operand : call.operands) {
@@ -134,7 +135,7 @@ std::optional<at::Tensor> run_later(const c10::OperatorHandle& op, const Substit
 
 at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substitution& call, int written,
                                  Chunking chunking, Placement placement) {
-  // Also while the call is only deferred: its dtype and its scalars' values are asked for now.
+  // A deferred call also needs its scalars' values and its dtype now.
   TensorPin scalars(call.scalars);
   if (written < 0) {
     for (const Operand& operand : call.operands) {
@@ -168,14 +169,14 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
 
 namespace {
 
-/// The shape that the call's other operands must have: a paged tensor of no dimension is a scalar beside the others.
+/// The shape that all operands must have. A paged tensor of no dimension is a scalar among others.
 const at::Tensor& shape_of(const Call& call) {
   const auto with_dimensions = [](const PagedArgument& argument) { return argument.tensor.dim() > 0; };
   const auto first = std::find_if(call.paged.begin(), call.paged.end(), with_dimensions);
   return first == call.paged.end() ? call.paged[0].tensor : first->tensor;
 }
 
-/// sum += part, where part is a gradient whose reduction is under way: no thread waits, it is added when it comes.
+/// Runs sum += part for a gradient whose reduction is under way. No thread waits: the reducer adds it on arrival.
 bool add_when_it_comes(Call& call) {
   if (call.name() != "aten::add_" || call.arguments != 3 || call.paged.size() != 2) return false;
   const auto& [sum, into, _] = call.paged[0];
@@ -187,13 +188,13 @@ bool add_when_it_comes(Call& call) {
   return alpha.isIntegral(true) && alpha.toLong() == 1 && from->pending()->add_to(*into, *from);
 }
 
-/// sum + part, of which autograd keeps the result alone: it adds in place then, but not where a mode is set, as in a
-/// planned run.
+/// Whether it is a sum of gradients that autograd would add in place, because only it holds `sum`. Autograd does not if
+/// a mode is set, for example in a planned run.
 bool adds_in_place_unless_planned(Call& call) {
   if (call.name() != "aten::add" || call.arguments != 3 || call.paged.size() != 2) return false;
   const auto& [sum, into, _] = call.paged[0];
   const auto& [part, from, __] = call.paged[1];
-  constexpr std::size_t kOurs = 2;  // of the references: on the stack, and here
+  constexpr std::size_t kOurs = 2;  // references of ours: on the stack, and in `paged`
   return into->domain()->planned_on && into->role() == Role::gradient && from->role() == Role::gradient &&
          into != from && sum.sizes() == part.sizes() && sum.use_count() == kOurs + 1;
 }
@@ -224,7 +225,7 @@ bool run_pointwise(Call& call) {
       return false;
     if (call.info.writes[i] && substitution.operand_of.back() < 0) return false;
   }
-  // `out=` beside scalars alone has not the result's shape: PyTorch resizes it, or says what is wrong.
+  // If all inputs are scalars, `out=` does not have the result's shape: PyTorch resizes it, or throws.
   if (written >= 0 && !call.info.writes[0] && substitution.operands.size() == 1) return false;
   if (!substitution.has_paged_operand() || substitution.writes_its_scalars()) return false;
   const bool over_ranks = call.paged[0].segment->domain()->partition.ranks != nullptr;

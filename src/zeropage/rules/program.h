@@ -1,20 +1,20 @@
-// Programs: operators on whole paged tensors that were called but have not run. Each reads and writes element i of
-// its operands alone, so a chain of them runs page by page in one pass, however many there are: a stock optimizer in
-// its single or foreach form reads and writes each page of its states once, as its fused form does.
+// Programs: operators on whole paged tensors that were called but have not run. Element i of an operand depends only on
+// element i of the others, so a chain of operators runs page by page in one pass, whatever its length. A stock
+// optimizer in its single or foreach form therefore reads and writes each page of its states once, like its fused form.
 //
-// A program belongs to tensors of one shape that were operands together: a parameter, its gradient and its states.
-// It runs when an operator needs the content of one of them, or is told to (run_deferred). Until then nothing of it
-// has happened but that tensors' versions are counted up. So `optimizer.step()` returns at once, and parameters are
-// updated in the order in which the next forward asks for them.
+// A program belongs to tensors of one shape that were operands together: a parameter, its gradient and its states. It
+// runs when an operator needs the content of one of them, or when run_deferred() is called. Until then only the
+// tensors' versions have changed. `optimizer.step()` thus returns at once, and parameters are updated in the order in
+// which the next forward uses them.
 //
-// [Note: what a program holds] Segments, not tensors. When a tensor dies its segment stays with the program as long
-// as something alive is still to be made of it; what is written to it then goes nowhere. A temporary has no home: it
-// lives in cache-sized pieces while the program runs, unless it is still alive then. Scalars are copied at the call:
-// a learning rate or step count that changes later changes nothing.
+// [Note: what a program holds] A program holds segments, not tensors. When a tensor dies, the program keeps its segment
+// while something alive still depends on it; writes to it are then dropped. A temporary has no home: it uses
+// cache-sized pieces while the program runs, unless a tensor still holds it. Scalars are copied at the call: a later
+// change of a learning rate or step count has no effect.
 //
-// [Note: updates in the host] Of a device with memory of its own, a program on an optimizer's states that are at home
-// below it may run on the host, on the pages that are there (ZeRO-Offload): gradients come down, what operators see
-// of parameters goes up, and states do not move. Small tensors that share pages are updated on the device.
+// [Note: updates in the host] With a device that has its own memory, optimizer states may have their home below it. A
+// program on such states may run on the host, on the pages there (ZeRO-Offload). Gradients go down, low-precision
+// copies of parameters go up, and states do not move. Small tensors that share pages are updated on the device.
 #pragma once
 
 #include <memory>
@@ -24,8 +24,8 @@
 
 namespace zeropage {
 
-/// While it lives, what this thread defers is of one call: a tensor that is a scalar of many elements of its lists,
-/// as a clipping coefficient is, is copied once.
+/// Marks all that this thread defers while it lives as one call. If a tensor is a scalar for many elements of its
+/// lists, for example a clipping coefficient, it is copied once.
 class OneCall {
  public:
   OneCall();
@@ -43,17 +43,17 @@ class OneCall {
   OneCall* outer_;
 };
 
-/// Appends a call to the program of its operands instead of running it. `dtype`: of the tensor it returns, for an
-/// operator that writes none of its operands; that tensor is the result. nullopt, and nothing has happened, if it
-/// cannot be deferred. Throws what running an earlier program throws.
+/// Appends a call to the program of its operands instead of running it. `dtype`: the result's, for an operator that
+/// writes none of its operands; defer() then returns the result. nullopt, and nothing has happened, if it cannot be
+/// deferred. Throws errors of earlier programs that it runs.
 std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
                                 std::optional<caffe2::TypeMeta> dtype);
 
-/// Whether this call should join a program that its operand already has: an overwrite, which would else run at once.
+/// Whether the operand already has a program, which an overwrite should join: it would otherwise run at once.
 inline bool has_program(const StorageSegment* segment) { return segment && segment->is_deferred(); }
 
-/// What deferred operators will make of `tensor`, which is all that they write: a copy for an operator that reads it
-/// once, while they stay deferred and `tensor` without a home. Undefined if `tensor` is not such.
+/// Makes an ordinary copy of the content that deferred operators will give `tensor`, for an operator that reads it
+/// once. The operators stay deferred and `tensor` without a home. Undefined unless `tensor` is all that they write.
 at::Tensor preview(const at::Tensor& tensor);
 
 }  // namespace zeropage

@@ -1,4 +1,4 @@
-// The table of rules: which operator runs where the bytes live. Each family has a file of its own.
+// The table of rules: the operators that run where the bytes are. Each family has a file of its own.
 #pragma once
 
 #include <string>
@@ -7,13 +7,13 @@
 
 namespace zeropage {
 
-/// The rule for an operator of aten, without the "aten::"; null if the general path is right for it.
+/// The rule for an operator of aten, without the "aten::"; null if it takes the general path.
 Rule find_rule(const std::string& name, const std::string& overload, const OperatorInfo& info);
 
-/// Whether an operator of aten makes a sparse tensor of its parts.
+/// Whether an operator of aten makes a sparse tensor from its parts.
 bool makes_sparse(std::string_view name);
 
-/// How an operator takes what is too large to be whole in memory; null if it cannot.
+/// The rule for operands that are too large to be whole in memory; null if there is none.
 Rule find_tile_rule(const std::string& name, const std::string& overload);
 
 // tiled_operators.cpp:
@@ -28,20 +28,20 @@ bool tile_index(Call& call);            // tiled_embedding.cpp: weight[indices]
 bool tile_grouped_mm(Call& call);       // experts.cpp
 bool widen_select(Call& call);          // experts.cpp: backward of weight[i]
 bool widen_slice(Call& call);           // experts.cpp: backward of weight[i:j]
-bool add_nonzero(Call& call);           // experts.cpp: sum += a gradient of which most is known to be zero
+bool add_nonzero(Call& call);           // experts.cpp: sum += a gradient that is known to be mostly zero
 bool take_vocabulary_loss(Call& call);  // vocabulary_loss.cpp: cross entropy of a lazy product
 bool tile_reduction(Call& call);        // reductions.cpp: extremes, any, all, counts
-bool tile_equal(Call& call);            // reductions.cpp: of two
+bool tile_equal(Call& call);            // reductions.cpp: equal() of two tensors
 bool join_one_by_one(Call& call);       // joins.cpp: cat and stack
-bool join_parts(Call& call);            // joins.cpp: what is made of these
-bool tile_parts(Call& call);            // what is made of operators
-bool run_on_copies(Call& call);         // any operator, on small views of what is too large
+bool join_parts(Call& call);            // joins.cpp: operators made of these
+bool tile_parts(Call& call);            // operators made of others
+bool run_on_copies(Call& call);         // any operator, on small views of huge tensors
 
 bool run_pointwise(Call& call);   // pointwise.cpp: page by page, in place or into a new paged tensor
 bool run_list(Call& call);        // lists.cpp: _foreach_ and _fused_ operators, tensor by tensor, page by page
-bool run_norm(Call& call);        // norms.cpp: whole where it fits, page by page where it does not
+bool run_norm(Call& call);        // norms.cpp: a whole tensor if it fits, else page by page
 bool run_norms(Call& call);       // norms.cpp: _foreach_norm of tensors that are too large, or partitioned
-bool run_unscale(Call& call);     // scaler.cpp: GradScaler's unscaling and search for what is not finite
+bool run_unscale(Call& call);     // scaler.cpp: GradScaler's unscaling and search for infinities and NaNs
 bool run_zero(Call& call);        // overwrites.cpp: zero_
 bool run_fill(Call& call);        // overwrites.cpp: fill_
 bool run_copy(Call& call);        // overwrites.cpp: copy_
@@ -52,6 +52,6 @@ bool make_clone(Call& call);      // creations.cpp: clone
 bool make_converted(Call& call);  // creations.cpp: _to_copy
 bool make_in_scope(Call& call);   // creations.cpp: empty, zeros, randn, … inside an init scope
 void make_sparse(Call& call);     // creations.cpp: a sparse tensor of paged indices and values, always
-bool make_from_meta(Call& call);  // creations.cpp: there, what Module.to_empty() makes of tensors without data
+bool make_from_meta(Call& call);  // creations.cpp: Module.to_empty() of tensors without data, in an init scope
 
 }  // namespace zeropage
