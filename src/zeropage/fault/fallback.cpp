@@ -1,6 +1,6 @@
-// The page fault: a boxed fallback on kPagedKey, which runs before autograd and autocast for every operator that
-// touches a paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header:
-// linking the library registers it.
+// The page fault: a boxed fallback on kPagedKey. It runs before autograd and autocast for every operator that touches a
+// paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header: linking the
+// library registers it.
 #include <c10/core/Allocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -24,7 +24,7 @@
 namespace zeropage {
 namespace {
 
-/// "aten::mm on paged float32 [3072, 768] (9.4 MB), …".
+/// Describes the call for errors: "aten::mm on paged float32 [3072, 768] (9.4 MB), …".
 std::string describe(const Call& call) {
   std::string text = call.name();
   for (const PagedArgument& argument : call.paged) {
@@ -39,7 +39,7 @@ std::string describe(const Call& call) {
   return text;
 }
 
-/// A graph would keep addresses of frames, which other tensors have when it is replayed.
+/// Throws while a graph is captured. A graph would keep addresses of frames, which other tensors use at its replay.
 void refuse_capture(const Call& call) {
   const c10::Device device = call.paged[0].segment->domain()->device;
   if (device.is_cpu() || device.is_meta()) return;
@@ -58,8 +58,7 @@ c10::SmallVector<LeafHold, 4> hook_leaves(const Call& call) {
   return holds;
 }
 
-/// Whether torch's own allocator made the tensor's memory. An array's memory, which from_numpy() shares, stays the
-/// array's.
+/// Whether torch's own allocator made the tensor's memory. Memory that from_numpy() shares belongs to its array.
 bool has_memory_of_torch(const at::Tensor& tensor) {
   if (!tensor.has_storage()) return false;
   const auto& data =
@@ -68,8 +67,8 @@ bool has_memory_of_torch(const at::Tensor& tensor) {
   return !made_by_torch || data.get_deleter() == made_by_torch;
 }
 
-/// Inside an init scope, what was made from no tensor, or from paged ones without autograd, becomes paged. An
-/// argument that the operator wrote and returns stays what it is.
+/// Pages results inside an init scope that were made from no tensor, or from paged ones without autograd. An argument
+/// that the operator wrote and returns stays as it is.
 void adopt_results(Call& call, bool is_made_here) {
   const auto& domain = scope_domain();
   if (!domain || !Call::plain_modes()) return;
@@ -83,7 +82,7 @@ void adopt_results(Call& call, bool is_made_here) {
   }
 }
 
-/// torch.tensor(array): the array's memory is the array's, and its copy is what a factory makes.
+/// Whether it copies foreign memory, for example in torch.tensor(array): the copy counts as made by a factory.
 bool copies_foreign_memory(Call& call) {
   if (!scope_domain() || call.arguments == 0 || !call.argument(0).isTensor()) return false;
   const std::string& name = call.name();
@@ -92,7 +91,7 @@ bool copies_foreign_memory(Call& call) {
   return source.defined() && source.has_storage() && !has_memory_of_torch(source);
 }
 
-/// Inside an init scope, a factory that is told no device makes its tensors on the space's.
+/// Gives a factory without a device argument the space's device, inside an init scope.
 void choose_device(Call& call) {
   const auto& domain = scope_domain();
   if (!domain || domain->device.is_cpu() || call.info.takes_tensors) return;
@@ -101,7 +100,7 @@ void choose_device(Call& call) {
   }
 }
 
-/// "cpu:0", as launchers say it, is where tensors on "cpu" are already.
+/// Replaces "cpu:0", which launchers use, by "cpu", the device of our tensors.
 void drop_cpu_index(Call& call) {
   for (std::size_t i = 0; i < call.arguments; ++i) {
     const c10::IValue& value = call.argument(i);
@@ -109,13 +108,13 @@ void drop_cpu_index(Call& call) {
   }
 }
 
-/// tensor_split may be told where to cut by a tensor, which is read and not viewed.
+/// Pins the tensor of positions that tensor_split may have: it reads that tensor and does not view it.
 TensorPin pin_cuts(Call& call) {
   auto* segment = call.info.cuts_by_content ? segment_of(call.argument(1).toTensor()) : nullptr;
   return segment ? TensorPin(PinRequest{segment, Access::read}) : TensorPin();
 }
 
-/// set_(): the tensor may let go of its segment, and an ordinary one may come to have another's.
+/// Runs set_(): the tensor may drop its segment, and an ordinary tensor may get another's.
 void set_storage(Call& call) {
   const at::Tensor tensor = call.argument(0).toTensor();
   call.run_whole();
@@ -125,21 +124,22 @@ void set_storage(Call& call) {
   }
 }
 
-/// No argument is paged: inside an init scope, what it makes may be.
+/// Runs a call without paged arguments. Inside an init scope its results may be paged.
 void run_ordinary(Call& call) {
   choose_device(call);
   if (scope_domain() && call.info.rule && !call.info.takes_tensors && call.info.rule(call)) return;
   if (scope_domain() && make_from_meta(call)) return;
   const bool copies = copies_foreign_memory(call);
   {
-    // A view of an ordinary tensor may still copy inside, and what a composite makes is adopted as a whole.
+    // Exclude the key: a view of an ordinary tensor may still copy inside, and only a composite's final results are
+    // paged.
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
     call.op.redispatchBoxed(call.below, &call.stack);
   }
   adopt_results(call, copies);
 }
 
-/// Of views, which need no data.
+/// Runs a view, which needs no data.
 void run_view(Call& call) {
   if (call.info.made_of_views) {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
@@ -147,11 +147,11 @@ void run_view(Call& call) {
   }
   if (call.info.moves) drop_cpu_index(call);
   const TensorPin cuts = pin_cuts(call);
-  // Not excluded: reshape and its like are marked as views and may copy inside.
+  // Keep the key: reshape and similar operators are marked as views and may copy inside.
   call.op.redispatchBoxed(call.below, &call.stack);
 }
 
-/// Whether a rule did it. Rules run below autocast: an operator that it casts is not theirs.
+/// Runs the call by its rule, if possible. Rules run below autocast, so they do not take operators that it casts.
 bool run_by_rule(Call& call) {
   if (!call.info.rule || autocasts(call.op, call.paged[0].tensor.device().type())) return false;
   if (run_rule(call)) return true;
@@ -161,7 +161,7 @@ bool run_by_rule(Call& call) {
   return false;
 }
 
-/// With the whole tensors in memory, or copies of small parts of what cannot be.
+/// Runs the call with whole tensors in memory, or with copies of small parts of huge ones.
 void run_general(Call& call) {
   if (call.info.sets) return set_storage(call);
   if (call.info.kind == OperatorKind::metadata) {
@@ -194,7 +194,7 @@ void run_paged(Call& call) {
 void run(Call& call) {
   if (call.has_lazy && LazyProduct::run(call)) return;
   if (call.paged.empty()) return run_ordinary(call);
-  // Before anything is deferred or read ahead: a forked child has neither the memory nor the ring.
+  // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
     call.paged[0].segment->domain()->cache->check_usable();
     settle_placements(call);

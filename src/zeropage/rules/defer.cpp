@@ -13,7 +13,7 @@
 namespace zeropage {
 namespace {
 
-/// Operators that round once an element, so that it does not matter whether a vector loop or its scalar tail did it.
+/// Whether the operator rounds each element once: then a vector loop and its scalar tail give the same bits.
 bool rounds_once(const c10::OperatorHandle& op, const Substitution& call) {
   std::string_view name = op.schema().name();
   if (name.substr(0, 10) == "zeropage::") {
@@ -35,7 +35,7 @@ bool rounds_once(const c10::OperatorHandle& op, const Substitution& call) {
 
 thread_local OneCall* current_call = nullptr;
 
-/// What a scalar was at the call.
+/// A copy of a scalar's value at the call.
 at::Tensor snapshot(const at::Tensor& tensor) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (segment_of(tensor)) {
@@ -48,7 +48,7 @@ at::Tensor snapshot(const at::Tensor& tensor) {
   return tensor.clone();
 }
 
-/// Starts copying what a device holds.
+/// Starts copying a scalar from its device.
 HostCopy copy_to_host(const at::Tensor& kept) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
@@ -60,7 +60,7 @@ HostCopy copy_to_host(const at::Tensor& kept) {
   return copy;
 }
 
-/// A number of Python's that became a tensor does not promote as a tensor does.
+/// Copies a scalar. A tensor made from a Python number must keep its own promotion rules.
 at::Tensor copy_of_number(const at::Tensor& scalar) {
   if (!scalar.unsafeGetTensorImpl()->is_wrapped_number()) return snapshot(scalar);
   const OutsideModes unseen;
@@ -94,7 +94,7 @@ bool can_be_deferred(const Substitution& call) {
   return true;
 }
 
-/// The program that the operands have together, or a new one. Those that cannot be joined run first.
+/// The operands' common program, or a new one. Programs that cannot be joined run first.
 ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chunking) {
   c10::SmallVector<ProgramPtr, 4> found;
   std::size_t strangers = 1;
@@ -138,9 +138,9 @@ OneCall::~OneCall() { current_call = outer_; }
 at::Tensor preview(const at::Tensor& tensor) {
   auto* const segment = segment_of(tensor);
   if (!has_program(segment) || !segment->is_unallocated() || !is_operand(tensor, tensor)) return {};
-  if (tensor.nbytes() > segment->domain()->cache->frame_limit()) return {};  // read page by page, more than once
+  if (tensor.nbytes() > segment->domain()->cache->frame_limit()) return {};  // its operator reads pages repeatedly
   const auto& domain = segment->domain();
-  if (domain->partition.ranks) return {};  // which would have to make the same copies
+  if (domain->partition.ranks) return {};  // all ranks would have to make the same copies
   std::lock_guard lock(domain->deferral_mutex);
   const auto program = std::static_pointer_cast<Program>(segment->deferred());
   if (program) discard_ahead(*program);
@@ -153,7 +153,7 @@ at::Tensor preview(const at::Tensor& tensor) {
     program->run_into(copy, *segment);
     return copy;
   } catch (const BudgetError&) {
-    return {};  // no room for both: the tensor itself is made
+    return {};  // no room for both: the caller makes the tensor itself
   }
 }
 
@@ -162,7 +162,7 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
   if (!can_be_deferred(call)) return std::nullopt;
   const auto& domain = call.operands[0].segment->domain();
   for (const Operand& operand : call.operands) {
-    // What is on its way from other ranks is waited for here: its tensor may be gone when the program runs.
+    // Wait here for content from other ranks: its tensor may be gone when the program runs.
     operand.segment->complete_pending();
   }
   std::lock_guard lock(domain->deferral_mutex);

@@ -10,7 +10,7 @@
 namespace zeropage {
 namespace {
 
-// --- on ordinary tensors: what a program's instructions do to its pieces ---
+// --- on ordinary tensors, for a program's instructions on its pieces ---
 
 kernels::Array hi_lo_array(const at::Tensor& high, const at::Tensor& low) {
   return {kernels::Format::hi_lo_float32, high.mutable_data_ptr(), low.mutable_data_ptr()};

@@ -9,7 +9,7 @@ namespace {
 
 using Kind = Instruction::Kind;
 
-/// Without the library, and the same for operators on lists.
+/// The operator's name without its library and without "_foreach_".
 std::string_view base_name(const c10::OperatorHandle& op) {
   std::string_view name = op.schema().name();
   for (std::string_view prefix : {"aten::", "zeropage::", "_foreach_"}) {
@@ -52,7 +52,7 @@ c10::SmallVector<bool, 8> writes_of(const Instruction& instruction) {
   const OperatorInfo& info = info_of(instruction.op);
   const auto& arguments = instruction.op.schema().arguments();
   c10::SmallVector<bool, 8> writes(instruction.slots.size(), false);
-  // A fused operator writes its gradient only to store what it unscaled.
+  // A fused operator writes its gradient only to store the unscaled values.
   const int scale = instruction.argument("grad_scale");
   const bool stores_gradient = scale >= 0 && instruction.call.arguments[scale].isTensor();
   for (std::size_t i = 0; i < arguments.size(); ++i) {

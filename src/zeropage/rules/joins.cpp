@@ -1,5 +1,5 @@
-// cat and stack of paged tensors that do not fit in memory at once: one after another is copied to its place. The
-// result is an ordinary tensor, as it is of tensors that fit.
+// cat and stack of paged tensors that do not fit in memory at once. They copy one tensor after another into the result,
+// an ordinary tensor, like the result for tensors that fit.
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace zeropage {
 namespace {
 
-/// The result, without content. Throws what PyTorch throws.
+/// Makes the result without content. Throws PyTorch's errors.
 at::Tensor make_result(Call& call, const std::vector<at::Tensor>& tensors) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   std::vector<at::Tensor> shapes;
@@ -24,7 +24,7 @@ at::Tensor make_result(Call& call, const std::vector<at::Tensor>& tensors) {
   return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(tensors[0].device()));
 }
 
-/// Whether the operator would hold more at once than memory is for, and need not.
+/// Whether the operator would hold more at once than the budget allows, and copies can avoid it.
 bool is_by_tensors(Call& call) {
   const StorageSegment& segment = *call.paged[0].segment;
   if (call.needs_autograd() || !Call::plain_modes() || scope_domain() || segment.domain()->planned_on) return false;
@@ -33,12 +33,12 @@ bool is_by_tensors(Call& call) {
   return bytes > segment.frame_limit();
 }
 
-/// Whether copies do what the operator does.
+/// Whether copies give the operator's result.
 bool is_copies(Call& call, const std::vector<at::Tensor>& tensors) {
   const at::Tensor& first = tensors[0];
   const bool mixes = call.paged[0].segment->domain()->mixes();
   return !autocasts(call.op, first.device().type()) && std::ranges::all_of(tensors, [&](const at::Tensor& tensor) {
-    // Where dtypes differ, a copy of a parameter of mixed precision would be one of its master.
+    // With different dtypes, copying a mixed-precision parameter would copy its master.
     const bool is_seen = !mixes || tensor.dtype() == first.dtype();
     return tensor.layout() == c10::kStrided && tensor.device() == first.device() && is_seen;
   });
@@ -63,7 +63,7 @@ bool join_one_by_one(Call& call) {
   for (const at::Tensor& tensor : tensors) {
     if (stacks) {
       result.select(dim, end++).copy_(tensor);
-    } else if (tensor.dim() == result.dim()) {  // else it is empty, which cat allows
+    } else if (tensor.dim() == result.dim()) {  // otherwise it is empty, which cat allows
       result.narrow(dim, end, tensor.size(dim)).copy_(tensor);
       end += tensor.size(dim);
     }

@@ -1,5 +1,5 @@
-// The Lion optimizer's update as an operator, for torch has none: zeropage::_fused_lion_. On paged tensors it is
-// deferred as torch's fused updates are; this is what runs on ordinary ones.
+// The Lion optimizer's update as the operator zeropage::_fused_lion_, because torch has none. On paged tensors it is
+// deferred like torch's fused updates. This file implements it for ordinary tensors.
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/sign.h>

@@ -1,6 +1,5 @@
-// _foreach_ and _fused_ operators: element i of the lists is a call of its own, so tensors are taken one after
-// another. A tensor that fits the windows is run page by page; another is brought in whole; those that are not paged
-// go together.
+// _foreach_ and _fused_ operators. Element i of the lists is a call of its own, so run_list() handles one after
+// another. It runs a tensor page by page if windows can, and otherwise loads the whole tensor.
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/pointwise.h"
 #include "zeropage/rules/program.h"
@@ -27,7 +26,7 @@ class Element {
   c10::IValue tensor_or_value(std::size_t argument) {
     const c10::IValue& value = call_.argument(argument);
     if (value.isTensorList()) return size_of(argument) > 0 ? value.toListRef()[index_] : value;
-    if (value.isList()) return one_of(value);  // of numbers
+    if (value.isList()) return one_of(value);  // a list of numbers
     // addcdiv's `scalars` may be a tensor of one dimension, an element for each tensor of the lists.
     if (value.isTensor() && value.toTensor().defined() && call_.argument_name(argument) == "scalars") {
       return value.toTensor().narrow(0, static_cast<std::int64_t>(index_), 1);
@@ -60,7 +59,7 @@ class Element {
 Access access_of(Call& call, std::size_t argument) {
   if (!call.info.writes[argument]) return Access::read;
   if (call.info.fused && call.argument_name(argument) == "grads") {
-    // Written only to store what unscaling made of them.
+    // Written only to store the unscaled values.
     for (std::size_t i = 0; i < call.arguments; ++i) {
       if (call.argument_name(i) == "grad_scale") return call.argument(i).isTensor() ? Access::write : Access::read;
     }
@@ -69,7 +68,7 @@ Access access_of(Call& call, std::size_t argument) {
   return overwrites ? Access::overwrite : Access::write;
 }
 
-/// The whole tensors of element i in memory, the operator on lists of one.
+/// Runs the operator on lists of one, with the whole tensors of element i in memory.
 c10::IValue run_element_whole(Call& call, Element& element) {
   torch::jit::Stack stack;
   for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -88,13 +87,13 @@ c10::IValue run_element_whole(Call& call, Element& element) {
   return stack.empty() ? c10::IValue() : stack[0];
 }
 
-/// PyTorch's fused SGD on the CPU takes a momentum of two bytes from a few elements further on, so its windows have
-/// no edge. What it makes of a tensor's last elements may depend on the memory behind them.
+/// PyTorch's fused SGD on the CPU reads a two-byte momentum from a few elements further on, so its windows cannot end
+/// inside a tensor. Its results for a tensor's last elements may depend on the memory behind them.
 bool reads_further_on(Call& call, const at::Tensor& parameter) {
   return call.name() == "aten::_fused_sgd_" && parameter.is_cpu() && parameter.element_size() < sizeof(float);
 }
 
-/// One element; its result, if the operator returns one.
+/// Runs one element. Returns its result, if the operator returns one.
 at::Tensor run_element(Call& call, Element element, bool returns) {
   const at::Tensor shape = element.tensor_or_value(0).isTensor() ? element.tensor_or_value(0).toTensor()
                                                                  : element.tensor_or_value(1).toTensor();
@@ -151,11 +150,11 @@ bool run_list(Call& call) {
   if (call.needs_autograd() || !Call::plain_modes() || returns.size() > 1) return false;
   if (call.name() == "aten::_foreach_norm" && run_norms(call)) return true;
   const std::size_t length = Element(call, 0).length();
-  if (length == 0 || !lists_agree(call, length)) return false;  // PyTorch's own error
+  if (length == 0 || !lists_agree(call, length)) return false;  // PyTorch throws its own error
   const OneCall one_call;
   const bool has_result = returns.size() == 1;
   std::vector<at::Tensor> results(has_result ? length : 0);
-  // Elements without a paged tensor keep PyTorch's own speed for lists only if all are such; then we are not here.
+  // Elements without a paged tensor also run one by one. A list without any paged tensor never reaches this rule.
   for (std::size_t i = 0; i < length; ++i) {
     Element element(call, i);
     at::Tensor result;
@@ -167,7 +166,7 @@ bool run_list(Call& call) {
     }
     if (has_result) results[i] = std::move(result);
   }
-  for (std::size_t i = 0; i < call.arguments && !call.info.fused; ++i) {  // PyTorch's fused ones count no version
+  for (std::size_t i = 0; i < call.arguments && !call.info.fused; ++i) {  // PyTorch's fused operators bump no version
     if (!call.info.writes[i] || !call.argument(i).isTensorList()) continue;
     for (const c10::IValue& tensor : call.argument(i).toListRef()) bump_version(tensor.toTensor());
   }

@@ -1,4 +1,4 @@
-// Writes of a whole tensor that need nothing of what was there: no page is read for them.
+// Writes of a whole tensor that do not need its content: they read no page.
 #include <ATen/ops/from_blob.h>
 
 #include "zeropage/rules/program.h"
@@ -21,7 +21,7 @@ void finish(Call& call, at::Tensor self) {
   call.return_value(std::move(self));
 }
 
-/// If other operators on the target have yet to run, this one joins them.
+/// Defers the call if other operators on the target have yet to run.
 bool join_program(Call& call, const PagedArgument& target) {
   if (!has_program(target.segment)) return false;
   Substitution substitution;
@@ -88,8 +88,8 @@ bool run_random(Call& call) {
     call.run_whole();
     return true;
   }
-  // Too large to be whole: page by page, on this thread, so that the generator is drawn from in order. (A GPU's
-  // counts by the size of what is filled, so the numbers are others there than a whole tensor's would be.)
+  // A huge tensor is filled page by page on this thread, so that the generator draws in order. (A GPU's generator
+  // counts by the size of the tensor, so its numbers differ from those for a whole tensor.)
   StorageSegment& segment = *target->segment;
   segment.refresh(Access::overwrite);
   const std::size_t page_elements = segment.page_bytes() / target->tensor.itemsize();

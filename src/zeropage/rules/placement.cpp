@@ -11,13 +11,13 @@
 namespace zeropage {
 namespace {
 
-/// The placements of what a call takes beside the tensor that it writes.
+/// The placements of a call's inputs, without the tensor that it writes.
 struct Taken {
   bool own_tensor = false, own_number = false;
   bool is_own() const { return own_tensor || own_number; }
 };
 
-/// One element is a number only beside a tensor that has more.
+/// Adds an input. One element counts as a number only if the written tensor has more.
 void take(Taken& taken, const at::Tensor& tensor, const at::Tensor& written, bool values_same) {
   if (!tensor.defined()) return;
   const auto* segment = segment_of(tensor);
@@ -26,10 +26,10 @@ void take(Taken& taken, const at::Tensor& tensor, const at::Tensor& written, boo
   if (own) (is_number ? taken.own_number : taken.own_tensor) = true;
 }
 
-/// A number that is the schema's default may be one that another rank has chosen otherwise.
+/// Whether an argument is a number. Defaults count too, because another rank may have passed another value.
 bool is_number(Call& call, std::size_t i) { return call.info.numbers[i] && !call.argument(i).isNone(); }
 
-/// `written`: the tensor that is written; undefined for what the call returns.
+/// `written`: the tensor that the call writes; undefined for its results.
 Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
   Taken taken;
   const bool values_same = values_are_same();
@@ -51,8 +51,8 @@ Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
   return taken;
 }
 
-/// Notes what is written by contract, for ranks to compare. Autograd's own sums are not the program's writes: ranks
-/// may make different ones.
+/// Logs a write under the contract, for ranks to compare. It skips autograd's own sums, which may differ between ranks
+/// and are not the program's writes.
 void note_contract(Call& call, std::size_t element, const at::Tensor& written, StorageSegment& segment) {
   ContractLog& log = segment.domain()->contract;
   if (torch::autograd::get_current_graph_task_id() >= 0 || scope_domain() || !log.samples()) return;
@@ -77,7 +77,7 @@ void note_contract(Call& call, std::size_t element, const at::Tensor& written, S
   }
 }
 
-/// Whether the call writes all of the tensor and cannot throw: else the content must stay until it has.
+/// Whether the call writes all of the tensor and cannot throw. Otherwise the content must stay until it has written.
 bool overwrites_all(Call& call, const at::Tensor& written) {
   if (call.name() != "aten::copy_" || !is_whole(written)) return false;
   const at::Tensor from = call.argument(1).toTensor();
@@ -102,7 +102,7 @@ bool settle(Call& call, std::size_t element, const at::Tensor& written) {
   return true;
 }
 
-/// All of a tensor's storage, flat, and in the way of no operator.
+/// All of a tensor's storage as a flat tensor of a plain dtype.
 at::Tensor flat_storage(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   const auto elements = static_cast<std::int64_t>(segment->elements());
@@ -116,7 +116,7 @@ at::Tensor flat_storage(const at::Tensor& tensor) {
   return segment->whole_tensor({elements}, {1}, c10::scalarTypeToTypeMeta(dtype));
 }
 
-/// The tensor's content moves to a home that `creation` says.
+/// Moves the tensor's content to a new home, made with `creation`.
 void move_home(const at::Tensor& tensor, const Creation& creation, bool with_content) {
   c10::NoGradGuard no_grad;
   StorageSegment& segment = *segment_of(tensor);
@@ -151,7 +151,7 @@ void settle_placements(Call& call) {
     return argument.access != Access::read && argument.segment->domain()->partition.ranks;
   };
   if (std::none_of(call.paged.begin(), call.paged.end(), is_over_ranks)) return;
-  // At once: what is said of the call, in an error or to other ranks, reads the segments.
+  // Find paged arguments again at once: errors and messages to other ranks read their segments.
   const auto settle_one = [&](std::size_t element, const at::Tensor& written) {
     if (!settle(call, element, written)) return;
     call.paged.clear();
@@ -171,7 +171,7 @@ void make_own(const at::Tensor& tensor, bool overwritten) {
   StorageSegment& segment = *segment_of(tensor);
   if (segment.master().defined()) make_own(segment.master(), overwritten);
   if (segment.is_own()) return;
-  if (segment.is_unallocated()) {  // what is to be made of it is made whole
+  if (segment.is_unallocated()) {  // its home will be whole
     segment.become_own();
     segment.complete();
     return segment.find_home();

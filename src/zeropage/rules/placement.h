@@ -1,33 +1,34 @@
-// Placements (tensor/placement.h) of what operators compute and write.
+// Placements (tensor/placement.h) of operators' results and outputs.
 #pragma once
 
 #include "zeropage/rules/call.h"
 
 namespace zeropage {
 
-/// `same` or `own`: the placement, over ranks, of a call's results; of element `element` where it is on lists.
+/// The placement, over ranks, of a call's results: `same` or `own`. `element`: the element of a call on lists.
 Placement placement_of(Call& call, std::size_t element = 0);
 
-/// Before a call writes: what it makes this rank's own becomes whole here, as the table in tensor/placement.h says.
-/// May gather, on all ranks together. `call.paged` is found anew where segments changed.
+/// Makes outputs that become this rank's own whole here, before the call writes (table in tensor/placement.h). May
+/// gather, on all ranks together. Finds `call.paged` again if segments changed.
 void settle_placements(Call& call);
 
-/// The tensor is this rank's own from now on, and whole here. `overwritten`: its content is not needed any more.
-/// Throws AccessError if it is pinned, BudgetError, DiskError, RankError.
+/// Makes the tensor whole here and this rank's own. `overwritten`: its content is not needed any more. Throws
+/// AccessError if it is pinned, BudgetError, DiskError, RankError.
 void make_own(const at::Tensor& tensor, bool overwritten);
-/// The tensor, which is this rank's own, counts as the same on all ranks, and lies over them as its role says.
+/// Makes a tensor of this rank's own count as the same on all ranks, with the layout of its role.
 void make_same(const at::Tensor& tensor);
-/// The tensor is whole on every rank from now on, whatever its role, and still the same on all.
+/// Makes the tensor whole on every rank, whatever its role, and still the same on all.
 void make_whole(const at::Tensor& tensor);
 
-/// Outside of steps, what is made of a parameter is made of a whole one, which ranks bring together at the first use
-/// of any: where only some ranks compute this, the others need take no part. Throws as StorageSegment::refresh().
+/// Makes a stale parameter whole before an operator outside of steps uses it. All ranks refresh at the first use of any
+/// parameter. If only some ranks compute this operator, the others need not take part. Throws like
+/// StorageSegment::refresh().
 void refresh_outside_steps(StorageSegment& segment);
 
-/// One element of an ordinary tensor on the CPU, near its middle: what ranks compare of content.
+/// One element of an ordinary tensor on the CPU, near its middle, as the sample that ranks compare.
 double sample_of(at::Tensor tensor);
 
-/// An optimizer keeps these beside its parameters: they stay the same on all ranks from now on.
+/// Marks tensors as optimizer states: they stay the same on all ranks from now on.
 void note_states(c10::ArrayRef<at::Tensor> states);
 
 }  // namespace zeropage

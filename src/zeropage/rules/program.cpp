@@ -11,15 +11,15 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kCacheElements = std::size_t{1} << 15;  // at once in a thread: some operands fit its cache
+constexpr std::size_t kCacheElements = std::size_t{1} << 15;  // of one thread's piece: some operands fit its cache
 
-/// Whether windows can be cut for both kinds of operators at once: where threads' shares are whole vectors.
+/// Whether the same windows suit both kinds of chunking: threads' shares must be whole vectors.
 bool chunkings_agree(std::size_t elements) {
   const Cut chunk = chunk_of(elements, 0, Chunking::iterator, at::get_num_threads());
   return chunk.end == elements || chunk.end % kVector == 0;
 }
 
-/// A tensor of the same shape with no storage to keep alive.
+/// A tensor of the same shape that keeps no storage alive.
 at::Tensor shape_of(const at::Tensor& tensor) {
   const auto backend = c10::computeDispatchKey(std::nullopt, std::nullopt, tensor.device());
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
@@ -43,10 +43,10 @@ bool Program::holds_otherwise(const Operand& operand) const {
   });
 }
 
-/// All slots have a page in memory at once, and two where pages straddle.
+/// Whether memory holds pages of all slots at once: one page each, or two if a window straddles pages.
 bool Program::fits(std::size_t more_slots) const {
   const std::size_t slots = slots_.size() + more_slots;
-  constexpr std::size_t kFew = 6;  // which an operator may have by itself
+  constexpr std::size_t kFew = 6;  // slots that a single operator may need anyway
   const FrameCache& cache = *domain_->cache;
   return slots <= kMostSlots && code_.instructions.size() < kMostInstructions &&
          (slots <= kFew || 2 * slots * cache.page_bytes() <= cache.frame_limit());
@@ -78,7 +78,7 @@ void Program::add(Instruction instruction, Chunking chunking, bool any_chunking)
   choose_where();
 }
 
-/// Segments say where they will change.
+/// Chooses where the program runs, and tells its segments.
 void Program::choose_where() {
   const bool was_in_host = std::exchange(in_host_, can_run_in_host());
   if (!was_in_host && !in_host_) return;
@@ -88,7 +88,7 @@ void Program::choose_where() {
   }
 }
 
-/// An earlier copy between the same operands, whose target no operator has used since, was for nothing.
+/// Drops an earlier copy between the same operands if no operator has used its target since.
 void Program::drop_copies(c10::ArrayRef<int> slots) {
   for (auto last = code_.instructions.rbegin(); last != code_.instructions.rend(); ++last) {
     const bool same = last->kind == Instruction::Kind::copy && slots.equals(last->slots);
@@ -97,7 +97,7 @@ void Program::drop_copies(c10::ArrayRef<int> slots) {
   }
 }
 
-/// The instructions of another program follow ours; the two have no operand in common.
+/// Appends the instructions of another program. The two have no operand in common.
 void Program::take_over(Program& other) {
   const int shift = static_cast<int>(slots_.size());
   for (Slot& slot : other.slots_) {
@@ -115,20 +115,20 @@ void Program::take_over(Program& other) {
   choose_where();
 }
 
-/// [Note: what a program holds]
+/// Keeps a dead tensor's segment ([Note: what a program holds]).
 bool Program::keep_alive(std::unique_ptr<StorageSegment>& segment) {
   const auto slot =
       std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.segment == segment.get(); });
   if (slot == slots_.end()) return false;
   slot->segment->defer(nullptr);  // the living segments own the program
   const at::Tensor master = slot->segment->master();
-  slot->segment->set_master({});  // dies last, and comes here itself
+  slot->segment->set_master({});  // `master` dies last, and calls this function itself
   if (slot->temporary && !running_) {
     slot->segment = nullptr;
   } else {
     slot->orphan = std::move(segment);
   }
-  // Ranks must all run the same, and when tensors die may differ between them.
+  // Not over ranks: all ranks must run the same operators, but tensors may die at different times.
   if (!is_wanted() && !running_ && !domain_->partition.ranks) end();
   return true;
 }
@@ -142,7 +142,7 @@ void Program::end() {
   for (Slot& slot : slots_) {
     if (slot.is_alive()) slot.segment->defer(nullptr);
   }
-  const auto slots = std::exchange(slots_, {});  // what dies with them may come back here
+  const auto slots = std::exchange(slots_, {});  // destructors of its tensors may call us again
   code_.instructions.clear();
 }
 
@@ -161,7 +161,7 @@ void Program::settle() {
   settle_update(*this);
 }
 
-/// What is dropped was done elsewhere.
+/// The dropped instructions were done by an early update.
 void Program::keep(c10::ArrayRef<std::size_t> indices) {
   std::vector<Instruction> instructions;
   for (const std::size_t i : indices) instructions.push_back(std::move(code_.instructions[i]));
@@ -199,14 +199,14 @@ bool Program::run() {
     const TraceSpan span("update", "update");
     try {
       execute();
-    } catch (const Error&) {  // of memory, disk or ranks: it goes on where it was
+    } catch (const Error&) {  // of memory, disk or ranks: the next run() resumes
       throw;
     } catch (const std::bad_alloc&) {
       throw;
     } catch (const c10::OutOfMemoryError&) {
       throw;
     } catch (const c10::Error& error) {
-      // An operator's own error would come again for ever. The CPU's allocator has no class for its error.
+      // End it: an operator's own error would recur forever. The CPU's allocator has no class for its error.
       if (error.msg().find("can't allocate memory") == std::string::npos) end();
       throw;
     } catch (const std::system_error&) {
@@ -232,7 +232,7 @@ void Program::execute() {
     if (!slot.segment) continue;
     slot.segment->find_home();
     operand_of[i] = static_cast<int>(operands.size());
-    const bool dropped = slot.orphan && !domain_->partition.ranks;  // what is written to it goes nowhere
+    const bool dropped = slot.orphan && !domain_->partition.ranks;  // nothing will read it
     operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
   }
   const OutsideModes unseen;
@@ -256,7 +256,7 @@ void Program::execute() {
       &progress_, where);
 }
 
-/// What the update of these slices reads and writes, on a machine that is not there.
+/// Charges a planned machine for the bytes that the update of these slices reads and writes.
 void Program::plan_update(c10::ArrayRef<at::Tensor> slices, c10::ArrayRef<Operand> operands) {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < slices.size(); ++i) {
@@ -266,7 +266,7 @@ void Program::plan_update(c10::ArrayRef<at::Tensor> slices, c10::ArrayRef<Operan
   domain_->planned_on->update(bytes, slices[0].is_cpu());
 }
 
-/// [Note: updates in the host]
+/// Whether the host can run it ([Note: updates in the host]).
 bool Program::can_run_in_host() const {
   if (!domain_->offloads_updates()) return false;
   bool updates = false;
@@ -286,14 +286,14 @@ bool Program::updates_states() const {
   });
 }
 
-/// On the CPU with memory="separate" the slice cannot tell: a part that LowerPins refused counts as updated in the
-/// host too.
+/// Counts updated elements. On the CPU with memory="separate", a part that LowerPins refused also counts as updated in
+/// the host, because its slice looks the same.
 void Program::count(const at::Tensor& slice, Where where) {
   const bool in_host = where == Where::in_host && slice.is_cpu();
   (in_host ? domain_->updated_in_host : domain_->updated_on_device) += slice.numel();
 }
 
-/// The same with scalars that the host can read.
+/// The instructions with scalars that the host can read.
 std::vector<Instruction> Program::instructions_in_host() const {
   std::vector<Instruction> instructions = code_.instructions;
   for (Instruction& instruction : instructions) {
@@ -302,21 +302,21 @@ std::vector<Instruction> Program::instructions_in_host() const {
       if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().is_cpu()) continue;
       const HostCopy copy = i < instruction.in_host.size() ? instruction.in_host[i] : HostCopy();
       if (copy.done) copy.done->synchronize();
-      // No copy was started for a scalar of a call that was made while updates still ran on the device.
+      // A scalar has no copy if its call came while updates still ran on the device.
       value = copy.tensor.defined() ? copy.tensor : value.toTensor().cpu();
     }
   }
   return instructions;
 }
 
-/// Whether a living temporary is all that comes of it.
+/// Whether the program makes nothing else that is alive but this temporary.
 bool Program::makes_only(const StorageSegment& segment) const {
   return !running_ && !begun() && std::all_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
     return slot.segment == &segment ? slot.temporary : slot.access == Access::read || !slot.segment;
   });
 }
 
-/// Computes what it will make of `segment`, into another tensor.
+/// Computes the future content of `segment` into another tensor.
 void Program::run_into(const at::Tensor& target, const StorageSegment& segment) {
   const Running running(running_);
   const OutsideModes unseen;
@@ -356,8 +356,8 @@ Access Program::access_to(const StorageSegment& segment) const {
 std::optional<UpdateProgram> Program::find_update(c10::ArrayRef<Instruction> instructions) const {
   auto update = as_update(instructions, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
-  // What is joined or dequantised lives in registers alone; if a tensor still holds it, it is to be written too. (A
-  // gradient can be both.)
+  // The kernel keeps joined and dequantised values only in registers, so no tensor may still hold one. (A gradient may
+  // be in registers and in a tensor.)
   const auto fits = [&](int slot, bool in_registers) {
     return slot < 0 || in_registers == (slots_[slot].segment == nullptr);
   };
@@ -380,7 +380,7 @@ void Program::run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tenso
   domain_->not_finite += run_update(update, registers);
 }
 
-/// A part of a window, in pieces that stay in a core's cache from one instruction to the next.
+/// Runs a part of a window in pieces that stay in a core's cache from one instruction to the next.
 void Program::run_piece(c10::ArrayRef<Instruction> instructions, c10::ArrayRef<at::Tensor> operands,
                         c10::ArrayRef<int> operand_of) {
   const auto elements = static_cast<std::size_t>(operands[0].numel());

@@ -12,7 +12,7 @@
 namespace zeropage {
 namespace {
 
-// --- on ordinary tensors: what a program's instructions do to its pieces ---
+// --- on ordinary tensors, for a program's instructions on its pieces ---
 
 kernels::Array array_of(const at::Tensor& codes, const std::optional<at::Tensor>& scales, bool is_signed,
                         std::int64_t seed = 0) {
@@ -21,7 +21,7 @@ kernels::Array array_of(const at::Tensor& codes, const std::optional<at::Tensor>
 }
 
 at::Tensor decode_ordinary(const at::Tensor& codes, const std::optional<at::Tensor>& scales, bool is_signed) {
-  if (!codes.is_cpu()) {  // where the host has no room for pages: seldom
+  if (!codes.is_cpu()) {  // seldom: the host has no room for the pages
     return decode_ordinary(codes.cpu(), scales ? std::optional(scales->cpu()) : scales, is_signed).to(codes.device());
   }
   at::Tensor value = at::empty(codes.sizes(), codes.options().dtype(at::kFloat));
@@ -56,7 +56,7 @@ Where where_of(const at::Tensor& tensor) {
   return segment_of(tensor)->domain()->updates_in_host ? Where::in_host : Where::on_device;
 }
 
-/// Blocks are whole in windows that are cut as fused optimizers are.
+/// Windows for fused optimizers contain whole blocks.
 constexpr Chunking kChunking = Chunking::vectors;
 
 at::Tensor decode(const at::Tensor& quantised) {
@@ -101,19 +101,19 @@ void encode(Quantisation& quantisation, const at::Tensor& value) {
       nullptr, where_of(quantisation.codes));
 }
 
-/// Whether an argument of a fused optimizer is a moment, and if its values have signs.
+/// Whether the values of a fused optimizer's moment have signs; nullopt if the argument is no moment.
 std::optional<bool> is_signed_moment(const std::string& argument) {
   if (argument == "exp_avgs" || argument == "momentum_buffer_list") return true;
   if (argument == "exp_avg_sqs") return false;
   return std::nullopt;
 }
 
-/// `moment` becomes what its codes say, in place.
+/// Replaces the content of `moment` by codes, in place.
 void quantise(at::Tensor moment, bool is_signed) {
   const auto* segment = segment_of(moment);
   const auto& domain = segment->domain();
   const bool blocks = domain->moments == Moments::blocks8;
-  // What shares a page is not updated in a device's host, nor ahead.
+  // Tensors that share a page cannot be updated in a device's host, nor early.
   const bool alone = domain->updates_in_host || domain->early_update != EarlyUpdate::never;
   const auto like = [&](c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype, bool unallocated) {
     return make_paged(domain, sizes, strides, c10::scalarTypeToTypeMeta(dtype), Role::optimizer,
@@ -136,14 +136,14 @@ void quantise(at::Tensor moment, bool is_signed) {
 bool can_be_quantised(const at::Tensor& moment) {
   const auto* segment = segment_of(moment);
   if (!segment || segment->quantisation() || segment->domain()->moments == Moments::as_they_are) return false;
-  // On a device what is resident is updated there, and keeps its moments.
+  // On a device, small tensors stay resident, are updated there, and keep float32 moments.
   const bool is_small = !moment.is_cpu() && segment->domain()->keeps_whole(segment->elements());
   return moment.scalar_type() == c10::kFloat && is_whole(moment) && !is_small;
 }
 
-/// Seeds of a fused optimizer's roundings: by the step that it counts, so that a run that was resumed rounds as the
-/// uninterrupted one, and one more in each step, so that updates can be foreseen. Where it counts none, each encoding
-/// counts; where it counts on a device, that is asked once, and each encoding counts from there.
+/// Seeds a fused optimizer's roundings by its step count, so that a resumed run rounds like an uninterrupted one. The
+/// seed grows by one in each step, so that early updates can guess it. Without a step count, each encoding adds one. If
+/// the count is on a device, it is read once, and each encoding adds one from there.
 void seed_by_step(Call& call) {
   std::optional<c10::IValue> steps;
   for (std::size_t i = 0; i < call.arguments; ++i) {
@@ -204,7 +204,7 @@ void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
   const auto settle = [&](const at::Tensor& tensor, const at::Tensor& value) {
     encode(*segment_of(tensor)->quantisation(), seen_as(value, c10::kFloat));
   };
-  // An operator on a list that throws may have deferred its calls on the first tensors already.
+  // If an operator on a list throws, it may already have deferred its calls on the first tensors.
   const auto may_have_changed = [](const at::Tensor&, const at::Tensor& value) {
     return has_program(segment_of(value));
   };

@@ -1,8 +1,8 @@
-// Reductions whose result does not depend on the order of its operands, of tensors that are too large to be whole:
-// extremes, any, all, counts, sums of integers, equality. They are taken page by page. Sums of floats are not:
-// another order rounds otherwise. Where a maximum or minimum is zero, and there are zeros of both signs, the sign may
-// be another than PyTorch's: its kernels give that of the last zero in the last of their vector lanes, in an order of
-// lanes that depends on the dtype, the processor and the number of threads.
+// Reductions of huge tensors, page by page, if their result does not depend on the order of elements: extremes, any,
+// all, counts, sums of integers, equality. Sums of floats are not included, because another order rounds differently.
+// If a maximum or minimum is zero and there are zeros of both signs, the sign may differ from PyTorch's. Its kernels
+// return the last zero in the last of their vector lanes. The order of lanes depends on the dtype, the processor and
+// the number of threads.
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
@@ -21,7 +21,7 @@ bool is_by_pages(const at::Tensor& tensor) {
          is_operand(tensor, tensor) && tensor.nbytes() > segment->frame_limit();
 }
 
-/// Whether the operator is called for all dimensions, and its result does not depend on an order.
+/// Whether the call reduces all dimensions, and its result does not depend on an order.
 bool is_of_all(Call& call) {
   const at::Tensor self = call.argument(0).toTensor();
   if (call.name() != "aten::sum") return call.arguments == 1 || call.argument(1).isNone();

@@ -1,5 +1,5 @@
-// What torch.amp.GradScaler does to gradients: multiplied by 1 / scale, page by page, and searched for what is not
-// finite. Each rank searches its share; what one finds counts on all.
+// torch.amp.GradScaler's operator on gradients: multiplies them by 1 / scale, page by page, and searches for infinities
+// and NaNs. Each rank searches its share; a find of one rank counts on all.
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -32,7 +32,7 @@ bool run_unscale(Call& call) {
   std::shared_ptr<Collectives> ranks;
   for (const at::Tensor& gradient : gradients) {
     auto* segment = segment_of(gradient);
-    if (segment) segment->complete();  // only then it is known whether this rank holds its share alone
+    if (segment) segment->complete();  // before that, it is unknown whether this rank holds its share alone
     if (segment && (holds_share_only(segment) || segment->is_own())) ranks = segment->domain()->partition.ranks;
     if (segment && gradient.dim() > 0) {
       for_each_window(Operand{gradient, segment, Access::write}, Chunking::iterator,

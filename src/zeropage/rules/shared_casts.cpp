@@ -18,7 +18,7 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::Node;
 
-/// Up to torch 2.12 std::shared_ptr, then c10::intrusive_ptr.
+/// A std::shared_ptr up to torch 2.12, then a c10::intrusive_ptr.
 using NodePointer = decltype(Edge::function);
 template <class Pointer>
 struct Weak {
@@ -30,7 +30,7 @@ struct Weak<std::shared_ptr<Node>> {
 };
 using WeakNode = Weak<NodePointer>::type;
 
-/// Casts since autocast last forgot its own. A node lives as long as a graph that uses it.
+/// The casts since autocast last cleared its cache. A node lives as long as a graph that uses it.
 class Known {
  public:
   static Known& instance() {
@@ -38,23 +38,23 @@ class Known {
     return *known;
   }
 
-  /// The cast of this leaf, which is `made` if none is known.
+  /// The known cast of this leaf; else `made`, which it remembers.
   NodePointer find(const at::Tensor& leaf, const NodePointer& made) {
     std::lock_guard lock(mutex_);
     const void* const key = leaf.unsafeGetTensorImpl();
     const auto known = casts_.find(key);
     const NodePointer node = known != casts_.end() ? known->second.lock() : NodePointer();
-    // Another leaf may have come to lie at this address.
+    // Another leaf may have this address now.
     const auto* grad = node ? dynamic_cast<AccumulateGrad*>(node->next_edge(0).function.get()) : nullptr;
     if (grad && grad->variable.is_same(leaf)) return node;
     casts_.insert_or_assign(key, WeakNode(made));
     return made;
   }
 
-  /// Autocast's cache holds a cast of a number of ours, until it is cleared.
+  /// Forgets all casts once autocast has cleared its cache, which held a cast of our own number.
   void forget_with_autocast(c10::Device device) {
     std::lock_guard lock(mutex_);
-    const OutsideModes unseen;  // a number that a mode made would stay
+    const OutsideModes unseen;  // otherwise a number made under a mode would stay
     at::Tensor& number = numbers_[device.type()];
     if (!number.defined()) number = at::ones({1}, at::device(device).dtype(at::kFloat)).requires_grad_();
     const auto dtype = at::autocast::get_autocast_dtype(device.type());
@@ -71,13 +71,13 @@ class Known {
   std::map<c10::DeviceType, at::Tensor> numbers_, latest_;
 };
 
-/// What autocast casts once, and keeps.
+/// Whether autocast casts the tensor once and keeps the cast.
 bool is_cached(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() && tensor.scalar_type() == c10::kFloat;
 }
 
-/// The node that the casts of a leaf share. Autocast has the one of an ordinary leaf, which it keeps for operators
-/// that are not ours too.
+/// The node that the casts of a leaf share. For an ordinary leaf it is that of autocast's cached cast, which operators
+/// outside zeropage use too.
 NodePointer shared_node(const at::Tensor& leaf, c10::ScalarType lower, const NodePointer& made) {
   if (segment_of(leaf)) return Known::instance().find(leaf, made);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
@@ -88,7 +88,7 @@ bool is_cast(const Node& node) {
   return std::string_view(typeid(node).name()).find("ToCopyBackward0") != std::string_view::npos;
 }
 
-/// The leaf that a new node casts, paged or not: while the call runs, autocast keeps none.
+/// The leaf that a new node casts, paged or not: autocast's cache is off during the call.
 at::Tensor leaf_of(const Node& node, c10::ScalarType lower) {
   if (!is_cast(node) || node.num_outputs() != 1 || node.num_inputs() != 1) return {};
   if (c10::typeMetaToScalarType(node.input_metadata(0).options().dtype()) != lower) return {};
@@ -104,7 +104,7 @@ SharedCasts::SharedCasts(const Call& call, bool is_autocast)
   if (!is_on_) return;
   const c10::Device device = call.paged[0].tensor.device();
   call_device_ = device.type();
-  // Numbers of nodes are a thread's own: what other threads made is not the call's, however it is numbered.
+  // Each thread numbers its own nodes. Remember the arguments' nodes, because other threads may have made them.
   const auto note = [&](const c10::IValue& value) {
     if (!value.isTensor() || !value.toTensor().defined()) return;
     if (auto node = value.toTensor().grad_fn()) before_.push_back(node.get());

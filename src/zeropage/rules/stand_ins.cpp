@@ -12,7 +12,7 @@ bool lies_as(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
-/// `made`, as `tensor` lies over what it stands for. A view of another dtype is of the bits.
+/// A view of `made` with the shape of `tensor`. A view of another dtype views the bits.
 at::Tensor view_like(const at::Tensor& made, c10::ScalarType stands_for, const at::Tensor& tensor) {
   const c10::NoGradGuard no_grad;
   const bool is_of_bits = tensor.scalar_type() != stands_for;
@@ -52,7 +52,7 @@ bool StandIns::replace(Takes takes, Make make) {
     const bool writes = call_.info.writes[i];
     if (value.isTensor()) {
       if (value.toTensor().defined()) value = give(value.toTensor(), writes, takes, make);
-    } else if (value.isList()) {  // of tensors, or of optional ones
+    } else if (value.isList()) {  // may contain tensors or optional tensors
       const auto elements = value.toListRef();
       if (std::none_of(elements.begin(), elements.end(), [](const c10::IValue& e) { return e.isTensor(); })) continue;
       c10::impl::GenericList list(value.toList().elementType());
@@ -99,7 +99,7 @@ bool StandIns::run(c10::function_ref<bool()> run, Settle settle, MayHaveChanged 
   return true;
 }
 
-/// Notes undeclared writes: run_whole() lists those to paged stand-ins, and versions show those to ordinary ones.
+/// Finds undeclared writes: run_whole() lists those to paged stand-ins, and versions show those to ordinary ones.
 void StandIns::find_written() {
   for (StandIn& stand_in : stand_ins_) {
     auto* const segment = segment_of(stand_in.made);
@@ -124,7 +124,7 @@ void StandIns::return_originals() {
       call_.stack[i] = given->original;
       continue;
     }
-    // A view of an ordinary stand-in would be of content that nobody keeps.
+    // Clone a view of an ordinary stand-in, because the stand-in is temporary.
     const auto is_view = [&](const StandIn& stand_in) {
       return !segment_of(stand_in.made) && result.has_storage() && result.is_alias_of(stand_in.made);
     };

@@ -9,7 +9,7 @@ namespace {
 
 using Kind = Instruction::Kind;
 
-/// A scalar, a tensor of one element, or a list of one of these.
+/// The value of a scalar, a tensor of one element, or a list of one of these.
 std::optional<double> number_of(const c10::IValue& value) {
   const OutsideModes unseen;
   if (value.isTensor() && value.toTensor().defined()) return number_of(value.toTensor().item());
@@ -18,7 +18,7 @@ std::optional<double> number_of(const c10::IValue& value) {
   return std::nullopt;
 }
 
-/// Arguments that are no operands, by name; what there is not is 0.
+/// Arguments that are no operands, by name. Absent integers and flags are 0.
 class Numbers {
  public:
   explicit Numbers(const Instruction& instruction) : instruction_(instruction) {}
@@ -41,7 +41,7 @@ class Numbers {
   const Instruction& instruction_;
 };
 
-/// How many floats PyTorch's fused kernels take at once here; 0 where it is not known that theirs do what ours do. It
+/// The number of floats that PyTorch's fused kernels compute at once here; 0 if ours might give other bits. PyTorch
 /// builds them for AVX2, and uses these on machines with AVX-512 too.
 std::size_t torch_vector() {
   static const bool vectors = [] {
@@ -51,7 +51,7 @@ std::size_t torch_vector() {
   return vectors && kernels::instruction_set() != "baseline" ? 8 : 0;
 }
 
-/// gradient *= number, or /=: one more scale. False if it is something else.
+/// Adds gradient *= number, or /=, as one more scale. False if it is something else.
 bool add_scale(const Instruction& instruction, UpdateProgram& program) {
   if (instruction.kind != Kind::scale) return false;
   const Numbers numbers(instruction);
@@ -143,7 +143,7 @@ bool ends_in_split_hi_lo(const Instruction& instruction, const UpdateProgram& pr
          instruction.slots[1] == program.low && instruction.slots[2] == program.parameter;
 }
 
-/// What was dequantised, by the slot that it came to, and is yet to be encoded again.
+/// A dequantised state that is not encoded again yet, with the slot of its value.
 struct Dequantised {
   int value;
   UpdateProgram::Quantised from;
@@ -158,7 +158,7 @@ bool add_decode(const Instruction& instruction, std::vector<Dequantised>& dequan
   return true;
 }
 
-/// A state that was dequantised goes back to where it came from.
+/// Adds the encoding of a dequantised state back to its codes.
 bool add_encode(const Instruction& instruction, std::vector<Dequantised>& dequantised, UpdateProgram& program) {
   if (instruction.kind != Kind::encode) return false;
   const Numbers arguments(instruction);
@@ -193,7 +193,7 @@ std::optional<UpdateProgram> as_update(c10::ArrayRef<Instruction> instructions,
   program.update.vector = torch_vector();
   if (program.update.vector == 0) return std::nullopt;
   bool updated = false;
-  bool stored = true;  // the parameter, where it came from
+  bool stored = true;  // a joined parameter was split again
   std::vector<Dequantised> dequantised;
   for (const Instruction& instruction : instructions) {
     if (!updated && (add_decode(instruction, dequantised) || add_widen(instruction, program))) continue;
