@@ -1,5 +1,5 @@
-// The page fault: a boxed fallback on kPagedKey. It runs before autograd and autocast for every operator that touches a
-// paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header: linking the
+// The page fault: a boxed fallback on kPagedKey. It runs before autograd and autocast for every operator that touches
+// a paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header: linking the
 // library registers it.
 #include <c10/core/Allocator.h>
 #include <c10/core/GradMode.h>

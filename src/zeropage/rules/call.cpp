@@ -173,8 +173,8 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
 namespace {
 
 /// A cache of operators' properties. [Note: addresses of operators] Its key is the address of the operator's name in
-/// the dispatcher's entry. After a library is unloaded, another operator may get the address. The dispatcher therefore
-/// notifies us, and every thread clears its cache.
+/// the dispatcher's entry. After a library is unloaded, another operator may get the address. The dispatcher
+/// therefore notifies us, and every thread clears its cache.
 class KnownOperators {
  public:
   static KnownOperators& instance() {

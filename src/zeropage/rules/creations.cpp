@@ -1,5 +1,5 @@
-// Operators that make tensors. A tensor made like a paged one is paged: optimizer states and copies of a model. Inside
-// an init scope every factory makes paged tensors.
+// Operators that make tensors. A tensor made like a paged one is paged: optimizer states and copies of a model.
+// Inside an init scope every factory makes paged tensors.
 #include <ATen/ops/from_blob.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

@@ -1,4 +1,5 @@
-// One program: the operators deferred on tensors of one shape, and how they run (program.h says what programs are for).
+// One program: the operators deferred on tensors of one shape, and how they run (program.h says what programs are
+// for).
 #pragma once
 
 #include <algorithm>

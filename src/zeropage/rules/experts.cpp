@@ -1,5 +1,5 @@
-// Mixtures of experts that share one tensor. Only the pages of experts in use are loaded, and only these experts have a
-// gradient. A program selects an expert by a view (weight[i]) or by a grouped product.
+// Mixtures of experts that share one tensor. Only the pages of experts in use are loaded, and only these experts have
+// a gradient. A program selects an expert by a view (weight[i]) or by a grouped product.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 

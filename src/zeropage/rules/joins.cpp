@@ -1,5 +1,5 @@
-// cat and stack of paged tensors that do not fit in memory at once. They copy one tensor after another into the result,
-// an ordinary tensor, like the result for tensors that fit.
+// cat and stack of paged tensors that do not fit in memory at once. They copy one tensor after another into the
+// result, an ordinary tensor, like the result for tensors that fit.
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>

@@ -3,8 +3,8 @@
 //
 // The product is an ordinary tensor whose storage holds its operands instead of data. Its key set carries the paged
 // key, so that operators reach the fallback first. Views, conversions and copies of whole rows stay lazy; every other
-// operator computes it, once, in ordinary memory. It is lazy only while autograd records: then programs reach its bytes
-// through operators. Its operands must not change: an update of the weight before its computation is an error.
+// operator computes it, once, in ordinary memory. It is lazy only while autograd records: then programs reach its
+// bytes through operators. Its operands must not change: an update of the weight before its computation is an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +35,8 @@ using WeakNode = typename WeakOf<NodePointer>::type;
 
 class LazyProduct {
  public:
-  /// x [1, t, k]; weight [outputs, k], paged and contiguous; bias [outputs] or undefined. With their autograd history.
+  /// x [1, t, k]; weight [outputs, k], paged and contiguous; bias [outputs] or undefined. With their autograd
+  /// history.
   struct Operands {
     at::Tensor x, weight, bias;
     at::ScalarType dtype;  // of the result
@@ -50,9 +51,9 @@ class LazyProduct {
   /// The lazy product behind `tensor`, if it is not computed yet; else null.
   static LazyProduct* of(const at::TensorBase& tensor);
 
-  /// The differentiable operands whose product gives the rows of `view`, in its order: [t, outputs] as a matrix. Empty
-  /// if `view` has no whole rows, or if their product would differ from `view`: for autograd, for hooks, or, if tiling
-  /// is exact, in its bits.
+  /// The differentiable operands whose product gives the rows of `view`, in its order: [t, outputs] as a matrix.
+  /// Empty if `view` has no whole rows, or if their product would differ from `view`: for autograd, for hooks, or, if
+  /// tiling is exact, in its bits.
   std::optional<Operands> rows_of(const at::Tensor& view);
   /// The dtype of its computation.
   at::ScalarType dtype() const { return dtype_; }

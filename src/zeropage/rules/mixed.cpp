@@ -226,7 +226,8 @@ void WrittenMasters::add(StorageSegment& segment, bool is_before) {
   if (is_hi_lo(master)) {
     written.before = make_paged(segment.domain(), master.sizes(), master.strides(), dtype, segment.role(),
                                 {.layout = segment.layout(), .like = &segment});
-    // After the write the changes are unknown. `before` stays zero, so follow() treats every value except 0 as changed.
+    // After the write the changes are unknown. `before` stays zero, so follow() treats every value except 0 as
+    // changed.
     if (is_before) copy_windows(written.before, written.visible);
   }
   written_.push_back(std::move(written));

@@ -1,6 +1,7 @@
-// Mixed precision. Operators and autograd see a parameter in one dtype, its low-precision copy. Its master has another,
-// more precise one (StorageSegment::master). Rules run on the master: initialisation, loading, optimizers. Any stock
-// optimizer therefore trains with full-precision master weights. The same pass updates the low-precision copy.
+// Mixed precision. Operators and autograd see a parameter in one dtype, its low-precision copy. Its master has
+// another, more precise one (StorageSegment::master). Rules run on the master: initialisation, loading, optimizers.
+// Any stock optimizer therefore trains with full-precision master weights. The same pass updates the low-precision
+// copy.
 #pragma once
 
 #include "zeropage/rules/call.h"

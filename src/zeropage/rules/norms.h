@@ -1,7 +1,7 @@
-// Norms that are computed before the program requests them. A program that clips requests the norm of each gradient in
-// each step, when most of them are evicted. The norm that it last requested of a leaf's gradient is therefore computed
-// when the next gradient is made, while that is whole and in memory. The same operator on the same layout gives the
-// same bits. The norm is valid as long as the content does not change.
+// Norms that are computed before the program requests them. A program that clips requests the norm of each gradient
+// in each step, when most of them are evicted. The norm that it last requested of a leaf's gradient is therefore
+// computed when the next gradient is made, while that is whole and in memory. The same operator on the same layout
+// gives the same bits. The norm is valid as long as the content does not change.
 #pragma once
 
 #include "zeropage/tensor/paged_tensor.h"

@@ -51,8 +51,8 @@ Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
   return taken;
 }
 
-/// Logs a write under the contract, for ranks to compare. It skips autograd's own sums, which may differ between ranks
-/// and are not the program's writes.
+/// Logs a write under the contract, for ranks to compare. It skips autograd's own sums, which may differ between
+/// ranks and are not the program's writes.
 void note_contract(Call& call, std::size_t element, const at::Tensor& written, StorageSegment& segment) {
   ContractLog& log = segment.domain()->contract;
   if (torch::autograd::get_current_graph_task_id() >= 0 || scope_domain() || !log.samples()) return;

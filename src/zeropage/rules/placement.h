@@ -20,8 +20,8 @@ void make_same(const at::Tensor& tensor);
 /// Makes the tensor whole on every rank, whatever its role, and still the same on all.
 void make_whole(const at::Tensor& tensor);
 
-/// Makes a stale parameter whole before an operator outside of steps uses it. All ranks refresh at the first use of any
-/// parameter. If only some ranks compute this operator, the others need not take part. Throws like
+/// Makes a stale parameter whole before an operator outside of steps uses it. All ranks refresh at the first use of
+/// any parameter. If only some ranks compute this operator, the others need not take part. Throws like
 /// StorageSegment::refresh().
 void refresh_outside_steps(StorageSegment& segment);
 

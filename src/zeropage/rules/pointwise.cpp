@@ -188,8 +188,8 @@ bool add_when_it_comes(Call& call) {
   return alpha.isIntegral(true) && alpha.toLong() == 1 && from->pending()->add_to(*into, *from);
 }
 
-/// Whether it is a sum of gradients that autograd would add in place, because only it holds `sum`. Autograd does not if
-/// a mode is set, for example in a planned run.
+/// Whether it is a sum of gradients that autograd would add in place, because only it holds `sum`. Autograd does not
+/// if a mode is set, for example in a planned run.
 bool adds_in_place_unless_planned(Call& call) {
   if (call.name() != "aten::add" || call.arguments != 3 || call.paged.size() != 2) return false;
   const auto& [sum, into, _] = call.paged[0];

@@ -286,8 +286,8 @@ bool Program::updates_states() const {
   });
 }
 
-/// Counts updated elements. On the CPU with memory="separate", a part that LowerPins refused also counts as updated in
-/// the host, because its slice looks the same.
+/// Counts updated elements. On the CPU with memory="separate", a part that LowerPins refused also counts as updated
+/// in the host, because its slice looks the same.
 void Program::count(const at::Tensor& slice, Where where) {
   const bool in_host = where == Where::in_host && slice.is_cpu();
   (in_host ? domain_->updated_in_host : domain_->updated_on_device) += slice.numel();
@@ -356,8 +356,8 @@ Access Program::access_to(const StorageSegment& segment) const {
 std::optional<UpdateProgram> Program::find_update(c10::ArrayRef<Instruction> instructions) const {
   auto update = as_update(instructions, [&](int slot) { return slots_[slot].shape.scalar_type(); });
   if (!update) return std::nullopt;
-  // The kernel keeps joined and dequantised values only in registers, so no tensor may still hold one. (A gradient may
-  // be in registers and in a tensor.)
+  // The kernel keeps joined and dequantised values only in registers, so no tensor may still hold one. (A gradient
+  // may be in registers and in a tensor.)
   const auto fits = [&](int slot, bool in_registers) {
     return slot < 0 || in_registers == (slots_[slot].segment == nullptr);
   };

@@ -1,14 +1,15 @@
-// Programs: operators on whole paged tensors that were called but have not run. Element i of an operand depends only on
-// element i of the others, so a chain of operators runs page by page in one pass, whatever its length. A stock
-// optimizer in its single or foreach form therefore reads and writes each page of its states once, like its fused form.
+// Programs: operators on whole paged tensors that were called but have not run. Element i of an operand depends only
+// on element i of the others, so a chain of operators runs page by page in one pass, whatever its length. A stock
+// optimizer in its single or foreach form therefore reads and writes each page of its states once, like its fused
+// form.
 //
 // A program belongs to tensors of one shape that were operands together: a parameter, its gradient and its states. It
 // runs when an operator needs the content of one of them, or when run_deferred() is called. Until then only the
 // tensors' versions have changed. `optimizer.step()` thus returns at once, and parameters are updated in the order in
 // which the next forward uses them.
 //
-// [Note: what a program holds] A program holds segments, not tensors. When a tensor dies, the program keeps its segment
-// while something alive still depends on it; writes to it are then dropped. A temporary has no home: it uses
+// [Note: what a program holds] A program holds segments, not tensors. When a tensor dies, the program keeps its
+// segment while something alive still depends on it; writes to it are then dropped. A temporary has no home: it uses
 // cache-sized pieces while the program runs, unless a tensor still holds it. Scalars are copied at the call: a later
 // change of a learning rate or step count has no effect.
 //

@@ -142,8 +142,8 @@ bool can_be_quantised(const at::Tensor& moment) {
 }
 
 /// Seeds a fused optimizer's roundings by its step count, so that a resumed run rounds like an uninterrupted one. The
-/// seed grows by one in each step, so that early updates can guess it. Without a step count, each encoding adds one. If
-/// the count is on a device, it is read once, and each encoding adds one from there.
+/// seed grows by one in each step, so that early updates can guess it. Without a step count, each encoding adds one.
+/// If the count is on a device, it is read once, and each encoding adds one from there.
 void seed_by_step(Call& call) {
   std::optional<c10::IValue> steps;
   for (std::size_t i = 0; i < call.arguments; ++i) {

@@ -1,7 +1,7 @@
 // Optimizer states in fewer bits (kernels/formats.h). Operators see such a tensor as float32, but it has no home: its
-// codes hold its content (StorageSegment::quantisation). An operator that needs it gets a temporary, dequantised before
-// and, if written, encoded again after. The temporary is deferred, so it exists only in a kernel's registers. Only the
-// moments of fused optimizers are quantised, because only there is a tensor's purpose known.
+// codes hold its content (StorageSegment::quantisation). An operator that needs it gets a temporary, dequantised
+// before and, if written, encoded again after. The temporary is deferred, so it exists only in a kernel's registers.
+// Only the moments of fused optimizers are quantised, because only there is a tensor's purpose known.
 #pragma once
 
 #include <c10/util/FunctionRef.h>

@@ -1,5 +1,5 @@
-// torch.amp.GradScaler's operator on gradients: multiplies them by 1 / scale, page by page, and searches for infinities
-// and NaNs. Each rank searches its share; a find of one rank counts on all.
+// torch.amp.GradScaler's operator on gradients: multiplies them by 1 / scale, page by page, and searches for
+// infinities and NaNs. Each rank searches its share; a find of one rank counts on all.
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 

@@ -76,8 +76,8 @@ bool is_cached(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() && tensor.scalar_type() == c10::kFloat;
 }
 
-/// The node that the casts of a leaf share. For an ordinary leaf it is that of autocast's cached cast, which operators
-/// outside zeropage use too.
+/// The node that the casts of a leaf share. For an ordinary leaf it is that of autocast's cached cast, which
+/// operators outside zeropage use too.
 NodePointer shared_node(const at::Tensor& leaf, c10::ScalarType lower, const NodePointer& made) {
   if (segment_of(leaf)) return Known::instance().find(leaf, made);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);

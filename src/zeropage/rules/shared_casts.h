@@ -1,6 +1,7 @@
 // Autocast casts a leaf once and keeps the cast until it ends. It thus sums the gradients of all uses in the lower
 // precision. Casts of paged leaves are not kept, because all of them would stay in memory. Each use casts again. The
-// casts share their node in autograd's graph, which holds no data, so that gradients meet in it like in plain PyTorch.
+// casts share their node in autograd's graph, which holds no data, so that gradients meet in it like in plain
+// PyTorch.
 #pragma once
 
 #include "zeropage/rules/call.h"

@@ -37,8 +37,8 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   }
 
   /// Opens shadow copies. False, and the segments are unchanged, if one of them cannot have one. A segment that is
-  /// dirty in memory is cheaper to update there, at the step. But if its last update ran early and the plan has learnt
-  /// so, this one does too.
+  /// dirty in memory is cheaper to update there, at the step. But if its last update ran early and the plan has
+  /// learnt so, this one does too.
   bool open(bool ran_ahead_before) {
     const Running running(running_);
     for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());

@@ -1,17 +1,17 @@
 // Early updates: updates that run before the step requests them. With clipping by the global norm, an optimizer can
 // update only after backward, so its disk traffic would overlap with the next forward alone. But a step nearly always
 // defers the last step's operators on a parameter, with other numbers. The update can run during backward, as soon as
-// the gradient is final, as if no gradient were clipped. It writes shadow copies (pager/versions.h), which nothing else
-// can see. settle_update() then compares the operators that the step has deferred, operator by operator and number by
-// number. If they are the same, and each factor of the gradient is exactly 1, the copies become the content. Else
-// they are discarded, and the operators run as usual.
+// the gradient is final, as if no gradient were clipped. It writes shadow copies (pager/versions.h), which nothing
+// else can see. settle_update() then compares the operators that the step has deferred, operator by operator and
+// number by number. If they are the same, and each factor of the gradient is exactly 1, the copies become the
+// content. Else they are discarded, and the operators run as usual.
 //
-// [Note: numbers] A number is guessed from its past. It follows the quantity of the optimizer that it always equalled
-// so far (Python gives learning rate, step, 1 - beta1 ** step, …), else it changes by the same amount in each step. A
-// parameter is updated early only while all guesses for it were right.
+// [Note: numbers] A number is guessed from its past. If it always equalled a quantity of the optimizer, it follows
+// that quantity; Python gives learning rate, step, 1 - beta1 ** step, …. Else it changes by the same amount in each
+// step. A parameter is updated early only while all guesses for it were right.
 //
-// Early updates run only in one process, without a device that has memory of its own, for tensors that share no page
-// and whose home is on disk.
+// Early updates run only in one process, without a device that has its own memory. The tensors must have their home
+// on disk and share no page.
 #pragma once
 
 #include <cstdint>

@@ -58,7 +58,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     const std::int64_t padding = context->saved_data["padding"].toInt();
     const auto sums = static_cast<Sums>(context->saved_data["sums"].toInt());
     const bool by_frequency = context->saved_data["by_frequency"].toBool();
-    if (c10::GradMode::is_enabled() && !is_tiled(weight)) {  // few rows of what fits
+    if (c10::GradMode::is_enabled() && !is_tiled(weight)) {  // few rows of a weight that fits
       return {at::embedding_dense_backward(rows, flat, weight.size(0), padding, by_frequency), {}, {}, {}, {}};
     }
     refuse_graph_of_gradient();

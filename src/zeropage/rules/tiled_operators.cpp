@@ -1,5 +1,5 @@
-// Products with huge matrices, tile by tile, forward and backward. Neither the weight nor its gradient is ever whole in
-// memory.
+// Products with huge matrices, tile by tile, forward and backward. Neither the weight nor its gradient is ever whole
+// in memory.
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>

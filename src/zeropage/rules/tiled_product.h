@@ -2,8 +2,8 @@
 //
 // [Note: order of summation] If rows of the weight are outputs (linear's forward, the weight's gradient, embeddings),
 // tiles change no result. If a sum goes over the rows (linear's gradient of the input), tiling = "auto" adds the
-// results of the tiles. "exact" instead computes a block of columns from all rows at a time, and reads the weight once
-// for each block.
+// results of the tiles. "exact" instead computes a block of columns from all rows at a time, and reads the weight
+// once for each block.
 #pragma once
 
 #include <ATen/autocast_mode.h>

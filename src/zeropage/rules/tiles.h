@@ -1,5 +1,5 @@
-// Tiles let an operator use a paged tensor that is too large to be whole in memory. The tensor is divided into rows. A
-// tile is a range of rows in one page, in memory while the caller works with it.
+// Tiles let an operator use a paged tensor that is too large to be whole in memory. The tensor is divided into rows.
+// A tile is a range of rows in one page, in memory while the caller works with it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -56,10 +56,10 @@ inline constexpr std::int64_t kKernelColumns = 48;
 inline constexpr std::int64_t kGoodRows = 256;
 
 /// Calls `run` for consecutive tiles, with the first row and the tile, [n, columns]. A tile has at least kFewestRows
-/// rows, if there are as many; one of doubles at least 12. Pages to read are prefetched; if the access is `overwrite`,
-/// `run` must write each element. If one page does not hold enough rows, the tile is assembled: a few rows outside the
-/// budget, in at most an eighth of its size; all rows at once in Scratch. Throws BudgetError if that or a page does not
-/// fit.
+/// rows, if there are as many; one of doubles at least 12. Pages to read are prefetched; if the access is
+/// `overwrite`, `run` must write each element. If one page does not hold enough rows, the tile is assembled: a few
+/// rows outside the budget, in at most an eighth of its size; all rows at once in Scratch. Throws BudgetError if that
+/// or a page does not fit.
 void for_each_tile(const Rows& rows, Access access,
                    c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> run);
 
@@ -71,8 +71,8 @@ void copy_back(const at::Tensor& copy, const at::Tensor& tensor);
 
 /// Whether operators must use tiles: the tensor's segment is larger than the domain's tile_above.
 bool is_tiled(const at::Tensor& tensor);
-/// Whether a tensor is a small part of a segment while not all segments are in memory: operators that can load the part
-/// alone should.
+/// Whether a tensor is a small part of a segment while not all segments are in memory: operators that can load the
+/// part alone should.
 bool is_part(const at::Tensor& tensor);
 
 }  // namespace zeropage

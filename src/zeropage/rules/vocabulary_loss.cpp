@@ -4,8 +4,8 @@
 // Forward computes the logits once, in blocks of columns with all rows, and stores them in their own pages. The loss
 // reads a few complete rows at a time; backward reads block by block, in the storage order of the weight and its
 // gradient. This reads the weight once forward and once backward, writes the logits once, reads them twice, and
-// computes nothing twice. PyTorch's kernels run on parts of their rows, so the loss and the weight's gradient have the
-// same bits as without tiles. For the input's gradient see [Note: order of summation].
+// computes nothing twice. PyTorch's kernels run on parts of their rows, so the loss and the weight's gradient have
+// the same bits as without tiles. For the input's gradient see [Note: order of summation].
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_log_softmax_backward_data.h>

@@ -178,7 +178,8 @@ void run_straddling(Cursors& cursors, Cut window, RunSlices run) {
   }
 }
 
-/// Divides a window among ATen's threads. All parts except the last are whole vectors and whole blocks with one scale.
+/// Divides a window among ATen's threads. All parts except the last are whole vectors and whole blocks with one
+/// scale.
 void run_window(Cursors& cursors, Cut window, RunSlices run) {
   const std::size_t elements = window.end - window.begin;
   if (elements < at::internal::GRAIN_SIZE || at::get_num_threads() == 1) return run_part(cursors, window, run);

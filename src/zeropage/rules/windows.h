@@ -2,14 +2,14 @@
 // so in memory order element i of one belongs to element i of the others. A window is a range of elements within one
 // page of each tensor. A walk holds one page of each at a time, prefetches the next and writes behind.
 //
-// [Note: bits at the edges] A vectorised kernel computes the last elements of a range with scalar code, which may round
-// differently (fused multiply-add). A window may therefore end only where PyTorch, running the whole tensor, would
-// still be inside its vector loop: at a multiple of kVector elements from the start of PyTorch's own thread chunk. If a
-// page ends in between, the elements around its edge are gathered into a scratch vector, computed there, and written
-// back. GPUs compute each element alone: there a window may end anywhere.
+// [Note: bits at the edges] A vectorised kernel computes the last elements of a range with scalar code, which may
+// round differently (fused multiply-add). A window may therefore end only where PyTorch, running the whole tensor,
+// would still be inside its vector loop: at a multiple of kVector elements from the start of PyTorch's own thread
+// chunk. If a page ends in between, the elements around its edge are gathered into a scratch vector, computed there,
+// and written back. GPUs compute each element alone: there a window may end anywhere.
 //
-// [Note: shares] Each rank computes its own share alone if ranks share all tensors that the operator writes, and at
-// least one operand is not whole here. A partitioned tensor's share is here; Stripes finds the same elements in a whole
+// [Note: shares] Each rank computes its own share alone under two conditions: ranks share all outputs, and at least
+// one operand is not whole here. A partitioned tensor's share is here; Stripes finds the same elements in a whole
 // tensor. Otherwise operands that are not whole are gathered, page by page.
 #pragma once
 
@@ -57,8 +57,8 @@ enum class Where : std::uint8_t { on_device, in_host };
 
 /// Calls `run` with one flat tensor for each operand, for consecutive windows that cover all elements, or this rank's
 /// share if that is enough ([Note: shares]). Several threads call it at once, on disjoint parts of a window; inside,
-/// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand. in_host: the
-/// tensors are the CPU's; if the host cannot hold the pages, the walk continues on the device.
+/// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand. in_host:
+/// the tensors are the CPU's; if the host cannot hold the pages, the walk continues on the device.
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress* progress = nullptr,
                      Where where = Where::on_device);

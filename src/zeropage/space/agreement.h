@@ -15,8 +15,8 @@ namespace zeropage {
 /// A setting that must be the same on all ranks.
 struct Agreed {
   std::string name;
-  std::string meaning;  // what is compared: the same for "1MiB" and "1048576"
-  std::string text;     // what the user wrote, for the error
+  std::string meaning;  // the text that ranks compare: the same for "1MiB" and "1048576".
+  std::string text;     // the user's text, for the error.
 };
 
 class Agreement {

@@ -1,5 +1,5 @@
-// A c10d group of simulated ranks, for a space on a planned machine (plan/machine.h). This process is rank 0. All other
-// ranks behave alike, so they send what it sends.
+// A c10d group of simulated ranks, for a space on a planned machine (plan/machine.h). This process is rank 0. All
+// other ranks behave alike, so they send what it sends.
 #pragma once
 
 #include <memory>

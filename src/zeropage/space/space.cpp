@@ -508,8 +508,8 @@ void choose_where_to_update(Config& config, const CacheOptions& options, const G
     if (of_optimizer == TierChoice::automatic) of_optimizer = TierChoice::automatic_below;
   }
   domain.updates_in_host = updates_in_host(config, options.device.get(), domain);
-  // Ranks that update the same tensor all use the device's arithmetic: each rank alone knows which of its pages are in
-  // the host.
+  // Ranks that update the same tensor all use the device's arithmetic: each rank alone knows which of its pages are
+  // in the host.
   if (groups.shard && (domain.partition.reduces_whole || groups.replica)) domain.updates_in_host = false;
   domain.updates_where_all_fits = config.optimizer_device == "auto";
 }

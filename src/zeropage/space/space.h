@@ -82,15 +82,16 @@ class Space : public std::enable_shared_from_this<Space> {
   /// Makes factories on this thread return paged parameters while the scope lives.
   [[nodiscard]] InitScope enter() { return InitScope(domain_); }
 
-  /// Pages an existing tensor and its gradient. It happens in place if nothing else shares the storage; else the tensor
-  /// gets a storage of its own, like in Module::to. Moves a tensor on another device to the space's. False if it is
-  /// too small or of a kind that cannot be paged.
+  /// Pages an existing tensor and its gradient. It happens in place if nothing else shares the storage; else the
+  /// tensor gets a storage of its own, like in Module::to. Moves a tensor on another device to the space's. False if
+  /// it is too small or of a kind that cannot be paged.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
-  /// Gives an initialised parameter that is paged here a master in master_dtype; operators see it in compute_dtype from
-  /// now on. Optimizers, and all else that writes the whole parameter, use the master. False if there is nothing to do.
+  /// Gives an initialised parameter that is paged here a master in master_dtype; operators see it in compute_dtype
+  /// from now on. Optimizers, and all else that writes the whole parameter, use the master. False if there is nothing
+  /// to do.
   bool mix(at::Tensor& parameter);
-  /// Keeps the tensor whole on every rank from now on, whatever the stage. For buffers, which each rank may write from
-  /// its own data.
+  /// Keeps the tensor whole on every rank from now on, whatever the stage. For buffers, which each rank may write
+  /// from its own data.
   void keep_whole(at::Tensor& tensor);
   /// Operators that a rule could have run and that took the general path, with counts.
   std::vector<std::pair<std::string, std::size_t>> unpaged_operators() const {
@@ -158,8 +159,8 @@ std::uint64_t virtual_address(const at::Tensor& tensor);
 /// An ordinary tensor with the same content and layout and no history, for code that needs raw memory of its own.
 at::Tensor plain_copy(const at::Tensor& tensor);
 
-/// Ranks call these after the program has set a parameter's `.data`, or its gradient, on all of them. The parameter is
-/// paged again, with the same content on all ranks; the gradient becomes the mean over ranks.
+/// Ranks call these after the program has set a parameter's `.data`, or its gradient, on all of them. The parameter
+/// is paged again, with the same content on all ranks; the gradient becomes the mean over ranks.
 void take_data(at::Tensor parameter);
 void take_gradient(const at::Tensor& parameter);
 /// Prepares an optimizer's step over these parameters, or clipping. Pages parameters again whose `.data` the program
@@ -202,8 +203,8 @@ class RawPin {
 };
 RawPin pin(const at::Tensor& tensor, Access access = Access::write);
 
-/// Holds the paged tensors among `tensors` whole, together, while it lives, for code that reads several addresses, such
-/// as a compiled region. `writes` marks those that the code writes. Gradients of leaves among them become paged.
+/// Holds the paged tensors among `tensors` whole, together, while it lives, for code that reads several addresses,
+/// such as a compiled region. `writes` marks those that the code writes. Gradients of leaves among them become paged.
 /// Throws BudgetError if they do not fit together, AccessError for tensors that such code may not read or write.
 class RegionPin {
  public:
@@ -218,8 +219,8 @@ class RegionPin {
   TensorPin pin_;
 };
 
-/// Pages `tensor` in the space of `other`, with a master if `other` has one. False if `other` is not paged, or `tensor`
-/// cannot be.
+/// Pages `tensor` in the space of `other`, with a master if `other` has one. False if `other` is not paged, or
+/// `tensor` cannot be.
 bool page_like(at::Tensor& tensor, const at::Tensor& other);
 /// The tensor that a module's state_dict() returns for this one: itself or its master, by the setting state_dict.
 at::Tensor saved(const at::Tensor& tensor);

@@ -1,4 +1,5 @@
-// Device memory from torch. Only this module drives a GPU. It uses c10's streams and events, so it builds without CUDA.
+// Device memory from torch. Only this module drives a GPU. It uses c10's streams and events, so it builds without
+// CUDA.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,8 +1,8 @@
 // The leaves of one space: parameters that require gradients, under keys that are the same on all ranks.
 //
-// [Note: keys of leaves] A leaf's key is the number of its storage. For leaves over one storage the key also depends on
-// the part of it that they cover, and on the order in which operators met them. A leaf keeps its key when
-// `p.data = other` gives it an ordinary storage, so that it can be paged again.
+// [Note: keys of leaves] A leaf's key is the number of its storage. For leaves over one storage the key also depends
+// on the part of it that they cover, and on the order in which operators met them. A leaf keeps its key when `p.data
+// = other` gives it an ordinary storage, so that it can be paged again.
 #pragma once
 
 #include <ATen/core/Tensor.h>

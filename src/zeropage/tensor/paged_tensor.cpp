@@ -209,7 +209,7 @@ at::Tensor StorageSegment::whole_tensor(c10::IntArrayRef sizes, c10::IntArrayRef
 std::uint64_t StorageSegment::derived_number() const {
   std::uint64_t hash = number_ * 0x9e3779b97f4a7c15 + ++derived_;
   hash = (hash ^ (hash >> 30)) * 0xbf58476d1ce4e5b9;
-  return (hash ^ (hash >> 31)) | (std::uint64_t{1} << 62);  // not one that is counted
+  return (hash ^ (hash >> 31)) | (std::uint64_t{1} << 62);  // never a counted number
 }
 
 StorageSegment& StorageSegment::share_segment() const { return *segment_of(share_); }
@@ -263,7 +263,7 @@ void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
   const bool is_deferred = deferred_ != nullptr, in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
-  is_deferred_.store(is_deferred, std::memory_order_release);  // last: another thread may delete what is not deferred
+  is_deferred_.store(is_deferred, std::memory_order_release);  // last: another thread may then delete the segment
 }
 
 bool StorageSegment::await_deferred(std::shared_ptr<Awaiter> awaiter) {

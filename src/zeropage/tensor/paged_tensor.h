@@ -2,8 +2,9 @@
 // key, which sends every operator that touches them to the fallback first.
 //
 // [Note: where a segment hangs] The segment is the context of the storage's DataPtr. It lives as long as the storage.
-// When the last tensor dies, the segment frees its pages; there is no table to clean. Views, detach() and saved tensors
-// share the storage and inherit the key. Outside a pin the storage's pointer is null and guarded: raw access throws.
+// When the last tensor dies, the segment frees its pages; there is no table to clean. Views, detach() and saved
+// tensors share the storage and inherit the key. Outside a pin the storage's pointer is null and guarded: raw access
+// throws.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -164,9 +165,9 @@ struct Domain {
   std::shared_ptr<void> reducer;  // of gradients; train/ defines its type.
   GeneralPath unpaged_operators;
   Tiling tiling = Tiling::automatic;
-  std::size_t tile_above = 0;    // bytes.
-  bool async_step = true;        // operators that an optimizer's step defers may run after it returned.
-  bool updates_in_host = false;  // the host updates optimizer states whose home is not on the device.
+  std::size_t tile_above = 0;           // bytes.
+  bool async_step = true;               // operators that an optimizer's step defers may run after it returned.
+  bool updates_in_host = false;         // the host updates optimizer states whose home is not on the device.
   bool updates_where_all_fits = false;  // unless the device holds everything.
   /// Held while operators are deferred, and while deferred ones run.
   std::recursive_mutex deferral_mutex;
@@ -396,8 +397,8 @@ struct Creation {
   std::optional<Layout> layout = std::nullopt;  // nullopt: the role's
   /// Its number on all ranks, for tensors that ranks may make in another order, such as gradients. 0: counted.
   std::uint64_t number = 0;
-  /// Its model. Outside of steps and scopes its number derives from the model's number: there ranks may make different
-  /// tensors, for example in a layer that only some of them run.
+  /// Its model. Outside of steps and scopes its number derives from the model's number: there ranks may make
+  /// different tensors, for example in a layer that only some of them run.
   const StorageSegment* like = nullptr;
   Placement placement = Placement::same;
   /// Has no home until find_home(): a temporary, which may die before an operator needs its content.
@@ -415,8 +416,8 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
                       caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
 /// Moves the segment of `made` into the storage of `tensor`: its content becomes that of all views of `tensor`, on
-/// whichever tier it is. Both are paged and have equally many bytes; nothing else may use `made`. Throws AccessError if
-/// `tensor` is pinned.
+/// whichever tier it is. Both are paged and have equally many bytes; nothing else may use `made`. Throws AccessError
+/// if `tensor` is pinned.
 void take_segment(const at::Tensor& tensor, const at::Tensor& made);
 
 /// Runs all deferred operators, in the order in which they were begun. Throws the first error.

@@ -1,5 +1,5 @@
-// The placement of a tensor: whether ranks hold the same value. It belongs to the data, as DTensor's placements do, and
-// decides where an operator may run:
+// The placement of a tensor: whether ranks hold the same value. It belongs to the data, as DTensor's placements do,
+// and decides where an operator may run:
 //
 // - placement | the value                             | DTensor   | where it is
 // - same      | one, on every rank                    | Replicate | whole on each rank, or a share on each (Layout)
@@ -71,8 +71,8 @@ bool makes_what_all_ranks_make();
 /// backward count as a step's, because torch::optim has no hooks.
 void announce_steps();
 
-/// Whether ordinary tensors and numbers are the same on all ranks here. They are in an optimizer's step and in an init
-/// scope, but not in a closure's forward and backward.
+/// Whether ordinary tensors and numbers are the same on all ranks here. They are in an optimizer's step and in an
+/// init scope, but not in a closure's forward and backward.
 bool values_are_same();
 
 /// Numbers and samples of the tensors that this rank wrote under the contract since ranks last compared theirs.
