@@ -4,8 +4,8 @@
 //   segment ──▶ run ──▶ page, page, page ──▶ frame (memory, if any)
 //                └──▶ home: an extent on disk, pages of a lower cache, or this rank's shares; none: the frame is it
 //
-// A run is what lies together: in its home and, while an operator uses it, in one frame. A large tensor has a run of
-// its own with many pages; small tensors share a run of one page.
+// A run is a stretch of bytes that stays together: in its home and, while an operator uses it, in one frame. A large
+// tensor has a run of its own with many pages; small tensors share a run of one page.
 #pragma once
 
 #include <algorithm>
@@ -35,19 +35,19 @@ inline constexpr int kRoles = 4, kTiers = 3;
 std::string_view name_of(Role role);
 std::string_view name_of(Tier tier);
 
-/// Where a page's bytes are. One word, so that no two flags can disagree. A page that is zero or evicted and has a
+/// The state of a page's bytes. One word, so that no two flags can disagree. In `zero` and `evicted`, a page with a
 /// frame is about to be overwritten there by the holder of the frame's pin.
 enum class Residency : std::uint8_t {
-  zero,       // never written: reads as zeros, and nothing holds it
-  evicted,    // at home only
-  reading,    // on its way from home into a frame
-  clean,      // in a frame, the same as at home
-  dirty,      // in a frame, newer than at home
-  writing,    // in a frame, the same as what is on its way home
-  rewritten,  // in a frame, newer than what is on its way home
+  zero,       // Never written: it reads as zeros and is stored nowhere.
+  evicted,    // At home only.
+  reading,    // A read from home into a frame is in flight.
+  clean,      // In a frame, and the same at home.
+  dirty,      // In a frame, newer than at home.
+  writing,    // In a frame. The same bytes are being written home.
+  rewritten,  // In a frame, newer than the bytes that are being written home.
 };
 
-/// What an operator does to a page. `overwrite` promises to write every byte, so nothing need be read.
+/// How an operator accesses a page. `overwrite` promises to write every byte, so the cache need not read the page.
 enum class Access : std::uint8_t { read, write, overwrite };
 
 /// Which of a cache's two budgets.
@@ -57,20 +57,20 @@ struct Run;
 class Segment;
 class Home;
 
-/// One tensor of a gathered run: where it lies there, and the segment that holds this rank's part of it.
+/// One tensor of a gathered run: its offset in the run, and the segment with this rank's part of it.
 struct Share {
-  Segment* segment;        // null: the tensor died, its place stays
-  std::size_t offset;      // in the run
-  std::size_t part_bytes;  // of each rank, of tensors that share the run
-  mutable int users = 0;   // transfers that use the segment, with no lock: it must not die meanwhile
+  Segment* segment;        // null: the tensor died; its slot stays.
+  std::size_t offset;      // in the run.
+  std::size_t part_bytes;  // of each rank's part; 0 if the tensor has the run to itself.
+  mutable int users = 0;   // transfers that use the segment without a lock; it must outlive them
 };
 
-/// Where pages of a run lie on disk: in the swap file, or in a file that is only read. What a checkpoint that is
-/// being written holds together with the run, nothing writes.
+/// The place of some of a run's pages on disk: an extent of the swap file, or a file that is only read. While a
+/// checkpoint that is being written shares a backing, the cache does not write to it.
 struct Backing {
   Extent extent;
-  SourceRange source;     // if there is no extent
-  std::size_t pages = 0;  // of the run, whose content at home lies here
+  SourceRange source;     // used if there is no extent
+  std::size_t pages = 0;  // pages of the run whose home content is here
 };
 
 /// The content of a run at one moment, until a checkpoint has it (pager/snapshots.h).
@@ -78,27 +78,27 @@ struct Frozen {
   enum class Place : std::uint8_t {
     nowhere,  // zeros
     home,     // in a backing
-    frame,    // in a frame alone, or on its way home. The page may not be written
-    copying,  // the same, and it is being copied
+    frame,    // only in a frame, or being written home. The page may not be written
+    copying,  // the same, and the checkpoint is copying it
   };
   struct Page {
     Place place = Place::nowhere;
     const Backing* backing = nullptr;
-    bool older_on_its_way = false;  // home: not what is in the frame
+    bool older_on_its_way = false;  // if a write home is in flight, it carries an older content than the frame's
   };
-  Run* run;  // null: it died, with what was in its frames alone
+  Run* run;  // null: the run died, and the content that only its frames held died too
   std::size_t page_bytes;
   std::vector<Page> pages;
   std::vector<std::shared_ptr<Backing>> backings;  // of these pages
-  std::shared_ptr<Backing> closing;  // where to what is in frames is written home; null: the frames are homes
+  std::shared_ptr<Backing> closing;  // target of writes home of frame content; null: the frames are homes
 };
 
-/// Memory that holds consecutive pages of one run: all of them while an operator needs the tensor whole, one while a
+/// Memory that holds consecutive pages of one run: all of them while an operator needs the whole tensor, one while a
 /// rule works page by page. `permanent` frames are the home of their run and never leave.
 struct Frame {
   Run* run = nullptr;         // null: it died
   std::uint32_t ordinal = 0;  // of the run, in the plan
-  std::uint64_t number = 0;   // frames that its memory has made, with this one
+  std::uint64_t number = 0;   // serial number among its memory's frames, from 1
   bool shares_page = false;   // the run has several tensors
   std::size_t run_pages = 1;  // of the run
   std::size_t first_page = 0;
@@ -106,35 +106,35 @@ struct Frame {
   Block memory;
   Reservation charge;
   bool permanent = false;
-  bool assembling = false;      // not all of its pages point to it
-  bool ahead = false;           // it was read ahead, and has not been used
-  std::uint64_t ahead_for = 0;  // the use it was read for, in the plan's time
-  std::uint64_t ahead_in = 0;   // surprises of the plan that said so
-  bool transient = false;       // its last user says that it will not be used soon
-  int pins = 0;                 // of operators and rules
-  int whole_pins = 0;           // of them, of operators
-  std::thread::id claimer;      // that is about to overwrite it
-  std::size_t transfers = 0;    // of its pages, under way
-  int starting = 0;             // threads that start reads into it, perhaps with the lock given up
-  std::exception_ptr failure;   // of a read into it
-  // By page, what it is at home until its overwriting has succeeded; `clean` where none is under way. Or empty.
+  bool assembling = false;      // not all of its pages point to it.
+  bool ahead = false;           // read ahead, and not used yet.
+  std::uint64_t ahead_for = 0;  // the use it was read for, in the plan's time.
+  std::uint64_t ahead_in = 0;   // the plan's surprises when it was read.
+  bool transient = false;       // its last user will not use it again soon.
+  int pins = 0;                 // held by operators and rules.
+  int whole_pins = 0;           // the part of them that operators hold.
+  std::thread::id claimer;      // the thread that is about to overwrite it.
+  std::size_t transfers = 0;    // in flight for its pages.
+  int starting = 0;             // threads that are starting reads into it, perhaps without the lock.
+  std::exception_ptr failure;   // of a read into it.
+  // Per page, the state to restore if its overwriting fails; `clean` where no overwriting is under way. May be empty.
   std::vector<Residency> promised;
-  DeviceMemory::Event ready;      // of what filled it; null for CPU memory and once past
-  DeviceMemory::Event last_used;  // of what used it last
-  // Of the queue of victims:
-  std::set<Frame*>::node_type place;  // while it is not in the queue: putting it there must not fail
-  int cost = -1;                      // transfers that its eviction causes; -1: it is not in the queue
-  std::uint64_t next_use = 0;         // as planned, in the plan's time
+  DeviceMemory::Event ready;      // when it was filled; null for CPU memory and once past.
+  DeviceMemory::Event last_used;  // when it was last used.
+  // For the queue of victims:
+  std::set<Frame*>::node_type place;  // its node while it is not queued, so that queueing it cannot fail
+  int cost = -1;                      // transfers that its eviction causes; -1: not queued
+  std::uint64_t next_use = 0;         // planned, in the plan's time
   std::uint64_t last_use = 0;
 };
 
 struct Page {
   Residency state = Residency::zero;
-  bool lent = false;          // code on the host has it (pager/lower_pins.h)
-  bool is_new = false;        // it belongs to the run's second version, which is open (pager/versions.h)
-  bool write_failed = false;  // the latest one home
+  bool lent = false;          // code on the host has it (pager/lower_pins.h).
+  bool is_new = false;        // belongs to the open second version (pager/versions.h).
+  bool write_failed = false;  // the latest write home failed.
   Frame* frame = nullptr;
-  Backing* home = nullptr;  // of a run on disk: where what lies at home is, or is on its way to
+  Backing* home = nullptr;  // for a run on disk: holds the home content, or is the target of a write in flight.
 };
 
 struct Run {
@@ -145,34 +145,34 @@ struct Run {
   std::size_t bytes;
   std::size_t page_bytes;
   std::vector<Page> pages;
-  Home* home = nullptr;  // null: its frame
+  Home* home = nullptr;  // null: its frame is its home
   bool is_on_disk = false;
-  std::shared_ptr<Backing> own;  // what is written home goes here; null until there is something to write
-  std::vector<std::shared_ptr<Backing>> others;  // in which pages lie that have not been written since
-  std::shared_ptr<Backing> next;                 // of a second version, while one is open
-  std::thread::id writer;                        // that alone may pin it then
-  std::shared_ptr<Frozen> frozen;                // null: no checkpoint needs what its pages hold
-  std::unique_ptr<Segment> below;                // in a lower cache
-  std::optional<FreeList> slots;                 // of shared runs: what of the page is free
-  std::size_t tensors = 0;                       // segments alive in it
-  std::uint32_t ordinal = 0;                     // in the plan
-  std::uint64_t stream_use = 0;  // the use in which its pages are gone through one by one, counted from the first
-  std::uint64_t stream_begin = 0, stream_end = 0;  // of its group, in the plan's time
-  std::size_t stream_page = ~std::size_t{0};       // the first of them that has not been taken yet
-  std::uint64_t scan = 0;                          // the latest look at what is missing that counted it
-  std::size_t transfers = 0;                       // under way, and pages lent; a run that dies lives until they end
-  std::size_t lent = 0;                            // pages
-  std::uint64_t changes = 0;                       // of its content, as far as pins for writing tell
+  std::shared_ptr<Backing> own;                    // target of writes home; null until there is something to write.
+  std::vector<std::shared_ptr<Backing>> others;    // older backings that still hold pages.
+  std::shared_ptr<Backing> next;                   // of a second version, while one is open.
+  std::thread::id writer;                          // the only thread that may pin the run then.
+  std::shared_ptr<Frozen> frozen;                  // null: no checkpoint needs the content of its pages.
+  std::unique_ptr<Segment> below;                  // in a lower cache.
+  std::optional<FreeList> slots;                   // for shared runs: the free parts of the page.
+  std::size_t tensors = 0;                         // segments alive in it.
+  std::uint32_t ordinal = 0;                       // in the plan.
+  std::uint64_t stream_use = 0;                    // number of the use that streams its pages one by one.
+  std::uint64_t stream_begin = 0, stream_end = 0;  // of that use's group, in the plan's time.
+  std::size_t stream_page = ~std::size_t{0};       // the first page of the stream that has not been taken yet.
+  std::uint64_t scan = 0;                          // the latest scan for missing pages that counted it.
+  std::size_t transfers = 0;                       // in flight, plus lent pages. A dead run lives until they end.
+  std::size_t lent = 0;                            // pages.
+  std::uint64_t changes = 0;                       // of its content, as far as pins for writing show.
   bool dead = false;
-  bool is_staging = false;     // counts against its budget, and not among homes
-  Segment* only = nullptr;     // the tensor that it is made for, if it is not for several; null once that died
-  bool listed = false;         // among those that may have room
-  Frame* assembled = nullptr;  // the frame in which a thread is bringing it together
-  // Of gathered runs:
-  bool is_gathered = false, is_packed = false;  // from creation on: read without the lock
+  bool is_staging = false;     // counts against its budget, but not as a home.
+  Segment* only = nullptr;     // the tensor it was made for, if it serves one; null once that died.
+  bool listed = false;         // among the runs that may have room.
+  Frame* assembled = nullptr;  // the frame in which a thread is assembling the whole run.
+  // For gathered runs:
+  bool is_gathered = false, is_packed = false;  // fixed at creation: read without the lock
   std::vector<Share> shares;
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
-  std::size_t packed_bytes = 0;  // of tensors that share the page: what of it was given out, dead or alive
+  std::size_t packed_bytes = 0;  // bytes given out to tensors that share the page, dead ones included
 
   bool gathered() const { return is_gathered; }
   bool packed() const { return is_packed; }
@@ -182,11 +182,11 @@ struct Run {
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
   const Backing& backing_of(std::size_t page) const { return pages[page].is_new ? *next : *pages[page].home; }
-  /// What lies at home of a page is in `backing` from now on. Backings without pages are given up.
+  /// From now on `backing` holds the page's home content. Backings without pages are released.
   void place(std::size_t page, const std::shared_ptr<Backing>& backing);
-  /// Whether a checkpoint needs what is in the page's frame: then nothing may write it.
+  /// Whether a checkpoint still needs the content of the page's frame. Then nothing may write it.
   bool is_owed(std::size_t page) const { return frozen && frozen->pages[page].place >= Frozen::Place::frame; }
-  /// Whether a version is open that is another thread's.
+  /// Whether another thread has a version open.
   bool is_closed_to_this_thread() const { return next && writer != std::this_thread::get_id(); }
   Frame* whole_frame() const {
     Frame* frame = pages[0].frame;
@@ -199,28 +199,27 @@ class WholePins;
 
 struct SegmentSpec {
   std::size_t bytes;
-  std::size_t row_bytes;  // pages are cut on rows where rows and blocks allow it
+  std::size_t row_bytes;  // pages end on rows where row and block sizes allow it
   Role role;
   Tier tier;
   std::size_t page_bytes = 0;  // 0: the cache's own, on rows
-  bool alone = false;          // shares no page, however small
-  bool is_staging = false;     // nothing's home: of a cache above, memory for what passes
-  SourceRange source = {};     // of tier disk: its content lies here, until it is written. None: zeros
+  bool alone = false;          // shares no page, however small it is
+  bool is_staging = false;     // no home: memory for data that a cache above passes through
+  SourceRange source = {};     // for tier disk: holds the content until it is written. None: zeros
 };
 
-/// A tensor that is partitioned over ranks. Each page is every rank's part of it, in rank order.
+/// A tensor that is partitioned over ranks. Each page holds every rank's part of it, in rank order.
 struct GatheredSpec {
   std::size_t bytes;         // of the tensor
-  std::size_t padded_bytes;  // with every rank's last part full
+  std::size_t padded_bytes;  // with every rank's last part padded to full size
   std::size_t page_bytes;
   Role role;
   Segment* share;        // this rank's parts, one after another; must outlive the segment
   std::uint64_t number;  // the same on all ranks
-  bool alone;            // shares no page: it may be created at another time on other ranks
+  bool alone;            // shares no page, because other ranks may create it at another time
 };
 
-/// The storage behind one paged tensor and all its views. Derived classes tell the readers of the bytes where they
-/// are.
+/// The storage behind one paged tensor and all its views. Derived classes publish the address of the bytes.
 class Segment {
  public:
   virtual ~Segment() = default;
@@ -247,9 +246,9 @@ class Segment {
   Run* run() const { return run_; }
   std::size_t offset() const { return offset_; }
 
-  /// Operators that write it have been called and have yet to run. The same on all ranks.
+  /// Whether an operator that writes it was called and has yet to run. The same on all ranks.
   virtual bool will_change() const { return false; }
-  /// The same, of operators that will run in the memory below a device's.
+  /// The same for operators that will run in the host memory below a device's.
   virtual bool will_change_below() const { return false; }
 
  protected:

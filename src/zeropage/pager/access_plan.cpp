@@ -23,7 +23,7 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
       }
       return next->use.ordinal;
     }
-    // Where nothing repeats, ordinals of the long dead keep their number bounded.
+    // If nothing repeats, reusing the ordinals of long-dead runs bounds their number.
     if (auto& spare = spare_[kind]; spare.size() > 1024) {
       const Ordinal oldest = spare.front();
       spare.erase(spare.begin());
@@ -79,13 +79,13 @@ void AccessPlan::extend_powers(std::size_t length) {
   while (powers_.size() <= length) powers_.push_back(powers_.back() * kBase);
 }
 
-/// Of the `length` uses that end at `end`.
+/// The hash of the `length` uses that end at `end`.
 std::uint64_t AccessPlan::hash_of(Position end, std::size_t length) const {
   const std::uint64_t before = end + 1 == length ? 0 : history_[end - length].hash;
   return history_[end].hash - before * powers_[length];
 }
 
-/// How many uses before and with a and b are the same; a < b.
+/// The number of equal uses that end at a and at b, both included; a < b.
 std::size_t AccessPlan::common_length(Position a, Position b) const {
   std::size_t low = 0, high = a + 1;
   while (low < high) {
@@ -95,8 +95,8 @@ std::size_t AccessPlan::common_length(Position a, Position b) const {
   return low;
 }
 
-/// The latest earlier place that was reached over the longest way we came by. The history's last use is not indexed
-/// yet.
+/// Finds the earlier place with the longest matching history, the latest of equal ones. The history's last use is not
+/// indexed yet.
 AccessPlan::Position AccessPlan::find_place() {
   const Position here = history_.size() - 1;
   for (std::size_t c = 0; c < 3; ++c) {
@@ -152,7 +152,7 @@ std::optional<AccessPlan::Coming> AccessPlan::coming(std::int64_t k) const {
 
 std::optional<AccessPlan::Coming> AccessPlan::likely(std::size_t k) const {
   if (match_ == kNowhere) return std::nullopt;
-  // After what followed last time comes what it has followed by now, and so on.
+  // The prediction repeats the uses since the matching place, again and again.
   const Position latest = history_.size() - 1;
   const std::size_t period = latest - match_;
   const Entry& entry = history_[match_ + 1 + k % period];

@@ -1,12 +1,12 @@
-// What will be used next: the history of uses of one cache's runs, and the place in it where the same came before.
-// What followed there is the plan. There is no notion of an iteration: forward, backward, recomputation,
-// accumulation, the optimizer's step and evaluation are found where they repeat. A wrong guess costs time, never
-// bits.
+// Predicts the next uses. It keeps the history of uses of one cache's runs, and finds the place in it where the same
+// uses came before. The plan is what followed there. It has no notion of an iteration: forward, backward,
+// recomputation, accumulation, the optimizer's step and evaluation are found where they repeat. A wrong guess costs
+// time, never bits.
 //
-// A run is an ordinal here. One that is made anew in each period, as a gradient is, takes the ordinal of the one that
-// was made at the same place before and has died since.
+// An ordinal stands for a run. A run that each period creates anew, such as a gradient, takes the ordinal of the dead
+// one that was created at the same place before.
 //
-// Time is counted in bytes of uses, so that a distance says how much memory passes until then.
+// Time is counted in bytes of uses, so a distance is the memory that passes until then.
 //
 // Amortised O(log of the history) a use, O(1) memory. Not thread-safe: the cache's lock guards it.
 #pragma once
@@ -32,62 +32,62 @@ class AccessPlan {
     Ordinal ordinal;
     Access access;
     bool whole;         // in one frame; else page by page
-    bool begins;        // false: its pages take turns with those of the use before
+    bool begins;        // false: its pages take turns with those of the previous use
     bool last = false;  // it died after this use
   };
   struct Coming {
     Use use;
     Time time;
-    double seconds;  // after the latest use began, of a program that never waits for transfers
+    double seconds;  // after the latest use began, in a program that never waits for transfers
   };
 
-  /// A run is created: its ordinal. `kind` tells apart what cannot stand for each other, such as role and size.
-  /// `take_over`: it may take the ordinal of one that died.
+  /// Returns the ordinal of a new run. Runs of different `kind`, such as role and size, cannot stand for each other.
+  /// `take_over`: it may take the ordinal of a dead run.
   Ordinal create(std::uint64_t kind, bool take_over = true);
   void destroy(Ordinal ordinal);
-  /// One ordinal for all runs of a kind that come to no plan of their own. It is never destroyed.
+  /// One ordinal for all runs of a kind that have no plan of their own. It is never destroyed.
   Ordinal shared(std::uint64_t kind);
 
-  /// The same one again, with no other in between, is the same use. `seconds`: when it begins, on any clock.
+  /// Records a use; a repeat with no other use in between counts as one. `seconds`: when it begins, on any clock.
   void use(const Use& use, std::size_t bytes, double seconds = 0);
 
-  /// When all uses so far are over.
+  /// The time at which all uses so far are over.
   Time now() const { return now_; }
-  /// Uses so far, and how many there were when the latest that began a group had not come; when that began.
+  /// The number of uses so far; their number before the latest one that began a group; and the time that one began.
   std::uint64_t uses() const { return uses_; }
   std::uint64_t latest_group() const { return latest_group_; }
   Time latest_group_began() const { return latest_group_began_; }
-  /// When the ordinal is used next, and how. Time kNever: the plan does not know.
+  /// The time and kind of the ordinal's next use. Time kNever: unknown to the plan.
   struct NextUse {
     Time begin = kNever, end = kNever;  // of the group in which it is
     Access access = Access::read;
   };
   NextUse next_use(Ordinal ordinal) const;
-  /// Of a group that goes through its members' pages between `begin` and `end`: when it comes to one of them.
+  /// The time at which a group that streams its members' pages from `begin` to `end` reaches one of them.
   static Time time_of_page(Time begin, Time end, std::size_t page, std::size_t pages) {
     return begin + static_cast<Time>(static_cast<double>(end - begin) * static_cast<double>(page) / pages);
   }
-  /// The k-th use from now on, 0 the next, -1 the latest. None where the latest uses never came in this order before.
+  /// The k-th use from now on: 0 is the next, -1 the latest. None if the latest uses never came in this order before.
   std::optional<Coming> coming(std::int64_t k) const;
   bool knows() const { return match_ != kNowhere && confident_; }
-  /// Grows by one where a use was not the one that was planned.
+  /// The number of uses that were not as planned.
   std::uint64_t surprises() const { return surprises_; }
 
  private:
   using Position = std::size_t;  // in the history
   static constexpr Position kNowhere = ~Position{0};
   static constexpr std::size_t kMostUses = std::size_t{1} << 18;
-  // Uses that must be the same for a place to be found. After one alone the next use must confirm it.
+  // Numbers of equal uses that identify a place. After a match of one use, the next use must confirm it.
   static constexpr std::size_t kContexts[] = {4, 2, 1};
-  static constexpr std::size_t kMostCandidates = 32;  // places that are compared where several are found
-  static constexpr std::size_t kMakings = 64;         // uses ahead among which one that was made anew is found
+  static constexpr std::size_t kMostCandidates = 32;  // places compared if several match
+  static constexpr std::size_t kMakings = 64;         // future uses searched for a run that is created anew
 
   struct Entry {
     Use use;
     Time time;                                            // when it began
     double seconds;                                       // likewise, on a clock
     std::uint64_t hash;                                   // of the history up to and with it
-    Position before[3] = {kNowhere, kNowhere, kNowhere};  // where the same context ended before, by context
+    Position before[3] = {kNowhere, kNowhere, kNowhere};  // earlier ends of the same context, by context
   };
   struct Known {
     std::uint64_t kind;
@@ -109,7 +109,7 @@ class AccessPlan {
   std::unordered_map<std::uint64_t, Position> latest_context_[3];
   std::unordered_map<std::uint64_t, std::vector<Ordinal>> spare_;  // dead, by kind
   std::unordered_map<std::uint64_t, Ordinal> shared_;              // by kind
-  Position match_ = kNowhere;  // where the latest use came before, in the same way
+  Position match_ = kNowhere;                                      // the earlier use that matches the latest one
   bool confident_ = false;
   Time now_ = 0;
   std::uint64_t uses_ = 0, latest_group_ = 0;

@@ -1,6 +1,6 @@
-// What of a cache's two budgets is used. [Note: one memory] in frame_cache.h says what counts against which. That
-// memory is never exceeded is FrameMemory's; here is what operators may hold, and homes may take. The cache's lock
-// guards it.
+// The use of a cache's two budgets; [Note: one memory] in frame_cache.h tells what counts against which. FrameMemory
+// keeps memory within its limit. This class limits what operators hold and what homes take. The cache's lock guards
+// it.
 #pragma once
 
 #include <string>
@@ -11,30 +11,30 @@ namespace zeropage {
 
 class Budgets {
  public:
-  /// `gathered`: of the cache of gathered tensors. Messages say so.
+  /// `gathered`: for the cache of gathered tensors, which messages mention.
   Budgets(const FrameMemory& memory, std::size_t device_limit, std::size_t host_limit, bool gathered)
       : memory_(memory), device_limit_(device_limit), host_limit_(host_limit), gathered_(gathered) {}
 
   std::size_t device_limit() const { return device_limit_; }
   std::size_t host_limit() const { return host_limit_; }
 
-  /// An operator holds `bytes`, and no longer.
+  /// An operator begins or stops to hold `bytes`.
   void hold(std::size_t bytes) { held_bytes_ += bytes; }
   void let_go(std::size_t bytes) { held_bytes_ -= bytes; }
   std::size_t held_bytes() const { return held_bytes_; }
-  /// Whether operators can hold `more` beside what they do.
+  /// Whether operators can hold `more` in addition.
   bool can_hold(std::size_t more) const { return held_bytes_ + homes_in(Tier::device) + more <= device_limit_; }
   /// Throws the BudgetError of operators that need `bytes` at once.
   [[noreturn]] void refuse(std::size_t bytes) const;
 
-  /// A frame of `bytes` is a home, and no longer.
+  /// A frame of `bytes` becomes a home, or ceases to be one.
   void add_home(Tier tier, std::size_t bytes) { permanent_bytes_[static_cast<int>(tier)] += bytes; }
   void remove_home(Tier tier, std::size_t bytes) { permanent_bytes_[static_cast<int>(tier)] -= bytes; }
   std::size_t homes_in(Tier tier) const { return permanent_bytes_[static_cast<int>(tier)]; }
 
-  /// After each change: for the peaks.
+  /// Updates the peaks; to be called after each change.
   void note_usage();
-  /// What of a budget is used, at most was, and can be.
+  /// Bytes of a budget: used now, used at the peak, and its limit.
   struct Usage {
     std::string name;
     std::size_t now, peak, limit;

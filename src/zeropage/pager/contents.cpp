@@ -25,7 +25,7 @@ void Contents::zero(Segment& segment) {
     if (run.is_owed(i)) transfers_.make_writable(lock, run, i);
   }
   ++run.changes;
-  // A transfer must end before its memory changes hands; what it brings is of no interest.
+  // A transfer must end before its memory is reused; its content is of no interest.
   const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
   for (auto page = std::find_if(run.pages.begin(), run.pages.end(), busy); page != run.pages.end();
        page = std::find_if(run.pages.begin(), run.pages.end(), busy)) {
@@ -48,7 +48,7 @@ void Contents::zero(Segment& segment) {
   if (!run.below) return;
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
-  run.home->forget(run);  // an upload may still be reading the page below
+  run.home->forget(run);  // an upload may still read the page below
   run.below->cache()->zero(*run.below);
 }
 
@@ -85,12 +85,12 @@ void Contents::share_changes(Segment& segment) {
     for (Page& page : run.pages) {
       if (page.frame && page.frame->pins > 0) {
         throw AccessError(
-            "a tensor that is partitioned over ranks cannot be updated while it is pinned, nor while a small "
-            "tensor in the same page is; let go of zeropage.pinned(tensor) first");
+            "a tensor partitioned over ranks cannot be updated while it, or a small tensor in the same page, is "
+            "pinned; let go of zeropage.pinned(tensor) first");
       }
     }
   };
-  // Where the lock was given up, another thread may have brought pages back, or pinned them.
+  // While the lock was given up, another thread may have read or pinned pages again.
   while (true) {
     const auto held = [](const Page& page) { return page.frame != nullptr; };
     if (std::none_of(run.pages.begin(), run.pages.end(), held)) break;

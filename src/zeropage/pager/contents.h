@@ -1,5 +1,5 @@
-// What becomes of a whole segment's bytes other than by operators: they are zeroed, sent home, or are no longer what
-// a gathered frame holds.
+// Changes to a whole segment other than by operators: zeroing it, evicting it, and updating a gathered tensor's
+// share.
 //
 // Contract: each call takes the cache's lock, and gives it up while it waits. Pinned frames stay.
 #pragma once
@@ -19,7 +19,7 @@ class Contents {
         room_(room),
         page_pins_(page_pins) {}
 
-  // As FrameCache says of them.
+  // See FrameCache.
   void zero(Segment& segment);
   void evict(Segment& segment);
   void store(Segment& segment);

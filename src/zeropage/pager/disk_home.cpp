@@ -37,13 +37,13 @@ class DiskHome final : public Home {
     if (!backing.source) {
       return start(Direction::read, backing.extent.offset() + offset, bytes, into, priority, std::move(done));
     }
-    // Exactly these bytes, wherever they begin.
+    // Reads exactly these bytes, wherever they begin.
     const auto& file = backing.source.file;
     offset += backing.source.offset;
     io_.start({Direction::read, &file->file_for(offset, bytes), offset, into, bytes}, priority,
               [file, done = std::move(done)](std::exception_ptr error) {
                 try {
-                  file->check();  // also where fewer bytes came: that says why
+                  file->check();  // also after a short read: it tells the reason
                 } catch (...) {
                   error = std::current_exception();
                 }
@@ -76,7 +76,7 @@ class DiskHome final : public Home {
     return std::nullopt;
   }
 
-  /// Of one transfer: it is over when all of them are, and has the error of one that failed.
+  /// Collects the parts of one transfer. It ends when all have ended, with the error of one that failed.
   struct Pieces {
     Pieces(std::size_t count, Done d) : left(count), done(std::move(d)) {}
 
@@ -89,7 +89,7 @@ class DiskHome final : public Home {
       std::exchange(done, nullptr)({std::move(error), nullptr});
     }
 
-    /// The outcome, if those that were started have ended; else they tell it.
+    /// The outcome, if all started parts have ended; else the last of them reports it.
     std::optional<Outcome> leave_out(std::size_t pieces, std::exception_ptr failure) {
       std::lock_guard lock(mutex);
       if (!error) error = std::move(failure);

@@ -16,7 +16,7 @@ Arena::SlabHook register_slab(const CacheOptions& options, std::vector<std::shar
   };
 }
 
-/// The cache of the host under that of a device: [Note: two memories].
+/// The host's cache under a device's: [Note: two memories].
 std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_ptr<Io> io) {
   CacheOptions host = options;
   host.device = nullptr;
@@ -75,7 +75,7 @@ FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks>
   lower_->upper_.serve();
 }
 
-/// On the thread on which a transfer ended: the next ones start, here and in the cache above.
+/// Starts the next transfers, here and in the cache above. Runs on the thread on which a transfer ended.
 void FrameCache::go_on(Lock& lock) {
   if (!ranks_) ahead_.run(lock);
   lock.unlock();
@@ -90,7 +90,7 @@ void FrameCache::read_ahead() {
 
 FrameCache::~FrameCache() {
   if (monitor_.in_forked_child()) {
-    // A forked child: the ring, its buffers and the disk are the parent's. Leave every copy as it is.
+    // In a forked child the ring, its buffers and the disk are the parent's. Leave every copy as it is.
     runs_.abandon();
     lower_pins_.abandon();
     memory_.abandon();
@@ -123,7 +123,7 @@ void FrameCache::close() {
   if (lower_ && !ranks_) lower_->close();
 }
 
-/// Of a closed cache: what no operator holds is given back, and with the last pin all of it.
+/// After close(): releases what no operator holds, and everything once the last pin is dropped.
 void FrameCache::finish_close() noexcept {
   if (!drained_) return;
   frames_.drop_unused();
@@ -150,7 +150,7 @@ void FrameCache::bind(Segment& segment, const SegmentSpec& spec) {
     try {
       return bind_once(segment, spec);
     } catch (const BudgetError&) {
-      if (!lower_pins_.tidy(/*wait=*/true)) throw;  // what is staged takes room below for a moment
+      if (!lower_pins_.tidy(/*wait=*/true)) throw;  // staged pages take room below for a moment
     }
   }
 }
@@ -170,7 +170,7 @@ void FrameCache::bind_once(Segment& segment, const SegmentSpec& spec) {
   }
   if (!used_before) return;
   try {
-    zero(segment);  // a slot of a shared page may hold what a dead tensor left
+    zero(segment);  // a slot of a shared page may hold a dead tensor's bytes
   } catch (...) {
     release(segment);
     throw;
@@ -187,7 +187,7 @@ void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
 }
 
 void FrameCache::release(Segment& segment) noexcept {
-  // A forked child has copies of segments that belong to its parent: nothing here is its to give back.
+  // A forked child has copies of its parent's segments: it must not release them.
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   if (!segment.run_) return;
@@ -207,7 +207,7 @@ bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
   if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
   const Lock lock = monitor_.look();
   if (tier == Tier::disk) return swap_ != nullptr;
-  // Half of a budget at most: operators and rules need frames beside the homes.
+  // At most half of a budget: operators and rules need frames in addition to the homes.
   return budgets_.homes_in(tier) + bytes <=
          (tier == Tier::device ? budgets_.device_limit() : budgets_.host_limit()) / 2;
 }
@@ -225,7 +225,7 @@ FrozenSegment FrameCache::freeze(Segment& segment) {
   check_usable();
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
-  run.home->forget(run);  // what is ready there for transfers
+  run.home->forget(run);  // drops pages that are ready there for transfers
   return lower_->freeze(*run.below);
 }
 
@@ -251,7 +251,7 @@ void FrameCache::wait() {
   if (lower_) lower_->wait();
 }
 
-/// What died is gone once its transfers are.
+/// Lets dead segments go once their transfers have ended.
 void FrameCache::tidy() const {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
@@ -275,7 +275,7 @@ CacheStats FrameCache::stats() const {
   if (!separate)
     sum.read_bytes = transfers_.read_bytes() + home_reads_.bytes(), sum.written_bytes = transfers_.written_bytes();
   if (separate) sum.uploaded_bytes = transfers_.read_bytes(), sum.downloaded_bytes = transfers_.written_bytes();
-  // Of operators: the pages of the host that they met are behind them.
+  // Only this cache's faults: those of the host below follow from them.
   sum.faults = whole_pins_.faults() + page_pins_.faults();
   sum.evictions += frames_.evictions();
   sum.surprises = timeline_.plan().surprises();

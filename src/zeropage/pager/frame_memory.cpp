@@ -32,7 +32,7 @@ std::byte* FrameMemory::address(const Run& run, std::size_t page) {
 
 namespace {
 
-/// For tests: what is used before it is read, or written, is then seen.
+/// For tests: makes a use of memory before its read or write visible.
 bool is_poisoned() {
   static const bool is_set = std::getenv("ZEROPAGE_POISON") != nullptr;
   return is_set;
@@ -82,12 +82,12 @@ void FrameMemory::drop(Frame& frame) noexcept {
     if (device_) {
       device_->retire({frame.memory.data(), frame.memory.bytes()}, frame.last_used ? frame.last_used : frame.ready);
     }
-  } catch (...) {  // a device that cannot wait for an event is lost, and so is what it computes
+  } catch (...) {  // a device that cannot wait for an event has lost its results too
   }
   frames_.erase(frame.memory.data());
 }
 
-/// Of those neighbours that make `bytes` the ones whose earliest use is latest. Both ends go along the memory once.
+/// Both ends of the window go along the memory once.
 std::vector<Frame*> FrameMemory::window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const {
   struct Place {
     std::byte* begin;
@@ -98,7 +98,7 @@ std::vector<Frame*> FrameMemory::window(std::size_t bytes, const std::function<b
   std::vector<Place> line;
   std::size_t first = 0, best_first = 0, best_last = 0;
   std::uint64_t best = 0;
-  std::deque<std::size_t> earliest;  // from `first` on: the one used earliest, that of those behind it, and so on
+  std::deque<std::size_t> earliest;  // from `first` on: the earliest use, then the earliest after that, and so on
   const auto add = [&](std::byte* begin, std::byte* end, Frame* frame) {
     line.push_back({begin, end, frame, frame ? frame->next_use : ~std::uint64_t{0}});
     while (!earliest.empty() && line[earliest.back()].next_use >= line.back().next_use) earliest.pop_back();
@@ -139,7 +139,7 @@ void FrameMemory::clear(std::byte* at, std::size_t bytes) const {
   hollow_ ? take(bytes) : void(std::memset(at, 0, bytes));
 }
 
-/// In a planned run: the thread owes the time that so many bytes take, and pays when it next computes or waits.
+/// In a planned run, adds the time for `bytes` to the thread's debt. The thread pays when it next computes or waits.
 void FrameMemory::take(std::size_t bytes) const {
   if (VirtualClock* const planned = VirtualClock::current()) planned->owe(bytes / hollow_->copy_rate);
 }
@@ -153,7 +153,7 @@ void FrameMemory::order_after(Frame& frame) const {
 
 void FrameMemory::mark_used(Frame& frame) const {
   if (!device_) return;
-  device_->stream_wait(frame.last_used);  // of another thread's stream, perhaps
+  device_->stream_wait(frame.last_used);  // perhaps of another thread's stream
   frame.last_used = device_->record();
 }
 

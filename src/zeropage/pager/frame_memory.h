@@ -1,4 +1,4 @@
-// The memory of one cache: a budget, an arena, and the frames that lie in it, by address. The cache's lock guards it.
+// The memory of one cache: a budget, an arena, and its frames by address. The cache's lock guards it.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 
 namespace zeropage {
 
-/// Of a cache that stores nothing: memory is addresses alone, and what is done to its content only takes time
+/// Settings of a cache that stores nothing. Its memory is addresses alone, and work on its content only takes time
 /// ([Note: virtual time] in base/clock.h).
 struct Hollow {
   std::size_t disk_bytes;  // what the disk would hold
@@ -22,14 +22,14 @@ class FrameMemory {
   FrameMemory(std::size_t bytes, std::shared_ptr<DeviceMemory> device, Arena::SlabHook on_first_use,
               std::optional<Hollow> hollow);
 
-  /// A frame with one pin, or null: no budget for it, or no hole that is large enough (then `fragmented`).
+  /// A frame with one pin. Null if the budget does not allow it, or if no hole is large enough (then `fragmented`).
   Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
   void drop(Frame& frame) noexcept;
-  /// Frames that lie next to each other and, with the holes between them, make `bytes`: of all such the one whose
-  /// earliest next use is the latest. `may_leave` says which frames count. Empty if there is none.
+  /// Neighbouring frames that make `bytes` together with the holes between them: the group whose earliest next use is
+  /// latest. `may_leave` tells which frames count. Empty if there is none.
   std::vector<Frame*> window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const;
 
-  /// Whether all that is free serves any frame: else frames need a hole, and `window` finds what makes one.
+  /// Whether any free bytes serve any frame. If not, a frame needs a hole, and `window` finds frames that make one.
   bool joins_holes() const { return arena_->joins_holes(); }
   const std::shared_ptr<DeviceMemory>& device() const { return device_; }
   const std::optional<Hollow>& hollow() const { return hollow_; }
@@ -39,16 +39,16 @@ class FrameMemory {
 
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;
   void clear(std::byte* at, std::size_t bytes) const;
-  /// What this thread does next with the frame comes after what filled it.
+  /// Orders this thread's next use of the frame after the transfer that filled it.
   void order_after(Frame& frame) const;
-  /// This thread has used the frame.
+  /// Records that this thread has used the frame.
   void mark_used(Frame& frame) const;
-  /// In a forked child: nothing here is its own.
+  /// In a forked child, which owns nothing here.
   void abandon() noexcept;
   void close();
 
   static std::size_t bytes_of(const Run& run, std::size_t first_page, std::size_t pages);
-  /// Of a page that has a frame.
+  /// The page must have a frame.
   static std::byte* address(const Run& run, std::size_t page);
 
  private:

@@ -121,7 +121,7 @@ void Frames::break_promises(Frame& frame) noexcept {
   frame.promised.clear();
 }
 
-/// Puts a frame that could leave in its place among the others.
+/// Queues a frame that could leave.
 void Frames::consider(Frame& frame) noexcept {
   if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
   const bool dirty = is_dirty(frame);
@@ -133,7 +133,7 @@ void Frames::consider(Frame& frame) noexcept {
   }
   if (!frame.run) return victims_.insert(frame, time, static_cast<int>(is_read));
   const Run& run = *frame.run;
-  // Of pages that are gone through now, those that have not been taken yet are next.
+  // In a stream of pages, those that have not been taken yet are used next.
   constexpr std::size_t kLargestGroup = 8;
   const bool same_on_ranks = !gathered_ || run.role == Role::parameter;  // [Note: gathered]
   if (same_on_ranks && frame.first_page >= run.stream_page &&

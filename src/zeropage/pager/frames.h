@@ -1,9 +1,9 @@
-// The frames of one cache: their pins, what becomes of one that nothing uses any more, and in which order they leave.
-// It moves no bytes, and knows neither homes nor transfers; whether a frame is clean is read in its pages.
+// The frames of one cache: their pins, what happens to an unused frame, and the order in which frames leave. It moves
+// no bytes and knows neither homes nor transfers. It reads a frame's pages to see whether the frame is clean.
 //
-// Contract: under the cache's lock; it never waits. A frame with a pin or a transfer stays. Without either it is
-// dropped if its content is of no use, and else stands among the victims until memory is short. Permanent frames,
-// which are homes, do neither.
+// Contract: under the cache's lock; it never waits. A frame with a pin or a transfer stays. A frame without either is
+// dropped if its content is of no use. Otherwise it is queued as a victim until memory is short. Permanent frames are
+// homes: they are neither dropped nor queued.
 #pragma once
 
 #include <utility>
@@ -17,10 +17,10 @@
 
 namespace zeropage {
 
-/// How far along the plan ReadAhead has looked. Where a frame leaves that is used before, it looks again.
+/// ReadAhead's scan position in the plan. It scans again if a frame leaves whose next use is earlier.
 struct LookedAhead {
-  AccessPlan::Time reached = 0;  // up to here everything was looked at
-  bool again = false;            // from where the program is
+  AccessPlan::Time reached = 0;  // every use before this has been looked at
+  bool again = false;            // scan again, from the program's position
 };
 
 class Frames {
@@ -28,17 +28,17 @@ class Frames {
   Frames(Monitor& monitor, FrameMemory& memory, Budgets& budgets, const Timeline& timeline, bool gathered)
       : monitor_(monitor), memory_(memory), budgets_(budgets), timeline_(timeline), gathered_(gathered) {}
 
-  /// A frame with one pin of this thread; null as FrameMemory says.
+  /// A frame with one pin of this thread; null in the cases of FrameMemory::try_make().
   Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
   void add_pin(Frame& frame);
-  /// `thread` is the one that took the pin: what it holds, and others do not, decides whether others are waited for.
+  /// `thread` is the one that took the pin. Whether others hold pins decides whether a thread waits for them.
   void drop_pin(Frame& frame, std::uint64_t thread = this_thread_number()) noexcept;
   std::size_t pins() const { return pins_; }
   std::size_t pins_of_this_thread() const;
 
   static bool is_dirty(const Frame& frame);
   static bool is_reading(const Frame& frame);
-  /// An operator does this to a page that has a frame.
+  /// Records that an operator accesses a page that has a frame.
   static void mark(Run& run, std::size_t page, Access access) {
     if (access == Access::read) return;
     ++run.changes;
@@ -47,49 +47,49 @@ class Frames {
     state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
   }
 
-  // [Note: overwriting] The cache does not read a page that an operator is to overwrite: until the operator has
-  // written it, its frame holds other bytes. The frame remembers the page's state before. If the operator fails, the
-  // page has that state again when the frame's last pin goes. An open version (versions.h) is discarded as a whole
+  // [Note: overwriting] The cache does not read a page that an operator is to overwrite. Until the operator has
+  // written it, its frame holds other bytes. The frame remembers the page's earlier state. If the operator fails, the
+  // page returns to that state with the frame's last pin. An open version (versions.h) is discarded as a whole
   // instead.
 
-  /// Remembers the state of a page that has no content in its frame and is about to be overwritten.
+  /// Remembers the state of a page that is about to be overwritten and has no content in its frame.
   static void promise(Run& run, std::size_t page);
-  /// Forgets it: the operator has written the page.
+  /// Forgets that state: the operator has written the page.
   static void keep_promise(Frame& frame, std::size_t page);
 
-  /// Of a frame that no pin and no transfer holds any more.
+  /// Drops or queues a frame without a pin or transfer.
   void settle(Frame& frame) noexcept;
-  /// Forgets a frame; its pages must not need it.
+  /// Deletes a frame that its pages do not need.
   void drop(Frame& frame) noexcept;
-  /// Of a clean frame that nothing uses.
+  /// Evicts a clean frame that nothing uses.
   void evict(Frame& frame);
-  /// Of a frame whose content is of no interest: its pages are what they are at home.
+  /// Drops a frame and its content: its pages keep their home content.
   void give_up(Frame& frame);
-  /// Its pages have no frame from now on. The frame stays.
+  /// Detaches its pages from the frame. The frame stays.
   static void forget(const Frame& frame) noexcept;
-  /// Of a closed cache: what no operator holds.
+  /// After close(): drops the frames that no operator holds.
   void drop_unused() noexcept;
 
-  /// Where the plan is another one, what leaves next is too.
+  /// Orders the victims anew if the plan has changed.
   void plan_anew();
   const VictimQueue& victims() const { return victims_; }
   std::size_t evictions() const { return evictions_; }
 
-  /// The frame is read ahead, for a use at that time in the plan. As long as the plan holds it leaves for no page
-  /// that is used later than that, whatever else is known of its next use: pages would take turns in leaving for each
-  /// other.
+  /// Marks the frame as read ahead, for a use at that time in the plan. As long as the plan holds, it leaves for no
+  /// page that is used later, whatever else is known of its next use. Otherwise pages would take turns in evicting
+  /// each other.
   void set_ahead(Frame& frame, AccessPlan::Time time);
-  /// Read ahead, and not used yet.
+  /// Bytes of frames read ahead and not used yet.
   std::size_t ahead_bytes() const { return ahead_bytes_; }
   LookedAhead& looked_ahead() { return looked_ahead_; }
 
-  /// Whether they are of gathered tensors ([Note: gathered] in frame_cache.h).
+  /// Whether this is the cache of gathered tensors ([Note: gathered] in frame_cache.h).
   bool is_gathered() const { return gathered_; }
 
  private:
   using ThreadPins = std::pair<std::uint64_t, std::size_t>;
 
-  /// Gives the pages that no operator has written their states of before. The frame has no pin.
+  /// Restores the earlier states of pages that no operator has written. The frame has no pin.
   static void break_promises(Frame& frame) noexcept;
   void count_pin();
   void consider(Frame& frame) noexcept;
@@ -100,10 +100,10 @@ class Frames {
   const Timeline& timeline_;
   const bool gathered_;
   VictimQueue victims_;
-  std::uint64_t planned_at_ = 0;  // surprises when victims were last ordered
+  std::uint64_t planned_at_ = 0;  // surprises when the victims were last ordered
   std::uint64_t uses_when_planned_ = 0;
   std::size_t pins_ = 0;
-  std::vector<ThreadPins> thread_pins_;  // of them, by the thread that took them; no zeros
+  std::vector<ThreadPins> thread_pins_;  // pins by the thread that took them; no zeros
   std::size_t ahead_bytes_ = 0;
   LookedAhead looked_ahead_;
   std::size_t evictions_ = 0;

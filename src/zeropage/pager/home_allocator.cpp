@@ -10,9 +10,9 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kSlotBytes = 64;  // what ATen aligns its own storages to
+constexpr std::size_t kSlotBytes = 64;  // ATen's own alignment of storages
 
-/// The page size for a tensor whose rows have row_bytes: a multiple of both row and block where there is one.
+/// The page size for a tensor with rows of row_bytes: a multiple of row and block if one fits.
 std::size_t cut_on_rows(std::size_t page_bytes, std::size_t row_bytes) {
   if (row_bytes == 0 || row_bytes > page_bytes) return page_bytes;
   const std::size_t unit = std::lcm(row_bytes, kBlockBytes);
@@ -61,7 +61,7 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
   if (memory_.device() && spec.tier != Tier::device) {
-    // Not under this cache's lock: it may wait below for transfers whose ends come here.
+    // Not under this cache's lock: bind() may wait for transfers below that end in this cache.
     run.below = std::make_unique<LowerSegment>();
     {
       const Inside inside(monitor_);
@@ -96,7 +96,7 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
   return run;
 }
 
-/// What died while it was on its way down is there until its transfer is seen to have ended.
+/// A segment that died during its download still takes room until tidy() sees the end of that transfer.
 void HomeAllocator::bind_below(Segment& segment, const SegmentSpec& spec) {
   homes_.home->tidy(/*wait=*/false);
   while (true) {
@@ -108,7 +108,7 @@ void HomeAllocator::bind_below(Segment& segment, const SegmentSpec& spec) {
   }
 }
 
-/// The run's frame is its home.
+/// Makes the run's frame its home.
 void HomeAllocator::make_permanent(Lock& lock, Run& run) {
   const bool on_device = run.tier == Tier::device;
   const std::size_t limit = on_device ? budgets_.device_limit() : budgets_.host_limit();
@@ -152,8 +152,8 @@ void HomeAllocator::let_die(Run& run) {
   runs_.let_die(run);
 }
 
-/// Small tensors take their places in a page one after another, and no place is taken twice: which is whose follows
-/// from creations alone, not from deaths.
+/// Small tensors get their slots in a page one after another, and no slot is used twice. The layout thus follows from
+/// creations alone, not from deaths.
 Run& HomeAllocator::gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset) {
   const std::size_t shared_bytes = round_up(std::max(page_bytes_ / 4, kBlockBytes), kBlockBytes);
   if (spec.alone || spec.padded_bytes > shared_bytes / 4) {

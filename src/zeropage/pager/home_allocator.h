@@ -1,8 +1,8 @@
-// Which run a new segment lies in, and where that run is at home. A large tensor has a run of its own; small ones
-// share a page: in one process they take the place of one that died, over ranks no place is taken twice.
+// Chooses the run of a new segment, and the home of that run. A large tensor has a run of its own; small ones share a
+// page. In one process a small tensor may reuse the slot of a dead one; over ranks no slot is used twice.
 //
-// Contract: under the cache's lock, which is given up where memory is waited for or a lower cache is asked. What
-// throws has made no run.
+// Contract: under the cache's lock, which it gives up while it waits for memory or calls a lower cache. If it throws,
+// no run was made.
 #pragma once
 
 #include <map>
@@ -15,12 +15,12 @@ namespace zeropage {
 
 class FrameCache;
 
-/// Where runs can be at home, other than in a frame. Null: there is none.
+/// The homes of runs, other than frames. Null: there is none.
 struct Homes {
-  Home* home;         // of runs with no frame of their own
-  SwapFile* swap;     // where that is a disk
-  FrameCache* lower;  // where that is a cache below, or ranks' shares
-  Ranks* ranks;       // null but for the cache of gathered tensors
+  Home* home;         // for runs without a frame of their own.
+  SwapFile* swap;     // set if that home is a disk.
+  FrameCache* lower;  // set if it is a cache below, or ranks' shares.
+  Ranks* ranks;       // null except in the cache of gathered tensors.
 };
 
 class HomeAllocator {
@@ -42,7 +42,7 @@ class HomeAllocator {
   /// A run with room for a segment, at `offset`. Throws BudgetError, DiskError, ConfigError.
   Run& run_for(Lock& lock, const SegmentSpec& spec, std::size_t& offset);
   Run& gathered_run_for(Segment& segment, const GatheredSpec& spec, std::size_t& offset);
-  /// A segment that lay there is gone.
+  /// Frees the slot of a segment that died.
   void release(Run& run, std::size_t offset, std::size_t bytes);
 
  private:

@@ -16,7 +16,7 @@ bool is_at_home_alone(const Run& run, std::size_t page) {
 
 struct HomeRead::State {
   Monitor* monitor;
-  const Run* run = nullptr;  // null: what is read does not change
+  const Run* run = nullptr;  // null: the content read cannot change
   std::size_t page = 0;
   std::uint64_t changes = 0;
   std::mutex mutex;
@@ -45,7 +45,7 @@ HomeRead& HomeRead::operator=(HomeRead&& other) noexcept {
 HomeRead::~HomeRead() {
   if (!state_) return;
   if (state_->process != process_generation()) {
-    new auto(std::move(state_));  // a forked child: the read is the parent's, and never ends here
+    new auto(std::move(state_));  // in a forked child: the read is the parent's, and never ends here
   } else {
     state_->wait();
   }

@@ -1,7 +1,7 @@
-// Reads of pages that are on disk alone, past the cache: for what goes through everything once, as saving does, and
-// should not drive out what operators use.
+// Reads that bypass the cache, of pages that are only on disk. They serve a single pass over everything, such as
+// saving, which should not evict operators' pages.
 //
-// Contract: takes the cache's lock, and never while waiting.
+// Contract: takes the cache's lock, and never holds it while waiting.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace zeropage {
 
-/// A read under way. Move-only. The destructor blocks until it ends.
+/// A read in flight. Move-only. The destructor blocks until it ends.
 class HomeRead {
  public:
   HomeRead() = default;
@@ -22,8 +22,8 @@ class HomeRead {
   HomeRead& operator=(HomeRead&& other) noexcept;
   ~HomeRead();
 
-  /// Returns when it has ended: true if what was read is the page's content now, false if that changed meanwhile.
-  /// Throws DiskError if it could not be read.
+  /// Returns when the read has ended: true if it gave the page's present content, false if that changed meanwhile.
+  /// Throws DiskError if the read failed.
   [[nodiscard]] bool wait();
   explicit operator bool() const { return state_ != nullptr; }
 
@@ -35,13 +35,14 @@ class HomeRead {
 
 class HomeReads {
  public:
-  /// `home`: of the cache's runs; null where none of them is on disk.
+  /// `home`: of the cache's runs; null if none of them is on disk.
   HomeReads(Monitor& monitor, Home* home) : monitor_(monitor), home_(home) {}
 
-  /// As FrameCache says of it.
+  /// See FrameCache.
   HomeRead start(const Segment& segment, std::size_t page, std::byte* into);
   std::size_t bytes() const;
-  /// Of what nothing writes (pager/snapshots.h), after all that a program waits for. Under the lock.
+  /// Reads content that nothing writes (pager/snapshots.h). Transfers that a program waits for go first. Under the
+  /// lock.
   HomeRead start_frozen(const Backing& backing, std::uint64_t offset, std::size_t bytes, std::byte* into);
 
  private:

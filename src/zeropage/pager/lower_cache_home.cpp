@@ -9,7 +9,7 @@ LowerCacheHome::~LowerCacheHome() {
   for (UnderWay& download : downloads_) device_.wait(download.event);
 }
 
-/// To the plan below, what the cache above asks for page by page is one use, as long as it goes on to later pages.
+/// Announces one use to the plan below for the pages that the cache above asks for, as long as their numbers grow.
 void LowerCacheHome::follow(const Run& run, std::size_t page, Access access) {
   {
     std::lock_guard lock(mutex_);
@@ -50,9 +50,9 @@ PagePin LowerCacheHome::pin(const Run& run, std::size_t page, Access access, Pri
     try {
       if (priority == Priority::demanded) return lower_.pin_page(*run.below, page, access);
       if (PagePin pin = lower_.try_pin_page(*run.below, page, access)) return pin;
-      throw BudgetError("host_memory is in use");  // it was ready a moment ago; what is ahead starts again
+      throw BudgetError("host_memory is in use");  // it was ready a moment ago; a read ahead starts again
     } catch (const BudgetError&) {
-      // What passes between host and device holds pages too.
+      // Transfers between host and device hold pages too.
       if (priority != Priority::demanded || !tidy(/*wait=*/true)) throw;
     }
   }
@@ -100,7 +100,7 @@ bool LowerCacheHome::tidy(bool wait) {
     device_.wait(oldest);
     return tidy(/*wait=*/false);
   }
-  if (ended.empty() && wait) {  // what was ready for transfers that have not started holds pages too
+  if (ended.empty() && wait) {  // pages ready for transfers that have not started count too
     std::map<Key, PagePin> dropped;
     std::lock_guard lock(mutex_);
     dropped.swap(ready_);

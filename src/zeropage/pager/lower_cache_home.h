@@ -1,8 +1,8 @@
-// The home of a device's pages in the cache of the host below it: uploads and downloads. To the device's cache this
-// is what a disk is to the host's.
+// The home of a device's pages: the host's cache below it, reached by uploads and downloads. It is to the device's
+// cache what a disk is to the host's.
 //
-// An upload has ended for the cache above as soon as the device was asked for it, since what uses its frame waits
-// for its event. The host's page stays pinned until the device has read it.
+// For the cache above, an upload ends as soon as the device was asked for it: users of the frame wait for its event.
+// The host's page stays pinned until the device has read it.
 #pragma once
 
 #include <deque>
@@ -36,7 +36,7 @@ class LowerCacheHome final : public Home {
     std::size_t page;
     DeviceMemory::Event event;
     PagePin host_page;
-    Done done;  // of downloads
+    Done done;  // for downloads
   };
   using Key = std::tuple<const Run*, std::size_t, Access>;
 
@@ -46,10 +46,10 @@ class LowerCacheHome final : public Home {
 
   FrameCache& lower_;
   DeviceMemory& device_;
-  std::mutex mutex_;                          // never held while waiting
-  std::deque<UnderWay> uploads_, downloads_;  // oldest first
-  std::map<Key, PagePin> ready_;              // pages that were found ready, until their transfers start
-  std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the page that each goes on with
+  std::mutex mutex_;                                             // never held while waiting
+  std::deque<UnderWay> uploads_, downloads_;                     // oldest first
+  std::map<Key, PagePin> ready_;                                 // pages found ready, until their transfers start
+  std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the next page of each
 };
 
 }  // namespace zeropage

@@ -8,7 +8,7 @@
 
 namespace zeropage {
 
-/// A page that the cache above has lent, from begin() on until this goes.
+/// A page that the cache above lends, from begin() until the loan's end.
 class LowerPins::Loan : public PageLoan {
  public:
   Loan(LowerPins& pins, Run& run, std::size_t index) : pins_(pins), run_(run), index_(index) {}
@@ -30,12 +30,12 @@ class LowerPins::Loan : public PageLoan {
   bool begun_ = false;
 };
 
-/// The same where the page's home is on the device: what was written in the host is uploaded.
+/// The same for a page whose home is on the device: host writes are uploaded at the end.
 class LowerPins::StagedLoan final : public Loan {
  public:
   StagedLoan(LowerPins& pins, Run& run, std::size_t index, Access access) : Loan(pins, run, index), access_(access) {}
   ~StagedLoan() override {
-    // A page that has not been waited for is what it was.
+    // A page that the caller did not wait for is unchanged.
     if (stage_ && access_ != Access::read && waited_for) pins_.upload(run_, index_, std::move(stage_), data_);
   }
   /// A pin of the host memory for the page.
@@ -82,14 +82,15 @@ PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
   if (access != Access::read) made->begin();
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
-  auto loan = std::move(made);                                     // comes to its end without the lock
-  if (access != Access::read) run.home->finish_reads(run, index);  // an upload may still be at it
+  auto loan = std::move(made);                                     // destroyed without the lock
+  if (access != Access::read) run.home->finish_reads(run, index);  // an upload may still read it
   PagePin pin = lower_->pin_page(*run.below, index, access);
   pin.keep(std::move(loan));
   return pin;
 }
 
-/// Returns when the page below is the newest, and, unless it is only read, the only one. False if it is in use above.
+/// Returns when the page below is the newest copy and, unless it is only read, the only one. False if it is in use
+/// above.
 bool LowerPins::bring_home(Lock& lock, Run& run, std::size_t index, Access access) {
   Page& page = run.pages[index];
   while (true) {
@@ -115,7 +116,7 @@ bool LowerPins::bring_home(Lock& lock, Run& run, std::size_t index, Access acces
   }
 }
 
-/// The run stays as if a transfer were under way.
+/// Keeps the run alive as a transfer in flight does.
 void LowerPins::lend(Run& run, std::size_t index) {
   Page& page = run.pages[index];
   if (run.home) page.state = Residency::evicted;
@@ -134,11 +135,11 @@ void LowerPins::take_back(Run& run, std::size_t index) noexcept {
   monitor_.changed().notify_all();
 }
 
-/// Of a page whose home is a frame on the device.
+/// Pins a page whose home is a frame on the device.
 PagePin LowerPins::pin_staged(Lock& lock, Run& run, std::size_t index, Access access) {
   Page& page = run.pages[index];
   Frame& frame = *page.frame;
-  // What a checkpoint has yet to copy is not lent either: its thread would wait for the loan, and the loan for it.
+  // Refuses pages that a checkpoint has yet to copy: its thread and the loan would wait for each other.
   if (page.lent || frame.pins > 0 || run.is_owed(index)) return {};
   auto made = std::make_unique<StagedLoan>(*this, run, index, access);
   made->begin();
@@ -148,7 +149,7 @@ PagePin LowerPins::pin_staged(Lock& lock, Run& run, std::size_t index, Access ac
   const std::byte* const from = FrameMemory::address(run, index);
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
-  auto loan = std::move(made);  // comes to its end without the lock
+  auto loan = std::move(made);  // destroyed without the lock
   PagePin pin = loan->pin_stage();
   DeviceMemory& device = *memory_.device();
   if (reads) device.wait(device.download(pin.data(), from, run.bytes_of(index), after));
@@ -158,7 +159,7 @@ PagePin LowerPins::pin_staged(Lock& lock, Run& run, std::size_t index, Access ac
 
 /// Throws BudgetError.
 std::unique_ptr<Segment> LowerPins::make_stage(std::size_t bytes) {
-  constexpr std::size_t kMost = 4;  // uploads that may be under way
+  constexpr std::size_t kMost = 4;  // uploads in flight
   while (tidy(/*wait=*/false)) {
   }
   while (true) {
@@ -192,7 +193,7 @@ void LowerPins::upload(Run& run, std::size_t index, std::unique_ptr<Segment> sta
     frame->ready = frame->last_used = uploading_.back().uploaded;
     transfers_.count(round_up(run.bytes_of(index), kBlockBytes), 0);
   } catch (...) {
-    frame->failure = std::current_exception();  // for the threads that use it from now on: what it held is lost
+    frame->failure = std::current_exception();  // the frame's content is lost: its next users get the error
   }
 }
 
@@ -224,7 +225,7 @@ void LowerPins::bring_down(Segment& segment) noexcept {
       if (Frames::is_dirty(*frame) && !transfers_.write_back(lock, *frame, Priority::behind)) return;
     }
   } catch (...) {
-    // What could not start now starts when it is needed, and its error is told then.
+    // The write starts again when it is needed, and throws its error then.
   }
 }
 
@@ -237,7 +238,7 @@ void LowerPins::close() noexcept {
   for (const Stage& stage : uploading) {
     try {
       memory_.device()->wait(stage.uploaded);
-    } catch (...) {  // a device that is lost reads nothing
+    } catch (...) {  // a lost device reads nothing
     }
   }
 }

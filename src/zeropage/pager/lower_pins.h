@@ -1,9 +1,9 @@
-// Pages of a device's cache, pinned in the memory below it: for code that runs on the host on what belongs to the
-// device. What is newer on the device is brought down first. A page that is pinned below for writing is lent: the
-// device has no frame of it then, or does not touch it, and threads that want it wait until it comes back.
+// Pins of a device's pages in the host memory below, for code that runs on the host with the device's data. Newer
+// content on the device is downloaded first. A page pinned below for writing is lent. Meanwhile the device has no
+// frame of it, or does not touch it, and threads that want it wait for its return.
 //
 // Contract: takes the lock of the device's cache, and gives it up while it waits. It waits for transfers and for room
-// below, never for what others have pinned above: a page that they use is refused.
+// below, never for others' pins above: it refuses a page that they use.
 #pragma once
 
 #include <deque>
@@ -14,7 +14,7 @@ namespace zeropage {
 
 class LowerPins {
  public:
-  /// `lower` is null where there is no cache below; nothing can be reached then.
+  /// `lower` is null without a cache below; then no segment can be reached.
   LowerPins(Monitor& monitor, FrameMemory& memory, const Timeline& timeline, Frames& frames, Transfers& transfers,
             Runs& runs, FrameCache* lower)
       : monitor_(monitor),
@@ -25,17 +25,17 @@ class LowerPins {
         runs_(runs),
         lower_(lower) {}
 
-  // As FrameCache says of them.
+  // See FrameCache.
   bool reaches(const Segment& segment) const;
   void announce(std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
   void bring_down(Segment& segment) noexcept;
-  /// Gives back what uploads have been read from; waits for the oldest of them if `wait`. True if there was any. Not
+  /// Releases host memory whose upload has ended; waits for the oldest upload if `wait`. True if there was one. Not
   /// under a lock.
   bool tidy(bool wait);
-  /// Before the cache below goes.
+  /// To be called before the cache below is closed.
   void close() noexcept;
-  /// In a forked child: nothing here is its own.
+  /// In a forked child, which owns nothing here.
   void abandon() noexcept;
 
  private:

@@ -7,8 +7,8 @@ namespace zeropage {
 void Monitor::check_not_forked() const {
   if (!in_forked_child()) return;
   throw AccessError(
-      "this tensor is paged by the parent process and cannot be used in a forked child; use the spawn "
-      "start method, or pass the child a copy made with zeropage.pinned(tensor)");
+      "this tensor is paged by the parent process and a forked child cannot use it; use the spawn "
+      "start method, or pass a copy made with zeropage.pinned(tensor)");
 }
 
 void Monitor::check_usable() const {

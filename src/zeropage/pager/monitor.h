@@ -1,8 +1,8 @@
-// The lock of one cache and how its threads wait: asleep, with the lock given up, and counted. It knows nothing of
-// what it guards. Private to pager/.
+// The lock of one cache, and the waits of its threads: asleep, without the lock, and counted. It knows nothing of the
+// data that it guards. Private to pager/.
 //
-// Contract: one lock guards all that a cache keeps; it is never held while waiting: a thread that must wait sleeps on
-// `changed` and looks again. After close(), and in a forked child, check_usable() throws.
+// Contract: one lock guards all data of a cache, and no thread holds it while waiting. A thread that must wait sleeps
+// on `changed` and looks again. After close(), and in a forked child, check_usable() throws.
 #pragma once
 
 #include <atomic>
@@ -23,8 +23,7 @@
 
 namespace zeropage {
 
-/// What a thread waits for: that content arrives; that memory becomes free; all else, such as what other threads
-/// hold.
+/// The cause of a wait: content to arrive, memory to become free, or anything else, such as other threads' pins.
 enum class Cause : std::uint8_t { content, memory, other };
 inline constexpr int kCauses = 3;
 
@@ -32,28 +31,28 @@ class Monitor {
  public:
   using Lock = std::unique_lock<std::mutex>;
 
-  /// `on_left` is called under the lock, after close(), whenever a frame's last pin is dropped or a thread that gave
-  /// the lock up comes back. It must not throw.
+  /// `on_left` is called under the lock, after close(), whenever a frame's last pin is dropped or a thread comes back
+  /// that gave the lock up. It must not throw.
   explicit Monitor(std::function<void()> on_left) : on_left_(std::move(on_left)) {}
   ~Monitor() {
-    // In a forked child threads of the parent seem to wait for ever, and destroying it would wait for them.
+    // In a forked child, the parent's waiting threads seem to wait forever, and the destructor would wait for them.
     if (in_forked_child()) (void)changed_.release();
   }
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
 
   std::mutex& mutex() const { return mutex_; }
-  /// Notified of a page's state, a pin, or memory.
+  /// Notified when a page's state, a pin or free memory changes.
   std::condition_variable& changed() { return *changed_; }
-  /// The lock, for what only looks. Throws AccessError in a forked child, where a thread of the parent may hold it.
+  /// The lock, for readers. Throws AccessError in a forked child, where a thread of the parent may hold it.
   [[nodiscard]] Lock look() const {
     check_not_forked();
     return Lock(mutex_);
   }
-  /// The thread waits for `changed`, or, in virtual time, until something comes to its end.
+  /// Waits for `changed` or, in virtual time, until an event ends.
   void sleep(Lock& lock);
-  /// What came to its end is booked by `book`, under the lock. In virtual time that is on the thread that waits,
-  /// which may hold the lock as it waits for a device: then `book` runs later.
+  /// Calls `book` under the lock, to record the end of a transfer. In virtual time the calling thread is the one that
+  /// waits; it may hold the lock while it waits for a device. Then `book` runs later.
   template <class Book>
   void run_at_end(Book book) {
     Lock lock(mutex_, std::defer_lock);
@@ -69,23 +68,23 @@ class Monitor {
   void check_usable() const;
   void check_not_forked() const;
   bool in_forked_child() const { return generation_ != process_generation(); }
-  /// Changes under the lock; may be asked without it too, where a hint will do.
+  /// Changes under the lock; may be read without it as a hint.
   bool closed() const { return closed_; }
   /// Under the lock.
   void close() {
     closed_ = true;
     changed_->notify_all();
   }
-  /// Where a pin of a closed cache was dropped.
+  /// To be called when a pin of a closed cache was dropped.
   void left() const { on_left_(); }
-  /// Threads that are at work here and have given up the lock.
+  /// Threads inside the cache that have given up the lock.
   int inside() const { return inside_; }
-  /// By threads, for transfers.
+  /// Seconds that all threads have waited for transfers.
   double waited_seconds() const { return waited_seconds_[0] + waited_seconds_[1] + waited_seconds_[2]; }
   double waited_seconds(Cause cause) const { return waited_seconds_[static_cast<int>(cause)]; }
-  /// Where content comes from, for people: before threads wait.
+  /// Names the source of content, for reports. To be called before threads wait.
   void set_source(std::string_view source) { source_ = source; }
-  /// Since some moment, without those in which any thread waited: how far a program would be that never waits.
+  /// Seconds since some moment, minus those in which any thread waited: the clock of a program that never waits.
   double worked_seconds() const {
     const auto now = waiting_ > 0 ? waiting_since_ : Clock::now();
     return std::chrono::duration<double>(now.time_since_epoch()).count() - while_any_waited_;
@@ -94,7 +93,7 @@ class Monitor {
  private:
   friend class Inside;
   friend class Waiting;
-  VirtualClock* const planned_ = VirtualClock::current();  // its time, if it was made for a planned run
+  VirtualClock* const planned_ = VirtualClock::current();  // its clock, if made for a planned run
   mutable std::mutex mutex_;
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   const std::uint64_t generation_ = process_generation();
@@ -102,13 +101,13 @@ class Monitor {
   int inside_ = 0;
   double waited_seconds_[kCauses] = {};  // of all threads
   std::string_view source_ = "disk";
-  double while_any_waited_ = 0;  // until all threads last worked
+  double while_any_waited_ = 0;  // seconds in which any thread waited, until all last worked
   int waiting_ = 0;              // threads
   Clock::time_point waiting_since_;
   std::function<void()> on_left_;
 };
 
-/// A thread waits while it lives. Under the cache's lock at both ends.
+/// Counts a thread as waiting while it lives. Constructed and destroyed under the cache's lock.
 class Waiting {
  public:
   Waiting(Monitor& monitor, Cause cause) : monitor_(monitor), cause_(cause), start_(Clock::now()), listed_(name()) {
@@ -142,7 +141,7 @@ class Waiting {
   const ListedWait listed_;
 };
 
-/// Gives the lock up while it lives, whatever is thrown meanwhile.
+/// Gives the lock up while it lives, and takes it back even after an exception.
 class Unlocked {
  public:
   explicit Unlocked(Monitor::Lock& lock) : lock_(lock) { lock_.unlock(); }
@@ -154,7 +153,8 @@ class Unlocked {
   Monitor::Lock& lock_;
 };
 
-/// A thread that gives the lock up and comes back: close() leaves it what it uses. Under the lock at both ends.
+/// Marks a thread that gives the lock up and comes back: close() keeps the data that it uses. Constructed and
+/// destroyed under the lock.
 class Inside {
  public:
   explicit Inside(Monitor& monitor) : monitor_(monitor) { ++monitor_.inside_; }

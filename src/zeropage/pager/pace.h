@@ -1,5 +1,5 @@
-// How fast a home reads while it has enough to do, the latest counting most. Where it writes as much meanwhile, that
-// is half of what it could read alone; and so it will be with what comes next.
+// The read rate of a busy home; recent reads count most. If the home writes as much at the same time, this is half of
+// its rate for reads alone. The next reads will meet the same mix.
 //
 // Under the cache's lock.
 #pragma once
@@ -30,14 +30,14 @@ class Pace {
     count(0);
     under_way_ -= bytes;
   }
-  /// Bytes a second; 0 where that is not known.
+  /// Bytes a second; 0 if unknown.
   double read_rate() const { return seconds_ > 0 ? read_ / seconds_ : 0; }
 
  private:
-  static constexpr std::size_t kEnough = 16 * kMiB;  // under way: what keeps a disk busy
+  static constexpr std::size_t kEnough = 16 * kMiB;  // bytes in flight that keep a disk busy
   static constexpr double kRemembered = 256 * kMiB;
 
-  /// The time since it was last called, in which so much was read.
+  /// Counts the time since the last call, in which `read` bytes arrived.
   void count(std::size_t read) {
     const auto now = Clock::now();
     const auto since = std::exchange(counted_until_, now);
@@ -47,7 +47,7 @@ class Pace {
     if (read_ > kRemembered) read_ /= 2, seconds_ /= 2;
   }
 
-  std::size_t under_way_ = 0, reading_ = 0;  // bytes; of them, of reads
+  std::size_t under_way_ = 0, reading_ = 0;  // bytes in flight; the part that is read
   Clock::time_point counted_until_;
   double read_ = 0, seconds_ = 0;
 };

@@ -68,7 +68,7 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   return take_pin(*held, segment, index, access);
 }
 
-/// Of a page that this thread has claimed: its content comes after all.
+/// Reads or clears a page that this thread has claimed: its content is needed after all.
 void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   Page& page = run.pages[index];
   Frame& frame = *page.frame;
@@ -83,7 +83,7 @@ void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   }
 }
 
-/// Of a frame on which the pin has been taken.
+/// Wraps a pin that the caller has taken on the frame.
 PagePin PagePins::take_pin(Frame& frame, Segment& segment, std::size_t index, Access access) {
   PagePin pin;
   pin.pins_ = this;
@@ -114,7 +114,7 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
     return take_pin(*page.frame, segment, index, access);
   }
   if (page.frame || page.lent || run.assembled) return {};
-  if (page.state == Residency::evicted && access != Access::overwrite) return {};  // the plan brings it
+  if (page.state == Residency::evicted && access != Access::overwrite) return {};  // reading ahead reads it
   Frame* const frame = room_.try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};
   timeline_.note_page(run, index);
@@ -131,7 +131,7 @@ void PagePins::let_go(PagePin& pin, bool failed) noexcept {
   if (monitor_.closed()) return frames_.drop_pin(frame, pin.thread_);
   try {
     memory_.mark_used(frame);
-  } catch (...) {  // as in unpin
+  } catch (...) {  // as in WholePins::unpin()
   }
   if (frame.run) {
     Page& page = pin.run_->pages[pin.page_];
@@ -149,7 +149,7 @@ void PagePins::let_go(PagePin& pin, bool failed) noexcept {
 }
 
 void PagePins::wait(PagePin& pin) {
-  monitor_.check_usable();  // before the lock, which a forked child may have found taken
+  monitor_.check_usable();  // before the lock, which a fork may have copied in its locked state
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Frame& frame = *pin.frame_;
@@ -158,7 +158,7 @@ void PagePins::wait(PagePin& pin) {
     std::rethrow_exception(frame.failure);
   }
   memory_.order_after(frame);
-  if (!frame.run) return;  // it died, and what was to be read is there
+  if (!frame.run) return;  // the tensor died after its read had ended
   if (pin.access_ == Access::read) return;
   transfers_.make_writable(lock, *pin.run_, pin.page_);
   if (frame.permanent) return void(++pin.run_->changes);

@@ -1,9 +1,8 @@
 // Pins of single pages: how rules stream a tensor.
 //
-// Contract: a pin is given as soon as there is memory; the read may still be under way. A page that is to be
-// overwritten has no content in its frame: the thread that pins it has claimed it, and other threads wait until that
-// thread writes it or lets go of it. Until PagePin::wait(), and if what writes it throws, the page is what it is at
-// home.
+// Contract: a pin is granted as soon as there is memory; the read may still be in flight. A page to be overwritten
+// has no content in its frame. The thread that pins it has claimed it, and other threads wait until that thread
+// writes it or unpins it. Until PagePin::wait(), and if its writer throws, the page keeps its home content.
 #pragma once
 
 #include <memory>
@@ -16,7 +15,7 @@ namespace zeropage {
 
 class PagePins;
 
-/// What another cache has lent together with a page, until the pin goes.
+/// A page that another cache has lent, until the pin ends.
 class PageLoan {
  public:
   PageLoan() = default;
@@ -26,7 +25,7 @@ class PageLoan {
   bool waited_for = false;  // the page may have been written
 };
 
-/// One page held in memory for a rule. Its read may still be under way: wait() before touching data().
+/// One page pinned for a rule. Its read may still be in flight: call wait() before touching data().
 class PagePin {
  public:
   PagePin() = default;
@@ -47,17 +46,17 @@ class PagePin {
   }
   ~PagePin();
 
-  /// Returns when the bytes are there, or, of a page that is overwritten, when they may be written. Until then a page
-  /// for overwriting keeps its content. Throws DiskError if they could not be read.
+  /// Returns when the bytes have been read or, for an overwrite, when they may be written. Until then a page to be
+  /// overwritten keeps its content. Throws DiskError if the read failed.
   void wait();
-  /// On a device: the calling thread's stream goes on after all operators that have used the page.
+  /// On a device: orders the calling thread's stream after all operators that have used the page.
   void wait_for_uses();
-  /// The segment's bytes of this page: on the device, if it has memory of its own.
+  /// The segment's bytes of this page; in device memory if the device has its own.
   std::byte* data() const { return data_; }
-  /// The page is not used again soon. A hint, for where the plan does not know.
+  /// Hints that the page is not used again soon, if the plan does not know.
   void will_not_reuse() { will_not_reuse_ = true; }
-  /// Keeps what the caller has written of a page for overwriting. Without this call, the page has its earlier content
-  /// if an exception ends the pin.
+  /// Keeps the caller's bytes of a page pinned to be overwritten. Without this call, the page gets its earlier
+  /// content back if an exception ends the pin.
   void written();
   /// Copies into the page from memory of the same kind.
   void fill(const std::byte* from, std::size_t bytes, std::size_t offset = 0);
@@ -74,9 +73,9 @@ class PagePin {
   std::byte* data_ = nullptr;
   Access access_ = Access::read;
   bool will_not_reuse_ = false;
-  std::uint64_t thread_ = 0;  // that took it
+  std::uint64_t thread_ = 0;  // the thread that took it
   std::unique_ptr<PageLoan> loan_;
-  int exceptions_ = 0;  // under way when it was taken
+  int exceptions_ = 0;  // uncaught when it was taken
   bool written_ = false;
 };
 
@@ -93,11 +92,11 @@ class PagePins {
         room_(room),
         ahead_(ahead) {}
 
-  // As FrameCache says of them.
+  // See FrameCache.
   void announce(std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
   [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access);
-  /// Pages that pins met with no frame.
+  /// Pins that met a page without a frame.
   std::size_t faults() const { return faults_; }
 
  private:

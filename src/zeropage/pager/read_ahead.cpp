@@ -8,8 +8,8 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kMostAhead = 64 * kMiB;  // enough to keep a disk busy through one operator
-constexpr std::size_t kIdle = 32 * kMiB;       // a home with less to read soon has nothing to do
-// Of what is asked whether it would be late:
+constexpr std::size_t kIdle = 32 * kMiB;       // a home with fewer bytes in flight counts as idle
+// Limits of would_be_late():
 constexpr double kMargin = 1.5;
 constexpr std::int64_t kMostUses = 512;
 constexpr std::size_t kMostPages = 4096;
@@ -36,7 +36,7 @@ bool ReadAhead::would_be_late() {
   const double rate = transfers_.read_rate();
   const auto next = timeline_.plan().coming(0);
   if (rate <= 0 || !next) return false;
-  // Until the next use begins, nobody may ask again.
+  // No call may come before the next use begins.
   const double from = std::max(monitor_.worked_seconds() - timeline_.seconds(), next->seconds);
   const std::uint64_t uses = timeline_.plan().uses();
   const std::size_t limit = memory_.budget().limit();
@@ -71,8 +71,9 @@ void ReadAhead::restart() {
 
 void ReadAhead::run(Lock& lock) {
   if (running_ || monitor_.closed() || !timeline_.plan().knows())
-    return;  // running: where a read of ranks gave up the lock
-  // A thread is told of a failed write before the cache starts another: else the cache tries the same one for ever.
+    return;  // running: a read of ranks gave up the lock
+  // A thread must get the error of a failed write before the cache starts another. Otherwise the cache would retry
+  // the same write forever.
   if (transfers_.has_failed_write() && !frames_.is_gathered()) return;
   running_ = true;
   const std::uint64_t uses = timeline_.plan().uses();
@@ -83,20 +84,20 @@ void ReadAhead::run(Lock& lock) {
   const std::size_t limit = memory_.budget().limit();
   try {
     const auto most = static_cast<std::int64_t>(window());
-    bool all = false;  // that comes soon was looked at
+    bool all = false;  // all uses that come soon were looked at
     const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
     while (!monitor_.closed()) {
       if ((rested_ = room_.is_demanded())) break;
       const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
       if (wanted >= most && (wanted >= latest || !hurries())) break;
       if (frames_.looked_ahead().again) restart();
-      // What is gone through now is looked at to its end.
+      // Finishes the scan of the group that the program is in.
       if (group_ < timeline_.plan().latest_group()) group_ = timeline_.plan().latest_group(), members_.clear();
       auto next = target();
       all = !next || next->time > timeline_.now() + limit;
       if (all) break;
-      // Within a group times go up and down a little. What was brought for one must not leave for the next, or this
-      // would not end.
+      // Within a group, times go up and down a little. A page read for one member must not leave for the next, or
+      // this loop would not end.
       if (const auto reached = frames_.looked_ahead().reached) next->time = std::max(next->time, reached - 1);
       if (bring(*next, lock) == Result::blocked) break;
       frames_.looked_ahead().reached = next->time + 1;
@@ -105,7 +106,7 @@ void ReadAhead::run(Lock& lock) {
     if (!all && !monitor_.closed() && runs_.pageable_peak() > limit)
       write_behind(static_cast<std::size_t>(most) / 2, lock);
   } catch (...) {
-    // What could not start ahead starts again when it is demanded, and its error is told then.
+    // The read starts again when it is demanded, and throws its error then.
   }
   running_ = false;
 }
@@ -127,7 +128,7 @@ bool ReadAhead::find_group() {
   return !members_.empty();
 }
 
-/// The pages of all members take turns, so that all come to their ends together.
+/// The pages of all members take turns, so that all members end together.
 std::optional<ReadAhead::Target> ReadAhead::target() {
   while (true) {
     if (members_.empty() && !find_group()) return std::nullopt;
@@ -147,7 +148,7 @@ void ReadAhead::advance() {
   if (++member_ < members_.size()) return;
   member_ = 0;
   if (++step_ < steps_) return;
-  // What dies then leaves its room to what comes after.
+  // Members that die then free their room for later uses.
   std::int64_t dying = 0;
   for (const Member& member : members_) dying += member.use.last ? static_cast<std::int64_t>(member.bytes) : 0;
   if (dying > 0) keep_room(-dying);
@@ -155,15 +156,15 @@ void ReadAhead::advance() {
   members_.clear();
 }
 
-/// Whether its pages can come, and would still be current when they are used.
+/// Whether its pages can be read now, and would still be current at their use.
 bool ReadAhead::may_bring(const Run& run) const {
   return run.home && !run.dead && !run.assembled && run.lent == 0 && !is_about_to_change(run);
 }
 
-/// Whether such a use needs what is at home.
+/// Whether such a use needs the home content.
 bool ReadAhead::reads(const Run& run, Access access) { return access != Access::overwrite || run.shares_page(); }
 
-/// Elsewhere, so that it would have to be gathered, or uploaded, again.
+/// Whether its content is about to change elsewhere, so that it would be gathered or uploaded again.
 bool ReadAhead::is_about_to_change(const Run& run) const {
   if (!run.only) return false;
   return frames_.is_gathered() ? run.only->will_change() : run.only->will_change_below();
@@ -180,12 +181,12 @@ ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
   }
   if (!may_bring(*run)) return Result::there;
   const bool is_now = group_ < timeline_.plan().uses();
-  if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // it has been taken
+  if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // already taken
   const auto first = run->pages.begin() + static_cast<std::ptrdiff_t>(target.first_page);
   const auto last = first + static_cast<std::ptrdiff_t>(target.pages);
   if (std::any_of(first, last, [](const Page& page) { return page.frame != nullptr; })) {
     if (target.pages == 1) return Result::there;
-    // Part of it is here: the rest comes page by page.
+    // Some pages are in memory: read the others one by one.
     for (std::size_t i = 0; i < target.pages; ++i) {
       const Page& page = run->pages[target.first_page + i];
       if (page.frame || page.state != Residency::evicted || use.access == Access::overwrite) continue;
@@ -203,7 +204,7 @@ ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
   return Result::there;
 }
 
-/// Until the group that is looked at is behind.
+/// Keeps room until the group that is looked at has passed.
 void ReadAhead::keep_room(std::int64_t bytes) {
   kept_.push_back({group_ + members_.size() - 1, bytes});
   kept_bytes_ += bytes;
@@ -215,7 +216,7 @@ ReadAhead::Result ReadAhead::read(Run& run, std::size_t first_page, std::size_t 
   for (std::size_t i = first_page; i < first_page + pages; ++i) {
     if (!transfers_.ready_to_read(run, i)) return Result::blocked;
   }
-  // Room that will be free does not serve a read that starts now.
+  // A read that starts now cannot use room that will be free later.
   const std::int64_t later = std::min<std::int64_t>(kept_bytes_, 0);
   if (make_room(FrameMemory::bytes_of(run, first_page, pages) - later, time, lock) == Result::blocked) {
     return Result::blocked;
@@ -228,7 +229,7 @@ ReadAhead::Result ReadAhead::read(Run& run, std::size_t first_page, std::size_t 
   return Result::there;
 }
 
-/// There is more to read than may be read yet: what will leave for it is written home, so that it can leave at once.
+/// Reads are waiting for the window: writes their victims home now, so that these can leave at once.
 void ReadAhead::write_behind(std::size_t most, Lock& lock) {
   const std::size_t failed_before = transfers_.failed_writes();
   while (memory_.free() + transfers_.writing_bytes() < most) {
@@ -242,7 +243,7 @@ void ReadAhead::write_behind(std::size_t most, Lock& lock) {
   }
 }
 
-/// Until `bytes` are free beside what is kept: clean frames that are used later leave, and dirty ones are written.
+/// Frees `bytes` in addition to the kept room: evicts clean frames that are used later, and writes dirty ones.
 ReadAhead::Result ReadAhead::make_room(std::size_t bytes, AccessPlan::Time time, Lock& lock) {
   const std::size_t failed_before = transfers_.failed_writes();
   const auto lacking = [&] {
@@ -255,7 +256,7 @@ ReadAhead::Result ReadAhead::make_room(std::size_t bytes, AccessPlan::Time time,
       frames_.evict(*victim);
       continue;
     }
-    // Enough is on its way home to make the room, or to keep a disk busy.
+    // Enough writes are in flight to make the room, or to keep a disk busy.
     const auto writing = static_cast<std::int64_t>(transfers_.writing_bytes());
     if (writing >= std::max(lacking(), static_cast<std::int64_t>(window())) ||
         !transfers_.write_back(lock, *victim, Priority::behind) || transfers_.failed_writes() != failed_before)

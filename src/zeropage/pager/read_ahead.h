@@ -1,22 +1,22 @@
-// What a cache does before it is asked: along the plan, it reads what will be needed and keeps room for what will be
-// created or overwritten. The next page that is missing comes first; the page whose next use is furthest leaves for
-// it (of equal ones that whose leaving causes fewer transfers); and none leaves for a page that is used later than
-// itself (Cao, Felten, Karlin and Li, "A study of integrated prefetching and caching strategies", 1995).
+// Prefetching. Along the plan, the cache reads pages before they are needed, and keeps room for pages that will be
+// created or overwritten. The next missing page comes first. It evicts the page whose next use is furthest; of equal
+// ones, the page whose eviction causes fewer transfers. No page leaves for one that is used later than itself (Cao,
+// Felten, Karlin and Li, "A study of integrated prefetching and caching strategies", 1995).
 //
-// [Note: how far ahead] Who leaves is best decided late: of 12 pages used in turn, 6 of which fit, 6.5 are read in
-// each turn if each is read when it is needed, and all 12 if as early as can be, since then memory always holds the
-// next six. So what has been read and not been used, and the room that is kept, are at most an eighth of memory, and
-// a sixteenth of what memory lacks: the less is missing, the less the disk has to do.
+// [Note: how far ahead] Victims are best chosen late. Take 12 pages used in turn, with room for 6. Reading each page
+// when it is needed costs 6.5 reads a turn. Reading as early as possible costs 12, since memory then always holds the
+// next six. Pages read but not used, plus kept room, are therefore limited to an eighth of memory, and to a sixteenth
+// of the missing memory. The less memory is missing, the fewer reads are needed.
 //
-// [Note: in time] A tensor that is large for the time that is spent on it, as an embedding is, cannot come within
-// that time. Where what comes next, at the pace of the home, would be waited for, reading goes on while the home is
-// idle beyond what the note above says, up to a third of memory.
+// [Note: in time] A tensor can be too large to read during the time the program spends before it, such as an
+// embedding. If the home's pace would make the program wait for the next pages, reading goes beyond the limit above,
+// up to a third of memory, while the home is idle.
 //
-// [Note: written before it must leave] A read that waits for its room to be written home takes twice the time. So
-// while the window is full and the plan holds more reads, the cache writes the frames that will leave for them.
+// [Note: written before it must leave] A read takes twice the time if it waits for its room to be written home. While
+// the window is full and the plan holds more reads, the cache writes the next victims home.
 //
-// Under the cache's lock; it never waits. The cache calls it when an operator has pinned or let go, and, where ranks
-// need not agree, when a transfer has ended: so that one transfer starts the next while no thread waits.
+// Under the cache's lock; it never waits. The cache calls it when an operator has pinned or unpinned. If ranks need
+// not agree, it also calls it when a transfer has ended, so that transfers start the next while no thread waits.
 #pragma once
 
 #include <deque>
@@ -42,14 +42,14 @@ class ReadAhead {
         room_(room),
         page_bytes_(page_bytes) {}
 
-  /// Starts what should be on its way. Gives the lock up only where a transfer of gathered tensors does.
+  /// Starts the transfers that are due. Gives the lock up only where a transfer of gathered tensors does.
   void run(Lock& lock);
-  /// Goes on, if it rested for a thread that waited for memory, and no thread does now. Not on a device: uploads hold
+  /// Resumes if it paused for a thread that waited for memory, and no thread does now. Not on a device: uploads hold
   /// pages below that other threads may wait for.
   void resume(Lock& lock) {
     if (rested_ && !memory_.device()) run(lock);
   }
-  /// The plan is another one.
+  /// Restarts after a change of plan.
   void restart();
 
  private:
@@ -80,7 +80,7 @@ class ReadAhead {
   void keep_room(std::int64_t bytes);
 
   struct Kept {
-    std::uint64_t use;   // for which it is kept, or after which it is free, counted from the first
+    std::uint64_t use;   // number of the use it is kept for, or after which it is free
     std::int64_t bytes;  // kept; negative: will be free
   };
 
@@ -92,17 +92,17 @@ class ReadAhead {
   Transfers& transfers_;
   Room& room_;
   const std::size_t page_bytes_;
-  std::uint64_t group_ = 0;  // the first use of what is looked at, counted from the first
+  std::uint64_t group_ = 0;  // number of the first use of the group that is looked at
   std::vector<Member> members_;
   AccessPlan::Time begin_ = 0, end_ = 0;
   std::size_t steps_ = 0, step_ = 0, member_ = 0;
   std::deque<Kept> kept_;
   std::int64_t kept_bytes_ = 0;
   bool running_ = false;
-  bool rested_ = false;                        // for a thread that waited for memory
-  std::uint64_t asked_at_ = 0, asked_of_ = 0;  // uses and group_ when would_be_late() was asked
-  bool late_ = false;                          // what it said
-  std::uint64_t scan_ = 0;                     // how often it was asked
+  bool rested_ = false;                        // paused for a thread that waited for memory
+  std::uint64_t asked_at_ = 0, asked_of_ = 0;  // uses and group_ at the last would_be_late()
+  bool late_ = false;                          // its result
+  std::uint64_t scan_ = 0;                     // its number of calls
 };
 
 }  // namespace zeropage

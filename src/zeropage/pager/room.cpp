@@ -8,14 +8,14 @@
 namespace zeropage {
 namespace {
 
-/// How much is written behind where no plan says what leaves next.
-constexpr std::size_t kBehindShare = 4;  // a quarter of memory
-/// For memory that other threads have pinned.
+/// The share of memory kept clean or being written if no plan says which frame leaves next.
+constexpr std::size_t kBehindShare = 4;  // a quarter
+/// Longest wait for memory that other threads have pinned.
 constexpr std::chrono::seconds kLongestWait{5};
-/// Meanwhile other threads' transfers to and from a device end without a word.
+/// How often that wait looks for ended transfers of other threads to and from a device, which signal nothing.
 constexpr std::chrono::milliseconds kUntilTidied{5};
 
-/// While it lives a thread is owed the memory that it frees.
+/// While it lives, a thread claims the memory that it frees.
 struct Demand {
   explicit Demand(int& demands) : count(demands) { ++count; }
   ~Demand() { --count; }
@@ -26,11 +26,11 @@ struct Demand {
 
 }  // namespace
 
-/// One frame that is being made, and what its maker has seen on its way.
+/// State of one make_frame() call.
 struct Room::Making {
   std::size_t bytes, failed_before;
   bool fragmented = false, needs_window = false;
-  bool clearing = false;  // neighbours are being written
+  bool clearing = false;  // its neighbours are being written
   Clock::time_point give_up_at = {};
 };
 
@@ -64,7 +64,7 @@ bool Room::give_up_clean(const Making& making) {
 }
 
 bool Room::clear_neighbours(Lock& lock, Making& making) {
-  // What is clean and is used soon stays, if something else can be written.
+  // Keeps clean frames that are used soon, if it can write others instead.
   const AccessPlan::Time soon = timeline_.now() + memory_.budget().limit() / 2;
   if (clear_window(making.bytes, soon, /*clean_only=*/true, lock)) return true;
   const bool may_write = !making.clearing || transfers_.writing_bytes() == 0;
@@ -80,7 +80,7 @@ bool Room::send_victim_home(Lock& lock, const Making& making) {
   }
   const std::size_t writing = transfers_.writing_bytes();
   const bool enough = !making.fragmented && writing > 0 && memory_.free() + writing >= making.bytes;
-  // It must be written first. What is clean and is not used soon leaves instead of being waited for.
+  // The victim must be written first. A clean frame that is not used soon leaves instead, to save the wait.
   Frame* const clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
   const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
   if (leaves) frames_.evict(*clean);
@@ -88,7 +88,7 @@ bool Room::send_victim_home(Lock& lock, const Making& making) {
   return leaves || !enough;
 }
 
-/// A gather ends when it is waited for: one at a time, in an order that is the same on all ranks.
+/// Waits for one gather, in an order that is the same on all ranks. A gather ends only when a thread waits for it.
 bool Room::wait_for_gather(Lock& lock) {
   if (!frames_.is_gathered() || transfers_.reading_bytes() == 0) return false;
   Frame* first = nullptr;
@@ -101,7 +101,7 @@ bool Room::wait_for_gather(Lock& lock) {
   return first != nullptr;
 }
 
-/// Until one of them has ended, or, where neighbours must leave together, all.
+/// Waits until one transfer has ended or, if neighbours must leave together, until all writes have.
 bool Room::wait_for_transfers(Lock& lock, const Making& making) {
   const std::size_t writing = transfers_.writing_bytes(), reading = transfers_.reading_bytes(),
                     queued = frames_.victims().size();
@@ -115,7 +115,7 @@ bool Room::wait_for_transfers(Lock& lock, const Making& making) {
   return true;
 }
 
-/// Transfers of the cache above hold pages here, and may have ended without a word.
+/// Ends transfers of the cache above, which pin pages here and may have finished without a signal.
 bool Room::tidy_above(Lock& lock) {
   if (!upper_.connected()) return false;
   const std::size_t pins = frames_.pins(), queued = frames_.victims().size(), free = memory_.free();
@@ -124,15 +124,14 @@ bool Room::tidy_above(Lock& lock) {
     const Unlocked unlocked(lock);
     ended = upper_.tidy();
   }
-  // Other threads may have let go of frames, or begun to write them, while this one had no lock.
+  // Other threads may have unpinned frames, or begun to write them, while this one had no lock.
   return ended || frames_.pins() != pins || frames_.victims().size() != queued || memory_.free() != free ||
          transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0;
 }
 
-/// Waits until another thread lets go of a frame. Gives up after kLongestWait: that thread may be waiting for this
-/// one.
+/// Waits until another thread unpins a frame. Gives up after kLongestWait: that thread may be waiting for this one.
 bool Room::wait_for_pins(Lock& lock, Making& making) {
-  // ShardedHome frees what its gathers hold when it is refused.
+  // If refused, ShardedHome frees what its gathers hold.
   if ((upper_.serves() && !upper_.connected()) || frames_.pins() <= frames_.pins_of_this_thread()) return false;
   const auto now = Clock::now();
   if (making.give_up_at == Clock::time_point{}) making.give_up_at = now + kLongestWait;
@@ -154,7 +153,7 @@ Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::s
       clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
     frame = frames_.try_make(run, first_page, pages, false, fragmented);
   }
-  while (!frame && fragmented && memory_.joins_holes()) {  // what is free is less than the pieces that can be joined
+  while (!frame && fragmented && memory_.joins_holes()) {  // the free bytes are fewer than what can be joined
     Frame* const victim = frames_.victims().best(timeline_.now(), before);
     if (!victim || Frames::is_dirty(*victim)) break;
     frames_.evict(*victim);
@@ -199,8 +198,8 @@ void Room::give_up_frames(Lock& lock, Run& run) {
   }
 }
 
-/// Evicts neighbours that together with the holes between them make `bytes`. True if there is something new to look
-/// at: they have left, or are being written.
+/// Evicts neighbouring frames that make `bytes` together with the holes between them. True if the caller should look
+/// again: frames have left, or are being written.
 bool Room::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock) {
   const auto frames = memory_.window(bytes, [&](const Frame& frame) {
     return frame.cost >= 0 && frame.next_use > before && (!clean_only || !Frames::is_dirty(frame));
@@ -210,7 +209,7 @@ bool Room::clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_o
   const bool blocks = transfers_.blocks();
   for (Frame* frame : dirty) {
     transfers_.write_back(lock, *frame, Priority::demanded);
-    if (blocks) break;  // the lock was given up: what lies where has to be looked at anew
+    if (blocks) break;  // the lock was given up: other threads may have moved frames
   }
   return !frames.empty();
 }
@@ -226,7 +225,7 @@ void Room::clean_behind(Lock& lock) noexcept {
       if (!victim || !transfers_.write_back(lock, *victim, Priority::behind) || transfers_.has_failed_write()) return;
     }
   } catch (...) {
-    // What could not start behind starts again when its memory is needed, and its error is told then.
+    // The write starts again when its memory is needed, and throws its error then.
   }
 }
 

@@ -1,7 +1,7 @@
-// Memory: what it is given to, and what leaves when it is short. Where bytes wait that have been asked for, and have
-// no memory, is read in make_frame; for those that have not been asked for, in read_ahead.cpp.
+// Memory for new frames, and eviction when memory is short. make_frame() shows how demanded bytes wait for memory;
+// read_ahead.cpp shows it for bytes that are read ahead.
 //
-// Contract: under the cache's lock, which is given up while a thread waits. What is dirty leaves only after its write
+// Contract: under the cache's lock, which it gives up while a thread waits. A dirty frame leaves only after its write
 // has succeeded.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace zeropage {
 
-/// Memory cannot be had: told apart from a BudgetError of a home below.
+/// No memory can be freed. Distinct from a BudgetError of a home below.
 struct Shortage {};
 
 class Room {
@@ -26,27 +26,27 @@ class Room {
         transfers_(transfers),
         upper_(upper) {}
 
-  /// A frame with one pin. Waits for what must be written, and for what other threads hold. Throws Shortage if
-  /// nothing is left that could leave, DiskError if what should leave cannot be written.
+  /// A frame with one pin. Waits for writes, and for pins of other threads. Throws Shortage if no frame is left that
+  /// could leave, DiskError if a frame that should leave cannot be written.
   Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
-  /// The same without waiting; what leaves is clean and used later than `before`. Null if that is not enough, or
-  /// is_demanded().
+  /// The same without waiting: evicts only clean frames that are used later than `before`. Null if that is not
+  /// enough, or is_demanded().
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
-  /// A thread is in make_frame or empty. What it has freed it needs, so nothing is brought ahead: as one transfer's
-  /// end starts the next, that could go on for ever. Not over ranks, where what is brought must not depend on
-  /// threads.
+  /// Whether a thread is in make_frame() or empty(). It needs the memory that it frees, so reading ahead pauses: each
+  /// transfer's end starts the next, which could go on for ever. False over ranks, where prefetches must not depend
+  /// on threads.
   bool is_demanded() const { return demands_ > 0 && !frames_.is_gathered(); }
 
-  /// Everything that can leave does. Throws DiskError.
+  /// Evicts every frame that can leave. Throws DiskError.
   void empty(Lock& lock);
-  /// Writes what is newer in frames home, and drops them. Pinned ones stay. Throws DiskError.
+  /// Writes the run's newer frames home, and drops its frames. Pinned ones stay. Throws DiskError.
   void give_up_frames(Lock& lock, Run& run);
-  /// Where there is no plan: once memory is short, what would leave next is kept on its way home.
+  /// Without a plan, once memory is short: keeps the next victims' writes in flight.
   void clean_behind(Lock& lock) noexcept;
 
  private:
   struct Making;
-  // Each returns whether it did something, or waited, so that it is worth while to try again.
+  // Each returns true if it did something or waited, so that a new attempt can succeed.
   bool give_up_clean(const Making& making);
   bool clear_neighbours(Lock& lock, Making& making);
   bool send_victim_home(Lock& lock, const Making& making);

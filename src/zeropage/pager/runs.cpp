@@ -24,17 +24,17 @@ void Runs::add(std::unique_ptr<Run> owned) {
   runs_.emplace(&run, std::move(owned));
 }
 
-/// [Note: gathered] Gradients and states are made anew in each step, and when they die may differ between ranks: none
-/// can take over another's ordinal. Nothing is gathered ahead of them, so one ordinal stands for all of a kind.
+/// [Note: gathered] Each step creates new gradients and states. Ranks may differ in when they die, so none can reuse
+/// another's ordinal. They are not gathered ahead, so one ordinal stands for all of a kind.
 bool Runs::shares_ordinal(const Run& run) const { return frames_.is_gathered() && run.role != Role::parameter; }
 
 void Runs::count_home(const Run& run, bool created) {
-  // [Note: gathered] When gradients and states die may differ between ranks.
+  // [Note: gathered] Ranks may differ in when gradients and states die.
   if (run.home && (!frames_.is_gathered() || run.role == Role::parameter)) {
     pageable_bytes_ += (created ? 1 : -1) * round_up(run.bytes, kBlockBytes);
     pageable_peak_ = std::max(pageable_peak_, pageable_bytes_);
   }
-  if (run.below || frames_.is_gathered()) return;  // it is counted there
+  if (run.below || frames_.is_gathered()) return;  // the lower cache counts it
   const auto role = static_cast<int>(run.role), tier = static_cast<int>(run.tier);
   if (!run.home) {
     const std::size_t frame_bytes = round_up(run.bytes, kBlockBytes);
@@ -58,7 +58,7 @@ std::size_t Runs::source_bytes() const {
 }
 
 void Runs::let_die(Run& run) {
-  // [Note: gathered] When a parameter dies may differ between ranks, and one that is planned is gathered by all.
+  // [Note: gathered] Ranks may differ in when a parameter dies, and all gather one that is planned.
   if (frames_.is_gathered() && run.role == Role::parameter) return;
   run.dead = true;
   by_ordinal_[run.ordinal] = nullptr;

@@ -1,8 +1,8 @@
-// The runs of one cache, from their creation until nothing is under way for them any more; their ordinals in the
-// plan; and what they take at home. Which tensors lie in a run, and how it gets its home, is HomeAllocator's.
+// The runs of one cache, from creation until nothing is in flight for them; their ordinals in the plan; and the bytes
+// they take at home. HomeAllocator decides which tensors share a run and how a run gets its home.
 //
-// Contract: under the cache's lock; it never waits. A run that died stays until its last transfer has ended, and a
-// frame of it until its last pin is dropped.
+// Contract: under the cache's lock; it never waits. A dead run stays until its last transfer has ended, and its frame
+// until its last pin is dropped.
 #pragma once
 
 #include <memory>
@@ -19,22 +19,22 @@ class Runs {
   Runs(Frames& frames, Budgets& budgets, Timeline& timeline)
       : frames_(frames), budgets_(budgets), timeline_(timeline) {}
 
-  /// Of a run that has its home: its ordinal.
+  /// Adds a run that has its home, and gives it an ordinal.
   void add(std::unique_ptr<Run> run);
-  /// No tensor lies in it any more. It dies now, or when what is under way has ended.
+  /// Lets a run without tensors die, now or once its transfers have ended.
   void let_die(Run& run);
-  /// Of a dead run for which nothing is under way.
+  /// Deletes a dead run that has no transfer in flight.
   void remove(Run& run);
 
-  /// Null: dead, or not to be gathered ahead.
+  /// Null: the run is dead, or must not be gathered ahead.
   Run* at(AccessPlan::Ordinal ordinal) const { return by_ordinal_[ordinal]; }
-  /// Of the run that has or had the ordinal.
+  /// Bytes of the run that has or had the ordinal.
   std::size_t bytes_at(AccessPlan::Ordinal ordinal) const { return bytes_of_ordinal_[ordinal]; }
-  /// The most bytes of all runs whose home is elsewhere.
+  /// The peak of all bytes whose home is not a frame.
   std::size_t pageable_peak() const { return pageable_peak_; }
   std::size_t home_bytes(int role, int tier) const { return home_bytes_[role][tier]; }
   std::size_t home_peak(int role, int tier) const { return home_peak_[role][tier]; }
-  /// Bytes that lie in files which are only read.
+  /// Bytes at home in files that are only read.
   std::size_t source_bytes() const;
   /// Pages of living runs whose latest write home failed.
   std::size_t failed_pages() const { return failed_pages_; }
@@ -43,10 +43,10 @@ class Runs {
     page.write_failed = failed;
   }
 
-  /// Of a closed cache: what lies at home counts no more; and homes are given back.
+  /// After close(): stop counting home bytes, and release the homes.
   void forget_home_bytes() noexcept;
   void give_back_homes() noexcept;
-  /// In a forked child: nothing here is its own.
+  /// In a forked child, which owns nothing here.
   void abandon() noexcept { new auto(std::move(runs_)); }
 
  private:

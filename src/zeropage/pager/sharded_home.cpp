@@ -11,15 +11,15 @@
 namespace zeropage {
 namespace {
 
-/// Where this rank's part of a page lies in the segment of its share.
+/// The place of this rank's part of a page in the segment of its share.
 struct Place {
-  std::size_t page;    // of the share's segment
-  std::size_t offset;  // in it
+  std::size_t page;    // of the share's segment.
+  std::size_t offset;  // in that page.
   std::size_t bytes;
-  bool all;  // the part is all of that page
+  bool all;  // the part fills that page
 };
 
-/// What a rank sends for a part that it could not read: no number in any format, and nothing that content would be.
+/// The bytes a rank sends for a part that it could not read: NaN in every format, and unlike any real content.
 constexpr std::size_t kMarkBytes = 64;
 const std::array<std::byte, kMarkBytes>& mark_of_failure() {
   static const auto mark = [] {
@@ -58,11 +58,11 @@ struct ShardedHome::Gather {
   std::byte* into;
   std::size_t bytes;
   Done done;
-  std::size_t part_bytes;    // of a large tensor, by one rank
-  std::size_t packed_bytes;  // of small tensors, by all ranks
+  std::size_t part_bytes;    // for a large tensor, of one rank
+  std::size_t packed_bytes;  // for small tensors, of all ranks
   std::size_t part_offset = 0;
-  PagePin part = {};                             // of a large tensor
-  std::shared_ptr<std::byte> packed{}, parts{};  // of small ones: this rank's, all ranks'
+  PagePin part = {};                             // for a large tensor
+  std::shared_ptr<std::byte> packed{}, parts{};  // for small ones: this rank's, all ranks'
   std::unique_ptr<Ranks::Work> work = nullptr;
   std::exception_ptr failure = nullptr;
 };
@@ -92,7 +92,7 @@ std::optional<Home::Outcome> ShardedHome::read(const Run& run, std::size_t page,
   const SharesInUse shares(gathered_, run);
   auto gather = std::make_shared<Gather>(Gather{run, page, into, run.bytes_of(page), std::move(done),
                                                 run.bytes_of(page) / ranks_->size(), shares.packed_bytes()});
-  // Whether it can be had is found out here, but said when it is waited for: all ranks launch what all asked for.
+  // Keeps an error until a thread waits for the read: every rank must launch the collectives that all asked for.
   try {
     std::vector<PinRequest> requests;
     for (const Share& share : shares) {
@@ -117,8 +117,8 @@ void ShardedHome::hold_part(Gather& gather, Segment* share) {
   gather.part = pin_part(*share, place.page);
 }
 
-/// A page of a share. Where this rank is short of memory, what gathers hold of it is let go of as they end; that they
-/// have ended is told when they are waited for, as on the other ranks.
+/// Pins a page of a share. If this rank is short of memory, completes the oldest gathers to free what they hold. The
+/// cache learns of their end when it waits for them, as on the other ranks.
 PagePin ShardedHome::pin_part(Segment& share, std::size_t page) {
   while (true) {
     try {
@@ -136,7 +136,7 @@ PagePin ShardedHome::pin_part(Segment& share, std::size_t page) {
   }
 }
 
-/// Launches what all ranks asked for: also what this rank has nothing to give to, since the others wait for it.
+/// Launches the gathers that all ranks asked for, including those for which this rank has no data: other ranks wait.
 void ShardedHome::launch_all() {
   struct Launching {
     bool& flag;
@@ -157,7 +157,7 @@ void ShardedHome::launch_all() {
 
 void ShardedHome::launch(Gather& g) {
   const Subject subject{name_of(g.run.role), g.run.number, g.page};
-  // On this stream, which may not be that of the frame's maker.
+  // Orders this stream, which may not be the frame maker's, after the memory's earlier uses.
   if (memory_.device()) memory_.device()->reuse({g.into, g.run.bytes_of(g.page)});
   if (g.run.packed()) {
     g.packed = ranks_->scratch(g.packed_bytes / ranks_->size());
@@ -185,8 +185,8 @@ void ShardedHome::launch(Gather& g) {
   g.work = ranks_->all_gather(g.into, part, g.part_bytes, subject);
 }
 
-/// Lays this rank's parts of all tensors of the page together. Those that died keep their place, so that when they
-/// died, which ranks need not agree on, changes nothing.
+/// Packs this rank's parts of all tensors of the page. Dead tensors keep their slots: ranks need not agree on when
+/// they died.
 void ShardedHome::pack(Gather& g) {
   for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (!share.segment || share.offset >= g.packed_bytes) continue;
@@ -208,9 +208,9 @@ void ShardedHome::deal_out(Gather& g) {
   }
 }
 
-/// This rank has nothing to send: all of them must know, or the others would compute with what came.
+/// Sends a mark instead of data. All ranks must know of the failure, or they would compute with wrong bytes.
 void ShardedHome::send_mark(Gather& g, std::size_t bytes) {
-  // Where the host cannot look into what came, ranks learn it when they next compare what they did.
+  // If the host cannot read the gathered bytes, ranks learn of the failure when they next compare their calls.
   memory_.device() ? ranks_->fail("could not read its part of a gathered tensor")
                    : fill_with_mark(g.packed.get(), bytes);
 }
@@ -227,7 +227,7 @@ void ShardedHome::check_parts(const Gather& g) const {
   }
 }
 
-/// Waits for the collective and lets go of what it needed.
+/// Waits for the collective and releases its buffers and pin.
 void ShardedHome::complete(Gather& g) {
   try {
     if (g.work) g.work->wait();

@@ -1,9 +1,9 @@
-// The home of gathered pages in every rank's shares: a page is read by an all-gather of the ranks' parts of it, and
-// written by keeping this rank's part.
+// The home of gathered pages: every rank's shares. To read a page, all ranks all-gather their parts of it. To write a
+// page, each rank keeps its own part.
 //
-// Collectives start in the order of the reads, which is the order of the plan as counted in pins, whatever the disk
-// does. A page of a large tensor is gathered straight into its frame. Small tensors share a page and travel together:
-// their parts are packed, gathered at once, and dealt out.
+// Collectives start in the order of the reads, which follows the plan as counted in pins, whatever the disk does. A
+// page of a large tensor is gathered straight into its frame. Small tensors share a page and one all-gather: their
+// parts are packed, gathered and unpacked.
 #pragma once
 
 #include <deque>
@@ -14,8 +14,8 @@
 
 namespace zeropage {
 
-/// The shares of a run as they are now. Tensors of the run may be created meanwhile; one that dies waits until its
-/// share is no longer used here.
+/// The present shares of a run. Other threads may add tensors to the run meanwhile. A tensor that dies waits until
+/// its share is no longer used here.
 class SharesInUse {
  public:
   SharesInUse(Monitor& monitor, const Run& run);
@@ -35,11 +35,11 @@ class SharesInUse {
 
 class ShardedHome final : public Home {
  public:
-  /// `gathered` is the lock of the cache whose home this is, and `memory` what its frames lie in.
+  /// `gathered` is the lock of the cache whose home this is, and `memory` the memory of that cache's frames.
   ShardedHome(Monitor& gathered, FrameCache& local, std::shared_ptr<Ranks> ranks, const FrameMemory& memory);
   ~ShardedHome() override;
 
-  /// Brings this rank's part of the page into memory. hurry() gathers it, after all that were read before.
+  /// Reads this rank's part of the page into memory. hurry() gathers the page, after all earlier reads.
   std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
                               Done done) override;
   std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from,
@@ -62,7 +62,7 @@ class ShardedHome final : public Home {
   FrameCache& local_;
   std::shared_ptr<Ranks> ranks_;
   const FrameMemory& memory_;
-  std::recursive_mutex mutex_;                     // what ranks do together, one thread does at a time
+  std::recursive_mutex mutex_;                     // serialises the collectives of this process
   std::deque<std::shared_ptr<Gather>> asked_for_;  // oldest first, not launched
   std::deque<std::shared_ptr<Gather>> in_flight_;  // oldest first
   bool launching_ = false;

@@ -30,9 +30,9 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   frozen->page_bytes = run.page_bytes;
   frozen->pages.resize(run.pages.size());
   const bool any_newer = std::ranges::any_of(run.pages, is_newer_in_frame);
-  // No waiting: another run of this checkpoint may be what has the room.
+  // Does not wait: another run of this checkpoint may hold the room.
   if (any_newer && !transfers_.try_make_room_at_home(run)) {
-    throw DiskError("the disk has no room for a checkpoint beside what training writes; make room, or save with wait",
+    throw DiskError("the disk has no room for both a checkpoint and training's writes; make room, or save with wait",
                     ENOSPC);
   }
   frozen->backings.reserve(run.others.size() + 1);
@@ -65,10 +65,10 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   result.segment_ = &segment;
   for (std::size_t i = 0; i < run.pages.size(); ++i) result.sizes_.push_back(run.bytes_of(i));
   result.frozen_ = std::move(frozen);
-  // What is newer goes home soon, so that nobody has to wait for it.
+  // Writes newer pages home soon, so that no thread has to wait for them.
   for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
-    if (transfers_.has_failed_write()) break;  // a thread is told of it first
+    if (transfers_.has_failed_write()) break;  // throw_failed_write() must come first
     if (page.state != Residency::dirty || page.frame->pins > 0) continue;
     if (!transfers_.write_back(lock, *page.frame, Priority::behind)) break;
   }
@@ -78,7 +78,7 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
 void Snapshots::write_home(Lock& lock, Run& run) {
   transfers_.wait_until(lock, [&] { return run.lent == 0; });
   for (Page& page : run.pages) {
-    bool is_held = false;  // by an operator, which may write it again: then it stays dirty
+    bool is_held = false;  // by an operator, which may write the page again: then it stays dirty
     while (page.frame && is_newer_in_frame(page) && !is_held) {
       is_held = page.state == Residency::dirty && page.frame->pins > 0;
       const std::size_t failed_before = transfers_.failed_writes();

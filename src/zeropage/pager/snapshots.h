@@ -1,11 +1,10 @@
-// The content of segments at one moment, for a checkpoint that is written while training goes on.
+// Snapshots of segments, for a checkpoint that is written while training goes on.
 //
-// [Note: snapshots] To freeze a run is to hold the places where its pages lie at home together with it, so that
-// nothing writes there any more: what training writes home from then on goes to places of its own (Run::own), and
-// what was there is given up when neither the run nor the checkpoint needs it. So no byte moves, and freezing takes
-// no time. What is newer in a frame than at home has no such place: until it has been written home, or copied by the
-// checkpoint, an operator that is about to write the page waits (Transfers::make_writable). Frames that are homes
-// must be copied so.
+// [Note: snapshots] A frozen run and its checkpoint share the run's places at home, and nothing writes there any
+// more. Training writes home to new places (Run::own). The old ones are released when neither the run nor the
+// checkpoint needs them. No byte moves, and freezing takes no time. Content that is newer in a frame than at home has
+// no such place. An operator that is about to write such a page waits until the page is written home or the
+// checkpoint has copied it (Transfers::make_writable). The checkpoint always copies frames that are homes.
 //
 // Contract: each call takes the cache's lock. One thread uses a FrozenSegment at a time.
 #pragma once
@@ -23,8 +22,8 @@ namespace zeropage {
 class FrameCache;
 class Snapshots;
 
-/// A segment's content as it was when FrameCache::freeze was called. Move-only; what it holds is given up when it
-/// dies. The segment must outlive it.
+/// A segment's content as of FrameCache::freeze(). Move-only; its destructor releases what it holds. The segment must
+/// outlive it.
 class FrozenSegment {
  public:
   FrozenSegment() = default;
@@ -34,27 +33,27 @@ class FrozenSegment {
 
   std::size_t pages() const;
   Frozen::Place place(std::size_t page) const;
-  /// Of a page that is at home: starts to read it into `into`, of its bytes rounded up to whole blocks, after all
-  /// that a program waits for.
+  /// For a page at home: starts to read it into `into`, of its bytes rounded up to whole blocks. Transfers that a
+  /// program waits for go first.
   [[nodiscard]] HomeRead read(std::size_t page, std::byte* into) const;
-  /// Of a page that is in a frame: true if the caller may copy it there now, from a pin for reading, and then call
-  /// end_copy. False if it has been written home.
+  /// For a page in a frame: true if the caller may copy it now, from a pin for reading, and then call end_copy().
+  /// False if it has been written home.
   [[nodiscard]] bool begin_copy(std::size_t page) const;
   void end_copy(std::size_t page) const;
-  /// For reading. Empty if it is not in memory, or lent.
+  /// Pins the page for reading. Empty if it is not in memory, or lent.
   [[nodiscard]] PagePin try_pin(std::size_t page) const;
   std::size_t bytes_of(std::size_t page) const { return sizes_[page]; }
-  /// Whether that is in the memory of a device.
+  /// Whether that memory is a device's.
   bool is_on_device() const;
   explicit operator bool() const { return frozen_ != nullptr; }
 
  private:
   friend class Snapshots;
   Snapshots* snapshots_ = nullptr;
-  std::shared_ptr<FrameCache> cache_;  // lives as long
+  std::shared_ptr<FrameCache> cache_;  // kept alive by this
   Segment* segment_ = nullptr;
   std::shared_ptr<Frozen> frozen_;
-  std::vector<std::size_t> sizes_;  // bytes, of pages
+  std::vector<std::size_t> sizes_;  // bytes of each page
 };
 
 class Snapshots {
@@ -62,11 +61,11 @@ class Snapshots {
   Snapshots(Monitor& monitor, Transfers& transfers, HomeReads& home_reads)
       : monitor_(monitor), transfers_(transfers), home_reads_(home_reads) {}
 
-  /// As FrameCache says of it.
+  /// See FrameCache.
   FrozenSegment freeze(std::shared_ptr<FrameCache> cache, Segment& segment);
-  /// Of a run of a device: what is newer there comes down.
+  /// For a run of a device: downloads newer pages.
   void write_home(Monitor::Lock& lock, Run& run);
-  /// Of a closed cache: nothing is held any more.
+  /// After close(): releases everything.
   void close() noexcept;
 
  private:

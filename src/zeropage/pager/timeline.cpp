@@ -4,7 +4,6 @@
 
 namespace zeropage {
 
-/// What a program that repeats itself will do again.
 bool Timeline::record_use(std::span<const PinRequest> requests, bool whole, double seconds) {
   const std::uint64_t surprises = plan_.surprises(), uses = plan_.uses();
   bool begins = true;

@@ -1,5 +1,5 @@
-// How far the program has come: the plan of what it uses, and the time in it. It decides nothing: reading ahead and
-// the order of victims follow from it. The cache's lock guards it.
+// The program's progress: the plan of its uses, and the time in that plan. It decides nothing; prefetching and the
+// order of victims follow from it. The cache's lock guards it.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace zeropage {
 
-/// The segment has a second version that another thread writes, or wrote: it must be committed or discarded first.
+/// Thrown for a segment with a second version of another thread, which must be committed or discarded first.
 class VersionOpen : public AccessError {
  public:
   VersionOpen()
@@ -19,14 +19,14 @@ class VersionOpen : public AccessError {
 
 class Timeline {
  public:
-  /// Whether a use of these tells anything: one may leave memory.
+  /// Whether these uses matter to the plan: at least one segment may leave memory.
   static bool has_uses(std::span<const PinRequest> requests) {
     return std::any_of(requests.begin(), requests.end(), [](auto& r) { return !r.segment->is_always_in_memory(); });
   }
-  /// The program uses these now, whole, or page by page and taking turns. True if that was not planned.
-  /// `seconds`: that it has worked until now, without its waits.
+  /// Records that the program uses these now: whole, or page by page in turns. True if the plan did not expect it.
+  /// `seconds`: the program's time so far without its waits.
   bool record_use(std::span<const PinRequest> requests, bool whole, double seconds);
-  /// Where the program is, when it takes a page of those that it goes through.
+  /// Updates the program's position when it takes a page of a stream.
   void note_page(Run& run, std::size_t index) {
     if (run.stream_page > index) return;
     run.stream_page = index + 1 == run.pages.size() ? ~std::size_t{0} : index + 1;
@@ -38,7 +38,7 @@ class Timeline {
   const AccessPlan& plan() const { return plan_; }
   /// When the latest use began.
   double seconds() const { return seconds_; }
-  /// In the plan, and within a group whose pages are gone through.
+  /// Time in the plan, and within a group whose pages are streamed.
   AccessPlan::Time now() const { return now_; }
 
  private:

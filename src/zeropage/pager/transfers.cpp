@@ -11,11 +11,11 @@
 namespace zeropage {
 namespace {
 
-/// In how many places pages of a run may lie that is written in part between snapshots.
+/// Most older backings of a run that is partly written between snapshots.
 constexpr std::size_t kMostOthers = 4;
-/// After a write failed, until the background writes and reads ahead again.
+/// How long background writes and reads ahead pause after a failed write.
 constexpr std::chrono::seconds kRest{1};
-/// Until a checkpoint that is being written has given back the room of one more tensor.
+/// Longest wait for a checkpoint in progress to release the room of one more tensor.
 constexpr std::chrono::seconds kLongestCheckpoint{60};
 
 thread_local int takes_checkpoint = 0;
@@ -52,7 +52,7 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
     std::optional<Home::Outcome> outcome;
     try {
       if (frame.failure) std::rethrow_exception(frame.failure);
-      monitor_.check_usable();  // after close() nothing starts: nobody would wait for it
+      monitor_.check_usable();  // after close() nothing starts: no thread would wait for it
       std::optional<Unlocked> unlocked;
       if (blocks) unlocked.emplace(lock);
       outcome = home_->read(run, i, into, priority, std::move(done));
@@ -101,11 +101,11 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
   if (!has_room_at_home(run)) {
     if (priority != Priority::demanded) return false;
     wait_for_room(lock, frame);
-    return true;  // what lies where has to be looked at anew
+    return true;  // the lock was given up: the caller must look again
   }
   if (frames_.is_gathered()) memory_.order_after(frame);
   const bool is_held = frame.pins > 0;
-  frames_.add_pin(frame);  // the frame stays while the lock is given up
+  frames_.add_pin(frame);  // keeps the frame while the lock is given up
   for (const std::size_t i : pages) {
     // The holder of a pin may be about to write it.
     run.pages[i].state = is_held ? Residency::rewritten : Residency::writing;
@@ -136,7 +136,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     if (outcome) write_ended(run, i, *outcome);
   }
   frames_.drop_pin(frame);
-  if (blocks) monitor_.changed().notify_all();  // a thread that found nothing to wait for now does
+  if (blocks) monitor_.changed().notify_all();  // a thread that found nothing to wait for can now wait
   return true;
 }
 
@@ -167,7 +167,7 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
   transfer_ended(run);
 }
 
-/// Not while a version is open: what is written then has room.
+/// An open version has room of its own, so nothing to do then.
 bool Transfers::try_make_room_at_home(Run& run) {
   if (!run.is_on_disk || run.own || run.next) return true;
   const auto is_free = [](const auto& backing) { return backing.use_count() == 1 && backing->extent; };
@@ -186,8 +186,8 @@ bool Transfers::try_make_room_at_home(Run& run) {
   }
 }
 
-/// Then the room of what it needed comes back. Throws DiskError if that takes very long: the thread that waits may be
-/// the one that is to write the checkpoint.
+/// Returns when a checkpoint has released room. Throws DiskError after kLongestCheckpoint: the waiting thread may be
+/// the one that must write the checkpoint.
 void Transfers::wait_for_a_checkpoint(Lock& lock) {
   const std::size_t before = thawed_;
   const auto is_done = [&] { return thawed_ != before || frozen_ == 0 || monitor_.closed(); };
@@ -222,7 +222,7 @@ std::shared_ptr<Backing> Transfers::allocate(Lock& lock, std::size_t bytes) {
   }
 }
 
-/// Whether a page of the run can be written home now. An error is booked as that of its write.
+/// Whether a page of the run can be written home now. True on an error, which the write itself then books.
 bool Transfers::has_room_at_home(Run& run) {
   try {
     return (run.frozen && run.frozen->closing) || try_make_room_at_home(run);
@@ -231,11 +231,11 @@ bool Transfers::has_room_at_home(Run& run) {
   }
 }
 
-/// Of a frame that must be written: until a checkpoint has given room back.
+/// Waits, for a frame that must be written, until a checkpoint has released room.
 void Transfers::wait_for_room(Lock& lock, Frame& frame) {
   Run& run = *frame.run;
   frames_.add_pin(frame);
-  ++run.transfers;  // it stays, though its tensors may die
+  ++run.transfers;  // keeps the run, although its tensors may die
   try {
     wait_for_a_checkpoint(lock);
   } catch (...) {
@@ -267,11 +267,11 @@ bool Transfers::try_make_writable(Run& run, std::size_t page) {
   try {
     return try_make_room_at_home(run);
   } catch (const DiskError&) {
-    return false;  // a thread that waits for the page is told
+    return false;  // make_writable() throws the error to a thread that waits
   }
 }
 
-/// A page that a checkpoint needs goes where that reads it.
+/// Picks the backing for a write home. If a checkpoint needs the page, this is the one that the checkpoint reads.
 void Transfers::place_for_write(Run& run, std::size_t page) {
   if (!run.is_on_disk || run.pages[page].is_new) return;
   if (run.is_owed(page)) return run.place(page, run.frozen->closing);
@@ -307,7 +307,7 @@ void Transfers::on_end(std::function<void()> book) {
   });
 }
 
-/// What is in memory, too: it changes with what comes and goes.
+/// Also records the bytes in memory, which each transfer changes.
 void Transfers::trace(bool begins, bool reads, const Run& run, std::size_t page) const noexcept try {
   const std::string_view lane = frames_.is_gathered() ? "all-gather"
                                 : memory_.device()    ? (reads ? "upload" : "download")
@@ -342,7 +342,7 @@ void Transfers::wait_for_reads(Lock& lock, Frame& frame) {
     Pin(Frames& fs, Frame& f) : frames(fs), frame(f) { frames.add_pin(frame); }
     ~Pin() { frames.drop_pin(frame); }
   } pin{frames_, frame};
-  // The home must know of a transfer that is to be hurried.
+  // The home must know of a transfer before hurry() can speed it up.
   wait_until(lock, [&] { return frame.starting == 0; }, Cause::content);
   for (std::size_t page = first_read(); page < frame.first_page + frame.pages; ++page) {
     if (!is_read(page)) continue;

@@ -1,10 +1,10 @@
-// Bytes on their way between frames and home. A page's state changes when a transfer starts and when its result has
-// been checked; a transfer that ends books its outcome itself and lets the next ones start. What should be read or
-// written is decided above.
+// Transfers between frames and home. A page's state changes when a transfer starts, and again when its result has
+// been checked. A transfer that ends books its outcome and lets the next ones start. The layers above decide what to
+// read and write.
 //
-// Contract: under the cache's lock, which is given up where a home blocks and while a thread waits. A frame with a
-// transfer stays. The error of a read is the frame's `failure`, for the thread that waits for it; that of a write is
-// kept until a thread is told: throw_failed_write.
+// Contract: under the cache's lock, which it gives up where a home blocks and while a thread waits. A frame with a
+// transfer stays. A failed read sets the frame's `failure`, for the thread that waits for the frame. A failed write's
+// error is kept until throw_failed_write() throws it to a thread.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,8 @@
 
 namespace zeropage {
 
-/// While it lives, this thread takes what a checkpoint is to hold: it must not wait for the room of that one.
+/// While it lives, this thread takes a snapshot for a checkpoint, so it must not wait for room which that checkpoint
+/// holds.
 struct TakesCheckpoint {
   TakesCheckpoint();
   ~TakesCheckpoint();
@@ -26,57 +27,55 @@ class Transfers {
  public:
   using Lock = Monitor::Lock;
 
-  /// `home` is null if no run has one. `go_on` is called on the thread on which a transfer ended, after its outcome
-  /// was booked, under the lock, which it may give up.
+  /// `home` is null if no run has one. After a transfer's outcome is booked, its thread calls `go_on` under the lock,
+  /// which `go_on` may give up.
   Transfers(Monitor& monitor, FrameMemory& memory, Frames& frames, Runs& runs, Home* home,
             std::function<void(Lock&)> go_on)
       : monitor_(monitor), memory_(memory), frames_(frames), runs_(runs), home_(home), go_on_(std::move(go_on)) {}
 
-  /// Starts bringing the frame's pages that are evicted and have no other frame. The caller holds a pin on it. If one
-  /// cannot start, the frame has failed, and the thread that waits for it throws the error.
+  /// Starts to read the frame's pages that are evicted and have no other frame. The caller holds a pin on the frame.
+  /// If a read cannot start, the frame has failed, and the thread that waits for it throws the error.
   void start_reads(Lock& lock, Frame& frame, Priority priority);
-  /// Starts writing home what of the frame is newer there. False if that would block; nothing has started then, or
-  /// all that could.
+  /// Starts to write home the frame's pages that are newer there. Returns false if that would block; then it has
+  /// started nothing, or all that it could.
   bool write_back(Lock& lock, Frame& frame, Priority priority);
 
-  /// Of a page that is about to be written: waits until no checkpoint needs what its frame holds, and sees to it that
-  /// there is room for it at home. Throws DiskError; the page is then what it was.
+  /// Prepares a page to be written: waits until no checkpoint needs its frame's content, and reserves room for it at
+  /// home. Throws DiskError; the page is then unchanged.
   void make_writable(Lock& lock, Run& run, std::size_t page);
-  /// The same without waiting; false if that is needed.
+  /// The same without waiting; false if it would have to wait.
   bool try_make_writable(Run& run, std::size_t page);
-  /// Sees to it that what is written of a run on disk has room there. False if a checkpoint must be done first.
-  /// Throws DiskError.
+  /// Reserves room at home for writes of a run on disk. False if a checkpoint must end first. Throws DiskError.
   bool try_make_room_at_home(Run& run);
-  /// Room for a new run on disk. Waits for checkpoints that are being written if the disk is full. Throws DiskError.
+  /// Allocates room for a new run on disk. If the disk is full, waits for checkpoints in progress. Throws DiskError.
   std::shared_ptr<Backing> allocate(Lock& lock, std::size_t bytes);
-  /// A checkpoint that is being written needs a run's content from now on, or not any more.
+  /// Counts runs that a checkpoint in progress needs: one more, or one fewer.
   void count_frozen(bool begins) { begins ? ++frozen_ : (--frozen_, ++thawed_); }
 
-  /// Returns when `ready` says so. Throws AccessError if the cache is closed meanwhile.
+  /// Returns when `ready` is true. Throws AccessError if the cache is closed meanwhile.
   template <class Ready>
   void wait_until(Lock& lock, Ready ready, Cause cause = Cause::other);
-  /// Returns when nothing is being read into the frame, which may be gone then unless the caller has a pin on it.
+  /// Returns when no read into the frame is in flight. Unless the caller has a pin on the frame, it may be gone then.
   void wait_for_reads(Lock& lock, Frame& frame);
 
   std::size_t reading_bytes() const { return reading_bytes_; }
   std::size_t writing_bytes() const { return writing_bytes_; }
-  /// Of the home, lately, in bytes a second; 0 where that is not known.
+  /// The home's recent read rate in bytes a second; 0 if unknown.
   double read_rate() const { return pace_.read_rate(); }
-  /// Whether a demanded transfer may give the lock up, and whether a read can start without.
+  /// Whether a demanded transfer may give the lock up, and whether a read can start without doing so.
   bool blocks() const { return home_->blocks(); }
   bool ready_to_read(const Run& run, std::size_t page) const { return home_->ready_to_read(run, page); }
 
-  /// So far.
   std::size_t failed_writes() const { return failed_writes_; }
-  /// Whether a write failed a moment ago, of which no thread has been told, and whose page has not been written
-  /// since. What runs in the background rests then.
+  /// Whether a write failed less than a second ago, no thread got its error, and its page has not been written since.
+  /// Background transfers then pause.
   bool has_failed_write() const;
-  /// Throws the error of a write that failed, if no thread has been told and its page has not been written since; or
-  /// only if one failed since there were `before` of them.
+  /// Throws the error of a failed write, unless a thread got it already or its page has been written since. With
+  /// `before`: only if the count of failed writes is no longer `before`.
   void throw_failed_write();
   void throw_failed_write(std::size_t before);
 
-  /// Of transfers made elsewhere, between a device's homes and the host.
+  /// Counts transfers that others made between a device's homes and the host.
   void count(std::size_t read, std::size_t written) { read_bytes_ += read, written_bytes_ += written; }
   std::size_t read_bytes() const { return read_bytes_; }
   std::size_t written_bytes() const { return written_bytes_; }
@@ -101,10 +100,10 @@ class Transfers {
   const std::function<void(Lock&)> go_on_;
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
   Pace pace_;
-  std::exception_ptr failed_write_;  // that no thread has been told of
+  std::exception_ptr failed_write_;  // its error is not yet thrown to any thread
   Clock::time_point failed_at_;
   std::size_t failed_writes_ = 0;
-  std::size_t frozen_ = 0, thawed_ = 0;             // runs that checkpoints need; that they needed once
+  std::size_t frozen_ = 0, thawed_ = 0;             // runs that checkpoints need now; count of runs they released
   std::size_t read_bytes_ = 0, written_bytes_ = 0;  // so far
 };
 

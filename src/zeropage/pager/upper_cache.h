@@ -1,5 +1,6 @@
-// What a cache knows of another one above it, whose transfers pin pages here: that of a device, above the host's
-// ([Note: two memories] in frame_cache.h), or that of gathered tensors, above a rank's own. Only the first is called.
+// A cache's view of the cache above it, whose transfers pin pages here. The upper cache is a device's, above the
+// host's ([Note: two memories] in frame_cache.h), or that of gathered tensors, above a rank's own. Only a device's is
+// called.
 #pragma once
 
 #include <atomic>
@@ -12,18 +13,18 @@ namespace zeropage {
 
 class UpperCache {
  public:
-  /// There is one.
+  /// Records that there is an upper cache.
   void serve() { serves_ = true; }
   bool serves() const { return serves_; }
 
-  /// It is called from now on, with no lock held: `progress` where something has come here, which it may read ahead;
-  /// `tidy` to end transfers that have come to their end without a word, waiting for the oldest. True if one ended.
+  /// Lets this cache call the upper one, with no lock held. `progress`: a page has arrived here, so the upper one may
+  /// read ahead. `tidy`: ends transfers that finished without a signal, waiting for the oldest; true if one ended.
   void connect(std::function<void()> progress, std::function<bool()> tidy) {
     progress_ = std::move(progress);
     tidy_ = std::move(tidy);
     connected_ = true;
   }
-  /// Returns when no call is under way.
+  /// Returns when no call is in progress.
   void disconnect() {
     const std::lock_guard lock(mutex_);
     connected_ = false;
@@ -32,7 +33,7 @@ class UpperCache {
 
   void progress() {
     std::unique_lock lock(mutex_, std::defer_lock);
-    // In virtual time the thread that tidies is the one on which transfers end.
+    // In virtual time, transfers end on the thread that calls tidy().
     if (VirtualClock* const planned = VirtualClock::current(); !planned) {
       lock.lock();
     } else if (!lock.try_lock()) {

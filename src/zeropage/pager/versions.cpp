@@ -5,7 +5,7 @@
 namespace zeropage {
 namespace {
 
-/// Whether what lies at home is the content, and no operator holds it.
+/// Whether the content is at home, and no operator holds the page.
 bool is_at_home(const Page& page) {
   if (page.lent || (page.frame && page.frame->pins > 0)) return false;
   return page.state == Residency::evicted || page.state == Residency::reading || page.state == Residency::clean;
@@ -40,7 +40,7 @@ void Versions::write_home(Lock& lock, Run& run) {
 
 void Versions::write_behind(Lock& lock, Run& run, Priority priority) {
   for (const Page& page : run.pages) {
-    if (transfers_.has_failed_write()) return;  // a thread is told of it first
+    if (transfers_.has_failed_write()) return;  // throw_failed_write() must come first
     const bool is_dirty = page.state == Residency::dirty && page.frame->pins == 0 && !page.frame->permanent;
     if (is_dirty && !transfers_.write_back(lock, *page.frame, priority)) return;
   }
@@ -63,7 +63,7 @@ bool Versions::commit(std::span<Segment* const> segments) {
   if (!std::ranges::all_of(segments, is_whole)) return false;
   for (Segment* segment : segments) {
     Run& run = *segment->run();
-    // Nothing is under way where the content was: each page had come before it was written. It is given up, unless a
+    // No transfer uses the earlier backing: each page had been read before it was written. It is released unless a
     // checkpoint holds it.
     const auto has_extent = [](const auto& backing) { return backing && backing->extent; };
     const auto frozen = std::ranges::find_if(run.others, has_extent);
@@ -90,7 +90,7 @@ void Versions::discard(Segment& segment) {
   transfers_.wait_until(lock, [&] { return std::ranges::none_of(run.pages, is_busy); });
   for (Page& page : run.pages) {
     if (!std::exchange(page.is_new, false) || !page.frame) continue;
-    // The frame's other pages are new too, or as they are at home.
+    // The frame's other pages are new too, or unchanged from home.
     for (std::size_t i = page.frame->first_page; i < page.frame->first_page + page.frame->pages; ++i) {
       if (run.pages[i].frame == page.frame) run.pages[i].is_new = false;
     }

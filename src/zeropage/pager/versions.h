@@ -1,7 +1,7 @@
-// Second versions of segments: what an operator writes while one is open goes to places of its own on disk, and what
-// was there stays valid there until the version is committed. So an update can run before it is known whether it is
-// wanted (rules/speculation.h). In memory there is one content only, the new one, once a page was written: the caller
-// sees to it that nothing else pins the segment while its version is open.
+// Second versions of segments. While one is open, operators' writes go to new places on disk, and the earlier content
+// stays valid until the version is committed. An update can thus run before it is known whether it is wanted
+// (rules/speculation.h). Memory holds only one content: once a page was written, the new one. The caller makes sure
+// that nothing else pins the segment while its version is open.
 //
 // Contract: each call takes the cache's lock, and gives it up while it waits.
 #pragma once
@@ -19,7 +19,7 @@ class Versions {
   Versions(Monitor& monitor, Frames& frames, Transfers& transfers, SwapFile* swap)
       : monitor_(monitor), frames_(frames), transfers_(transfers), swap_(swap) {}
 
-  // As FrameCache says of them.
+  // See FrameCache.
   bool open(Segment& segment, bool write_first);
   bool commit(std::span<Segment* const> segments);
   void discard(Segment& segment);

@@ -32,8 +32,8 @@ Frame* VictimQueue::best(AccessPlan::Time now, AccessPlan::Time after) const {
   return best;
 }
 
-/// How long it would stay for one transfer spared. What has no planned use goes first, the least recently used of
-/// them.
+/// The time the frame would stay per transfer that evicting it causes. Frames without a planned use go first, the
+/// least recently used first.
 double VictimQueue::worth_of_leaving(const Frame& frame, AccessPlan::Time now) {
   const auto distance = static_cast<double>(frame.next_use > now ? frame.next_use - now : 1);
   if (!is_planned(frame.next_use)) return distance;

@@ -9,7 +9,7 @@ namespace zeropage {
 
 namespace {
 
-/// Whether no page has to be saved, or given room at home, first.
+/// Whether no page must first be saved for a checkpoint or get room at home.
 bool is_writable(const Run& run) {
   if (run.is_on_disk && !run.own && !run.next) return false;
   for (std::size_t i = 0; run.frozen && i < run.pages.size(); ++i) {
@@ -20,7 +20,7 @@ bool is_writable(const Run& run) {
 
 }  // namespace
 
-/// A run that an operator needs whole, and the frame in which it is or comes to be.
+/// A run that an operator needs whole, and the frame that holds it or will hold it.
 struct WholePins::Hold {
   Run* run;
   bool read;  // false: the operator overwrites all of it
@@ -46,15 +46,15 @@ std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> re
     if (run.home) needed += round_up(run.bytes, kBlockBytes);
   }
   if (needed > budgets_.device_limit()) budgets_.refuse(needed);
-  // The same order in all threads: none waits for a run that another brings in while that one waits for the first.
-  // And on all ranks, which know gathered runs by their numbers.
+  // All threads take runs in the same order, so none waits for a run whose reader waits for it. All ranks do too,
+  // since they know gathered runs by number.
   const auto key = [](const Hold& hold) { return std::tuple(~hold.run->bytes, hold.run->number, hold.run->ordinal); };
   std::sort(holds.begin(), holds.end(), [&](const Hold& a, const Hold& b) { return key(a) < key(b); });
   return holds;
 }
 
-/// Of gathered tensors, whether all are held already, as those of a module of which ranks run different parts: what
-/// operators of one rank do with them there is nothing that all ranks do.
+/// Whether operators hold all these gathered tensors already, as in a module whose parts run on different ranks. An
+/// operator that uses them there may run on one rank only.
 bool WholePins::is_of_one_rank(std::span<const PinRequest> requests) const {
   return frames_.is_gathered() && std::ranges::all_of(requests, [](const PinRequest& request) {
            const Frame* frame = request.segment->run_->whole_frame();
@@ -62,7 +62,7 @@ bool WholePins::is_of_one_rank(std::span<const PinRequest> requests) const {
          });
 }
 
-/// Whether each lies in one frame that can be used as it is, and all may be held.
+/// Whether each is in one usable frame, and the budget lets operators hold all of them.
 bool WholePins::is_resident(std::span<const PinRequest> requests) const {
   std::size_t more = 0;
   for (const PinRequest& request : requests) {
@@ -92,7 +92,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
     try {
       hold(lock, holds);
     } catch (const Shortage&) {
-      // What this operator needs may lie between what it has already. Move everything out and lay it down afresh.
+      // Frames that this operator holds may split the memory it needs. Move everything out and place it anew.
       let_go(holds);
       for (Hold& hold : holds) hold = {hold.run, hold.read, hold.write};
       try {
@@ -112,7 +112,7 @@ void WholePins::pin(std::span<const PinRequest> requests) {
       throw;
     }
     for (Hold& hold : holds) commit(hold);
-    // A page that was missed had no frame; one that is late was on its way.
+    // A missed page had no frame; a late one was being read.
     if (begin != Trace::Time()) {
       const bool missed = std::any_of(holds.begin(), holds.end(), [](const Hold& hold) { return hold.is_new; });
       Trace::span("fault", missed ? "missed" : "late", begin, Trace::Clock::now());
@@ -152,7 +152,7 @@ void WholePins::make_writable(Lock& lock, Run& run) {
   for (std::size_t i = 0; i < run.pages.size(); ++i) transfers_.make_writable(lock, run, i);
 }
 
-/// Brings every run into one frame, on which it takes a pin. On an error the caller lets go of what is held.
+/// Gathers every run into one frame and pins that frame. On an error the caller drops the pins.
 void WholePins::hold(Lock& lock, std::vector<Hold>& holds) {
   for (Hold& hold : holds) take_frame(lock, hold);
   for (Hold& hold : holds) {
@@ -161,7 +161,7 @@ void WholePins::hold(Lock& lock, std::vector<Hold>& holds) {
     if (hold.read) transfers_.start_reads(lock, *hold.frame, Priority::demanded);
   }
   wait_for_content(lock, holds);
-  // What operators hold at once is limited, whatever memory there is.
+  // The budget limits what operators hold at once, even if more memory is free.
   std::size_t more = 0;
   for (const Hold& hold : holds)
     more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
@@ -191,15 +191,16 @@ void WholePins::take_frame(Lock& lock, Hold& hold) {
   }
 }
 
-/// Returns, without having given up the lock since it looked, when all that is read has come and nothing else uses
-/// single pages of what is to become whole.
+/// Returns when all reads have ended and nothing uses single pages of the new frames' runs. It keeps the lock from
+/// its last look until it returns.
 void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   const auto in_use = [](const Hold& hold) {
     return hold.is_new && std::any_of(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
              return page.frame && page.frame != hold.frame && (page.frame->pins > 0 || page.frame->transfers > 0);
            });
   };
-  // A page that was read elsewhere meanwhile may have failed or left: then it is still missing here.
+  // A read of the page into another frame may have failed, or that frame may have left. Then the page is still
+  // missing.
   const auto misses = [](const Hold& hold) {
     return hold.is_new && hold.read &&
            std::any_of(hold.run->pages.begin(), hold.run->pages.end(),
@@ -223,12 +224,12 @@ void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
     } else {
       continue;
     }
-    i = ~std::size_t{0};  // from the first again
+    i = ~std::size_t{0};  // restart with the first
   }
 }
 
-/// Fills a new frame with what lies in other frames, or nowhere. All that can fail is done here, before any page's
-/// state changes.
+/// Fills a new frame from other frames, or with zeros. All that can fail happens here, before any page's state
+/// changes.
 void WholePins::fill(Hold& hold) {
   if (!hold.is_new) return;
   Run& run = *hold.run;
@@ -252,7 +253,7 @@ void WholePins::fill(Hold& hold) {
   if (memory_.device()) frame.ready = memory_.device()->record();
 }
 
-/// All pages of the run are in its new frame from now on.
+/// Moves all pages of the run to its new frame.
 void WholePins::commit(Hold& hold) noexcept {
   if (!hold.is_new) return;
   Run& run = *hold.run;
@@ -279,7 +280,7 @@ void WholePins::commit(Hold& hold) noexcept {
 void WholePins::let_go(std::vector<Hold>& holds) noexcept {
   for (Hold& hold : holds) {
     if (!hold.frame) continue;
-    if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays marked as assembling, and is dropped
+    if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays `assembling`, so it is dropped
     frames_.drop_pin(*std::exchange(hold.frame, nullptr));
   }
   monitor_.changed().notify_all();
@@ -294,7 +295,7 @@ void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread
     Frame& frame = *segment.run_->whole_frame();
     try {
       memory_.mark_used(frame);
-    } catch (...) {  // a device that cannot record an event is lost, and so is what it computes
+    } catch (...) {  // a device that cannot record an event has lost its results too
     }
     if (--frame.whole_pins == 0 && !frame.permanent) budgets_.let_go(frame.memory.bytes());
     if (request.access != Access::read && !failed) frame.promised.clear();
