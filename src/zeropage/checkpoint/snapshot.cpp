@@ -30,7 +30,7 @@ at::Tensor copy_of_bytes(StorageSegment& home) {
   return copy;
 }
 
-constexpr std::size_t kCopied = 16 * kKiB;  // a tensor of no more bytes is copied
+constexpr std::size_t kCopied = 16 * kKiB;  // tensors up to this size are copied
 constexpr std::size_t kAhead = 3;           // pages
 constexpr int kNice = 19;
 constexpr auto kPatience = std::chrono::seconds(2);
@@ -38,16 +38,16 @@ constexpr auto kPatience = std::chrono::seconds(2);
 }  // namespace
 
 struct Snapshot::Entry {
-  at::Tensor tensor;                  // whose content is saved; lives as long
+  at::Tensor tensor;                  // to be saved; kept alive
   StorageSegment* segment = nullptr;  // null: it is not paged
   std::size_t file = 0;
   std::uint64_t offset = 0;
   std::vector<Part> parts;            // in order
-  std::size_t page_bytes = 0;         // of all pages but the last
-  at::Tensor copy;                    // of its bytes, or of those of the segment; undefined: it is frozen
-  FrozenSegment frozen;               // dies before the tensor
-  bool waits = false;                 // for what is deferred on it
-  std::shared_ptr<FrameCache> cache;  // of the tensor: its Io writes, and lives as long
+  std::size_t page_bytes = 0;         // of every page except the last
+  at::Tensor copy;                    // of the tensor's or segment's bytes; undefined: it is frozen
+  FrozenSegment frozen;               // destroyed before the tensor
+  bool waits = false;                 // for deferred updates
+  std::shared_ptr<FrameCache> cache;  // of the tensor: kept alive for its Io, which writes
   std::vector<Piece> pieces;
 };
 
@@ -58,7 +58,7 @@ struct Snapshot::Content {
   FrozenSegment frozen;
 };
 
-/// What a segment holds of the snapshot.
+/// The snapshot's callback in a segment.
 class Snapshot::Relay final : public Awaiter {
  public:
   explicit Relay(std::weak_ptr<Snapshot> snapshot) : snapshot_(std::move(snapshot)) {}
@@ -70,7 +70,7 @@ class Snapshot::Relay final : public Awaiter {
   const std::weak_ptr<Snapshot> snapshot_;
 };
 
-/// Those that are written to: few are open at once, for each has buffers.
+/// The files to write. Few are open at once, because each has buffers.
 class Snapshot::Files {
  public:
   explicit Files(const std::vector<std::string>& paths) : paths_(paths) {}
@@ -102,7 +102,7 @@ class Snapshot::Files {
     FileWriter writer;
   };
 
-  /// Of tensors that have no disk.
+  /// For tensors that have no disk.
   Io& own_io() {
     if (!io_) io_ = make_io();
     return *io_;
@@ -110,7 +110,7 @@ class Snapshot::Files {
 
   const std::vector<std::string>& paths_;
   std::unique_ptr<Io> io_;
-  std::array<std::unique_ptr<Open>, 2> open_;  // the one that was used last is the first
+  std::array<std::unique_ptr<Open>, 2> open_;  // the latest used first
 };
 
 Snapshot::Snapshot() = default;
@@ -145,7 +145,7 @@ void Snapshot::add(const Item& item) {
     entry.tensor.copy_(other);
   }
   StorageSegment& segment = *(entry.segment = segment_of(entry.tensor));
-  segment.find_home();  // if there is no room for what is put together, that is known now
+  segment.find_home();  // fails now if there is no room for the assembled tensor
   entry.cache = segment.at_home().cache();
   const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const bool over_ranks = segment.domain()->partition.ranks != nullptr;
@@ -165,7 +165,7 @@ void Snapshot::add(const Item& item) {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-/// Nothing is deferred on the segment any more. Of an entry that has heard it, nothing.
+/// Freezes an entry whose segment has no deferred updates left. Does nothing on a repeated call.
 void Snapshot::has_run(const StorageSegment& segment) noexcept {
   std::exception_ptr failure;
   const auto is_it = [&](const auto& entry) { return entry && entry->segment == &segment && entry->waits; };
@@ -218,7 +218,7 @@ Snapshot::Content Snapshot::freeze(StorageSegment& segment, const at::Tensor& te
 
 std::vector<std::vector<Piece>> Snapshot::write(const std::vector<std::string>& paths) try {
   c10::NoGradGuard no_grad;
-  // Training's threads meet at barriers: each moment that one of them lacks a core is lost to all.
+  // Training's threads meet at barriers: if one of them lacks a core for a moment, all lose that time.
   (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
   Files files(paths);
   while (true) {
@@ -251,11 +251,12 @@ Snapshot::Entry* Snapshot::take_ready() {
   return entry;
 }
 
-/// False: there is nothing left to wait for.
+/// False: nothing is left to wait for.
 bool Snapshot::wait_for_ready() {
   std::unique_lock lock(mutex_);
   if (ready_.empty() && waiting_ == 0) return false;
-  // The program may never use what is left, or wait for this thread itself. Once that seems so, it goes on.
+  // The program may never use the remaining tensors, or may wait for this thread. If so it seems, this thread runs
+  // the deferred updates itself.
   is_patient_ = changed_.wait_for(lock, is_patient_ ? kPatience : kPatience / 1000,
                                   [&] { return !ready_.empty() || failure_; });
   lock.unlock();
@@ -269,7 +270,7 @@ bool Snapshot::wait_for_ready() {
 
 void Snapshot::complete() { complete(/*wait=*/true); }
 
-/// Without `wait`, one entry at most, and none while the program runs deferred operators itself.
+/// Without `wait`, handles one entry at most, and none while the program runs deferred updates itself.
 void Snapshot::complete(bool wait) {
   for (const auto& entry : entries_) {
     at::Tensor tensor;  // give_up() of another thread may drop the entry's
@@ -286,7 +287,7 @@ void Snapshot::complete(bool wait) {
       return;
     }
     entry->segment->complete();
-    has_run(*entry->segment);  // if it has not been told
+    has_run(*entry->segment);  // no effect if it was called already
     if (!wait) return;
   }
 }
@@ -301,7 +302,7 @@ void Snapshot::write_part_of(Entry& entry, std::size_t page, const std::byte* da
   }
 }
 
-/// What nothing may write until it is copied comes first.
+/// Writes frames first, since operators cannot write those pages until they are copied.
 void Snapshot::write_frames(Entry& entry, Files& files) {
   if (entry.copy.defined()) {
     const auto* data = static_cast<const std::byte*>(entry.copy.const_data_ptr());
@@ -329,12 +330,12 @@ void Snapshot::write_frames(Entry& entry, Files& files) {
   }
 }
 
-/// False: it has gone home meanwhile.
+/// False: the page was written home meanwhile.
 bool Snapshot::write_frame(Entry& entry, std::size_t page, Files& files) {
   PagePin pin;
   while (!(pin = entry.frozen.try_pin(page))) {
     if (entry.frozen.place(page) == Frozen::Place::home) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until the loan of the page ends
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until the page's loan ends
   }
   if (!entry.frozen.begin_copy(page)) return false;
   if (entry.frozen.is_on_device()) {
@@ -347,11 +348,11 @@ bool Snapshot::write_frame(Entry& entry, std::size_t page, Files& files) {
   return true;
 }
 
-/// Some pages are read ahead of the one that is written.
+/// Reads some pages ahead of the one being written.
 void Snapshot::write_homes(Entry& entry, Files& files) {
   struct Ahead {
     std::size_t page;
-    Buffer memory;  // lives longer than the read
+    Buffer memory;  // outlives the read
     HomeRead read;
   };
   std::deque<Ahead> ahead;
@@ -359,7 +360,7 @@ void Snapshot::write_homes(Entry& entry, Files& files) {
   const auto write_oldest = [&] {
     Ahead oldest = std::move(ahead.front());
     ahead.pop_front();
-    if (!oldest.read.wait()) throw AccessError("what a checkpoint holds on disk has changed");
+    if (!oldest.read.wait()) throw AccessError("the frozen pages of a checkpoint on disk have changed");
     write_part_of(entry, oldest.page, oldest.memory.get(), files);
     free.push_back(std::move(oldest.memory));
   };
@@ -379,7 +380,8 @@ void Snapshot::write_homes(Entry& entry, Files& files) {
 }
 
 void Snapshot::give_up() noexcept {
-  std::vector<std::unique_ptr<Entry>> entries;  // die without the lock: what dies with their tensors may come here
+  std::vector<std::unique_ptr<Entry>>
+      entries;  // destroyed without the lock: destructors of tensors may call this class
   const std::lock_guard lock(mutex_);
   given_up_ = true;
   ready_.clear();
@@ -387,7 +389,7 @@ void Snapshot::give_up() noexcept {
   waiting_ = 0;
   for (auto& entry : entries_) {
     if (!entry) continue;
-    // Another thread may be in has_run() with it.
+    // Another thread may be in has_run() with the entry.
     const auto& kept = entries.emplace_back(std::make_unique<Entry>());
     std::swap(kept->tensor, entry->tensor);
     std::swap(kept->copy, entry->copy);

@@ -1,8 +1,8 @@
-// Tensors as they are at one moment, written to files while training goes on.
+// Snapshots of tensors, written to files while training goes on.
 //
-// To take a snapshot moves next to nothing: pages are frozen where they lie ([Note: snapshots] in pager/snapshots.h),
-// and small tensors, and those that are not paged, are copied. What optimizers have deferred on a tensor belongs to
-// the snapshot, and runs when the program needs it, as ever: the tensor is frozen then.
+// A snapshot copies almost nothing. Pages are frozen in place ([Note: snapshots] in pager/snapshots.h). Small
+// tensors, and those that are not paged, are copied. Updates that optimizers have deferred on a tensor belong to the
+// snapshot. They run when the program needs them, as always, and the tensor is frozen then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,21 +25,22 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
  public:
   struct Item {
     at::Tensor tensor;
-    std::size_t file;      // among the paths of write()
-    std::uint64_t offset;  // where its content begins there
+    std::size_t file;      // index into the paths of write()
+    std::uint64_t offset;  // of its content in the file
   };
 
-  /// What this rank has of the tensors, as of now. Over ranks, all of them call it. Throws BudgetError, DiskError.
+  /// Takes a snapshot of this rank's parts of the tensors. Over ranks, all of them call it. Throws BudgetError,
+  /// DiskError.
   static std::shared_ptr<Snapshot> take(const std::vector<Item>& items);
   ~Snapshot();
 
-  /// Writes it to files that are there and have their sizes. Returns when all is on the disk: what was written, by
-  /// item. For a thread of its own, once. It lets the program's transfers go first. Throws DiskError, AccessError;
-  /// the snapshot is given up then, and holds nothing up.
+  /// Writes the snapshot to existing files of the right sizes. Returns the pieces, by item, once all is on disk. To
+  /// be called once, on a thread of its own; the program's transfers go first. Throws DiskError, AccessError; the
+  /// snapshot is then released and blocks nothing.
   std::vector<std::vector<Piece>> write(const std::vector<std::string>& paths);
-  /// Runs what is deferred on its tensors, so that write() waits for no one.
+  /// Runs the deferred updates of its tensors, so that write() need not wait.
   void complete();
-  /// Bytes, so far.
+  /// Bytes written so far.
   std::uint64_t written() const { return written_; }
 
  private:
@@ -61,15 +62,15 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   void write_part_of(Entry& entry, std::size_t page, const std::byte* data, Files& files);
   void give_up() noexcept;
 
-  std::vector<std::unique_ptr<Entry>> entries_;  // null: there is nothing for this rank to write
+  std::vector<std::unique_ptr<Entry>> entries_;  // null: this rank has nothing to write
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Entry*> ready_;  // frozen or copied, and not begun
-  std::size_t waiting_ = 0;   // entries on which operators are deferred
+  std::size_t waiting_ = 0;   // entries with deferred updates
   bool given_up_ = false;
-  bool is_patient_ = true;        // of the thread that writes
-  std::exception_ptr failure_;    // of one that could not be frozen
-  std::deque<Entry*> unwritten_;  // of the thread that writes: what is at home, of entries that were begun
+  bool is_patient_ = true;        // used by the writing thread only.
+  std::exception_ptr failure_;    // of an entry that could not be frozen.
+  std::deque<Entry*> unwritten_;  // used by the writing thread only: begun entries with pages at home.
   std::atomic<std::uint64_t> written_ = 0;
 };
 

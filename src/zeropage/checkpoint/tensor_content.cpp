@@ -19,14 +19,14 @@
 namespace zeropage {
 namespace {
 
-/// Announces that the segment is gone through now, so that its pages are read ahead.
+/// Announces a stream over the segment, so that its pages are read ahead.
 void announce(StorageSegment& segment, Access access) {
   const PinRequest request{&segment, access};
   segment.cache()->announce({&request, 1});
 }
 
-/// Writes the parts of segments one after another. Pages that are on disk alone are read past the cache, some ahead:
-/// nothing that operators use has to leave memory.
+/// Writes the parts of segments one after another. Pages that are only on disk are read past the cache, some ahead,
+/// so that no page of an operator has to leave memory.
 class SegmentWriter {
  public:
   explicit SegmentWriter(FileWriter& writer) : writer_(writer), ahead_(kAhead) {}
@@ -56,7 +56,7 @@ class SegmentWriter {
  private:
   static constexpr std::size_t kAhead = 3;
   struct Ahead {
-    Buffer memory;  // lives longer than the read
+    Buffer memory;  // outlives the read
     HomeRead read;
     StorageSegment* home = nullptr;
     std::vector<Part> parts;   // of one page
@@ -89,7 +89,7 @@ class SegmentWriter {
   std::size_t oldest_ = 0, waiting_ = 0;
 };
 
-/// Checks pieces and hands out those parts of them that lie in `spans`.
+/// Checks pieces and passes on the parts of them that are in `spans`.
 void read_spans(FileReader& reader, std::uint64_t offset, std::span<const Piece> pieces, std::vector<Span> spans,
                 const std::string& name,
                 c10::function_ref<void(std::uint64_t at, std::span<const std::byte>)> visit) {
@@ -97,12 +97,12 @@ void read_spans(FileReader& reader, std::uint64_t offset, std::span<const Piece>
   std::vector<FileReader::Range> ranges;
   std::vector<const Piece*> wanted;
   std::uint64_t covered = 0;
-  std::size_t first = 0;  // of the spans, that does not end before the piece
+  std::size_t first = 0;  // the first span that does not end before the piece
   for (const Piece& piece : pieces) {
     if (piece.begin != covered || piece.bytes == 0 || piece.bytes > kPieceBytes) {
       throw DiskError(
-          fmt::format("the list of what {} has of \"{}\" is damaged at byte {}", reader.name(), name, covered), EIO,
-          reader.name());
+          fmt::format("{}: the list of the pieces of \"{}\" is damaged at byte {}", reader.name(), name, covered),
+          EIO, reader.name());
     }
     covered += piece.bytes;
     while (first < spans.size() && spans[first].end <= piece.begin) ++first;
@@ -167,7 +167,7 @@ std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, 
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const auto& [tensor, offset] = tensors[i];
     if (!segment_of(tensor)) {
-      segments.finish();  // in order: what follows what is written together
+      segments.finish();  // keeps the order: the writer joins what is consecutive
       const at::Tensor on_host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
       pieces[i] =
           write_memory(static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes(), writer, offset);

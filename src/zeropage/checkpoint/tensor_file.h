@@ -1,5 +1,5 @@
-// Files of tensors, as checkpoints are made of: one is created with its size, and filled by all ranks, each with what
-// it has. What lies where is the caller's to say.
+// Files of tensors, for checkpoints. A file is created with its full size, and all ranks fill it, each with its
+// parts. The caller decides the layout.
 #pragma once
 
 #include <map>
@@ -15,7 +15,7 @@ namespace zeropage {
 
 class TensorFileWriter {
  public:
-  /// A new file of `bytes`, whose space the disk has given, or, if `bytes` is 0, one that another rank has made.
+  /// Creates a file of `bytes` and allocates its disk space; if `bytes` is 0, opens one that another rank has made.
   /// Throws DiskError.
   TensorFileWriter(const std::string& path, std::uint64_t bytes);
 
@@ -26,7 +26,7 @@ class TensorFileWriter {
   }
   /// Returns when all has been written.
   void flush() { writer_.flush(); }
-  /// Returns when all is on the disk: it survives a crash of the machine.
+  /// Returns when all is on the disk and survives a crash of the machine.
   void finish() { writer_.finish(); }
 
  private:
@@ -35,11 +35,11 @@ class TensorFileWriter {
   FileWriter writer_{*io_, file_};
 };
 
-/// Reads the files of one folder, with memory for one of them.
+/// Reads the files of one folder, with one file's buffers.
 class TensorFolderReader {
  public:
   explicit TensorFolderReader(std::string folder) : folder_(std::move(folder)) {}
-  /// read_content() of the file of that name.
+  /// read_content() from the file of that name.
   void read(const std::string& file, const at::Tensor& tensor, std::uint64_t offset, c10::ScalarType dtype,
             std::span<const Piece> pieces, const std::string& name);
 

@@ -24,7 +24,7 @@ std::size_t span_bytes(const at::Tensor& tensor) {
   return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
-/// A copy in pages: of the bytes of its storage as they lie, or, with other strides, of the elements alone.
+/// A paged copy: of the storage's bytes if the strides are its own, else of the elements alone.
 at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, c10::IntArrayRef strides,
                       std::size_t bytes) {
   const auto length = static_cast<std::int64_t>(bytes);
@@ -37,7 +37,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
                                         {.alone = true, .is_local = true});
   auto& segment = *segment_of(content);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-  const auto copy_whole = [&] {  // in one frame, as backward will want it
+  const auto copy_whole = [&] {  // in one frame, as backward will need it
     const PinRequest request{&segment, Access::overwrite};
     const TensorPin pin(request);
     void* const data = content.storage().mutable_data();
@@ -57,7 +57,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   } else {
     try {
       copy_whole();
-    } catch (const BudgetError&) {  // what the operator that saves it holds
+    } catch (const BudgetError&) {  // the operator that saves it holds the memory
       copy_by_pages();
     }
   }
@@ -86,10 +86,10 @@ std::uint64_t fingerprint_of(const at::Tensor& tensor) {
 std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
   c10::NoGradGuard no_grad;
   auto saved = std::make_shared<SavedTensor>();
-  const bool forked = process_generation() != process_;  // the child has no pages
+  const bool forked = process_generation() != process_;  // a child has no pages
   const auto domain = closed_ || forked ? nullptr : domain_.lock();
   if (!domain || !can_page(*domain, tensor)) {
-    saved->plain_ = tensor.detach();  // itself, it could own its own graph
+    saved->plain_ = tensor.detach();  // the tensor itself could own its own graph
     saved->version_ = version_of(tensor);
     return saved;
   }
@@ -105,7 +105,7 @@ std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
   saved->options_ = tensor.options().requires_grad(false);
   saved->activations_ = shared_from_this();
   std::size_t bytes = copied.bytes;
-  if (bytes > tensor.nbytes()) {  // others lie between its elements
+  if (bytes > tensor.nbytes()) {  // there are gaps between its elements
     copied.view = {saved->sizes_, saved->strides_};
     saved->wide_strides_ = std::exchange(saved->strides_, at::infer_dense_strides(tensor.sizes(), tensor.strides()));
     bytes = tensor.nbytes();
@@ -127,7 +127,7 @@ bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
   if (base.is_leaf() && base.requires_grad()) return false;  // the program keeps it anyway
   if (!Call::plain_modes()) return false;
   const std::size_t bytes = std::min(span_bytes(tensor), tensor.nbytes());
-  if (bytes > domain.cache->frame_limit()) return false;  // backward could not have it
+  if (bytes > domain.cache->frame_limit()) return false;  // backward could not get it
   return bytes >= std::max<std::size_t>(domain.min_page_bytes, 1) && (tensor.storage().data() || domain.planned_on);
 }
 
@@ -137,7 +137,7 @@ std::shared_ptr<const at::Tensor> Activations::find(const Copied& wanted) {
   for (auto entry = from; entry != to; ++entry) {
     const Copied& copied = entry->second;
     const bool same = copied.begin == wanted.begin && copied.bytes == wanted.bytes && copied.view == wanted.view;
-    // The address may have become another storage's.
+    // The address may now be another storage's.
     if (!same || copied.version != wanted.version || copied.fingerprint != wanted.fingerprint) continue;
     if (copied.storage.use_count() == 0) continue;
     if (auto content = copied.content.lock()) return content;
@@ -157,13 +157,13 @@ void Activations::note(Copied copied) {
   copied_.emplace(key, std::move(copied));
 }
 
-/// With the strides that it had; undefined if it has them, or if they cannot be had.
+/// A copy with the tensor's own strides. Undefined if `opened` has them, or if they are not worth the memory.
 at::Tensor SavedTensor::widened(const at::Tensor& opened) const {
   if (wide_strides_.empty()) return {};
   for (std::size_t i = 0; i < sizes_.size(); ++i) {
     if (wide_strides_[i] == 0 && sizes_[i] > 1) return {};
   }
-  // On the CPU, what is not touched of it is no memory.
+  // On the CPU, untouched parts of the copy take no memory.
   const std::size_t span = at::detail::computeStorageNbytes(sizes_, wide_strides_, opened.itemsize());
   if (!opened.is_cpu() && span > 4 * opened.nbytes()) return {};
   return at::empty_strided(sizes_, wide_strides_, options_).copy_(opened);

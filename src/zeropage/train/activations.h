@@ -1,11 +1,11 @@
-// Activations: what autograd saves for backward, paged out until backward needs it. Python's default saved-tensor
-// hooks hand it over and take it back (python/zeropage/_activations.py); both run here.
+// Activations: tensors that autograd saves for backward, paged out until backward needs them. Python's default
+// saved-tensor hooks pass them here and ask for them back (python/zeropage/_activations.py).
 //
-// What is saved is copied into a paged tensor of role activation, so that its own memory is free when the program
-// lets go of it. Backward gets an ordinary tensor over the frame, of the same strides, which is pinned while it
-// lives; or a copy, where others lay between the elements: to some kernels other strides are other sums. What several
-// operators save of the same elements is kept once. Parameters and other paged tensors are not copied, and small
-// tensors stay where they are.
+// A saved tensor is copied into a paged tensor of role activation, so that its memory is free when the program drops
+// it. Backward gets an ordinary tensor over the pinned frame, with the same strides. If the strides left gaps between
+// the elements, it gets a copy: other strides can change a kernel's sums. If several operators save the same
+// elements, there is one copy. Parameters and other paged tensors are not copied, and small tensors stay where they
+// are.
 #pragma once
 
 #include <map>
@@ -19,17 +19,17 @@ namespace zeropage {
 
 class SavedTensor;
 
-/// What is saved in one space. It does not keep the space alive: without it, everything stays as it is.
+/// The saved tensors of one space. It does not keep the space alive; without the space, tensors stay as they are.
 class Activations : public std::enable_shared_from_this<Activations> {
  public:
   explicit Activations(const std::shared_ptr<Domain>& domain) : domain_(domain) {}
 
-  /// Takes what autograd saves. Throws BudgetError or DiskError if its tier is full.
+  /// Takes a tensor that autograd saves. Throws BudgetError or DiskError if its tier is full.
   std::shared_ptr<SavedTensor> save(const at::Tensor& tensor);
-  /// From now on, everything stays as it is.
+  /// From now on, saved tensors stay as they are.
   void close() { closed_ = true; }
   bool is_open() const { return !closed_ && !domain_.expired(); }
-  /// Whether content has no bytes.
+  /// Whether the space is a planned one, whose content has no bytes.
   bool is_planned() const {
     const auto domain = domain_.lock();
     return domain && domain->planned_on;
@@ -38,15 +38,15 @@ class Activations : public std::enable_shared_from_this<Activations> {
  private:
   friend class SavedTensor;
 
-  /// Which elements of a storage were copied. Or the storage is one that backward was given, over a copy.
+  /// The elements of a storage that were copied. The storage may also be one over a copy, made for backward.
   struct Copied {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     std::weak_ptr<const at::Tensor> content;
     std::size_t begin, bytes;  // from the first to the last element
-    // Sizes and strides, where others lie between the elements; else none.
+    // Sizes and strides if there are gaps between the elements; else none.
     std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> view;
-    std::int64_t version;  // of the storage's tensors then
-    // Of sampled bytes, in the host's memory: writes through `.data`, or by foreign kernels, move no version.
+    std::int64_t version;  // of the storage's tensors at the copy
+    // Of sampled bytes, in host memory only: writes through `.data` or by foreign kernels change no version.
     std::uint64_t fingerprint;
   };
 
@@ -65,20 +65,20 @@ class Activations : public std::enable_shared_from_this<Activations> {
 /// One tensor that autograd saved.
 class SavedTensor {
  public:
-  /// What was saved. While it lives, its memory is pinned. Throws BudgetError, DiskError, and, for what was not
-  /// copied and has been written since, c10::Error, as autograd does.
+  /// The saved tensor. Its memory is pinned while the result lives. Throws BudgetError and DiskError; also
+  /// c10::Error, like autograd, if a tensor that was not copied has been written since.
   at::Tensor open() const;
 
  private:
   friend class Activations;
   at::Tensor widened(const at::Tensor& opened) const;
 
-  at::Tensor plain_;  // that was not copied; else undefined
+  at::Tensor plain_;  // the tensor, if it was not copied; else undefined
   std::int64_t version_ = 0;
   std::shared_ptr<Activations> activations_;
   std::shared_ptr<const at::Tensor> content_;  // bytes
   std::vector<std::int64_t> sizes_, strides_;
-  std::vector<std::int64_t> wide_strides_;  // that it had, if others lay between its elements; else none
+  std::vector<std::int64_t> wide_strides_;  // its own, if they left gaps between its elements; else none
   at::TensorOptions options_;
 };
 

@@ -24,7 +24,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-/// Gives the mutex that a node locks while it adds a gradient to the leaf's.
+/// Gives access to the mutex that a node locks while it adds to the leaf's gradient.
 struct NodeMutex : torch::autograd::Node {
   static std::mutex& of(torch::autograd::Node& node) { return node.*(&NodeMutex::mutex_); }
 };
@@ -36,7 +36,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& gradients) override {
     try {
-      // A gradient that PyTorch knows to be zero has no memory. (What follows reads it.)
+      // PyTorch's zero tensors have no memory, but the code below reads the gradient.
       if (gradients[0].defined() && gradients[0]._is_zerotensor()) return page({materialised(gradients[0])});
       return page(gradients);
     } catch (const Error& error) {
@@ -54,7 +54,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const at::Tensor& leaf = node_->variable;
     const at::Tensor& gradient = gradients[0];
     auto* segment = segment_of(leaf);
-    if (!segment && gradient.defined()) {  // `leaf.data = an ordinary tensor`, since the operator met it
+    if (!segment && gradient.defined()) {  // `leaf.data = ordinary` was set after the operator met it
       const auto domain = domain_.lock();
       at::Tensor same = leaf;
       if (domain && page_again(same, domain)) segment = segment_of(leaf);
@@ -64,7 +64,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const bool is_last = note_arrival(*segment);
     if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
     if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};
-    // With create_graph the gradient has a history of its own; a sparse one has no pages.
+    // With create_graph the gradient has a history of its own. A sparse gradient has no pages.
     if (gradient.requires_grad() || gradient.layout() != c10::kStrided || gradient.device() != leaf.device()) {
       return gradients;
     }
@@ -79,7 +79,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return {paged};
   }
 
-  /// Of a gradient that was made paged, as of what is taken in tiles.
+  /// Widens a gradient that is already paged, such as one computed in tiles.
   static at::Tensor widened_if_mixed(const StorageSegment& segment, const at::Tensor& leaf,
                                      const at::Tensor& gradient) {
     const bool widens = segment.master().defined() && !leaf.grad().defined() && gradient_dtype(leaf) == at::kFloat &&
@@ -93,7 +93,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return widens ? gradient.to(at::kFloat) : gradient;
   }
 
-  /// Whether AccumulateGrad would do no more than add, in place, and nothing else sees the gradient on its way.
+  /// Whether AccumulateGrad would only add in place, and nothing else sees the gradient before it.
   bool can_accumulate(const at::Tensor& leaf) const {
     const at::Tensor& sum = leaf.grad();
     const auto* made = segment_of(sum);
@@ -102,8 +102,8 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
            sum.nbytes() <= made->domain()->cache->frame_limit() / 2;
   }
 
-  /// The last gradient of a step is added here, so that what follows from the sum is done while it is in memory.
-  /// Other threads' backwards add to it in the leaf's node.
+  /// Adds the last gradient of a step here, to use the sum while it is in memory. Backwards of other threads add
+  /// under the node's mutex.
   variable_list accumulate(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) const {
     c10::NoGradGuard no_grad;
     at::Tensor sum = leaf.grad();
@@ -130,7 +130,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
     Reducer& reducer = reducer_of(*segment_of(leaf)->domain());
-    reducer.take_own_gradient(leaf);  // else the mean of this one would be added to a rank's own
+    reducer.take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
     return {reducer.reduce(leaf, gradient)};
   }
 
@@ -142,7 +142,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
         make_paged(segment.domain(), leaf.sizes(), leaf.strides(), narrow ? gradient.dtype() : dtype, Role::gradient);
     auto& made = *segment_of(paged);
     std::unique_ptr<ForeseenNorm> norm;
-    // In one frame: norms take it whole. A very large one goes page by page.
+    // In one frame if possible, since norms read it whole. A very large one goes page by page.
     if (made.bytes() <= made.cache()->frame_limit() / 2) {
       const PinRequest request{&made, Access::overwrite};
       const TensorPin pin(request);
@@ -159,7 +159,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return result;
   }
 
-  torch::autograd::AccumulateGrad* node_;  // which owns this hook
+  torch::autograd::AccumulateGrad* node_;  // owns this hook
   std::weak_ptr<Domain> domain_;           // in which its leaf was paged
 };
 
@@ -198,7 +198,7 @@ void forget_leaf(const at::Tensor& leaf) {
 }
 
 LeafHold hook_gradient(const at::Tensor& leaf) {
-  // Threads may meet one leaf at once: the node gets one hook.
+  // Several threads may meet one leaf at once; its node gets one hook.
   static std::mutex mutex;
   auto& segment = *segment_of(leaf);
   std::unique_lock lock(mutex);

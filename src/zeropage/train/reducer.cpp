@@ -30,7 +30,7 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return (hash ^ valu
 
 }  // namespace
 
-/// One gradient on its way to its mean.
+/// One gradient until its mean is delivered.
 class Reducer::Reduction final : public Pending, public std::enable_shared_from_this<Reduction> {
  public:
   struct Target {
@@ -52,7 +52,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   bool add_to(StorageSegment& sum, const StorageSegment& from) override {
     const auto is_from = [&](const Target& target) {
       const auto storage = target.storage.lock();
-      return storage && segment_of(*storage) == &from && !target.add;  // else it is a sum already
+      return storage && segment_of(*storage) == &from && !target.add;  // otherwise it is a sum already
     };
     return std::ranges::any_of(targets, is_from) && add_to(sum);
   }
@@ -72,7 +72,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   }
 
   std::uint64_t number;  // of the leaf
-  at::Tensor gradient;   // flat, in memory order, of this rank alone; undefined: zeros, and once it was sent
+  at::Tensor gradient;   // flat, in memory order, of this rank alone; undefined: zeros, or already sent
   c10::ScalarType dtype;
   at::Tensor created;  // the first target, until it is handed out
   std::size_t bytes;
@@ -81,10 +81,10 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Stripes stripes;
   std::vector<Target> targets;
   std::size_t pieces_left = 0;
-  bool failed = false;     // its backward ended in an error before it was sent
-  bool sent = false;       // all of it
-  bool arrived = false;    // some of it: a target added now would miss that
-  bool delivered = false;  // all of it
+  bool failed = false;     // its backward failed before it was sent
+  bool sent = false;       // completely
+  bool arrived = false;    // in part: a target added now would miss that
+  bool delivered = false;  // completely
 
  private:
   std::weak_ptr<Reducer> owner_;
@@ -92,12 +92,12 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
 
 struct Reducer::PiecePart {
   ReductionPtr reduction;
-  std::size_t in_result;  // where its elements begin there
-  std::size_t begin;      // and in the share, or in the whole
+  std::size_t in_result;  // first element in the result
+  std::size_t begin;      // first element in the share, or in the whole
   std::size_t elements;
 };
 
-/// One collective, and the reductions whose content it brings.
+/// One collective, and the reductions that it delivers content for.
 struct Reducer::Piece {
   std::unique_ptr<Ranks::Work> work;
   at::Tensor result;
@@ -105,7 +105,7 @@ struct Reducer::Piece {
   bool ends_together = false;  // all ranks must wait for it at the same place
   std::size_t bytes;
   std::vector<PiecePart> parts;
-  // How far it came. An error leaves it here, and the next attempt goes on from here: nothing is added twice.
+  // Progress of delivery. After an error the next attempt continues here, so nothing is added twice.
   bool over_replicas = false;
   std::size_t part = 0, target = 0, element = 0;
 };
@@ -130,7 +130,7 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
 
 namespace {
 
-/// The gradient in the leaf's layout and gradients' dtype, in memory of its own where it is paged.
+/// The gradient in the leaf's layout and the dtype of gradients; a copy in plain memory if it is paged.
 at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
   c10::NoGradGuard no_grad;
   const OutsideScopes outside;
@@ -141,7 +141,7 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
     const NoPagingGuard no_paging;
     return at::empty_strided(leaf.sizes(), leaf.strides(), options);
   }();
-  return own.copy_(given);  // which faults, if that is paged
+  return own.copy_(given);  // faults if `given` is paged
 }
 
 }  // namespace
@@ -178,7 +178,7 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
   const at::Tensor given = [&] {
     if (made) return leaf.grad().detach();
     const NoPagingGuard no_paging;
-    return leaf.grad().detach().clone();  // the program may write what it has set before ranks have summed it
+    return leaf.grad().detach().clone();  // the program may write its tensor before ranks have summed it
   }();
   const at::Tensor mean = reduce(leaf, given);
   leaf.mutable_grad() = mean;
@@ -190,8 +190,8 @@ void Reducer::average(c10::ArrayRef<at::Tensor> leaves) {
   if (unsettled_ && torch::autograd::get_current_graph_task_id() < 0) settle();
 }
 
-/// Runs `exchange`, which all ranks do together. If it fails half-way, the other ranks may have gone further: no
-/// later exchange can succeed, and all throw its error again.
+/// Runs `exchange`, which all ranks do together. If it fails midway, other ranks may have gone further and no later
+/// exchange can succeed. This and all later calls then throw its error.
 template <class Exchange>
 void Reducer::together(Exchange&& exchange) {
   if (failure_) std::rethrow_exception(failure_);
@@ -210,7 +210,7 @@ void Reducer::add(ReductionPtr reduction) {
   if (open_bytes_ >= kBucketBytes) together([&] { send_open(Why::full); });
 }
 
-/// The end of one graph task. PyTorch drops the callback that owns it where the task ends in an error.
+/// Sees the end of one graph task. If the task fails, PyTorch destroys the callback that owns it.
 class Reducer::Watch {
  public:
   explicit Watch(Reducer& reducer) : reducer_(reducer.weak_from_this()) { ++reducer.backwards_; }
@@ -227,7 +227,7 @@ class Reducer::Watch {
     if (!reducer) return;
     {
       std::lock_guard lock(reducer->mutex_);
-      if (--reducer->backwards_ > 0) return;  // inside another, whose end is for all
+      if (--reducer->backwards_ > 0) return;  // inside another task, whose end serves all
     }
     try {
       reducer->settle();
@@ -241,7 +241,7 @@ class Reducer::Watch {
   bool is_over_ = false;
 };
 
-/// What is in the open bucket when backward ends goes on its way then.
+/// Sends the open bucket when backward ends.
 void Reducer::watch_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == backward_ || task < 0) return;
@@ -250,7 +250,7 @@ void Reducer::watch_backward() {
       [watch = std::make_shared<Watch>(*this)] { watch->end(); });
 }
 
-/// Other ranks may have gone further: what is left of it is summed with nothing, and they are told.
+/// Drops the unsent gradients of a failed backward. Other ranks may have gone further, and learn of it in agree().
 void Reducer::backward_failed() {
   std::lock_guard lock(mutex_);
   if (--backwards_ > 0) return;
@@ -301,17 +301,17 @@ void Reducer::send_open(Why why) {
   }
 }
 
-/// What ranks have in their buckets and piles, here and among replicas.
+/// Compares the buckets and piles of ranks, here and among replicas.
 Reducer::Agreed Reducer::agree(Why why) {
   const Subject subject{"gradients", 0, 0};
   std::uint64_t content = 0xcbf29ce484222325;
   for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->number), reduction->bytes);
-  constexpr std::int64_t kFailed = 16;  // beside why
+  constexpr std::int64_t kFailed = 16;  // a bit next to those of `why`
   const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
   Collectives::Words mine{static_cast<std::int64_t>(why) | failed, static_cast<std::int64_t>(content),
                           static_cast<std::int64_t>(open_.size()),
                           static_cast<std::int64_t>(domain_.contract.hash())};
-  if (!pile_.empty()) mine[2] = -1;  // there is something to be counted
+  if (!pile_.empty()) mine[2] = -1;  // ranks must count
   Agreed agreed{pile_.empty(), why == Why::end};
   for (Collectives* group : {&ranks_, replicas_}) {
     if (!group) continue;
@@ -328,7 +328,7 @@ Reducer::Agreed Reducer::agree(Why why) {
       agreed.all_ended = agreed.all_ended && (words[0] & ~kFailed) == static_cast<std::int64_t>(Why::end);
       agreed.same = agreed.same && words[0] == mine[0] && words[1] == mine[1] && words[2] == mine[2] && words[2] >= 0;
     }
-    // What the replicas of other shards are told.
+    // The result for this shard goes to the replicas.
     mine[0] = static_cast<std::int64_t>(agreed.all_ended ? Why::end : Why::full) | failed;
     mine[2] = agreed.same ? mine[2] : -1;
   }
@@ -336,7 +336,7 @@ Reducer::Agreed Reducer::agree(Why why) {
   return agreed;
 }
 
-/// Throws on every rank if ranks wrote different values to what is to stay the same.
+/// Throws on every rank if ranks wrote different values into tensors that must stay the same.
 void Reducer::check_contract(const std::vector<Collectives::Words>& all, Collectives& group, std::int64_t mine) {
   if (std::all_of(all.begin(), all.end(), [&](const auto& words) { return words[3] == mine; })) return;
   const auto texts = group.all_gather_text(domain_.contract.text(), {"what was written by contract", 0, 0});
@@ -390,7 +390,7 @@ Reducer::Counts Reducer::count_over_ranks() const {
   return replicas_ ? count_over(*replicas_, counts) : counts;
 }
 
-/// In the order of keys; of one key, in the order in which they came.
+/// Sends in the order of keys, and within a key in the order of arrival.
 void Reducer::send_what_all_have(const Counts& counts) {
   std::map<std::uint64_t, std::vector<ReductionPtr>> by_key;
   std::map<std::uint64_t, std::size_t> taken;
@@ -421,7 +421,7 @@ void Reducer::send_the_rest(const Counts& counts) {
   send(rest);
 }
 
-/// What waits for other ranks waits in pages.
+/// Moves gradients that wait for other ranks into pages.
 void Reducer::spill_pile() {
   for (const ReductionPtr& reduction : pile_) {
     at::Tensor& gradient = reduction->gradient;
@@ -437,7 +437,7 @@ void Reducer::spill_pile() {
   }
 }
 
-/// Zeros, for a gradient that this rank has not and others have; the leaf gets the mean all the same.
+/// Zeros for a gradient that this rank lacks and others have. The leaf gets the mean all the same.
 Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
   at::Tensor parameter = domain_.leaves.find(key);
   if (parameter.defined()) {
@@ -457,7 +457,7 @@ Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
   if (!before.defined()) {
     parameter.mutable_grad() = std::move(created);
   } else if (auto* sum = segment_of(before); !sum || !reduction->add_to(*sum)) {
-    to_add_.emplace_back(before, std::move(created));  // one that the program set
+    to_add_.emplace_back(before, std::move(created));  // a gradient that the program set
   }
   return reduction;
 }
@@ -465,7 +465,7 @@ Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
 // --- sending ---
 
 void Reducer::send(std::vector<ReductionPtr>& reductions) {
-  std::vector<PackedPart> parts, wholes;  // what is to be packed
+  std::vector<PackedPart> parts, wholes;  // parts to pack
   for (const ReductionPtr& reduction : reductions) {
     reduction->scattered ? send_pages(reduction, parts) : wholes.push_back({reduction, 0});
   }
@@ -483,7 +483,7 @@ c10::ScalarType Reducer::wire_dtype(c10::ScalarType dtype) const {
   return chosen == c10::ScalarType::Undefined || !c10::isFloatingType(dtype) ? dtype : chosen;
 }
 
-/// `elements` of the gradient from `begin` on, in memory, and zeros up to `length`.
+/// `elements` of the gradient from `begin` on, in plain memory, then zeros up to `length`.
 at::Tensor Reducer::part_of(const Reduction& reduction, std::size_t begin, std::size_t elements,
                             std::size_t length) const {
   const auto n = static_cast<std::int64_t>(length);
@@ -510,7 +510,8 @@ at::Tensor Reducer::part_of(const Reduction& reduction, std::size_t begin, std::
   return part;
 }
 
-/// Pages that lie as they are to be sent go as they are, on every rank; the others are to be packed.
+/// Sends pages whose memory already has the layout and dtype to send, the same ones on every rank; the others are to
+/// be packed.
 void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>& to_pack) {
   const Stripes& stripes = reduction->stripes;
   const bool as_it_is = wire_dtype(reduction->dtype) == reduction->dtype;
@@ -532,7 +533,7 @@ void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>&
   }
 }
 
-/// One reduce-scatter of the parts of many pages: for each rank its parts, one after another.
+/// One reduce-scatter of the parts of many pages: the parts of each rank, one after another.
 void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
   for_each_dtype(parts, [&](c10::ScalarType dtype, const std::vector<PackedPart>& alike) {
     std::int64_t length = 0;
@@ -546,7 +547,8 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
       if (reduction->gradient.defined()) {
         const auto begin = static_cast<std::int64_t>(stripes.page_begin(page));
         const auto elements = std::min(part * ranks_.size(), static_cast<std::int64_t>(stripes.elements()) - begin);
-        const std::int64_t full = elements / part, rest = elements % part;  // ranks whose part is full; and one's
+        const std::int64_t full = elements / part,
+                           rest = elements % part;  // ranks with a full part; the next rank's rest
         const at::Tensor all = part_of(*reduction, begin, elements, elements);
         packed.narrow(0, 0, full).narrow(1, at, part).copy_(all.narrow(0, 0, full * part).view({full, part}));
         if (rest > 0) packed[full].narrow(0, at, rest).copy_(all.narrow(0, full * part, rest));
@@ -605,14 +607,14 @@ at::TensorOptions Reducer::options(c10::ScalarType dtype) const {
 void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) ++part.reduction->pieces_left;
   bytes_under_way_ += piece->bytes;
-  // What was packed for it.
+  // The time that packing took.
   if (domain_.planned_on && piece->is_packed) domain_.planned_on->copy(2 * piece->bytes);
   under_way_.push_back(std::move(piece));
   try {
     make_room();
   } catch (const Error&) {
-    // Nothing is lost. What is being sent goes on its way first, since the other ranks wait for it; its sender then
-    // calls make_room() once more, which throws again or goes on.
+    // Nothing is lost. The sender first sends the rest, since other ranks wait for it. Then it calls make_room()
+    // again, which throws again or continues.
   }
 }
 
@@ -631,8 +633,8 @@ void Reducer::complete(const Reduction& reduction) {
   if (!reduction.sent) together([&] { send_open(Why::full); });
   if (!reduction.sent && torch::autograd::get_current_graph_task_id() >= 0) {
     throw RankError(
-        "a gradient is read in backward, and not all ranks have it yet: read it after backward, or call "
-        "zeropage.gather_together(module) on the module of which ranks run different parts");
+        "a gradient is read in backward before all ranks have it; read it after backward, or call "
+        "zeropage.gather_together(module) on the module whose parts run on different ranks");
   }
   if (!reduction.sent) together([&] { send_open(Why::end); });
   while (reduction.pieces_left > 0) complete_oldest();
@@ -657,7 +659,7 @@ void Reducer::complete_oldest() {
   under_way_.pop_front();
 }
 
-/// Brings the content of the piece's next part to each of its targets that lives.
+/// Delivers the piece's next part to each of its living targets.
 void Reducer::deliver(Piece& piece) {
   const PiecePart& part = piece.parts[piece.part];
   Reduction& reduction = *part.reduction;
@@ -684,7 +686,7 @@ void Reducer::deliver(Piece& piece) {
   }
 }
 
-/// If all of it came, its targets wait no longer.
+/// Ends the wait of a reduction's targets once all of it was delivered.
 void Reducer::finish(Reduction& reduction) {
   if (!reduction.sent || reduction.pieces_left > 0) return;
   reduction.delivered = true;
@@ -697,8 +699,8 @@ void Reducer::finish(Reduction& reduction) {
   }
 }
 
-/// Writes or adds `content` to elements [begin, …) of a segment, page by page. Goes on after the first `done`
-/// elements, and counts there what it has done.
+/// Writes or adds `content` to elements [begin, …) of a segment, page by page. Skips the first `done` elements, and
+/// updates `done` as it goes.
 void Reducer::write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype,
                     bool add, std::size_t& done) {
   const std::size_t item = c10::elementSize(dtype), page_elements = segment.page_bytes() / item;

@@ -1,15 +1,15 @@
-// Sums of gradients over ranks. A gradient that autograd hands to a leaf is put into a bucket; a full bucket goes on
-// its way while backward goes on; its sums are waited for when somebody reads them, or when too much is under way.
+// Sums of gradients over ranks. Autograd's gradients for leaves fill a bucket, and a full bucket is sent while
+// backward goes on. A thread waits for the sums when it reads them, or when too many bytes are in flight.
 //
-// Where only each rank's share is kept (stages 1 to 3), sums are reduce-scattered: a page of a large gradient lies in
-// memory as every rank's part of it, and is sent as it lies; what is left is packed. Where gradients are whole on
-// every rank (stage 0, small tensors), they are packed and all-reduced. Sums are means, as DistributedDataParallel's.
+// If each rank keeps only its share (stages 1 to 3), sums are reduce-scattered. In memory a page of a large gradient
+// consists of every rank's part, so it is sent as it is; the other pages are packed. Gradients that are whole on
+// every rank (stage 0, small tensors) are packed and all-reduced. Sums are means, like DistributedDataParallel's.
 //
-// [Note: buckets and ranks] Ranks tell each other what is in a bucket before they send it. If a rank lacks a gradient
-// that others have, they send what all of them have; the rest is piled up, in pages that can leave memory. A rank
-// whose backward has ended answers the others until theirs have. Then ranks sum over the union of their piles, page
-// by page, zeros for what a rank lacks. The parameter has a gradient on every rank then, as it would have with the
-// whole batch on one. A gradient is known by its leaf's key ([Note: keys of leaves] in tensor/leaves.h).
+// [Note: buckets and ranks] Ranks tell each other the content of a bucket before they send it. If a rank lacks a
+// gradient that others have, they send those that all have and pile up the rest, in pages that can leave memory. A
+// rank whose backward has ended answers the others until theirs have. Then ranks sum the union of their piles page by
+// page, with zeros for missing gradients. The parameter then has a gradient on every rank, as it would with the whole
+// batch on one. A gradient is identified by its leaf's key ([Note: keys of leaves] in tensor/leaves.h).
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -30,14 +30,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   explicit Reducer(Domain& domain);
   ~Reducer();
 
-  /// A paged gradient like `leaf` whose content, the mean over ranks, is still to come. `gradient` may be paged.
+  /// A paged gradient like `leaf`. Its content, the mean over ranks, arrives later. `gradient` may be paged.
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
-  /// If the leaf's gradient is this rank's own, as one that the program has set: p.grad is the mean over ranks from
-  /// now on, which is still to come. All ranks do it together. Whether it was.
+  /// If the leaf's gradient is this rank's own, for example set by the program, replaces p.grad by the mean over
+  /// ranks, which arrives later. All ranks call it together. Returns whether it did so.
   bool take_own_gradient(const at::Tensor& leaf);
-  /// The same for all of `leaves`, and sends what came so far.
+  /// The same for all of `leaves`; then sends all gradients so far.
   void average(c10::ArrayRef<at::Tensor> leaves);
-  /// Sends what came so far, over the union of what ranks have. All ranks call it at the same place.
+  /// Sends all gradients so far, for the union of the ranks' gradients. All ranks call it at the same place.
   void settle();
 
  private:
@@ -60,13 +60,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   enum class Why : std::int64_t { full, end };
   void send_open(Why why);
   struct Agreed {
-    bool same;       // in every rank's bucket and pile
+    bool same;       // every rank has the same bucket and an empty pile
     bool all_ended;  // every rank is at the end of its backward
   };
   Agreed agree(Why why);
   void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, std::int64_t mine);
   struct Counts {
-    std::map<std::uint64_t, std::size_t> least, most;  // of gradients of each key, over ranks
+    std::map<std::uint64_t, std::size_t> least, most;  // gradients per key, over ranks
   };
   Counts count_over_ranks() const;
   static Counts count_over(Collectives& group, const Counts& mine);
@@ -100,14 +100,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::recursive_mutex mutex_;
   std::vector<ReductionPtr> open_;  // the bucket being filled
   std::vector<ReductionPtr> pile_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // to gradients that the program set, means of others
+  std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
   std::size_t open_bytes_ = 0, bytes_under_way_ = 0;
   std::deque<std::unique_ptr<Piece>> under_way_;
-  std::exception_ptr failure_;  // of an exchange that ranks did not end together
-  int backward_ = -1;           // the graph task that was watched last
-  int backwards_ = 0;           // graph tasks that are watched: a checkpoint's runs inside another
-  bool unsettled_ = false;      // something came since ranks last settled
-  bool has_failed_ = false;     // a backward ended in an error since ranks last agreed
+  std::exception_ptr failure_;  // of an exchange that some ranks may have ended.
+  int backward_ = -1;           // the latest watched graph task.
+  int backwards_ = 0;           // watched graph tasks: a checkpoint's runs inside another.
+  bool unsettled_ = false;      // a gradient came since ranks last settled.
+  bool has_failed_ = false;     // a backward failed since ranks last agreed.
 };
 
 }  // namespace zeropage
