@@ -380,8 +380,7 @@ void Snapshot::write_homes(Entry& entry, Files& files) {
 }
 
 void Snapshot::give_up() noexcept {
-  std::vector<std::unique_ptr<Entry>>
-      entries;  // destroyed without the lock: destructors of tensors may call this class
+  std::vector<std::unique_ptr<Entry>> entries;  // die without the lock: destructors may come here
   const std::lock_guard lock(mutex_);
   given_up_ = true;
   ready_.clear();

@@ -21,9 +21,9 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kAlwaysChecked = 512;  // the first collectives, all of them
-constexpr std::size_t kCheckedEvery = 64;    // later ones
-constexpr std::size_t kTextBytes = 512;      // of what a rank says of itself
+constexpr std::size_t kAlwaysChecked = 512;  // number of first collectives, all checked
+constexpr std::size_t kCheckedEvery = 64;    // of the later ones
+constexpr std::size_t kTextBytes = 512;      // of a rank's report of its position
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // splitmix64's finalizer
   std::uint64_t z = hash + 0x9e3779b97f4a7c15 + value;
@@ -32,13 +32,13 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // splitmix64's fi
   return z ^ (z >> 31);
 }
 
-/// A group that is planned with works on meta tensors, for which c10d's operators have kernels that do nothing.
+/// A group in a planned run works on meta tensors, whose c10d kernels do nothing.
 template <class Start>
 c10::intrusive_ptr<c10d::Work> start_on(c10d::ProcessGroup& group, const at::Tensor& tensor, Start&& start) {
   return tensor.is_meta() ? start(*group.getBackend(c10::kMeta)) : start(group);
 }
 
-// torch 2.13 calls these all_gather_single and so on, and warns of the names that 2.11 has.
+// torch 2.13 names these all_gather_single and so on, and warns of the names in 2.11.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 auto gather_flat(c10d::ProcessGroup& group, at::Tensor whole, at::Tensor part) {
@@ -63,8 +63,8 @@ bool has_backend(c10d::ProcessGroup& group, c10::DeviceType device) {
 
 }  // namespace
 
-/// What a collective works on: the caller's tensors, or, where the group has no backend for their device, as Gloo has
-/// none, copies in the host.
+/// The tensors of a collective: the caller's or, if the group has no backend for their device (Gloo alone), copies on
+/// the host.
 class Collectives::Staging {
  public:
   explicit Staging(bool is_needed) : is_needed_(is_needed) {}
@@ -89,7 +89,7 @@ class Collectives::Staging {
   std::vector<std::pair<at::Tensor, at::Tensor>> results_;
 };
 
-/// A collective of c10d and the tensors it works on.
+/// A collective of c10d and its tensors.
 class Collectives::Pending : public Work {
  public:
   Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept, Staging staging,
@@ -100,7 +100,7 @@ class Collectives::Pending : public Work {
         staging_(std::move(staging)),
         during_(std::move(during)) {}
 
-  /// Blocks until no transfer uses the tensors, and discards how it ended.
+  /// Blocks until no transfer uses the tensors. Discards any error.
   ~Pending() override {
     try {
       if (work_) work_->wait();
@@ -120,7 +120,7 @@ class Collectives::Pending : public Work {
       std::rethrow_exception(failure_);
     }
     NoPagingGuard no_paging;
-    at::AutoDispatchBelowADInplaceOrView below;  // the tensors may have been made in inference mode, which is over
+    at::AutoDispatchBelowADInplaceOrView below;  // the tensors may come from an inference mode that has ended
     try {
       take_result();
       staging_.copy_back();
@@ -138,7 +138,7 @@ class Collectives::Pending : public Work {
   std::vector<at::Tensor> kept_;
   Staging staging_;
   std::string during_;
-  std::exception_ptr failure_;  // which every later wait() throws again
+  std::exception_ptr failure_;  // every later wait() throws it again
 };
 
 /// The mean over ranks of `parts` [ranks, n], summed in rank order; 16-bit values in float32, and rounded once.
@@ -148,8 +148,8 @@ at::Tensor mean_of_parts(const at::Tensor& parts) {
   return sum.div_(parts.size(0));
 }
 
-/// An all-to-all whose parts, kept_[1], are then added up here. Gloo's own reduce-scatter takes 2.7 times as long on
-/// two ranks, and its order of summation depends on the size.
+/// An all-to-all of parts, kept_[1], which this rank then adds up. Gloo's own reduce-scatter takes 2.7 times as long
+/// on two ranks, and its order of summation depends on the size.
 class Collectives::Summing final : public Pending {
  public:
   using Pending::Pending;
@@ -157,12 +157,12 @@ class Collectives::Summing final : public Pending {
  private:
   void take_result() override {
     kept_[0].copy_(mean_of_parts(kept_[1].view({owner_.size(), -1})).view(kept_[0].sizes()));
-    kept_.clear();  // memory
+    kept_.clear();  // frees memory
   }
 };
 
-/// The mean, to kept_[0]: each rank sums its part, and all parts are gathered when the work is waited for. It sends as
-/// many bytes as a ring, but the order of summation is that of ranks, whatever the size.
+/// The mean, into kept_[0], summed in rank order. Each rank sums its part; wait() then gathers all parts. Sends as
+/// many bytes as a ring, whose order of summation would depend on the place in the tensor.
 class Collectives::SummingParts final : public Pending {
  public:
   using Pending::Pending;
@@ -179,7 +179,7 @@ class Collectives::SummingParts final : public Pending {
   }
 };
 
-/// A sum, kept_[0], of which the mean is made.
+/// Turns a sum, kept_[0], into the mean.
 class Collectives::Scaling final : public Pending {
  public:
   using Pending::Pending;
@@ -199,14 +199,14 @@ Collectives::Collectives(const Group& group, c10::Device device, CheckRanks chec
       device_(device),
       control_device_(device),
       check_(check) {
-  if (has_backend(*group, c10::kCPU)) control_device_ = c10::kCPU;  // else NCCL alone: small ones go there too
+  if (has_backend(*group, c10::kCPU)) control_device_ = c10::kCPU;  // NCCL alone: small tensors go there too
   is_staged_ = !device.is_cpu() && control_device_.is_cpu() && !has_backend(*group, device.type());
 }
 
 Collectives::Group Collectives::group() const {
   if (auto group = group_.lock()) return group;
   throw RankError(
-      "the process group of this space was destroyed; use tensors that lie over ranks before "
+      "the process group of this space was destroyed; use partitioned tensors before "
       "torch.distributed.destroy_process_group()");
 }
 
@@ -251,8 +251,8 @@ void Collectives::enter(std::string_view kind, const Subject& subject, std::size
   if (!(histories == histories[0]).all().item<bool>()) differ("");
 }
 
-/// Words of all ranks, [ranks, words], on the CPU. Every use has the same size, so that ranks that are at different
-/// ones still meet.
+/// Words of all ranks, [ranks, words], on the CPU. Every call sends the same size, so that ranks at different calls
+/// still meet.
 at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   NoPagingGuard no_paging;
   constexpr std::int64_t kWords = 1 + std::tuple_size_v<Words>;
@@ -265,7 +265,7 @@ at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   return all.view({size(), kWords}).cpu();
 }
 
-/// Texts of all ranks, cut to `bytes`. Gathers the same number of bytes whatever is said.
+/// Texts of all ranks, cut to `bytes`. The exchange always has the same size.
 std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_t bytes) {
   NoPagingGuard no_paging;
   mine.resize(bytes, '\0');
@@ -362,7 +362,7 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
   enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
   if (!device_.is_cpu() && !is_staged_) {
-    // What is added there in its own dtype must not overflow.
+    // The backend adds in the tensor's own dtype: half values must not overflow.
     const bool is_wide = in.scalar_type() != at::kHalf;
     if (!is_wide) in = in.mul(1.0 / size());
     const auto scatter = [&] { return scatter_flat(*group(), out, in); };
@@ -390,7 +390,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subj
   }
   std::vector<at::Tensor> tensors{result};
   const auto sum = [&] { return start_on(*group(), result, [&](auto& on) { return on.allreduce(tensors); }); };
-  if (result.scalar_type() == at::kHalf) {  // what is added in its own dtype must not overflow
+  if (result.scalar_type() == at::kHalf) {  // the sum in its own dtype must not overflow
     tensors[0].mul_(1.0 / size());
     return start<Pending>(sum, {result}, std::move(staging));
   }
@@ -432,7 +432,7 @@ std::shared_ptr<std::byte> Collectives::scratch(std::size_t bytes) {
 
 namespace {
 
-/// Leaves a note of where this rank is in the group's store, and reads what the others left.
+/// Writes this rank's position into the group's store, and reads the others' positions.
 std::string exchange_notes(c10d::Store& store, const std::string& prefix, int rank, int ranks,
                            const std::string& mine) {
   using namespace std::chrono_literals;
@@ -450,7 +450,7 @@ std::string exchange_notes(c10d::Store& store, const std::string& prefix, int ra
 
 }  // namespace
 
-/// Where every rank says it is; within a few seconds, whatever became of the store.
+/// The reported position of every rank; within a few seconds, even if the store is gone.
 std::string Collectives::where_all_are() {
   struct Answer {
     std::mutex mutex;
@@ -462,15 +462,14 @@ std::string Collectives::where_all_are() {
   const auto group = group_.lock();
   const auto store = group ? group->getStore() : nullptr;
   if (!store) return alone;
-  // A store that cannot be reached answers neither yes nor no, and a thread that asks it may wait for good: a new one
-  // asks.
+  // A thread that asks an unreachable store may wait forever, so a new thread asks it.
   const auto answer = std::make_shared<Answer>();
   std::thread([answer, store, mine, alone, rank = rank(), ranks = size(),
                prefix = fmt::format("zeropage/where/{}/", group->getGroupName())] {
     std::string text = alone;
     try {
       text = exchange_notes(*store, prefix, rank, ranks, mine);
-    } catch (const std::exception&) {  // the rank that keeps the store may be the one that died
+    } catch (const std::exception&) {  // the rank that keeps the store may have died
     }
     std::lock_guard lock(answer->mutex);
     answer->text = std::move(text);

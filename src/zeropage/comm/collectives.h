@@ -1,10 +1,10 @@
-// Collectives of one group of ranks through c10d, counted, and checked: ranks that are no longer at the same operator
+// Collectives of one group of ranks through c10d, counted and checked. Ranks that are no longer at the same operator
 // get one error that says where each is, instead of a hang or another tensor's bytes.
 //
-// [Note: together] Each collective is folded into a running hash of its kind, subject and size. While checking, which
-// is always for the first ones and then now and then, ranks compare hashes before they move data; gradients compare
-// them at every bucket. Where ranks differ without a check, the group's own timeout ends the wait, and each rank
-// leaves a note in the group's store of where it was, so that the error can still say it.
+// [Note: together] Each collective goes into a running hash of its kind, subject and size. Ranks compare hashes
+// before they move data: always for the first collectives, then now and then, and for gradients at every bucket. If
+// ranks differ without a check, the group's own timeout ends the wait. Each rank then leaves a note of its position
+// in the group's store, so that the error can still name it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,11 +22,11 @@ namespace zeropage {
 
 enum class CheckRanks : std::uint8_t { automatic, always, never };
 
-/// Bytes that this rank sent, by what for. A ring or an all-to-all sends the same.
+/// Bytes that this rank sent, by purpose. A ring or an all-to-all sends the same number.
 struct Traffic {
   std::size_t gathered = 0;     // all-gathers: (N-1) times its part
   std::size_t reduced = 0;      // reduce-scatters: (N-1) parts; all-reduces: twice that
-  std::size_t broadcast = 0;    // at the start: what is not paged, from rank 0
+  std::size_t broadcast = 0;    // at the start: tensors that are not paged, from rank 0
   std::size_t control = 0;      // checks, agreements, norms
   std::size_t collectives = 0;  // those that moved data
 
@@ -40,9 +40,9 @@ struct Traffic {
 class Collectives final : public Ranks {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-  /// [Note: whose group] A group of Python's is torch.distributed's own: destroy_process_group() must end its
-  /// threads, as in a program without us, for they must not outlive the interpreter. So `keep` is false there, and
-  /// collectives after its end throw RankError.
+  /// [Note: whose group] A group of Python's belongs to torch.distributed. Its threads must not outlive the
+  /// interpreter, so destroy_process_group() must end them, as in a program without zeropage. `keep` is false for
+  /// such a group, and collectives after its end throw RankError.
   Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep);
 
   int size() const override { return size_; }
@@ -52,28 +52,29 @@ class Collectives final : public Ranks {
   void fail(std::string_view why) override;
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override;
 
-  /// `out` becomes the mean over ranks of part rank() of `in`; in.numel() is size() * out.numel(). On the CPU it is
-  /// summed in rank order, 16-bit values in float32, and rounded once. Both are kept until the work was waited for.
+  /// Sets `out` to the mean over ranks of part rank() of `in`; in.numel() is size() * out.numel(). On the CPU the sum
+  /// is in rank order, of 16-bit values in float32, and rounded once. Both tensors are kept until the work was waited
+  /// for.
   [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject);
-  /// `mean` becomes the mean over ranks, in the same order.
+  /// Replaces `mean` by the mean over ranks, summed in the same way.
   [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor mean, const Subject& subject);
-  /// Whether all_reduce() of such values ends with an exchange, so that all ranks must wait for it together.
+  /// Whether all_reduce() of this dtype ends with an exchange, so that all ranks must wait for it together.
   bool sums_in_parts(c10::ScalarType dtype) const;
-  /// Rank 0's content everywhere, at once.
+  /// Copies rank 0's content to all ranks. Blocks.
   void broadcast(at::Tensor tensor, const Subject& subject);
-  /// What each rank's small CPU tensor holds, in rank order: [ranks, numel]. At once.
+  /// The content of each rank's small CPU tensor, in rank order: [ranks, numel]. Blocks.
   at::Tensor all_gather_small(const at::Tensor& mine, const Subject& subject);
 
-  /// Words that ranks tell each other, in rank order. Words differ, the history of collectives must not: throws
-  /// RankError on every rank if it does.
+  /// Exchanges words, and returns them in rank order. Words may differ, but the history of collectives may not:
+  /// throws RankError on every rank if it does.
   using Words = std::array<std::int64_t, 4>;
   std::vector<Words> agree(const Words& mine, const Subject& subject);
-  /// What each rank says, in rank order. At once.
+  /// The text of each rank, in rank order. Blocks.
   std::vector<std::string> all_gather_text(const std::string& mine, const Subject& subject);
-  /// Those of `mine` that every rank has, in the order of `mine`. Numbers are not zero, each occurs once, and ranks
-  /// that have the same give them in the same order. At once; one small exchange if all have the same.
+  /// The numbers of `mine` that every rank has, in the order of `mine`. Numbers are unique and not zero, and ranks
+  /// with equal sets give them in the same order. Blocks; one small exchange if all have the same.
   std::vector<std::uint64_t> common(const std::vector<std::uint64_t>& mine, const Subject& subject);
-  /// Throws on every rank, saying what each was doing.
+  /// Throws an error on every rank that tells what each was doing.
   [[noreturn]] void differ(const std::string& what);
 
   Traffic traffic() const;
@@ -99,12 +100,12 @@ class Collectives final : public Ranks {
   Group kept_;  // null: [Note: whose group]
   int size_, rank_;
   c10::Device device_;
-  c10::Device control_device_;  // of small tensors: the CPU where the group has a backend for it
-  bool is_staged_ = false;      // the group has none for the device: all pass through the host
+  c10::Device control_device_;  // of small tensors: the CPU if the group has a backend for it
+  bool is_staged_ = false;      // the group has no backend for the device: use copies on the host
   CheckRanks check_;
   mutable std::mutex mutex_;
   std::uint64_t history_ = 0;
-  std::string last_;  // the latest collective, in words
+  std::string last_;  // text of the latest collective
   std::string broken_;
   Traffic traffic_;
 };

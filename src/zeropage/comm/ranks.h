@@ -1,8 +1,8 @@
-// The seam between the pager and a group of ranks: all the pager asks of them is to make a whole of everyone's parts.
-// Without torch; collectives.h stands behind it, and in tests ranks are threads.
+// The interface between the pager and a group of ranks. The pager only needs to gather all ranks' parts. Free of
+// torch: collectives.h implements it, and in tests ranks are threads.
 //
-// Contract: every rank calls the same things in the same order. What is called follows from the operators that meet
-// paged tensors and from sizes, never from timing.
+// Contract: every rank makes the same calls in the same order. The calls follow from operators on paged tensors and
+// from sizes, never from timing.
 #pragma once
 
 #include <cstddef>
@@ -12,20 +12,20 @@
 
 namespace zeropage {
 
-/// What a collective is about, for the check that ranks are together and for errors.
+/// The subject of a collective, for errors and for the check that ranks are together.
 struct Subject {
   std::string_view role;
-  std::uint64_t number = 0;  // of the tensor or run, counted from creation: the same on all ranks
+  std::uint64_t number = 0;  // of the tensor or run, counted by creation: the same on all ranks
   std::size_t page = 0;
 };
 
 class Ranks {
  public:
-  /// A collective under way.
+  /// A collective in flight.
   class Work {
    public:
     virtual ~Work() = default;
-    /// Returns when its result may be used by what this thread asks for next. Throws RankError.
+    /// Returns when this thread's next requests may use the result. Throws RankError.
     virtual void wait() = 0;
   };
 
@@ -33,14 +33,14 @@ class Ranks {
   virtual int size() const = 0;
   virtual int rank() const = 0;
 
-  /// Starts bringing every rank's `part_bytes` together, in rank order, into size() * part_bytes at `into`. The part
-  /// may lie there already. Both must stay until the work was waited for. Throws RankError.
+  /// Starts to gather every rank's `part_bytes`, in rank order, into size() * part_bytes at `into`, which may contain
+  /// `part` already. Both must stay until the work was waited for. Throws RankError.
   [[nodiscard]] virtual std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part,
                                                          std::size_t part_bytes, const Subject& subject) = 0;
-  /// This rank cannot do its part of what comes next: all ranks throw RankError where they next compare what they
-  /// did.
+  /// Records that this rank cannot do its part of the next collective. All ranks throw RankError when they next
+  /// compare hashes.
   virtual void fail(std::string_view why) { (void)why; }
-  /// Scratch memory where collectives can reach it.
+  /// Scratch memory that collectives can use.
   virtual std::shared_ptr<std::byte> scratch(std::size_t bytes) = 0;
 };
 

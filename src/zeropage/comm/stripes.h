@@ -1,12 +1,12 @@
-// How a tensor is partitioned over ranks: every page evenly, so that each rank's disk and link carry 1/N of whatever
-// is brought in (bandwidth-centric partitioning, ZeRO-Infinity, section 6.1).
+// The partition of a tensor over ranks. Every page is divided evenly, so each rank's disk and link carry 1/N of every
+// transfer (bandwidth-centric partitioning, ZeRO-Infinity, section 6.1).
 //
 //   tensor   | page 0: rank 0 | rank 1 | rank 2 | page 1: rank 0 | rank 1 | rank 2 | last page: 0 | 1 | 2 |
 //   share of rank 1:  page 0's part, page 1's part, last page's part, one after another
 //
-// Pages are counted in elements, so tensors of one shape are cut alike whatever their dtype: a parameter, its
-// gradient and its moments meet element by element in each rank's share. All but the last page are full; there a part
-// is rounded up, and the last ranks' parts may end early or be empty.
+// Pages are counted in elements, so tensors of one shape have the same cuts whatever their dtype. A parameter, its
+// gradient and its moments match element by element in each rank's share. All pages except the last are full. In the
+// last, parts are rounded up, and the last ranks' parts may be short or empty.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ class Stripes {
  public:
   /// Parts are multiples of this many elements: whole vectors (see [Note: bits at the edges]), whole cache lines.
   static constexpr std::size_t kPartElements = 64;
-  /// Parts of full pages are multiples of this many: whole disk blocks, whatever the dtype.
+  /// Parts of full pages are multiples of this many elements: whole disk blocks, whatever the dtype.
   static constexpr std::size_t kFullPartElements = 4096;
 
   Stripes() = default;
@@ -38,29 +38,29 @@ class Stripes {
   int rank() const { return rank_; }
   std::size_t elements() const { return elements_; }
   std::size_t pages() const { return std::max<std::size_t>(ceil_div(elements_, page_), 1); }
-  /// Elements of one rank's part of a page, padding counted.
+  /// Elements of one rank's part of a page, with padding.
   std::size_t part(std::size_t page) const {
     return page + 1 < pages() ? page_ / ranks_ : round_up(ceil_div(elements_ - page * page_, ranks_), kPartElements);
   }
-  /// Where a page begins in the tensor.
+  /// The first element of a page in the tensor.
   std::size_t page_begin(std::size_t page) const { return page * page_; }
-  /// Where its part begins in a rank's share.
+  /// The first element of its part in a rank's share.
   std::size_t part_begin(std::size_t page) const { return page * (page_ / ranks_); }
 
-  /// Elements of every rank's share and of the whole, padding counted.
+  /// Elements of every rank's share and of the whole, with padding.
   std::size_t share() const { return part_begin(pages() - 1) + part(pages() - 1); }
   std::size_t padded() const { return page_begin(pages() - 1) + ranks_ * part(pages() - 1); }
-  /// Elements of this rank's share that exist; they come first.
+  /// Elements of this rank's share without padding; they come first.
   std::size_t own() const {
     const std::size_t last = pages() - 1, begin = page_begin(last) + rank_ * part(last);
     return part_begin(last) + (begin < elements_ ? std::min(part(last), elements_ - begin) : 0);
   }
-  /// Where element `i` of this rank's share lies in the tensor.
+  /// The index in the tensor of element `i` of this rank's share.
   std::size_t in_tensor(std::size_t i) const {
     const std::size_t page = std::min(i / (page_ / ranks_), pages() - 1);
     return page_begin(page) + rank_ * part(page) + (i - part_begin(page));
   }
-  /// The end of the part that holds element `i` of the share: up to there both run on together.
+  /// The end of the part with element `i` of the share: up to it, share and tensor are consecutive.
   std::size_t part_end(std::size_t i) const {
     const std::size_t page = std::min(i / (page_ / ranks_), pages() - 1);
     return part_begin(page) + part(page);

@@ -1,6 +1,6 @@
-// The process group of a C++ program that torchrun started (`torchrun --no-python`). Header only: what it can make
-// depends on the headers that the program is built with. Gloo's come with Debian's libgloo-dev; those of NCCL with
-// the CUDA build of torch and NCCL's own.
+// The process group of a C++ program that torchrun started (`torchrun --no-python`). Header only: the backends depend
+// on the headers that the program is built with. Gloo's come with Debian's libgloo-dev; those of NCCL with the CUDA
+// build of torch and NCCL's own.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

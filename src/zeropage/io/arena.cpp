@@ -28,10 +28,10 @@ Block::~Block() {
 
 namespace {
 
-constexpr std::size_t kSpread = 16;              // addresses for each byte of memory
-constexpr std::size_t kMostMappings = 1U << 14;  // of an arena; beside them lie bare addresses, which count too
+constexpr std::size_t kSpread = 16;              // addresses per byte of memory
+constexpr std::size_t kMostMappings = 1U << 14;  // of an arena's memory; bare addresses need some more
 
-/// Kernels before 5.7 cannot.
+/// Kernels before 5.7 cannot do this.
 bool may_map_anew() {
   static const bool may = [] {
     constexpr int kProtection = PROT_READ | PROT_WRITE, kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
@@ -61,7 +61,7 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
     throw BudgetError(fmt::format("cannot map {} of memory ({}); lower device_memory or host_memory",
                                   format_bytes(capacity_), std::strerror(error)));
   }
-  // Advice: if the kernel has no huge pages, transfers are slower and nothing else changes.
+  // Advice only: without huge pages, transfers are slower and nothing else changes.
   ::madvise(base_, capacity_, MADV_HUGEPAGE);
   ::madvise(base_, capacity_, MADV_DONTFORK);
 }
@@ -84,13 +84,13 @@ Arena::Arena(std::span<std::byte> region)
 }
 
 Arena::~Arena() {
-  // Where the region was, a forked child may have mapped memory of its own.
+  // A forked child may have mapped memory of its own at the region's addresses.
   if (!mapped_ || is_forked()) return;
   for (const auto& [offset, bytes] : mappings_) ::munmap(base_ + offset, bytes);
   bare_.visit_largest([&](std::size_t offset, std::size_t bytes) { return ::munmap(base_ + offset, bytes) == 0; });
 }
 
-/// All of the arena's addresses, as free memory, and as many bare ones as joining holes takes.
+/// Reserves the arena's addresses: free memory, and the bare ones that joining holes needs.
 void Arena::reserve_for(bool joins) {
   if (joins && may_map_anew()) reserve(kSpread * capacity_);
   if (!base_) reserve(capacity_);
@@ -100,9 +100,9 @@ void Arena::reserve_for(bool joins) {
   mappings_.emplace(0, capacity_);
 }
 
-/// Addresses with nothing behind them. No base if they cannot be had.
+/// Reserves addresses without memory. Leaves base_ null if that fails.
 void Arena::reserve(std::size_t span) {
-  // One huge page more, and then the ends cut, so that the base is aligned.
+  // Reserves one huge page more, then cuts both ends to align the base.
   const std::size_t mapped = span + kHugePageBytes;
   void* raw = ::mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return;
@@ -128,7 +128,7 @@ std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side)
   return Block(this, base_ + *offset, bytes, std::move(entry));
 }
 
-/// [Note: no fragmentation] Makes a hole of at least `bytes`, of the fewest holes.
+/// [Note: no fragmentation] Makes a hole of at least `bytes` from the fewest holes.
 bool Arena::join_holes(std::size_t bytes) {
   if (!joins_holes()) return false;
   const std::size_t wanted = round_up(bytes, unit_);
@@ -148,9 +148,9 @@ bool Arena::join_holes(std::size_t bytes) {
   std::size_t moved = 0;
   for (const Range& hole : holes) {
     for (const Range& piece : mappings_in(hole)) {
-      // Refused where the kernel has reached its most mappings: what has not moved stays where it is.
+      // The kernel refuses at its limit of mappings. Pieces that were not moved stay in place.
       if (!map_anew(piece, *to + moved)) {
-        // Whether the kernel has given up the addresses of the piece is not known: they are ours no more.
+        // The kernel may or may not have released the addresses of the piece: give them up.
         const std::size_t lost = moved + piece.bytes;
         if (lost < wanted) bare_.release(*to + lost, wanted - lost);
         if (moved > 0) free_.release(*to, moved);
@@ -165,7 +165,7 @@ bool Arena::join_holes(std::size_t bytes) {
   return true;
 }
 
-/// The mappings of which a range of memory consists, cut at its ends.
+/// The mappings in a range of memory, cut at its ends.
 std::vector<Arena::Range> Arena::mappings_in(Range range) {
   const auto cut = [&](std::size_t at) {
     const auto mapping = std::prev(mappings_.upper_bound(at));
@@ -186,11 +186,11 @@ std::vector<Arena::Range> Arena::mappings_in(Range range) {
 
 bool Arena::map_anew(Range mapping, std::size_t to) {
   std::byte* const from = base_ + mapping.offset;
-  // The addresses that it leaves stay ours: no other thread's mapping can come between.
+  // The old addresses stay reserved, so no other thread's mapping can take them.
   constexpr int kHow = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (::mremap(from, mapping.bytes, mapping.bytes, kHow, base_ + to) == MAP_FAILED) return false;
   constexpr int kBare = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-  (void)::mmap(from, mapping.bytes, PROT_NONE, kBare, -1, 0);  // refused: they have no memory all the same
+  (void)::mmap(from, mapping.bytes, PROT_NONE, kBare, -1, 0);  // a failure is harmless: they have no memory anyway
   auto node = mappings_.extract(mapping.offset);
   node.key() = to;
   mappings_.insert(std::move(node));
@@ -198,7 +198,7 @@ bool Arena::map_anew(Range mapping, std::size_t to) {
 }
 
 void Arena::give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept {
-  if (is_forked()) return;  // a thread that is not here may hold the lock
+  if (is_forked()) return;  // a thread that the child lacks may hold the lock
   std::lock_guard lock(mutex_);
   free_.release(data - base_, bytes, std::move(entry));
 }

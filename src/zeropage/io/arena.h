@@ -1,15 +1,15 @@
-// One region of memory on huge pages, from which every buffer that a disk reads into or writes from is cut.
-// Physically contiguous buffers are worth a factor of two with O_DIRECT: the kernel merges what lies together.
+// One region of memory on huge pages, which provides every buffer that a disk reads into or writes from. Physically
+// contiguous buffers are twice as fast with O_DIRECT: the kernel merges neighbouring pages.
 //
-// [Note: no fragmentation] Blocks of many sizes come and go, and soon no hole is as large as what is asked for,
-// though holes in all are. Here a hole is then made of holes: their memory is mapped anew, one piece behind the
-// other, at addresses that were kept free for this (mremap: nothing is copied, no block moves, about 10 us a piece).
-// Pieces are whole units, few enough for the kernel's count of mappings (vm.max_map_count, 65,530 by default).
+// [Note: no fragmentation] Blocks of many sizes come and go. Soon no hole is large enough, although all holes
+// together are. Here several holes then become one. Their memory is mapped anew, one piece after another, at
+// addresses kept free for this. mremap copies nothing and moves no block, and takes about 10 us a piece. Pieces are
+// whole units, few enough for the kernel's limit of mappings (vm.max_map_count, 65,530 by default).
 //
-// Memory that is registered with a device cannot be mapped anew: with a hook, the region is touched slab by slab, and
-// each slab is announced when it is first used.
+// Memory that is registered with a device cannot be mapped anew. With a hook, the region is used slab by slab, and
+// the hook is called when a slab is first used.
 //
-// A forked child does not have the region: blocks and the arena itself may die there, and nothing else may be done.
+// A forked child does not have the region. It may destroy blocks and the arena, and nothing else.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ namespace zeropage {
 
 class Arena;
 
-/// A block of an arena; gives its bytes back when it dies. Aligned to 4 KiB.
+/// A block of an arena, freed by its destructor. Aligned to 4 KiB.
 class Block {
  public:
   Block() = default;
@@ -49,7 +49,7 @@ class Block {
   Arena* arena_ = nullptr;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
-  FreeList::Entry entry_;  // for giving it back
+  FreeList::Entry entry_;  // makes freeing it allocate nothing
 };
 
 class Arena {
@@ -57,22 +57,22 @@ class Arena {
   using SlabHook = std::function<void(std::span<std::byte>)>;
   static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;
 
-  /// Throws BudgetError if the address space cannot be had. `capacity` is rounded up to a huge page.
+  /// Throws BudgetError if there is not enough address space. `capacity` is rounded up to a huge page.
   explicit Arena(std::size_t capacity, SlabHook on_first_use = {});
-  /// Addresses with no memory behind them, of which blocks are cut and joined as of memory: for planning.
+  /// For planning: addresses without memory, which behave like an arena with memory.
   static std::unique_ptr<Arena> make_hollow(std::size_t capacity);
-  /// Cuts blocks from memory that someone else holds: a device's.
+  /// Uses memory that the caller owns, such as a device's.
   explicit Arena(std::span<std::byte> region);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  /// Empty if no hole is large enough, nor can be made. Bytes are rounded up to 4 KiB. Throws AccessError in a forked
-  /// child.
+  /// Empty if no hole is large enough and none can be made. Bytes are rounded up to 4 KiB. Throws AccessError in a
+  /// forked child.
   std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom);
 
   std::size_t capacity() const { return capacity_; }
-  /// Whether holes can be joined. If not, blocks lie in [base, base + capacity).
+  /// Whether holes can be joined. If not, all blocks are in [base, base + capacity).
   bool joins_holes() const { return span_ > capacity_; }
   std::byte* base() const { return base_; }
 
@@ -97,11 +97,11 @@ class Arena {
   std::size_t capacity_;
   std::size_t span_;  // of addresses
   std::size_t unit_ = 0;
-  bool mapped_ = true;  // by us
+  bool mapped_ = true;  // by this class
   const std::uint64_t process_ = process_generation();
   FreeList free_;                                // memory
-  FreeList bare_;                                // addresses with no memory
-  std::map<std::size_t, std::size_t> mappings_;  // that the kernel may keep apart, by offset: bytes
+  FreeList bare_;                                // addresses without memory
+  std::map<std::size_t, std::size_t> mappings_;  // that the kernel may keep separate: offset to bytes
   SlabHook on_first_use_;
   std::vector<bool> announced_;
 };

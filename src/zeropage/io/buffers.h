@@ -1,4 +1,4 @@
-// Memory for transfers of files that are gone through from one end to the other: a few blocks, aligned for O_DIRECT.
+// Buffers for sequential transfers of files: a few blocks, aligned for O_DIRECT.
 #pragma once
 
 #include <cstdlib>

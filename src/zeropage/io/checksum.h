@@ -1,5 +1,5 @@
-// CRC-32C (Castagnoli), as iSCSI, ext4 and most storage formats use it: RFC 3720, appendix B.4. What is written to
-// last carries one, so that a byte that changed on its way is an error and not a number.
+// CRC-32C (Castagnoli), used by iSCSI, ext4 and most storage formats: RFC 3720, appendix B.4. Checkpoints carry it,
+// so that a changed byte is an error and not a wrong number.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace zeropage {
 
-/// The checksum of what `crc` is the checksum of, followed by `data`. 0 is that of nothing.
+/// Extends the checksum `crc` of earlier data by `data`. The checksum of no data is 0.
 std::uint32_t crc32c(std::uint32_t crc, std::span<const std::byte> data);
 
 }  // namespace zeropage

@@ -67,7 +67,7 @@ Ticket DirectFile::start(Io& io, Direction direction, std::uint64_t offset, std:
   for (std::size_t i = 0; i < parts.size(); ++i) {
     try {
       io.start(parts[i], priority, [together](std::exception_ptr error) { together->end(std::move(error)); });
-    } catch (...) {  // what has started still ends, and the ticket with it
+    } catch (...) {  // parts that have started still end, and the ticket with them
       const bool has_started = i > 0;
       for (; i < parts.size(); ++i) together->end(std::current_exception());
       if (!has_started) throw;

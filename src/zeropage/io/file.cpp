@@ -18,7 +18,8 @@
 namespace zeropage {
 namespace {
 
-/// Opens a file without a name, or -1 with errno. Some file systems have no O_TMPFILE: make one and unlink it.
+/// Opens a file without a name, or returns -1 with errno. Some file systems have no O_TMPFILE: then it creates a file
+/// and unlinks it.
 int open_unnamed(const std::string& directory, int flags) {
   flags |= O_RDWR | O_CLOEXEC;
   const int descriptor = ::open(directory.c_str(), O_TMPFILE | flags, 0600);
@@ -35,7 +36,7 @@ int open_unnamed(const std::string& directory, int flags) {
   return made;
 }
 
-/// Some file systems accept the flag and refuse transfers.
+/// Some file systems accept O_DIRECT at open and then refuse transfers.
 bool reads_direct(int descriptor) {
   std::unique_ptr<void, void (*)(void*)> block(std::aligned_alloc(kBlockBytes, kBlockBytes), std::free);
   return ::pread(descriptor, block.get(), kBlockBytes, 0) >= 0 || errno != EINVAL;
@@ -113,7 +114,7 @@ File File::create(const std::string& path, std::uint64_t bytes) {
   if (error == 0) return file;
   struct statvfs disk {};
   const bool known = ::statvfs(path.c_str(), &disk) == 0;
-  // What was there before may be a device, or have other names: it is not ours to remove.
+  // An older file may be a device or have other names, so it is not removed.
   is_new ? (void)::unlink(path.c_str()) : (void)!::ftruncate(file.descriptor(), 0);
   throw DiskError(
       fmt::format("\"{}\" needs {}, and {}: {}; make room there or choose another disk", path, format_bytes(bytes),
@@ -133,7 +134,7 @@ File File::open(const std::string& path, bool writable, bool direct) {
 File File::reopen_direct(bool writable) const {
   const int flags = (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_DIRECT;
   File file(::open(fmt::format("/proc/self/fd/{}", descriptor_).c_str(), flags), name_);
-  if (!file) {  // no /proc: by name, unless another file has that by now
+  if (!file) {  // without /proc: by name, unless that is another file by now
     File named(::open(name_.c_str(), flags), name_);
     if (named && is_same_file(named.descriptor(), descriptor_)) file = std::move(named);
   }
@@ -143,7 +144,7 @@ File File::reopen_direct(bool writable) const {
 std::uint64_t File::size() const {
   struct stat info {};
   if (::fstat(descriptor_, &info) != 0) {
-    throw DiskError(fmt::format("the size of {} cannot be told: {}", name_, std::strerror(errno)), errno, name_);
+    throw DiskError(fmt::format("the size of {} cannot be read: {}", name_, std::strerror(errno)), errno, name_);
   }
   return static_cast<std::uint64_t>(info.st_size);
 }

@@ -20,26 +20,27 @@ class File {
   }
   ~File();
 
-  /// A file without a name in `directory`, mode 0600, for O_DIRECT: it is gone when the process is, however it ends,
-  /// and nobody else can open it. Throws DiskError, saying which of the directory, the rights or O_DIRECT is missing.
+  /// Creates a file without a name in `directory`, mode 0600, for O_DIRECT. It vanishes with the process, however
+  /// that ends, and no other process can open it by name. Throws DiskError that says whether the directory, the
+  /// rights or O_DIRECT is missing.
   static File make_unnamed(const std::string& directory);
-  /// A file of `bytes`, new or in place of what the file at this path held, whose space the file system has given.
-  /// Throws DiskError, with sizes, if the disk is full; then a file that was there is there, empty, and no new one
-  /// is.
+  /// Creates or overwrites a file of `bytes`, and allocates its space. Throws DiskError, with sizes, if the disk is
+  /// full. Then a file that existed is left empty, and a new one is removed.
   static File create(const std::string& path, std::uint64_t bytes);
-  /// One that exists. `direct`: for O_DIRECT. Throws DiskError.
+  /// Opens an existing file. `direct`: for O_DIRECT. Throws DiskError.
   static File open(const std::string& path, bool writable, bool direct = false);
-  /// The same file for O_DIRECT, whatever has its name now; empty where the file system has none.
+  /// Opens the same file for O_DIRECT, even if its name now belongs to another. Empty if the file system has no
+  /// O_DIRECT.
   File reopen_direct(bool writable) const;
 
   int descriptor() const { return descriptor_; }
   const std::string& name() const { return name_; }
   explicit operator bool() const { return descriptor_ >= 0; }
   std::uint64_t size() const;
-  /// All of `bytes`, at once. Throws DiskError if there are fewer.
+  /// Transfers all of `bytes`, and blocks. Throws DiskError if there are fewer.
   void read(std::uint64_t offset, std::byte* into, std::size_t bytes) const;
   void write(std::uint64_t offset, const std::byte* from, std::size_t bytes) const;
-  /// Returns when what was written has reached the disk.
+  /// Returns when all writes have reached the disk.
   void sync() const;
 
  private:
@@ -47,8 +48,8 @@ class File {
   std::string name_;
 };
 
-/// Two files or folders of one file system change places, in one step where the file system has that; else by way of
-/// "<one>.aside", where a crash in between leaves `other`. Throws DiskError.
+/// Exchanges two files or folders of one file system. The exchange is atomic if the file system supports that. Else
+/// it goes by way of "<one>.aside", where a crash in between leaves `other`. Throws DiskError.
 void exchange_paths(const std::string& one, const std::string& other);
 
 }  // namespace zeropage

@@ -22,7 +22,7 @@ FileReader::FileReader(Io& io, const std::string& path, std::shared_ptr<Blocks> 
       size_(file_.size()),
       blocks_(std::move(blocks)) {}
 
-/// Whole disk blocks go past the page cache. The file's last one, if it is not whole, cannot.
+/// Whole disk blocks bypass the page cache. A partial block at the end of the file cannot.
 void FileReader::start(Block& block, const Range& range) {
   if (range.bytes > size_ || range.offset > size_ - range.bytes) {
     throw DiskError(fmt::format("{} ends at byte {}, and {} more are expected at {}: it was cut short", file_.name(),
@@ -42,7 +42,7 @@ void FileReader::start(Block& block, const Range& range) {
 void FileReader::read(std::span<const Range> ranges,
                       const std::function<void(std::size_t, std::span<const std::byte>)>& visit) {
   Blocks& blocks = *blocks_;
-  const struct Drain {  // what is under way when something throws ends before the file is closed
+  const struct Drain {  // after an exception, ends reads in flight before the file is closed
     Blocks& blocks;
     ~Drain() {
       for (Block& block : blocks) block.ticket = {};

@@ -1,5 +1,5 @@
-// Reads ranges of one file in a given order at the disk's speed, past the page cache, while the caller works on what
-// came before. The counterpart of FileWriter.
+// Reads ranges of one file in a given order at the disk's speed, past the page cache, while the caller uses earlier
+// ranges. The counterpart of FileWriter.
 #pragma once
 
 #include <functional>
@@ -23,7 +23,7 @@ class FileReader {
     std::size_t bytes;     // 1 to kMostBytes
   };
 
-  /// What is read into. Several readers may share it, one at a time.
+  /// A buffer for reads. Several readers may share it, one at a time.
   struct Block {
     Buffer memory;
     Ticket ticket;
@@ -34,8 +34,7 @@ class FileReader {
   /// Throws DiskError if the file cannot be opened.
   FileReader(Io& io, const std::string& path, std::shared_ptr<Blocks> blocks = make_blocks());
 
-  /// Calls `visit` for each range in turn, with its place among them and its bytes. Throws DiskError, and what
-  /// `visit` throws.
+  /// Calls `visit` for each range in turn, with its index and its bytes. Throws DiskError, and exceptions of `visit`.
   void read(std::span<const Range> ranges,
             const std::function<void(std::size_t index, std::span<const std::byte>)>& visit);
   std::uint64_t size() const { return size_; }

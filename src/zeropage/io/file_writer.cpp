@@ -8,7 +8,7 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kInCache = 32 * kKiB;  // copied and summed while it is in a core's cache
+constexpr std::size_t kInCache = 32 * kKiB;  // copied and checksummed while in a core's cache
 
 }  // namespace
 
@@ -61,7 +61,7 @@ void FileWriter::send() {
     block.ticket = io_.submit({Direction::write, &direct_, middle, at(middle), tail - middle}, priority_);
     current_ = (current_ + 1) % blocks_.size();
   }
-  begin_ = base_ = end_;  // only now: the next flush() tries again what could not be written
+  begin_ = base_ = end_;  // only now: the next flush() retries a failed write
 }
 
 void FileWriter::flush() {

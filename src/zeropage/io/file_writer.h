@@ -1,9 +1,9 @@
-// Writes ranges of one file at the disk's speed: what is given is copied into blocks of memory, which go to the disk
-// past the page cache while the caller goes on. For files that others read later, as checkpoints are. One thread uses
-// it at a time; several, of one process or of many, may write disjoint ranges of one file.
+// Writes ranges of one file at the disk's speed. It copies data into blocks of memory, which go to the disk past the
+// page cache while the caller continues. For files that others read later, such as checkpoints. One thread uses a
+// writer at a time. Several writers, in one process or many, may write disjoint ranges of one file.
 //
-// [Note: edges] O_DIRECT moves whole disk blocks. What of a range shares one with its neighbours, at its two ends,
-// goes through the page cache instead, byte by byte; so does everything where the file system has no O_DIRECT.
+// [Note: edges] O_DIRECT transfers whole disk blocks. The partial blocks at the two ends of a range go through the
+// page cache instead, byte by byte. A file system without O_DIRECT uses the page cache for everything.
 #pragma once
 
 #include <span>
@@ -20,23 +20,23 @@ class FileWriter {
   static constexpr std::size_t kBufferBytes = 4 * kMiB;
   static constexpr std::size_t kBuffers = 3;
 
-  /// Into `file`, which is open for writing, and has its size. Both outlive the writer.
+  /// Writes to `file`, which is open for writing and has its final size. `io` and `file` outlive the writer.
   FileWriter(Io& io, const File& file, Priority priority = Priority::behind);
-  /// What is under way ends first; what has not been flushed is lost.
+  /// Waits for writes in flight. Data that was not flushed is lost.
   ~FileWriter() = default;
 
-  /// `data` is copied, and may change afterwards. Waits while all buffers are on their way. Returns crc32c(crc,
-  /// data). Throws DiskError if this write, or one before, failed.
+  /// Copies `data`, which may change afterwards. Waits while all buffers are in flight. Returns crc32c(crc, data).
+  /// Throws DiskError if this write, or an earlier one, failed.
   std::uint32_t write(std::uint64_t offset, std::span<const std::byte> data, std::uint32_t crc = 0);
-  /// Returns when all has been written. Throws DiskError, and again at the next call unless all is written by then.
+  /// Returns when all data is written. Throws DiskError, and again at the next call unless all is written by then.
   void flush();
-  /// The same, and it has reached the disk.
+  /// The same, and the data has reached the disk.
   void finish();
 
  private:
   struct Block {
-    Buffer memory;  // lives longer than the ticket
-    Ticket ticket;  // of the write under way
+    Buffer memory;  // outlives the ticket
+    Ticket ticket;  // of the write in flight
   };
 
   void begin(std::uint64_t offset);
@@ -48,7 +48,7 @@ class FileWriter {
   const Priority priority_;
   std::vector<Block> blocks_;
   std::size_t current_ = 0;
-  // What the current block has: file bytes [begin_, end_), of which base_ lies at its first byte.
+  // The current block holds file bytes [begin_, end_). Its first byte is that at base_.
   std::uint64_t base_ = 0, begin_ = 0, end_ = 0;
 };
 

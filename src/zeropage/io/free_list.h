@@ -1,6 +1,6 @@
-// Free ranges of a linear space: a file, or a region of memory. Best fit, neighbours merged at once, so that equal
-// sequences of allocations and frees give equal layouts and holes do not multiply. Not thread-safe; holds no
-// resource.
+// Free ranges of a linear space: a file, or a region of memory. It uses best fit and merges neighbours at once. Equal
+// sequences of allocations and frees therefore give equal layouts, and holes do not multiply. Not thread-safe; holds
+// no resource.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class FreeList {
  public:
   enum class Side { bottom, top };
 
-  /// What a range needs of memory. With one, release() allocates nothing and cannot fail.
+  /// The list nodes of one range. With an entry, release() allocates nothing and cannot fail.
   struct Entry {
     std::map<std::size_t, std::size_t>::node_type by_offset;
     std::set<std::pair<std::size_t, std::size_t>>::node_type by_size;
@@ -27,8 +27,9 @@ class FreeList {
   void release(std::size_t offset, std::size_t bytes) { release(offset, bytes, make_entry()); }
   void release(std::size_t offset, std::size_t bytes, Entry entry) noexcept;
 
-  /// Takes `bytes` from the smallest range that holds them; Side::top takes the highest range that holds them, from
-  /// its end, which keeps what lives long away from what comes and goes. Empty if no range is large enough.
+  /// Takes `bytes` from the smallest range that holds them. Side::top takes them from the end of the highest range
+  /// that holds them, which separates long-lived allocations from short-lived ones. Empty if no range is large
+  /// enough.
   std::optional<std::size_t> take(std::size_t bytes, Side side = Side::bottom);
 
   /// Takes [offset, offset + bytes), which must be free.

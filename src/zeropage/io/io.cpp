@@ -53,7 +53,7 @@ struct Ticket::State {
   std::mutex mutex;
   std::condition_variable ended;
   std::atomic<bool> done = false;  // changes under the lock
-  std::exception_ptr error;        // set before it is done, and never again
+  std::exception_ptr error;        // set before `done`, and never again
   const std::uint64_t process = process_generation();
 
   /// [Note: forked children]
@@ -67,7 +67,7 @@ struct Ticket::State {
 Ticket::~Ticket() {
   if (!state_) return;
   if (state_->process != process_generation()) {
-    new auto(std::move(state_));  // to end a condition variable is to wait for its threads
+    new auto(std::move(state_));  // destroying a condition variable waits for its threads
   } else {
     state_->wait();
   }
@@ -108,7 +108,7 @@ Ticket Io::submit(const Transfer& transfer, Priority priority) {
   auto [ticket, completion] = Ticket::pending();
   try {
     start(transfer, priority, completion);
-  } catch (...) {  // nothing else would end it
+  } catch (...) {  // nothing else would end the ticket
     completion(nullptr);
     throw;
   }
@@ -123,16 +123,17 @@ void Io::sync(const File& file) {
 std::unique_ptr<Io> make_io(const IoOptions& options) {
   const std::size_t block = options.block_bytes;
   if (block == 0 || block % kBlockBytes != 0 || block > kGiB || options.depth > kMostDepth) {
-    throw ConfigError(fmt::format(
-        "requests of {} bytes, {} in flight, cannot be: give a multiple of 4 KiB up to 1 GiB, and 1 to {} requests",
-        block, options.depth, kMostDepth));
+    throw ConfigError(
+        fmt::format("io block = {} bytes and depth = {} are out of range; set the block to a multiple of 4 KiB up to "
+                    "1 GiB, and the depth to 1 to {} requests",
+                    block, options.depth, kMostDepth));
   }
   const auto of_one_process = [](std::unique_ptr<Io> io) { return std::make_unique<OfOneProcess>(std::move(io)); };
   if (options.engine == IoEngine::threads) return of_one_process(make_threads(options));
   std::string why;
   if (auto ring = make_ring(options, why)) return of_one_process(std::move(ring));
   if (options.engine == IoEngine::uring) {
-    throw ConfigError(fmt::format("io = \"uring\" cannot be had: {}; set io to \"threads\" or \"auto\"", why));
+    throw ConfigError(fmt::format("io = \"uring\" is not available: {}; set io to \"threads\" or \"auto\"", why));
   }
   static std::once_flag said;
   std::call_once(said, [&] { std::fprintf(stderr, "zeropage: io_uring: %s; using threads\n", why.c_str()); });

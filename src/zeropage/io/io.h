@@ -1,12 +1,12 @@
 // Asynchronous transfers between files and memory. Start one with a completion that runs when it ends, or with a
-// ticket to wait for. This is the seam under the cache: io_uring, a thread pool, and in tests a disk that is short,
-// late or full. It knows nothing of tensors and can be used alone.
+// ticket to wait for. This is the interface under the cache. It has implementations for io_uring and a thread pool,
+// and in tests a disk that is short, late or full. It knows nothing of tensors and can be used alone.
 //
 // Offsets, sizes and addresses are multiples of 4 KiB when the file was opened with O_DIRECT.
 // All functions may be called from any thread.
 //
-// [Note: forked children] A child has neither the threads of an Io nor a transfer that was under way. There, to start
-// a transfer or to wait for one that had not ended throws AccessError, and what dies is left as it is: no
+// [Note: forked children] A child has neither the threads of an Io nor its transfers in flight. In a child, starting
+// a transfer or waiting for an unfinished one throws AccessError, and destructors leave everything as it is. No
 // thread would end the wait, and threads that the child lacks may hold locks. A child makes an Io of its own.
 #pragma once
 
@@ -27,12 +27,12 @@ namespace zeropage {
 
 enum class Direction : std::uint8_t { read, write };
 
-/// What goes first when more is asked for than a disk takes at once.
+/// The order of transfers that exceed the disk's capacity.
 enum class Priority : std::uint8_t {
   demanded,    // a thread waits for it
-  ahead,       // a read that will be waited for
+  ahead,       // a read that a thread will wait for
   behind,      // a write that frees memory later
-  background,  // nothing waits for it, and it waits for all others
+  background,  // no thread waits for it; all others go first
 };
 inline constexpr int kPriorities = 4;
 
@@ -48,7 +48,7 @@ struct Transfer {
 /// DiskError that names the file, the offset and the sizes. It must not throw and must not wait for a transfer.
 using Completion = std::function<void(std::exception_ptr)>;
 
-/// A transfer under way. Move-only. The destructor blocks until the transfer ends and discards its status. Several
+/// A transfer in flight. Move-only. The destructor blocks until the transfer ends and discards its result. Several
 /// threads may wait for one ticket at once. See [Note: forked children].
 class Ticket {
  public:
@@ -60,16 +60,16 @@ class Ticket {
   }
   ~Ticket();
 
-  /// Returns when the transfer has ended. Throws DiskError if it failed or was short, at every call. An empty ticket
+  /// Returns when the transfer has ended. Throws DiskError, at every call, if it failed or was short. An empty ticket
   /// has ended.
   void wait() const;
-  /// The same, but false if it has not ended by then; it can be waited for again.
+  /// The same, but returns false if it has not ended by `deadline`; the caller can wait again.
   bool wait_until(std::chrono::steady_clock::time_point deadline) const;
   /// Whether wait() would return or throw at once.
   bool done() const;
   explicit operator bool() const { return state_ != nullptr; }
 
-  /// A ticket that ends when the completion, which must run, has run.
+  /// A ticket that ends when the completion has run. The completion must run.
   static std::pair<Ticket, Completion> pending();
 
  private:
@@ -85,11 +85,11 @@ class Io {
   virtual void start(const Transfer& transfer, Priority priority, Completion completion) = 0;
   /// The same for a caller that will wait.
   [[nodiscard]] Ticket submit(const Transfer& transfer, Priority priority = Priority::demanded);
-  /// A thread waits for the transfers whose buffers begin in `memory`: those that are still queued go first.
+  /// Moves queued transfers whose buffers begin in `memory` to the front, for a thread that waits.
   virtual void expedite(std::span<const std::byte> memory) { (void)memory; }
-  /// Returns when all that was started has ended and its completions have run.
+  /// Returns when all transfers have ended and their completions have run.
   virtual void wait_all() = 0;
-  /// Returns when what was written to `file` has reached the disk. Throws DiskError.
+  /// Returns when all writes to `file` have reached the disk. Throws DiskError.
   virtual void sync(const File& file);
   virtual std::string_view name() const = 0;
 };
@@ -97,14 +97,14 @@ class Io {
 enum class IoEngine : std::uint8_t { automatic, uring, threads };
 
 struct IoOptions {
-  /// automatic: io_uring where it is built and allowed, else threads; which of them is said once, on standard error,
-  /// if it is not io_uring.
+  /// automatic: io_uring if it is built and allowed, else threads. Reports the use of threads once, on standard
+  /// error.
   IoEngine engine = IoEngine::automatic;
-  std::size_t block_bytes = kMiB;  // transfers are cut into requests of at most so much; a multiple of 4 KiB
-  std::size_t depth = 0;           // the most requests in flight, 1 to 1,024; 0: 64 of io_uring, 16 threads
+  std::size_t block_bytes = kMiB;  // largest request that transfers are cut into; a multiple of 4 KiB
+  std::size_t depth = 0;           // most requests in flight, 1 to 1,024; 0: 64 for io_uring, 16 for threads
 };
 
-/// Throws ConfigError for IoEngine::uring where that cannot be had, and for numbers out of range.
+/// Throws ConfigError for IoEngine::uring if it is not available, and for numbers out of range.
 std::unique_ptr<Io> make_io(const IoOptions& options = {});
 
 }  // namespace zeropage

@@ -1,6 +1,6 @@
-// Io over io_uring: one ring, and one thread that submits and reaps. Only that thread submits, since the kernel
-// cancels what a thread has under way when the thread ends, and programs' threads end. Buffers are not registered: on
-// huge pages that gains nothing (bench-io), and memory that is registered cannot be mapped anew.
+// Io over io_uring: one ring, and one thread that submits and reaps. Only that thread submits, because the kernel
+// cancels a thread's requests when it ends, and programs' threads end. Buffers are not registered: on huge pages that
+// gains nothing (bench-io), and registered memory cannot be mapped anew.
 #include "zeropage/io/transfer_queue.h"
 
 #ifdef ZEROPAGE_HAS_LIBURING
@@ -25,7 +25,7 @@ namespace {
 constexpr std::size_t kDepth = 64;
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0} - 1;
 #ifdef LIBURING_UDATA_TIMEOUT
-// On kernels that take no timeout with a wait, liburing puts one among our requests, and hides its end from us.
+// On kernels without a timeout for waits, liburing adds a timeout request to the ring and hides its completion.
 static_assert(kWakeUp != static_cast<std::uint64_t>(LIBURING_UDATA_TIMEOUT));
 #endif
 
@@ -90,7 +90,7 @@ class Ring final : public Io {
   explicit Ring(const IoOptions& options)
       : depth_(options.depth == 0 ? kDepth : options.depth), queue_(depth_, options.block_bytes), slots_(depth_) {}
 
-  /// Under the lock. The thread looks at the queue again.
+  /// Makes the thread look at the queue again. Under the lock.
   void wake() {
     if (std::exchange(woken_, true)) return;
     const std::uint64_t one = 1;
@@ -105,14 +105,14 @@ class Ring final : public Io {
         : ::io_uring_prep_write(sqe, t.file->descriptor(), request.buffer, bytes, request.offset);
   }
 
-  /// Only while the ring is in use: what is prepared later is never submitted.
+  /// Only while the ring is in use: later requests are never submitted.
   void listen() {
     io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
     ::io_uring_prep_read(sqe, wake_up_, &woken_count_, sizeof(woken_count_), 0);
     ::io_uring_sqe_set_data64(sqe, kWakeUp);
   }
 
-  /// False when the ring is to close.
+  /// Returns false if the ring should close.
   bool prepare_queued() {
     std::lock_guard lock(mutex_);
     woken_ = false;
@@ -134,7 +134,7 @@ class Ring final : public Io {
     std::vector<std::shared_ptr<TransferState>> over;
     listen();
     while (prepare_queued()) {
-      // Not for ever: a program that closes all files takes away what would wake this thread.
+      // Bounded, because a program that closes all files also closes the event that wakes this thread.
       __kernel_timespec longest{look_again_.count() / 1000, look_again_.count() % 1000 * 1'000'000};
       io_uring_cqe* cqe = nullptr;
       const int result = ::io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &longest, nullptr);
@@ -182,8 +182,9 @@ class Ring final : public Io {
     if (outcome == Advance::transfer_over) over.push_back(std::move(request.state));
   }
 
-  /// The kernel takes nothing more. What it has not taken fails at once. What it has taken it still ends, and says so
-  /// in memory that needs no call: until then it may write to a buffer, which must not be given back.
+  /// Handles a kernel that accepts no more requests. Requests that it has not taken fail at once. Those that it has
+  /// taken still end, and report so in memory, without a call. Until then it may write to their buffers, which must
+  /// not be freed.
   void stop(int error, std::vector<std::shared_ptr<TransferState>>& over) {
     {
       std::lock_guard lock(mutex_);
@@ -192,7 +193,7 @@ class Ring final : public Io {
     const unsigned taken = io_uring_smp_load_acquire(ring_.sq.khead);
     for (unsigned i = taken; i != ring_.sq.sqe_tail; ++i) {
       const std::uint64_t data = ring_.sq.sqes[i & ring_.sq.ring_mask].user_data;
-      if (data >= depth_) continue;  // no slot's: kWakeUp, or liburing's own
+      if (data >= depth_) continue;  // no slot: kWakeUp, or liburing's own request
       const auto slot = static_cast<unsigned>(data);
       std::lock_guard lock(mutex_);
       queue_.again(std::move(slots_[slot]));
@@ -223,11 +224,11 @@ class Ring final : public Io {
   bool closing_ = false;
   int refused_ = 0;  // the errno with which the kernel stopped taking requests
 
-  // The thread's own:
+  // Used by the thread only:
   io_uring ring_{};
   bool open_ = false;
   int wake_up_ = -1;
-  int wake_up_error_ = 0;  // the errno with which waiting for wake_up_ failed: nothing would wake the thread
+  int wake_up_error_ = 0;  // the errno of a failed read of wake_up_: nothing would wake the thread
   std::uint64_t woken_count_ = 0;
   std::chrono::milliseconds look_again_{};
   std::vector<unsigned> free_slots_;

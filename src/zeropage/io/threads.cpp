@@ -13,7 +13,7 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kThreads = 16;  // requests in flight: 8 leave some of the reads of one disk unused
+constexpr std::size_t kThreads = 16;  // requests in flight; 8 do not use all of one disk's parallel reads
 
 class ThreadPoolIo final : public Io {
  public:
@@ -22,7 +22,7 @@ class ThreadPoolIo final : public Io {
     threads_.reserve(depth_);
     try {
       while (threads_.size() < depth_) threads_.emplace_back([this] { work(); });
-    } catch (const std::system_error&) {  // the system's most threads: fewer do, none does not
+    } catch (const std::system_error&) {  // the system's thread limit: fewer will do, none will not
       if (threads_.empty()) throw;
     }
   }
@@ -81,7 +81,7 @@ class ThreadPoolIo final : public Io {
       queue_.over(*request);
       if (outcome == Advance::transfer_over) queue_.finished();
       if (queue_.idle()) finished_.notify_all();
-      wake_.notify_one();  // what was held back while so much was in flight
+      wake_.notify_one();  // for a request held back by the limit in flight
     }
   }
 

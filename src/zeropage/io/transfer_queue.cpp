@@ -13,13 +13,13 @@
 namespace zeropage {
 namespace {
 
-// [Note: background] What nothing waits for has the disk while it is idle; else a small part of what others move, so
-// that it comes to an end and they hardly feel it. Few of its requests are in flight: what comes next meets a short
-// queue.
+// [Note: background] Background requests use an idle disk. On a busy disk they get a small share of the others'
+// bytes, so that they end in time and slow the others little. Few of them are in flight, so that new requests meet a
+// short queue.
 constexpr std::size_t kMostBackground = 2;                 // requests in flight
-constexpr std::size_t kBackgroundShare = 12;               // one byte for so many of others
-constexpr std::size_t kMostCredit = 4 * kMiB;              // bytes, and no less than a request
-constexpr auto kUntilIdle = std::chrono::milliseconds(2);  // a disk that others use pauses for less
+constexpr std::size_t kBackgroundShare = 12;               // one byte per this many bytes of others
+constexpr std::size_t kMostCredit = 4 * kMiB;              // bytes; at least one request
+constexpr auto kUntilIdle = std::chrono::milliseconds(2);  // pauses of a busy disk are shorter
 
 }  // namespace
 
@@ -35,7 +35,7 @@ void TransferState::finish() {
                     number ? std::strerror(number) : fmt::format("only {} were transferred", format_bytes(moved))),
         number ? number : EIO, transfer.file->name()));
   }
-  // What the completion holds must be free before the next wait can return.
+  // Frees the completion's data before the next wait can return.
   std::exchange(completion, nullptr)(std::move(failure));
 }
 
@@ -63,11 +63,11 @@ void TransferQueue::push(std::shared_ptr<TransferState> state, Priority priority
   state->requests_left = std::max<std::size_t>(ceil_div(t.bytes, block_), 1);
   std::size_t at = 0;
   try {
-    do {  // one request, of no bytes, where there are none: it ends as any other
+    do {  // an empty transfer is one request of no bytes
       requests.push_back({state, priority, t.offset + at, t.buffer + at, std::min(block_, t.bytes - at)});
       at += block_;
     } while (at < t.bytes);
-  } catch (...) {  // all of it, or nothing
+  } catch (...) {  // all or nothing
     requests.resize(before);
     throw;
   }
