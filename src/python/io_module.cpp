@@ -34,14 +34,14 @@ IoEngine engine_of(const std::string& name) {
   throw ConfigError(fmt::format("\"{}\" is not an I/O engine; write \"uring\", \"threads\" or \"auto\"", name));
 }
 
-/// What a transfer reads or writes. The storage, for `tensor.data = other` takes it away from a tensor; of a paged
-/// tensor, its pages too.
+/// The memory of a transfer. It holds the storage, because `tensor.data = other` takes that away from a tensor. It
+/// pins the pages of a paged tensor.
 struct Memory {
   c10::Storage storage;
   std::optional<RawPin> pin;
 };
 
-/// A ticket with all that its transfer uses. The interpreter's lock guards its members.
+/// A ticket that keeps alive all that its transfer uses. The interpreter's lock guards its members.
 class TensorTicket {
  public:
   TensorTicket(std::shared_ptr<Io> io, std::shared_ptr<const DirectFile> file, Memory memory, Ticket ticket)
@@ -51,16 +51,17 @@ class TensorTicket {
   ~TensorTicket() {
     try {
       wait(std::nullopt);
-    } catch (...) {  // the status of a ticket that dies is discarded
+    } catch (...) {  // a ticket's destructor discards its error
     }
   }
 
-  /// False if `seconds` are over before.
+  /// False if `seconds` pass first.
   bool wait(std::optional<double> seconds) {
     if (seconds && !(*seconds >= 0)) throw ConfigError(fmt::format("timeout = {} is no number of seconds", *seconds));
     bool has_ended = false;
     try {
-      // With the interpreter's lock while nothing blocks: among threads, handing it over costs more than a transfer.
+      // Keeps the interpreter's lock unless it blocks: handing the lock over among threads costs more than a
+      // transfer.
       std::optional<py::gil_scoped_release> released;
       if (!ticket_.done()) released.emplace();
       has_ended = wait_until(seconds);
@@ -122,14 +123,14 @@ TensorTicket start(const std::shared_ptr<DirectFile>& file, const std::shared_pt
   return {io, file, std::move(memory), std::move(ticket)};
 }
 
-/// [Note: copies of devices] Torch knows which copies of devices use what it has pinned, and keeps that until they
-/// are over; of what is cut from it, torch does not know. So blocks of pinned memory that die are kept here, and all
-/// that they keep, until memory is asked for that only they have. Then the devices are waited for. Not when blocks
-/// die: a thread that captures a graph may let go of one, and must not wait for its device.
+/// [Note: copies of devices] Torch knows which device copies use its pinned memory, and keeps that memory until they
+/// end. It does not know of blocks that an arena cut from it. This class therefore keeps dead blocks of pinned
+/// memory, and everything they hold. When a request for memory needs them, it waits for the devices. It does not wait
+/// when blocks die, because a thread that captures a graph may drop one and must not wait for its device.
 class Retired {
  public:
   void add(std::shared_ptr<void> memory) {
-    if (process_ != process_generation()) {  // a thread that is not here may hold the lock
+    if (process_ != process_generation()) {  // a thread that the child lacks may hold the lock
       new auto(std::move(memory));
       return;
     }
@@ -137,8 +138,8 @@ class Retired {
     kept_.push_back({next_++, std::move(memory)});
   }
 
-  /// Returns when the devices have done all that they were asked for, and what died before is free. False if there
-  /// was none.
+  /// Returns when the devices have done all their work, and frees the blocks that died before. False if there were
+  /// none.
   bool free() {
     std::uint64_t end = 0;
     {
@@ -175,7 +176,7 @@ class Retired {
 };
 
 Retired& retired() {
-  static auto* const made = new Retired;  // never ends: tensors die when the process ends, too
+  static auto* const made = new Retired;  // never destroyed: tensors also die when the process ends
   return *made;
 }
 

@@ -1,4 +1,4 @@
-// Bindings without logic: each line hands over to the C++ function of the same name.
+// Bindings without logic: each line calls the C++ function of the same name.
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -35,14 +35,14 @@ PyObject* type_of(const Error& error) {
   return exceptions.error;
 }
 
-/// How an operator throws an exception of a Python type without holding the interpreter's lock.
+/// Lets an operator throw a Python exception without the interpreter's lock.
 struct OperatorError final : torch::PyTorchError {
   explicit OperatorError(const Error& error) : PyTorchError(error.what()), type(type_of(error)) {}
   PyObject* python_type() override { return type; }
   PyObject* type;
 };
 
-/// A DiskError for Python: an OSError that knows its errno and file, and whose text is `message` alone.
+/// A DiskError for Python: an OSError with errno and file, whose text is only `message`.
 py::object make_disk_error(const std::string& message, int code, const std::string& path) {
   py::object error = py::reinterpret_borrow<py::object>(exceptions.disk)(message);
   if (code != 0) error.attr("errno") = code, error.attr("strerror") = std::strerror(code);
@@ -110,7 +110,7 @@ void bind_exceptions(py::module_& module) {
   set_error_translator(&throw_from_operator);
 }
 
-/// An init scope that Python enters and leaves, and that may be entered again.
+/// An init scope that Python enters and leaves, possibly several times.
 class PythonScope {
  public:
   explicit PythonScope(std::shared_ptr<Space> space) : space_(std::move(space)) {}
@@ -168,7 +168,7 @@ void bind_report(py::module_& module) {
       .def_readonly("unpaged_operators", &Report::unpaged_operators);
 }
 
-using PieceTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;  // as Piece
+using PieceTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;  // like Piece
 
 std::vector<PieceTuple> tuples_of(const std::vector<Piece>& pieces) {
   std::vector<PieceTuple> tuples;
@@ -236,7 +236,7 @@ void bind_tensor_files(py::module_& module) {
           py::call_guard<py::gil_scoped_release>());
 }
 
-/// Time is the machine's, on the thread that has entered it.
+/// On a thread that has entered it, time is the machine's.
 class PlannedMachine final : public Machine {
  public:
   using Machine::Machine;
@@ -383,7 +383,7 @@ void bind_steps(py::module_& module) {
       },
       py::call_guard<py::gil_scoped_release>());
   module.def("set_next_numbers", [](py::function next) {
-    // Kept for ever: threads of autograd may ask until the process ends.
+    // Never destroyed: autograd's threads may call it until the process ends.
     auto* const kept = new py::function(std::move(next));
     set_next_numbers([kept](std::int64_t optimizer) {
       const py::gil_scoped_acquire gil;
@@ -402,7 +402,7 @@ void bind_watching(py::module_& module) {
       .def_readonly("activity", &LongWait::activity)
       .def_readonly("seconds", &LongWait::seconds);
   module.def("long_waits",
-             &LongWait::under_way);  // by a daemon thread: it must not give up the lock and want it again
+             &LongWait::under_way);  // keeps the interpreter's lock: a daemon thread must not have to take it again
   module.def("start_trace", &Trace::start);
   module.def("stop_trace", &Trace::stop, py::call_guard<py::gil_scoped_release>());
   module.def("trace_span", [](const std::string& category, const std::string& name, const std::string& args) {

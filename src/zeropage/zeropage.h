@@ -2,7 +2,7 @@
 #pragma once
 
 #include "zeropage/base/errors.h"             // ConfigError, BudgetError, DiskError, AccessError
-#include "zeropage/checkpoint/snapshot.h"     // Snapshot: tensors as they are now, written while training goes on
+#include "zeropage/checkpoint/snapshot.h"     // Snapshot: present content of tensors, written while training goes on
 #include "zeropage/checkpoint/tensor_file.h"  // TensorFileWriter, TensorFolderReader: tensors in files, page by page
 #include "zeropage/space/config.h"            // Config: tiers of each role, budgets
 #include "zeropage/space/space.h"             // Space: make, enter, page, report; is_paged, evict, pin

@@ -1,15 +1,16 @@
-// How long something is left alone that was done in vain: twice as long each time, until it is of use again.
+// Exponential backoff for an attempt that failed: skips twice as many occasions each time, until the attempt
+// succeeds.
 #pragma once
 
 #include <algorithm>
 
 namespace zeropage {
 
-/// Counted in occasions to do it. Not thread-safe.
+/// Counts in occasions. Not thread-safe.
 class Backoff {
  public:
   bool is_over() const { return left_ == 0; }
-  /// An occasion passes. False: it is not to be taken.
+  /// To be called at each occasion. False: skip this one.
   bool pass() {
     if (left_ == 0) return true;
     --left_;

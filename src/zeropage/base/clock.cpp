@@ -33,7 +33,7 @@ void VirtualClock::advance_to(Time when) {
   run_postponed();
   when = std::max(when, after(now_, std::exchange(owed_, 0)));
   while (!events_.empty() && events_.top().when <= when) {
-    Event next = std::move(const_cast<Event&>(events_.top()));  // its place in the queue is given up at once
+    Event next = std::move(const_cast<Event&>(events_.top()));  // popped before it runs
     events_.pop();
     now_ = std::max(now_, next.when);
     next.run();

@@ -1,9 +1,9 @@
-// The time that waits, rates and timelines are counted in: the system's steady clock, or, on a thread that plans, a
-// virtual one, in which a run of hours takes as long as its decisions do.
+// The clock of waits, rates and timelines: the system's steady clock or, on a thread that plans, a virtual one. Hours
+// of virtual time pass as fast as the plan's decisions are made.
 //
-// [Note: virtual time] A plan runs on one thread. Nothing happens beside it: what a modelled disk, link or group of
-// ranks will have done is an event, and runs on this thread when the clock reaches it: when the thread computes
-// (advance), or when it waits (run_next). So the same decisions are made, in the same order, at each run of a plan.
+// [Note: virtual time] A plan runs on one thread, and nothing runs concurrently. The end of work by a modelled disk,
+// link or group of ranks is an event. It runs on this thread when the clock reaches it: when the thread computes
+// (advance), or when it waits (run_next). Every run of a plan therefore makes the same decisions in the same order.
 #pragma once
 
 #include <chrono>
@@ -17,7 +17,7 @@ namespace zeropage {
 
 class VirtualClock;
 
-/// A clock as std::chrono has them.
+/// A std::chrono clock.
 struct Clock {
   using duration = std::chrono::steady_clock::duration;
   using rep = duration::rep;
@@ -27,30 +27,30 @@ struct Clock {
   static time_point now() noexcept;
 };
 
-/// Of one thread.
+/// The virtual clock of one thread.
 class VirtualClock {
  public:
   using Time = Clock::time_point;
 
   Time now() const { return now_; }
-  /// `event` runs when the clock reaches `when`, or now if that is past. Events of one time run in the order in which
-  /// they were asked for. The caller may hold locks; when the event runs, none is held.
+  /// Runs `event` when the clock reaches `when`, or now if that is past. Events at one time run in the order of these
+  /// calls. The caller may hold locks; when the event runs, none is held.
   void at(Time when, std::function<void()> event);
-  /// The thread computes for so long: what comes due meanwhile runs. The caller holds no lock.
+  /// The thread computes for `seconds`; events that come due meanwhile run. The caller holds no lock.
   void advance(double seconds);
-  /// The thread waits until the next event, which runs. False if there is none. The caller holds no lock.
+  /// Waits until the next event, and runs it. False if there is none. The caller holds no lock.
   bool run_next();
-  /// The thread waits until then.
+  /// Waits until `when`.
   void advance_to(Time when);
-  /// The thread computes for so long, under a lock: what comes due meanwhile runs when it next computes or waits.
+  /// The thread computes for `seconds`, under a lock: events that come due run when it next computes or waits.
   void owe(double seconds) { owed_ += seconds; }
-  /// `event` needs what this thread holds as it waits: it runs when the thread next computes or waits.
+  /// Runs `event`, which needs a lock that this thread holds as it waits, when the thread next computes or waits.
   void postpone(std::function<void()> event) { postponed_.push_back(std::move(event)); }
 
-  /// Of this thread; null where time is real.
+  /// This thread's clock; null if time is real.
   static VirtualClock* current() { return current_; }
 
-  /// This thread's time is `clock`'s while it lives.
+  /// Makes `clock` this thread's clock while it lives.
   class Entered {
    public:
     explicit Entered(VirtualClock& clock) : outer_(std::exchange(current_, &clock)) {}

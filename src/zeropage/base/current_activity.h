@@ -1,4 +1,5 @@
-// What this thread is doing, told only when an error asks for it: it must tell where each of several ranks was.
+// Describes what this thread is doing. The text is only made when an error needs it, to tell where each of several
+// ranks was.
 #pragma once
 
 #include <string>
@@ -10,16 +11,16 @@ class CurrentActivity {
  public:
   using Describe = std::string (*)(const void* context);
 
-  /// While it lives, `describe(context)` says what the thread does.
+  /// While it lives, `describe(context)` describes the thread's activity.
   CurrentActivity(Describe describe, const void* context)
       : describe_(describe), context_(context), outer_(std::exchange(innermost_, this)) {}
   ~CurrentActivity() { innermost_ = outer_; }
   CurrentActivity(const CurrentActivity&) = delete;
   CurrentActivity& operator=(const CurrentActivity&) = delete;
 
-  /// The innermost thing, or `otherwise`.
+  /// The description of the innermost activity, or `otherwise`.
   static std::string now(std::string otherwise) { return innermost_ ? innermost_->describe() : std::move(otherwise); }
-  /// This thread's, or null. Another thread may ask it while this one cannot go on.
+  /// This thread's innermost activity, or null. Another thread may call describe() on it while this one is blocked.
   static const CurrentActivity* innermost() { return innermost_; }
   std::string describe() const { return describe_(context_); }
 

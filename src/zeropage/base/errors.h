@@ -1,5 +1,5 @@
-// Errors. Each carries one sentence that names what failed, with sizes, and what to do about it. Nothing is lost when
-// one is thrown: the state of every tensor is as it was before the operator that met it.
+// Errors. Each has one sentence that names the failure, with sizes, and the remedy. An error loses nothing: every
+// tensor keeps its state from before the operator.
 #pragma once
 
 #include <stdexcept>
@@ -50,13 +50,12 @@ class RankError : public Error {
   using Error::Error;
 };
 
-/// Called with an Error on its way into PyTorch, out of an operator or of backward; may throw it in another form
-/// (Python's). One a process.
+/// Called with an Error that leaves an operator or backward for PyTorch; may throw it in another form (Python's). One
+/// per process.
 using ErrorTranslator = void (*)(const Error& error);
 void set_error_translator(ErrorTranslator translator);
 
-/// Throws `error` again, with `before` and a colon before its message unless empty, in the form that the caller's
-/// language knows.
+/// Throws `error` again, in the form of the caller's language. A nonempty `before` and a colon precede its message.
 [[noreturn]] void throw_translated(const Error& error, const std::string& before = "");
 
 }  // namespace zeropage

@@ -16,7 +16,7 @@ namespace zeropage {
 #ifdef __GLIBC__
 namespace {
 
-/// Of this process, all it has in memory. 0 if it is not told.
+/// The process's bytes in memory. 0 if unknown.
 std::size_t resident_bytes() {
   std::ifstream file("/proc/self/statm");
   std::size_t size = 0, resident = 0;
@@ -26,10 +26,10 @@ std::size_t resident_bytes() {
 
 }  // namespace
 
-/// [Note: what malloc keeps] During forward and backward, freed activations and gradients of other sizes take turns
-/// in malloc's heap. It keeps the holes, and the process grows by half of its activations although nothing is alive.
-/// Paging is meant to make the process smaller, so the holes are given back to the system; but only where the process
-/// would else be larger than it ever was without holes, for memory given back must be had again.
+/// [Note: what malloc keeps] During forward and backward, freed activations and gradients of various sizes alternate
+/// in malloc's heap. malloc keeps the holes, and the process grows by half of its activations although nothing is
+/// alive. Paging should make the process smaller, so this returns the holes to the system. It does so only if the
+/// process would otherwise exceed its largest size without holes, because returned memory must be mapped again.
 void give_back_holes(std::size_t bytes) {
   constexpr std::size_t kBetween = 4 * kMiB, kSlack = 24 * kMiB;
   static std::mutex mutex;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
 
-/// Nothing if there is no such file, or it holds no number: "max".
+/// Nothing if the file is missing or holds no number: "max".
 std::optional<std::size_t> number_in(const std::filesystem::path& file) {
   std::ifstream stream(file);
   std::size_t number = 0;
@@ -30,7 +30,7 @@ std::optional<std::size_t> number_after(const std::string& word, const std::file
   return std::nullopt;
 }
 
-/// How a version of cgroups names its files.
+/// The file names of a version of cgroups.
 struct Version {
   const char* limit;
   const char* usage;
@@ -47,8 +47,8 @@ std::size_t left_in(const std::filesystem::path& group, const Version& version) 
   return *limit - std::min(*limit, used);
 }
 
-/// The least that `path` under `mount` and every group above it leave. In a container `path` may be the host's, which
-/// is not there; the groups above it are then `mount` alone.
+/// The minimum left by `path` under `mount` and every group above it. In a container `path` may be the host's and not
+/// exist; then only `mount` counts.
 std::size_t left_up_to(const std::filesystem::path& mount, std::filesystem::path path, const Version& version) {
   std::size_t left = left_in(mount, version);
   for (path = path.relative_path(); !path.empty(); path = path.parent_path()) {

@@ -1,5 +1,5 @@
-// While it lives, operators of this thread see the tensors that paging itself makes as ordinary ones: neither our
-// fallback nor autograd takes part; nor, in a planned run, the mode that counts the program's operators.
+// While it lives, this thread's operators treat tensors that paging itself makes as ordinary ones. Neither the paging
+// fallback nor autograd takes part. In a planned run, the mode that counts the program's operators does not either.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -21,7 +21,7 @@ struct NoPagingGuard {
   }
 };
 
-/// While it lives, operators fault on this thread again, under a NoPagingGuard.
+/// While it lives, operators on this thread fault again, although a NoPagingGuard is active.
 class PagingAgain {
  public:
   PagingAgain() : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(kPagedKey)) {

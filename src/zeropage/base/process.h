@@ -1,13 +1,12 @@
-// Which process are we in, and which thread? Memory that is being read into by a disk, rings and locks do not survive
-// fork(); a paged tensor belongs to the process that made it. The answer costs one atomic load, so every fault can
-// ask.
+// Identifies the process and the thread. Memory that a disk is reading into, rings and locks do not survive fork(); a
+// paged tensor belongs to the process that made it. A call costs one atomic load, so every fault can make it.
 #pragma once
 
 #include <cstdint>
 
 namespace zeropage {
 
-/// Grows by one in the child at every fork(). Equal values mean: the same process.
+/// Grows by one in the child at every fork(). Equal values mean the same process.
 std::uint64_t process_generation() noexcept;
 
 /// The calling thread's number. Unlike std::thread::id, no later thread gets it.

@@ -1,5 +1,5 @@
-// What differs between releases of PyTorch, or that PyTorch does not offer to code outside its tree. Nothing else in
-// zeropage reaches into a private member.
+// Differences between releases of PyTorch, and access that PyTorch does not offer to code outside its tree. Nothing
+// else in zeropage uses a private member.
 #pragma once
 
 #include <ATen/core/TensorBase.h>
@@ -8,14 +8,14 @@
 
 namespace zeropage {
 
-/// The key that sends every operator on a paged tensor to us: one that PyTorch keeps for code outside its tree.
+/// The key that routes every operator on a paged tensor to zeropage. PyTorch reserves it for code outside its tree.
 inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
 
 }  // namespace zeropage
 
 namespace zeropage::compat {
 
-// Explicit instantiation may name private members ([temp.spec]/6); this hands one out.
+// Explicit instantiation may name private members ([temp.spec]/6); this one returns them.
 template <class Tag, typename Tag::type Member>
 struct Expose {
   friend constexpr typename Tag::type member_of(Tag) { return Member; }
@@ -41,20 +41,20 @@ template struct Expose<DataOfPointer, &c10::detail::UniqueVoidPtr::data_>;
 template struct Expose<ThrowOnImmutable, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
 template struct Expose<HasMutableCheck, &c10::StorageImpl::has_mutable_data_ptr_check_>;
 
-/// From now on, while the guard is closed, reading the data pointer throws `message`.
+/// Installs a guard: while it is closed, reading the data pointer throws `message`.
 inline void install_guard(c10::StorageImpl& storage, std::string message) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
 }
 
-/// Opens or closes an installed guard: two stores, for this runs twice per operator and paged tensor.
-/// (torch 2.11 has no clear_data_ptr_access_error_msg_, and torch 2.13's frees the message.)
+/// Opens or closes an installed guard. Two stores, because this runs twice per operator and paged tensor. (torch 2.11
+/// has no clear_data_ptr_access_error_msg_, and torch 2.13's frees the message.)
 inline void set_guard(c10::StorageImpl& storage, bool closed) {
   storage.*member_of(ThrowOnImmutable{}) = closed;
   storage.*member_of(HasMutableCheck{}) = closed;
 }
 
-/// The storage's data is at `data`. Its context and deleter are not touched: another thread may be reading these, and
-/// through DataPtr's own members they would for a moment be null.
+/// Sets the storage's data pointer. Its context and deleter stay untouched: another thread may be reading them, and
+/// DataPtr's own members would set them to null for a moment.
 inline void set_data(c10::StorageImpl& storage, void* data) {
   storage._mutable_data_ptr_no_checks().*member_of(PointerOfDataPtr{}).*member_of(DataOfPointer{}) = data;
 }
@@ -67,7 +67,7 @@ inline void add_key(c10::TensorImpl& tensor, c10::DispatchKey key) {
   tensor.*KeySetAccess::keys = tensor.key_set().add(key);
 }
 
-/// Whether what is asked of the stream goes into a graph. torch 2.11 cannot tell; the capture itself fails there.
+/// Whether the stream is capturing a graph. torch 2.11 cannot tell; there the capture itself fails.
 template <class Stream>
 bool is_capturing(const Stream& stream) {
   if constexpr (requires { stream.is_capturing(); }) {
@@ -77,7 +77,7 @@ bool is_capturing(const Stream& stream) {
   }
 }
 
-/// The tensor becomes what `other` is, on its device. set_data() alone knows only some backends for alike.
+/// Turns the tensor into `other`, on its device. set_data() alone accepts only some pairs of backends.
 inline void become(at::TensorBase& tensor, const at::TensorBase& other) {
   tensor.unsafeGetTensorImpl()->*KeySetAccess::keys = other.key_set();
   tensor.set_data(other);

@@ -22,7 +22,7 @@ struct Close {
   void operator()(std::FILE* file) const { (void)std::fclose(file); }
 };
 
-/// The file, and what has yet to go there.
+/// The file, and the text not written yet.
 struct Writer {
   std::mutex mutex;
   std::unique_ptr<std::FILE, Close> file;
@@ -46,7 +46,7 @@ Writer& writer() {
   return *kept;
 }
 
-/// Adds one event, unless recording has ended meanwhile. A full memory loses the event.
+/// Adds one event, unless recording has ended meanwhile. If memory is full, the event is lost.
 template <class Add>
 void record(Add add) noexcept {
   Writer& w = writer();
@@ -64,7 +64,7 @@ void record(Add add) noexcept {
 
 void Trace::start(const std::string& path) {
   Writer& w = writer();
-  if (w.process != process_generation()) {  // of the parent, whose lock and file are not ours
+  if (w.process != process_generation()) {  // the parent's: its lock and file must stay untouched
     new (&w.mutex) std::mutex;
     (void)w.file.release();
     w.text.clear();
@@ -75,7 +75,7 @@ void Trace::start(const std::string& path) {
   if (!w.file) {
     throw DiskError(fmt::format("\"{}\" cannot be written: {}", path, std::strerror(errno)), errno, path);
   }
-  // w.text is the only buffer. A forked child that exits would write what stdio's held into the file once more.
+  // w.text is the only buffer. With stdio's, a forked child that exits would write the buffer into the file again.
   (void)std::setvbuf(w.file.get(), nullptr, _IONBF, 0);
   w.path = path;
   w.error = 0;

@@ -1,6 +1,6 @@
-// A record of what happens when, in a file that Perfetto and Chrome's viewer open (the Trace Event Format: JSON).
-// While none is recorded, each function costs one load. Any thread may call any of them, under any lock: they take
-// one of their own, inside of which nothing else is called. A forked child records nothing.
+// Records a timeline to a file for Perfetto and Chrome's viewer (the Trace Event Format: JSON). Without a recording,
+// each function costs one load. Any thread may call any of them, under any lock: inside their own lock they call
+// nothing else. A forked child records nothing.
 #pragma once
 
 #include <atomic>
@@ -20,19 +20,21 @@ class Trace {
 
   static bool is_on() { return on_.load(std::memory_order_relaxed); }
 
-  /// Records to a new file, in place of one that exists. Throws ConfigError if one is being recorded, DiskError if
-  /// the file cannot be written.
+  /// Records to a new file, replacing an existing one. Throws ConfigError if a recording is active, DiskError if the
+  /// file cannot be written.
   static void start(const std::string& path);
-  /// Returns when all is in the file. Throws DiskError if that failed. Nothing if none is recorded.
+  /// Ends the recording, and returns when all of it is in the file. Throws DiskError on failure. Without a recording
+  /// it does nothing.
   static void stop();
 
-  /// What this thread did from `begin` to `end`. `args`: members of a JSON object, as arg() makes them, or empty.
+  /// Records this thread's activity from `begin` to `end`. `args`: members of a JSON object, made by arg(), or empty.
   static void span(std::string_view category, std::string_view name, Time begin, Time end,
                    std::string_view args = {});
-  /// What overlaps with others of its kind: begins, and ends. `id`: among those of the category under way.
+  /// Record the start and end of an activity that overlaps others of its category. `id`: unique among those in
+  /// progress.
   static void begin(std::string_view category, std::uint64_t id, std::string_view args);
   static void end(std::string_view category, std::uint64_t id);
-  /// A value as it is from now on.
+  /// Records the value from now on.
   static void counter(std::string_view name, std::uint64_t value);
 
   /// "\"name\": \"text\"", escaped.
@@ -55,7 +57,7 @@ class TraceSpan {
   TraceSpan& operator=(const TraceSpan&) = delete;
 
  private:
-  std::string_view category_, name_;  // that outlive it
+  std::string_view category_, name_;  // must outlive it
   Trace::Time begin_{};
 };
 

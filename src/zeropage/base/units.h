@@ -1,4 +1,4 @@
-// Sizes as people write them ("256MB", "4 GiB") and as the code computes with them.
+// Sizes in text ("256MB", "4 GiB") and in bytes.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,7 @@ inline constexpr std::size_t kKiB = 1024;
 inline constexpr std::size_t kMiB = 1024 * kKiB;
 inline constexpr std::size_t kGiB = 1024 * kMiB;
 
-/// O_DIRECT wants file offsets, sizes and addresses in multiples of the logical block; 4 KiB serves every disk we
-/// know.
+/// O_DIRECT needs file offsets, sizes and addresses in multiples of the logical block; 4 KiB serves every known disk.
 inline constexpr std::size_t kBlockBytes = 4 * kKiB;
 inline constexpr std::size_t kHugePageBytes = 2 * kMiB;
 

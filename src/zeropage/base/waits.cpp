@@ -12,8 +12,8 @@ ListedWait* latest_listed = nullptr;
 std::uint64_t listed_so_far = 0;
 const std::uint64_t listing_process = process_generation();
 
-/// A forked child has one thread, and the list may be another's: it lists nothing. Nor do planned runs, whose time is
-/// not the watching thread's.
+/// False in a forked child: it has one thread, and another may have held the list. False in planned runs, whose clock
+/// differs from the watching thread's.
 bool lists() { return listing_process == process_generation() && !VirtualClock::current(); }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Which threads wait, for what and since when, so that a watching thread can say that a disk or a rank has stalled.
-// A thread may list itself under any lock. The list has a lock of its own; under that lock the watching thread asks
-// only CurrentActivity, for what the waiting thread does.
+// A list of waiting threads, with cause and start, so that a watching thread can report a stalled disk or rank. A
+// thread may list itself under any lock. The list has a lock of its own. Under it, the watching thread only calls
+// CurrentActivity, for the waiting thread's activity.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,7 @@
 
 namespace zeropage {
 
-/// This thread waits while the object lives. `what`, which outlives it: "disk", "memory", "ranks", …
+/// This thread waits while the object lives. `what` must outlive it: "disk", "memory", "ranks", …
 class ListedWait {
  public:
   explicit ListedWait(std::string_view what, std::string_view details = {});
@@ -32,11 +32,11 @@ class ListedWait {
 };
 
 struct LongWait {
-  std::uint64_t number;  // of the wait, among all of the process
+  std::uint64_t number;  // of the wait, unique in the process
   std::string what, details, activity;
   double seconds;
 
-  /// Those under way for at least that long. None in a forked child.
+  /// Waits that have lasted at least `seconds`. None in a forked child.
   static std::vector<LongWait> under_way(double seconds);
 };
 

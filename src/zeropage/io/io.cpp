@@ -123,10 +123,10 @@ void Io::sync(const File& file) {
 std::unique_ptr<Io> make_io(const IoOptions& options) {
   const std::size_t block = options.block_bytes;
   if (block == 0 || block % kBlockBytes != 0 || block > kGiB || options.depth > kMostDepth) {
-    throw ConfigError(
-        fmt::format("io block = {} bytes and depth = {} are out of range; set the block to a multiple of 4 KiB up to "
-                    "1 GiB, and the depth to 1 to {} requests",
-                    block, options.depth, kMostDepth));
+    throw ConfigError(fmt::format(
+        "an I/O block of {} bytes and a depth of {} are out of range; set the block to a multiple of 4 KiB up to "
+        "1 GiB, and the depth to 1 to {}",
+        block, options.depth, kMostDepth));
   }
   const auto of_one_process = [](std::unique_ptr<Io> io) { return std::make_unique<OfOneProcess>(std::move(io)); };
   if (options.engine == IoEngine::threads) return of_one_process(make_threads(options));

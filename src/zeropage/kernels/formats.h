@@ -1,5 +1,5 @@
-// How numbers are stored, and how a block of them becomes floats and floats become them. Plain loops, always inlined,
-// so that each is compiled for its caller's instruction set. No torch.
+// Number formats, and conversions of blocks between them and floats. Plain loops, always inlined, so that each is
+// compiled for its caller's instruction set. No torch.
 //
 //   float32              as it is
 //   bfloat16, float16    IEEE 754's round to nearest, ties to even
@@ -35,12 +35,12 @@ enum class Format : std::uint8_t {
 /// Elements that share a scale. Blocks begin at multiples of it.
 inline constexpr std::size_t kQuantum = 256;
 
-/// One array of a tensor. `extra`: of hi_lo_float32 the remainders (int16), of blocks8 the scales (float).
+/// One array of a tensor. `extra`: the remainders (int16) of hi_lo_float32, the scales (float) of blocks8.
 struct Array {
   Format format = Format::none;
   void* data = nullptr;
   void* extra = nullptr;
-  std::uint32_t seed = 0;  // of stochastic_bfloat16: another one each time it is written
+  std::uint32_t seed = 0;  // of stochastic_bfloat16: a new one for each write
 };
 
 #define ZEROPAGE_INLINE [[gnu::always_inline]] inline
@@ -70,7 +70,7 @@ ZEROPAGE_INLINE std::uint16_t to_stochastic_bfloat16(float x, std::uint32_t rand
 }
 
 ZEROPAGE_INLINE float from_float16(std::uint16_t x) {
-  // Denormals by a multiplication; infinities and NaNs by their exponent.
+  // Handles denormals by a multiplication, and infinities and NaNs by their exponent.
   const std::uint32_t magnitude = std::uint32_t{x & 0x7fffu} << 13;
   const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
   const std::uint32_t special = magnitude >= 0x0f800000 ? 0x7f800000u : 0u;
@@ -78,7 +78,7 @@ ZEROPAGE_INLINE float from_float16(std::uint16_t x) {
 }
 
 ZEROPAGE_INLINE std::uint16_t to_float16(float x) {
-  // Adding and taking away a number of the right exponent rounds in hardware, denormals too (Fabian Giesen, 2012).
+  // Adding and subtracting a number of the right exponent rounds in hardware, denormals too (Fabian Giesen, 2012).
   const auto bits = std::bit_cast<std::uint32_t>(x);
   const std::uint32_t sign = bits & 0x80000000, magnitude = bits ^ sign;
   const auto denormal = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;
@@ -94,7 +94,8 @@ ZEROPAGE_INLINE float join_hi_lo(std::uint16_t high, std::int16_t low) {
 }
 ZEROPAGE_INLINE std::uint16_t high_of(float x) {
   const auto bits = std::bit_cast<std::uint32_t>(x);
-  return static_cast<std::uint16_t>(x != x ? 0x7fc0 : (bits + 0x8000) >> 16);  // what is too large shows as infinite
+  return static_cast<std::uint16_t>(x != x ? 0x7fc0
+                                           : (bits + 0x8000) >> 16);  // values that are too large become infinite
 }
 ZEROPAGE_INLINE std::int16_t low_of(float x, std::uint16_t high) {
   const std::uint32_t rest = std::bit_cast<std::uint32_t>(x) - (std::uint32_t{high} << 16);

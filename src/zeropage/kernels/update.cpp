@@ -12,13 +12,13 @@ constexpr bool kBaselineHasFma = true;
 constexpr bool kBaselineHasFma = false;
 #endif
 
-/// a * b + c, rounded once where the instruction set can.
+/// a * b + c, rounded once if the instruction set can.
 template <bool fma>
 ZEROPAGE_INLINE float multiply_add(float a, float b, float c) {
   return fma ? __builtin_fmaf(a, b, c) : a * b + c;
 }
 
-constexpr std::size_t kBlock = kQuantum;  // elements: some arrays of them as floats fit the first cache
+constexpr std::size_t kBlock = kQuantum;  // elements: several arrays of them, as floats, fit the first-level cache
 
 // --- loads and stores of one block ---
 
@@ -41,12 +41,12 @@ ZEROPAGE_INLINE float largest_magnitude(const float* x, std::size_t n) {
   return largest;
 }
 
-/// Floats of few bits: so many exponents, the largest that of numbers in [1, 2), and so many bits of mantissa. The
+/// Floats of few bits, with `exponents` exponents, the largest that of numbers in [1, 2), and `mantissa` bits. The
 /// smallest exponent is denormal.
 template <int exponents, int mantissa>
 struct SmallFloat {
-  static constexpr std::uint32_t kSteps = 1u << mantissa;          // in a power of two
-  static constexpr std::uint32_t kSmallest = 127 - exponents + 2;  // the exponent of the first normal one, as floats'
+  static constexpr std::uint32_t kSteps = 1u << mantissa;          // per power of two
+  static constexpr std::uint32_t kSmallest = 127 - exponents + 2;  // float exponent of the smallest normal number
   static constexpr float kTop = 2.0f - 1.0f / kSteps;
 
   ZEROPAGE_INLINE static float decode(std::uint32_t x) {
@@ -54,7 +54,7 @@ struct SmallFloat {
     const float denormal = std::bit_cast<float>((kSmallest - mantissa) << 23) * static_cast<float>(x);
     return x < kSteps ? denormal : normal;
   }
-  ZEROPAGE_INLINE static std::uint32_t encode(float x) {  // of x in [0, kTop]
+  ZEROPAGE_INLINE static std::uint32_t encode(float x) {  // x in [0, kTop]
     constexpr int kDrop = 23 - mantissa;
     const std::uint32_t bits = std::bit_cast<std::uint32_t>(x) - ((kSmallest - 1) << 23);
     const std::uint32_t normal = (bits + (1u << (kDrop - 1)) - 1 + ((bits >> kDrop) & 1)) >> kDrop;
@@ -92,7 +92,7 @@ ZEROPAGE_INLINE void encode_blocks8(std::uint8_t* __restrict to, const float* __
       to[i] = static_cast<std::uint8_t>(SignedCode::encode(magnitude) | (from[i] < 0 ? 0x80u : 0u));
     }
   } else {
-    // What is not zero stays so: updates are divided by its root.
+    // Nonzero values stay nonzero: updates are divided by its root.
     for (std::size_t i = 0; i < n; ++i) {
       const std::uint32_t code =
           UnsignedCode::encode(std::min(std::max(from[i], 0.0f) * inverse, UnsignedCode::kTop));
@@ -101,7 +101,7 @@ ZEROPAGE_INLINE void encode_blocks8(std::uint8_t* __restrict to, const float* __
   }
 }
 
-/// The floats of a block: where they lie, if they lie as floats, else decoded into `scratch`.
+/// The floats of a block: the array itself if it holds floats, else decoded into `scratch`.
 ZEROPAGE_INLINE float* load(const Array& array, std::size_t at, std::size_t n, float* scratch) {
   switch (array.format) {
     case Format::none:
@@ -131,7 +131,7 @@ ZEROPAGE_INLINE float* load(const Array& array, std::size_t at, std::size_t n, f
   return scratch;
 }
 
-/// Back to where load() had them from.
+/// Stores values to the array that load() read.
 ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, const float* __restrict values) {
   switch (array.format) {
     case Format::none:
@@ -171,7 +171,7 @@ ZEROPAGE_INLINE void store(const Array& array, std::size_t at, std::size_t n, co
   }
 }
 
-// --- what the rules do to a block of floats ---
+// --- rules, for a block of floats ---
 
 struct Block {
   float *parameter, *gradient, *state[3];
@@ -189,7 +189,7 @@ ZEROPAGE_INLINE std::uint32_t is_not_finite(float x) {
   return (std::bit_cast<std::uint32_t>(x) & 0x7f800000) == 0x7f800000 ? 1 : 0;
 }
 
-/// The gradient as the rule takes it, and how many of its values were not finite.
+/// Scales the gradient for the rule. Returns how many of its values were not finite.
 ZEROPAGE_INLINE std::size_t scale_gradient(const Update& u, float* __restrict g, std::size_t n) {
   std::uint32_t not_finite = 0;
   for (std::size_t i = 0; i < n; ++i) not_finite += is_not_finite(g[i]);
@@ -204,7 +204,7 @@ ZEROPAGE_INLINE std::size_t scale_gradient(const Update& u, float* __restrict g,
   return not_finite;
 }
 
-/// What Adam needs of its settings, worked out once.
+/// Adam's settings, prepared once.
 struct AdamNumbers {
   explicit AdamNumbers(const Update& u)
       : step_size(static_cast<float>(u.lr / (1 - std::pow(u.beta1, u.step)))),
@@ -214,7 +214,7 @@ struct AdamNumbers {
         of_square(static_cast<float>(1 - u.beta2)),
         keep(u.rule == Rule::adamw ? static_cast<float>(1 - u.lr * u.weight_decay) : 1),
         decay(u.rule == Rule::adam ? static_cast<float>(u.weight_decay) : 0) {
-    // lerp: from the nearer end.
+    // lerp starts from the nearer end.
     const auto of_gradient = static_cast<float>(1 - u.beta1);
     from_moment = of_gradient < 0.5f;
     weight = from_moment ? of_gradient : of_gradient - 1;
@@ -246,7 +246,7 @@ ZEROPAGE_INLINE std::uint32_t adam_loop(const AdamNumbers& a, const Block& b) {
     float gradient = g[i];
     if constexpr (scales) {
       not_finite += is_not_finite(gradient);
-      gradient = gradient * scale0 * scale1 * sign;  // one is exact
+      gradient = gradient * scale0 * scale1 * sign;  // a factor of one is exact
     }
     float parameter = p[i];
     if constexpr (decays) {
@@ -259,7 +259,7 @@ ZEROPAGE_INLINE std::uint32_t adam_loop(const AdamNumbers& a, const Block& b) {
     m[i] = moment;
     v[i] = square;
     if constexpr (amsgrad) {
-      // [Note: scalar ends]: vectors keep what is not a number, std::max() does not.
+      // [Note: scalar ends]: vectors keep NaN, std::max() does not.
       square = square > largest[i] || (square != square && !b.scalar) ? square : largest[i];
       largest[i] = square;
     }
@@ -345,12 +345,13 @@ ZEROPAGE_INLINE void lion(const Update& u, const Block& b) {
 
 bool is_float(const Array& array) { return array.format == Format::float32 || array.format == Format::none; }
 
-/// Where the gradient is read.
+/// The array from which the gradient is read.
 const Array& read_gradient(const Arrays& arrays) {
   return arrays.narrow_gradient.format == Format::none ? arrays.gradient : arrays.narrow_gradient;
 }
 
-/// All else in float32 and a gradient that stays as it is: Adam works on the arrays themselves.
+/// Whether all arrays except the gradient's are float32 and the gradient is not stored: Adam then works on the arrays
+/// themselves.
 bool is_adam_in_place(const Update& u, const Arrays& arrays, const AdamNumbers& numbers) {
   return (u.rule == Rule::adam || u.rule == Rule::adamw) && numbers.simple && !u.store_gradient &&
          is_float(arrays.parameter) && is_float(arrays.state[0]) && is_float(arrays.state[1]) &&
@@ -360,7 +361,7 @@ bool is_adam_in_place(const Update& u, const Arrays& arrays, const AdamNumbers& 
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
                                        bool scalar) {
-  constexpr std::size_t kStep = 8 * kBlock;  // what operators see is written while it is in the first cache
+  constexpr std::size_t kStep = 8 * kBlock;  // `visible` is written while the block is in the first-level cache
   alignas(64) float all[kStep];
   float* const scratch[] = {all, all + kBlock, all + 2 * kBlock, all + 3 * kBlock, all + 4 * kBlock};
   std::size_t not_finite = 0;
@@ -376,7 +377,7 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
     }
     return not_finite;
   }
-  // A gradient that is not to change is worked on in scratch memory.
+  // Works on a copy of a gradient that must not change.
   for (std::size_t at = begin; at < end; at += kBlock) {
     const std::size_t n = std::min(kBlock, end - at);
     Block b{load(arrays.parameter, at, n, scratch[0]), load(gradient, at, n, scratch[1]), {}, n, scalar};
@@ -413,14 +414,14 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
   return not_finite;
 }
 
-/// [Note: scalar ends] PyTorch's kernels compute what is left of whole vectors at a tensor's end by scalar code, in
-/// which the compiler fused the other of two products with the addition. The same is done here.
+/// [Note: scalar ends] At a tensor's end, PyTorch's kernels compute the elements after the last whole vector by
+/// scalar code. There the compiler fused the other of two products with the addition. This code does the same.
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end) {
   const auto has_blocks = [](const Array& a) {
     return a.format == Format::signed_blocks8 || a.format == Format::unsigned_blocks8;
   };
-  // A block has one scale, and is not cut. PyTorch has no such arrays to be equal to.
+  // A block has one scale and must not be split. PyTorch has no such arrays to compare with.
   const bool whole = std::any_of(std::begin(arrays.state), std::end(arrays.state), has_blocks);
   const std::size_t vectors_end = whole ? end : begin + (end - begin) / u.vector * u.vector;
   std::size_t not_finite = run_blocks<fma>(u, arrays, begin, vectors_end, false);

@@ -1,11 +1,11 @@
-// Optimizer updates: everything that a step does to a range of elements, in one pass over memory. The gradient is
-// scaled (loss scale, clipping) and its non-finite values are counted, parameter and states are updated, and the
-// parameter is cast to what operators see, block by block, in the first cache. No torch, no allocation, no threads:
-// callers share ranges among theirs.
+// Optimizer updates: all work of a step on a range of elements, in one pass over memory. It scales the gradient (loss
+// scale, clipping) and counts its non-finite values. It then updates parameter and states, and casts the parameter to
+// the dtype that operators see. It works block by block, in the first-level cache. No torch, no allocation, no
+// threads: callers divide ranges among their threads.
 //
-// Compiled for AVX-512, AVX2 with FMA, and the baseline of the machine (SSE2, NEON); which runs is found out at run
-// time. With float32 throughout, Adam, AdamW, SGD and Adagrad do what PyTorch's fused kernels do, in the same order
-// of operations and with the same fused multiply-adds: the same bits where the processor has AVX2 or more.
+// Compiled for AVX-512, AVX2 with FMA, and the machine's baseline (SSE2, NEON), and chosen at run time. With float32
+// throughout, Adam, AdamW, SGD and Adagrad repeat PyTorch's fused kernels: the same order of operations and the same
+// fused multiply-adds. The bits are equal on processors with AVX2 or more.
 #pragma once
 
 #include <string_view>
@@ -16,7 +16,7 @@ namespace zeropage::kernels {
 
 enum class Rule : std::uint8_t { adam, adamw, sgd, adagrad, lion };
 
-/// What a gradient is multiplied or divided by before it is used.
+/// A factor or divisor of the gradient, applied before its use.
 struct Scale {
   float value = 1;
   bool divides = false;
@@ -27,21 +27,21 @@ struct Update {
   Rule rule = Rule::adamw;
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adam, adamw; eps: adagrad; betas: lion
-  double weight_decay = 0;                        // of adamw and lion decoupled (Loshchilov & Hutter, 2019)
+  double weight_decay = 0;                        // adamw, lion: decoupled (Loshchilov & Hutter, 2019)
   double momentum = 0, dampening = 0;             // sgd
   double lr_decay = 0;                            // adagrad
-  double step = 1;                                // this one included
+  double step = 1;                                // including this one
   bool amsgrad = false, maximize = false, nesterov = false;
-  bool first_momentum = false;  // sgd: the buffer starts as the gradient
+  bool first_momentum = false;  // sgd: initialise the buffer to the gradient
   Scale scales[kMostScales];    // in this order
   std::size_t scale_count = 0;
-  bool store_gradient = false;  // as scaled, and widened
-  std::size_t vector = 8;       // elements that PyTorch's kernels take at once on this machine
+  bool store_gradient = false;  // scaled and widened
+  std::size_t vector = 8;       // elements in a vector of PyTorch's kernels on this machine
 };
 
 /// Arrays of one length. States: adam exp_avg, exp_avg_sq, and with amsgrad max_exp_avg_sq; sgd the momentum buffer,
-/// if any; adagrad the sum; lion exp_avg. `visible`: what operators see of the parameter, or none. `narrow_gradient`:
-/// what the gradient is read from in place of `gradient`, or none.
+/// if any; adagrad the sum; lion exp_avg. `visible`: the parameter as operators see it, or none. `narrow_gradient`:
+/// read instead of `gradient`, or none.
 struct Arrays {
   Array parameter, gradient, visible;
   Array state[3];
@@ -52,11 +52,11 @@ struct Arrays {
 /// of blocks8 arrays begin at a multiple of kQuantum.
 std::size_t update(const Update& update, const Arrays& arrays, std::size_t begin, std::size_t end);
 
-/// An array's elements as floats, and the other way round.
+/// Convert an array's elements to floats, and back.
 void decode(const Array& array, std::size_t begin, std::size_t end, float* to);
 void encode(const Array& array, std::size_t begin, std::size_t end, const float* from);
 
-/// "avx512", "avx2" or "baseline": what this machine runs.
+/// "avx512", "avx2" or "baseline": the one that this machine runs.
 std::string_view instruction_set();
 
 }  // namespace zeropage::kernels

@@ -12,7 +12,7 @@
 namespace zeropage {
 namespace {
 
-/// An event is the time at which it will have come: what runs in the order of streams is known when it is asked for.
+/// An event is the time of its completion, which is known at the request because streams run in order.
 class PlannedDevice final : public DeviceMemory {
  public:
   PlannedDevice(std::shared_ptr<Machine> machine, std::size_t bytes) : machine_(std::move(machine)) {
@@ -75,7 +75,7 @@ class PlannedDevice final : public DeviceMemory {
     const Time served = link.serve(std::max(now(), after), static_cast<double>(bytes) / speed);
     return event(VirtualClock::after(served, machine_->speeds.link_latency));
   }
-  /// When memory that was given up may be used again.
+  /// The time from which retired memory may be used again.
   Time after_uses(std::span<std::byte> memory) const {
     Time latest{};
     for (const Retired& retired : retired_) {

@@ -28,7 +28,7 @@ class PlannedIo final : public Io {
   std::string_view name() const override { return "planned"; }
 
  private:
-  static constexpr std::size_t kDepth = 64;  // as io_uring's
+  static constexpr std::size_t kDepth = 64;  // like io_uring's
 
   void start_requests() {
     while (auto request = queue_.pop()) {

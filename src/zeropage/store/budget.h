@@ -1,4 +1,4 @@
-// A tier's budget and the charges against it. A budget is a promise: what is reserved never exceeds the limit.
+// A tier's budget and the charges against it. Reservations never exceed the limit.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@ namespace zeropage {
 
 class Budget;
 
-/// A charge of some bytes; returns them when it dies.
+/// A charge of some bytes; its destructor returns them.
 class Reservation {
  public:
   Reservation() = default;
@@ -36,7 +36,7 @@ class Budget {
   /// `name` is the setting that errors tell the user to raise.
   Budget(std::string name, std::size_t limit) : name_(std::move(name)), limit_(limit) {}
 
-  /// An empty reservation if the limit would be passed.
+  /// Returns an empty reservation if it would exceed the limit.
   [[nodiscard]] Reservation try_reserve(std::size_t bytes) {
     std::size_t used = used_.load();
     do {

@@ -1,12 +1,13 @@
-// Memory that the CPU cannot address, and the order in which things are done to it: the seam between the pager and a
-// GPU. It knows of streams; the pager knows of events alone. In tests it is a queue that runs as late as it may.
+// Memory that the CPU cannot address, and the order of work on it: the interface between the pager and a GPU. It
+// knows of streams; the pager only knows of events. In tests it is a queue that runs as late as it may.
 //
-// [Note: streams and frames] Operators run on the calling thread's stream, long after they were asked for. Uploads
-// and downloads run on streams of their own, so that they overlap operators and each other. What keeps them apart:
-//   - the first use of a frame waits for the event of what filled it (stream_wait);
+// [Note: streams and frames] Operators run on the calling thread's stream, long after they were requested. Uploads
+// and downloads run on streams of their own, so that they overlap operators and each other. Three rules keep them
+// apart:
+//   - the first use of a frame waits for the event of the transfer that filled it (stream_wait);
 //   - a download waits for the event of the frame's last use;
-//   - memory given up is retired with the event of its last use: what uploads into it, and operators that get it
-//     next, wait for that, and nothing else does.
+//   - freed memory is retired with the event of its last use: only uploads into it, and the operators that get it
+//     next, wait for that event.
 #pragma once
 
 #include <cstddef>
@@ -22,21 +23,21 @@ class DeviceMemory {
 
   virtual ~DeviceMemory() = default;
 
-  /// The one block that frames are cut from, aligned to 4 KiB.
+  /// The one block that holds all frames, aligned to 4 KiB.
   virtual std::span<std::byte> region() = 0;
 
-  // Among this thread's operators, in order:
+  // In the order of this thread's operators:
   virtual void copy(std::byte* to, const std::byte* from, std::size_t bytes) = 0;  // both in device memory
   virtual void clear(std::byte* at, std::size_t bytes) = 0;
-  /// An event after all that this thread has asked for.
+  /// An event after all work that this thread has requested.
   virtual Event record() = 0;
-  /// What this thread asks for next waits for `event`.
+  /// Makes this thread's next requests wait for `event`.
   virtual void stream_wait(const Event& event) = 0;
 
-  // Beside them:
+  // Concurrently with operators:
   virtual Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) = 0;
   virtual Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) = 0;
-  /// Memory last used at `event` may be used again: uploads into it wait for that, and so do the operators of a
+  /// Frees memory that was last used at `event`. Uploads into it wait for that event, and so do the operators of a
   /// thread that has called reuse() for it.
   virtual void retire(std::span<std::byte> memory, const Event& event) = 0;
   virtual void reuse(std::span<std::byte> memory) = 0;
@@ -44,10 +45,10 @@ class DeviceMemory {
   virtual bool done(const Event& event) = 0;
   virtual void wait(const Event& event) = 0;
 
-  /// Whether register_host() does anything. Memory that is registered cannot be mapped anew (io/arena.h).
+  /// Whether register_host() has an effect. Registered memory cannot be mapped anew (io/arena.h).
   virtual bool registers_host() const = 0;
-  /// Makes host memory fast to transfer from, exactly these bytes, while the handle lives. Null if that cannot be
-  /// had: transfers are then slower and nothing else changes.
+  /// Makes transfers of exactly these bytes of host memory fast while the handle lives. Null if it cannot: transfers
+  /// are then slower and nothing else changes.
   virtual std::shared_ptr<void> register_host(std::span<std::byte> memory) = 0;
 };
 

@@ -27,7 +27,7 @@ struct Mapping {
   std::string identity() const { return device + " " + inode; }
 };
 
-/// The one that has the address; one without a path if there is none.
+/// The mapping with the address; without a path if there is none.
 Mapping mapping_of(const void* data) {
   const auto at = reinterpret_cast<std::uintptr_t>(data);
   std::ifstream maps("/proc/self/maps");
@@ -44,8 +44,8 @@ Mapping mapping_of(const void* data) {
   return {};
 }
 
-/// Whether a private mapping still shows the file: no page of it was written, and so copied, or swapped out
-/// (man 5 proc_pid_pagemap).
+/// Whether a private mapping still shows the file: none of its pages was written (and so copied) or swapped out (man
+/// 5 proc_pid_pagemap).
 bool is_as_in_file(const void* data, std::size_t bytes) {
   constexpr std::uint64_t kPresent = std::uint64_t{1} << 63, kSwapped = std::uint64_t{1} << 62,
                           kOfFile = std::uint64_t{1} << 61;
@@ -67,8 +67,8 @@ bool is_as_in_file(const void* data, std::size_t bytes) {
   return true;
 }
 
-/// Whether the file is the one that is mapped: a name may belong to another one meanwhile, and on some file systems
-/// what stat() says of a file is not what maps say. So it is mapped too.
+/// Whether the file is the mapped one: its name may belong to another file by now. On some file systems stat() and
+/// maps give different identities, so this maps the file too.
 bool is_mapped(const SourceFile& file, const Mapping& mapping) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   void* const at = ::mmap(nullptr, page, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
@@ -84,7 +84,7 @@ SourceRange MappedFiles::find(const void* data, std::size_t bytes) noexcept try 
   const Mapping mapping = mapping_of(data);
   const auto at = reinterpret_cast<std::uintptr_t>(data);
   if (mapping.path.empty() || mapping.path[0] != '/' || mapping.inode == "0" || at + bytes > mapping.end) return {};
-  // What others may write through a shared mapping is not what the file was.
+  // Other processes may write through a shared mapping, so the file may have changed.
   const bool is_private = mapping.rights.size() == 4 && mapping.rights[3] == 'p';
   if (!is_private && mapping.rights[1] == 'w') return {};
   if (is_private && !is_as_in_file(data, bytes)) return {};

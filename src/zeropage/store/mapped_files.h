@@ -1,4 +1,5 @@
-// Which file memory is mapped from, as loaders map safetensors: then its bytes need not be copied to have a home.
+// Finds the file behind mapped memory, such as safetensors that a loader maps. Its bytes then have a home without a
+// copy.
 #pragma once
 
 #include <cstddef>
@@ -13,13 +14,14 @@ namespace zeropage {
 
 class MappedFiles {
  public:
-  /// Where in a file the memory's bytes lie, if it is a private or read-only mapping of one that can be opened by its
-  /// name, and of which this process has written nothing; else none. Never throws: what is not found is copied.
+  /// The file range of the memory's bytes. The memory must be a private or read-only mapping of a file that can be
+  /// opened by its name, and this process must not have written to it. Otherwise returns none, and the caller copies.
+  /// Never throws.
   SourceRange find(const void* data, std::size_t bytes) noexcept;
 
  private:
   std::mutex mutex_;
-  std::map<std::string, std::weak_ptr<const SourceFile>> known_;  // by what the system calls the mapped file
+  std::map<std::string, std::weak_ptr<const SourceFile>> known_;  // by the system's identity of the mapped file
 };
 
 }  // namespace zeropage

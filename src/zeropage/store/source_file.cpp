@@ -14,9 +14,10 @@ namespace {
 struct stat stat_of(const File& file) {
   struct stat info {};
   if (::fstat(file.descriptor(), &info) != 0) {
-    throw DiskError(fmt::format("{}, in which tensors lie, cannot be read any more: {}; load the model again",
-                                file.name(), std::strerror(errno)),
-                    errno, file.name());
+    throw DiskError(
+        fmt::format("{}, the file that contains loaded tensors, can no longer be read: {}; load the model again",
+                    file.name(), std::strerror(errno)),
+        errno, file.name());
   }
   return info;
 }
@@ -41,10 +42,9 @@ void SourceFile::check() const {
                     info.st_mtim.tv_nsec == changed_.tv_nsec;
   if (same) return;
   throw DiskError(
-      fmt::format(
-          "{} was written, while tensors that were loaded from it lie there (it had {}, now {}): their content "
-          "is lost. Load the model again; lazy_load = false copies what is loaded",
-          file_.name(), format_bytes(size_), format_bytes(info.st_size)),
+      fmt::format("{} was changed while loaded tensors still read from it (it had {}, now {}): their content "
+                  "is lost. Load the model again; lazy_load = false copies tensors at loading",
+                  file_.name(), format_bytes(size_), format_bytes(info.st_size)),
       ESTALE, file_.name());
 }
 

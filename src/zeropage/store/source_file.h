@@ -1,6 +1,5 @@
-// A file that others wrote, and in which tensors lie that have not been written since: their pages are read from it,
-// and it is never written. It stays open, so that it may be renamed, replaced or deleted; what may not change are its
-// bytes.
+// A foreign file that contains tensors which have not been written since loading. Their pages are read from it; it is
+// never written. It stays open, so it may be renamed, replaced or deleted, but its bytes may not change.
 #pragma once
 
 #include <sys/stat.h>
@@ -21,10 +20,11 @@ class SourceFile {
   const std::string& name() const { return file_.name(); }
   std::uint64_t size() const { return size_; }
   int descriptor() const { return file_.descriptor(); }
-  /// To read `bytes` at `offset` from: past the page cache, where whole blocks are asked for and the file system can.
+  /// The file to read `bytes` at `offset` from. It bypasses the page cache if the range is whole blocks and the file
+  /// system supports that.
   const File& file_for(std::uint64_t offset, std::size_t bytes) const;
-  /// Throws DiskError if size or time of the last change are not what they were when it was opened: then nobody knows
-  /// what was read.
+  /// Throws DiskError if the size or the time of the last change differs from that at opening: reads are then
+  /// unreliable.
   void check() const;
 
  private:
@@ -33,7 +33,7 @@ class SourceFile {
   struct timespec changed_ {};
 };
 
-/// Where in a file something begins.
+/// A position in a file.
 struct SourceRange {
   std::shared_ptr<const SourceFile> file;
   std::uint64_t offset = 0;

@@ -24,12 +24,12 @@
 namespace zeropage {
 namespace {
 
-// Many tensors grow the files at once: fewer, larger extents in the file system too.
+// Files grow for many tensors at a time: fewer, larger extents in the file system too.
 constexpr std::size_t kGrowBytes = 64 * kMiB;
 constexpr std::size_t kStripeBytes = kMiB;
 constexpr std::size_t kMostStripes = 32;  // in a period
 
-/// Seconds until as many transfers of 1 MiB are over as keep a disk busy.
+/// Seconds for concurrent transfers of 1 MiB each, enough to keep a disk busy.
 double seconds_of(Direction direction, const File& file, std::byte* memory, std::size_t bytes, Io& io) {
   const auto start = std::chrono::steady_clock::now();
   std::vector<Ticket> tickets;
@@ -40,10 +40,10 @@ double seconds_of(Direction direction, const File& file, std::byte* memory, std:
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Bytes a second, written and read again. The file is empty before and after.
+/// Bytes a second, for writing and reading back. The file is empty before and after.
 double measure_speed(const File& file, Io& io) {
   constexpr std::size_t bytes = 32 * kMiB;
-  // As the file will be written: in space that it has.
+  // Allocates first, because the swap file is written in allocated space.
   int result;
   do result = ::fallocate(file.descriptor(), 0, 0, bytes);
   while (result != 0 && errno == EINTR);
@@ -68,9 +68,9 @@ double measure_speed(const File& file, Io& io) {
   return 2.0 * bytes / seconds;
 }
 
-/// As many places for each disk as it is fast, spread evenly: the disk that is furthest behind its share is next. One
-/// that is too slow for a single place has none; those that are about as fast as the fastest are taken for equal,
-/// since ranks measure beside one another.
+/// Gives each disk places in proportion to its speed, spread evenly: the disk furthest behind its share is next. A
+/// disk too slow for one place gets none. Disks nearly as fast as the fastest count as equal, since ranks measure at
+/// the same time.
 template <class Stripe>
 std::vector<Stripe> make_pattern(std::vector<double> speeds) {
   constexpr double about = 1.5;
@@ -124,7 +124,7 @@ SwapFile::SwapFile(std::string_view disk_path, Io& io) : SwapFile(split_disk_pat
   pattern_ = make_pattern<Stripe>(speeds);
   for (std::size_t i = 0; i < disks_.size(); ++i) {
     if (std::ranges::any_of(pattern_, [&](const Stripe& stripe) { return stripe.disk == i; })) continue;
-    fmt::print(stderr, "zeropage: disk_path \"{}\" is left out: {}/s beside others that are far faster\n",
+    fmt::print(stderr, "zeropage: disk_path \"{}\" is left out: {}/s is far slower than the other disks\n",
                disks_[i].directory, format_bytes(static_cast<std::size_t>(speeds[i])));
   }
 }
@@ -185,7 +185,7 @@ Extent SwapFile::try_allocate_spare(std::size_t bytes) noexcept try {
 
 bool SwapFile::has_spare(std::size_t bytes) const {
   if (hollow_capacity_) return static_cast<double>(size_ + bytes) <= (1 - kSpare) * *hollow_capacity_;
-  std::map<dev_t, std::size_t> more_on;  // directories may be on one file system
+  std::map<dev_t, std::size_t> more_on;  // several directories may share a file system
   for (std::size_t i = 0; i < disks_.size(); ++i) {
     more_on[disks_[i].device] += bytes_on(i, size_ + bytes) - disks_[i].size;
   }
@@ -200,7 +200,7 @@ bool SwapFile::has_spare(std::size_t bytes) const {
   return true;
 }
 
-/// Of the first `size` bytes of the range.
+/// The disk's bytes in the first `size` bytes of the range.
 std::size_t SwapFile::bytes_on(std::size_t disk, std::size_t size) const {
   const std::size_t period = pattern_.size() * kStripeBytes;
   std::size_t bytes = 0, at = size / period * period;
@@ -211,7 +211,7 @@ std::size_t SwapFile::bytes_on(std::size_t disk, std::size_t size) const {
   return bytes;
 }
 
-/// 0, or the errno of the first disk that cannot; then none has grown.
+/// Returns 0, or the errno of the first disk that cannot grow; then none has grown.
 int SwapFile::try_grow_to(std::size_t size, const Disk*& failed) {
   if (hollow_capacity_) {
     failed = &disks_[0];
@@ -254,7 +254,7 @@ void SwapFile::grow(std::size_t bytes) {
     }
   }
   if (hollow_capacity_) {
-    throw DiskError(fmt::format("the planned disk of {} cannot hold {} more beside the {} on it; plan with a larger "
+    throw DiskError(fmt::format("the planned disk of {} cannot hold {} more: it has {} already; plan with a larger "
                                 "disk, or move a role to another tier",
                                 format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(size_)),
                     ENOSPC);

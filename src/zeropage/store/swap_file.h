@@ -1,9 +1,9 @@
-// The disk tier of a space: a file without a name on each of its disks, which together are one range of bytes. They
-// grow when a tensor is created, so that a full disk is an error there and not in the middle of a step.
+// The disk tier of a space: a file without a name on each of its disks; together they form one range of bytes. They
+// grow when a tensor is created, so a full disk is an error there and not in the middle of a step.
 //
-// [Note: stripes] The range goes over the disks in stripes of 1 MiB, one request each, by a pattern that repeats and
-// in which a disk has as many places as it is fast. So a page comes from all of them at once, and what is near in the
-// range is near on each.
+// [Note: stripes] The range is striped over the disks in units of 1 MiB, one request each. The pattern repeats, and a
+// disk's number of stripes in it is proportional to its speed. A page thus comes from all disks at once, and
+// neighbours in the range are neighbours on each disk.
 #pragma once
 
 #include <sys/types.h>
@@ -27,7 +27,7 @@ namespace zeropage {
 
 class SwapFile;
 
-/// A part of the range; returns it when it dies. Offset and bytes are multiples of 4 KiB.
+/// A part of the range, freed by its destructor. Offset and bytes are multiples of 4 KiB.
 class Extent {
  public:
   Extent() = default;
@@ -39,9 +39,9 @@ class Extent {
     std::swap(is_spare_, other.is_spare_);
     return *this;
   }
-  /// This one takes the place of `other`, which something depended on.
+  /// Takes the role of `other`, which holds needed content.
   void replace(Extent& other) noexcept { std::swap(is_spare_, other.is_spare_); }
-  /// Something depends on it from now on.
+  /// Marks its content as needed.
   void keep() noexcept { is_spare_ = false; }
   ~Extent();
   std::uint64_t offset() const { return offset_; }
@@ -62,22 +62,23 @@ class SwapFile {
  public:
   static constexpr double kSpare = 0.05;  // of the disk
 
-  /// `directories`: as of disk_path. Of several, how fast they are is measured, with 32 MiB written to each and read
-  /// again. Throws DiskError if one is missing, cannot be written, has no O_DIRECT, or fails.
+  /// Measures the speeds of several disks, writing 32 MiB to each and reading it again. Throws DiskError if a
+  /// directory is missing, cannot be written, has no O_DIRECT, or fails.
   SwapFile(std::string_view disk_path, Io& io);
-  /// `speeds`: of each directory, in any unit.
+  /// `speeds`: one per directory, in any unit.
   SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds);
 
-  /// A range with no file behind it, of at most that many bytes: for planning.
+  /// A range without a file, of at most `capacity` bytes: for planning.
   static std::unique_ptr<SwapFile> make_hollow(std::size_t capacity);
 
-  /// Space on the disk, given by the file system now. Throws DiskError, with sizes, when the disk is full.
+  /// Allocates space on the disk now. Throws DiskError, with sizes, when the disk is full.
   Extent allocate(std::size_t bytes);
-  /// Space that nothing depends on: the file grows for it, unless that took the last kSpare of the disk; it takes
-  /// none that tensors left behind, which they will want again. None if there is no such space.
+  /// Allocates space for content that can be discarded. The file grows for it, unless that would use the last kSpare
+  /// of the disk. Space that dead tensors left is not used: new tensors will want it. Returns none if there is no
+  /// such space.
   Extent try_allocate_spare(std::size_t bytes) noexcept;
 
-  /// What of a range lies in one file without a gap.
+  /// A part of a range that is consecutive in one file.
   struct Piece {
     const File* file;
     std::uint64_t offset;  // in the file
@@ -105,24 +106,23 @@ class SwapFile {
   };
   struct Stripe {
     std::size_t disk;
-    std::size_t index;  // among the disk's stripes of one period
-    std::size_t of;     // how many there are
+    std::size_t index;  // among the disk's stripes in one period.
+    std::size_t of;     // the number of those stripes.
   };
 
   std::size_t bytes_on(std::size_t disk, std::size_t size) const;
   int try_grow_to(std::size_t size, const Disk*& failed);
 
-  const std::optional<std::size_t> hollow_capacity_;  // where there is no file
+  const std::optional<std::size_t> hollow_capacity_;  // set if there is no file
   mutable std::mutex mutex_;
   std::vector<Disk> disks_;
   std::vector<Stripe> pattern_;  // of one period
   std::size_t size_ = 0;
   FreeList free_;
-  std::size_t spare_bytes_ = 0;  // of what is free, for try_allocate_spare
+  std::size_t spare_bytes_ = 0;  // free bytes reserved for try_allocate_spare()
 };
 
-/// The directories that a disk_path names: one, or several with ':' between them. A directory whose name has a ':' is
-/// one.
+/// The directories of a disk_path: one, or several separated by ':'. A directory whose own name contains ':' is one.
 std::vector<std::string> split_disk_path(std::string_view disk_path);
 
 }  // namespace zeropage
