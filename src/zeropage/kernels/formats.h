@@ -94,8 +94,7 @@ ZEROPAGE_INLINE float join_hi_lo(std::uint16_t high, std::int16_t low) {
 }
 ZEROPAGE_INLINE std::uint16_t high_of(float x) {
   const auto bits = std::bit_cast<std::uint32_t>(x);
-  return static_cast<std::uint16_t>(x != x ? 0x7fc0
-                                           : (bits + 0x8000) >> 16);  // values that are too large become infinite
+  return static_cast<std::uint16_t>(x != x ? 0x7fc0 : (bits + 0x8000) >> 16);  // overflow becomes infinite
 }
 ZEROPAGE_INLINE std::int16_t low_of(float x, std::uint16_t high) {
   const std::uint32_t rest = std::bit_cast<std::uint32_t>(x) - (std::uint32_t{high} << 16);

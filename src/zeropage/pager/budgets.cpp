@@ -10,14 +10,14 @@
 namespace zeropage {
 
 void Budgets::refuse(std::size_t bytes) const {
-  throw BudgetError(fmt::format("{} = {} cannot hold the {} that it needs at once{}; raise {}",
-                                gathered_ ? "device_memory's part for gathered tensors" : "device_memory",
-                                format_bytes(device_limit_), format_bytes(bytes),
-                                held_bytes_ + homes_in(Tier::device) > 0
-                                    ? fmt::format(" in addition to the {} that are homes or in use",
-                                                  format_bytes(held_bytes_ + homes_in(Tier::device)))
-                                    : "",
-                                "device_memory"));
+  throw BudgetError(fmt::format(
+      "{} = {} cannot hold the {} that it needs at once{}; raise {}",
+      gathered_ ? "device_memory's part for gathered tensors" : "device_memory", format_bytes(device_limit_),
+      format_bytes(bytes),
+      held_bytes_ + homes_in(Tier::device) > 0
+          ? fmt::format(" plus the {} that are homes or in use", format_bytes(held_bytes_ + homes_in(Tier::device)))
+          : "",
+      "device_memory"));
 }
 
 /// [Note: one memory]

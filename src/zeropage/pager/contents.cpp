@@ -85,8 +85,8 @@ void Contents::share_changes(Segment& segment) {
     for (Page& page : run.pages) {
       if (page.frame && page.frame->pins > 0) {
         throw AccessError(
-            "a tensor partitioned over ranks cannot be updated while it, or a small tensor in the same page, is "
-            "pinned; let go of zeropage.pinned(tensor) first");
+            "a tensor partitioned over ranks cannot be updated while it is pinned, or while a small tensor in its "
+            "page is; let go of zeropage.pinned(tensor) first");
       }
     }
   };

@@ -547,8 +547,7 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
       if (reduction->gradient.defined()) {
         const auto begin = static_cast<std::int64_t>(stripes.page_begin(page));
         const auto elements = std::min(part * ranks_.size(), static_cast<std::int64_t>(stripes.elements()) - begin);
-        const std::int64_t full = elements / part,
-                           rest = elements % part;  // ranks with a full part; remainder
+        const std::int64_t full = elements / part, rest = elements % part;  // ranks with a full part
         const at::Tensor all = part_of(*reduction, begin, elements, elements);
         packed.narrow(0, 0, full).narrow(1, at, part).copy_(all.narrow(0, 0, full * part).view({full, part}));
         if (rest > 0) packed[full].narrow(0, at, rest).copy_(all.narrow(0, full * part, rest));
