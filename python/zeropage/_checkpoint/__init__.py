@@ -2,15 +2,16 @@
 
 A folder of safetensors files and JSON:
 
-    model.safetensors, or shards with an index     what state_dict() gives, by the module's names
-    master.safetensors                             with visible=True; model.safetensors is then what operators see
+    model.safetensors, or shards with an index     the tensors of state_dict(), by the module's names
+    master.safetensors                             with low_precision=True; model.safetensors then holds the
+                                                   low-precision copies
     optimizer.safetensors, or shards               "<parameter>/<state>"
     state.safetensors                              small tensors of the rest
     config.json, ...                               of a Hugging Face model: from_pretrained() opens the folder
-    zeropage-checkpoint.json                       what lies where, checksums, and all that is not a tensor
+    zeropage-checkpoint.json                       places of tensors, checksums, and everything that is not a tensor
 
-Nothing in it depends on ranks, stages, tiers, page sizes or budgets: each rank writes and reads its own parts of
-whole tensors. The folder must be one that all ranks see.
+Nothing in it depends on ranks, stages, tiers, page sizes or budgets, because files hold whole tensors. Each rank writes
+and reads its own parts of them. All ranks must see the folder.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def save(
         A SaveHandle. Its wait() returns when the checkpoint is complete, or raises.
 
     Raises:
-        DiskError: The disk is full. Where the size is known, nothing was written.
+        DiskError: The disk is full. If the size was known, nothing was written.
         RankError: Another rank failed.
         ZeropageError: A checkpoint cannot hold an object.
         After each of them the earlier checkpoint is intact.
@@ -152,14 +153,14 @@ def load(
             value.load_state_dict(result[name])
             result[name] = value
     if restore_rng and "random" in mine:
-        random_state.set(mine["random"])  # last: what is loaded may draw
+        random_state.set(mine["random"])  # last, because loading may draw random numbers
     return result
 
 
 def _tensors_of(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
 ) -> list[torch.Tensor]:
-    """The tensors whose space says which ranks save: of the model and the optimizer, or else of `extra`."""
+    """Return the tensors whose space decides which ranks save: the model's and optimizer's, or else those in `extra`."""
     tensors = [*model.parameters(), *model.buffers()] if model is not None else []
     if optimizer is not None:
         tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and how it is written."""
+"""The contents of a checkpoint, and how to write them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _BATCH_BYTES = 256 << 20
 
 
 class Source(Content, Protocol):
-    """What becomes a tensor of a file."""
+    """The source of one tensor in a file."""
 
     @property
     def ranks(self) -> int:
-        """Over which it lies; each writes its parts."""
+        """The number of ranks that share it; each writes its own parts."""
         ...
 
     def content(self) -> torch.Tensor:
-        """May be put together for it, and let go of when it is written."""
+        """Return the tensor. The source may build it for this call; the writer drops it afterwards."""
         ...
 
 
 @dataclasses.dataclass
 class Whole:
-    """A tensor as it is. `precise`: its master, where it has one."""
+    """An existing tensor. `precise`: its master weights, if it has any."""
 
     tensor: torch.Tensor
     precise: bool = False
@@ -70,15 +70,15 @@ class Whole:
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it, whose elements lie row by row in its storage.
+    """Return the tensor if its storage holds it row by row, else a copy that does.
 
-    Over ranks, all of them call it: a copy gathers the tensor.
+    Over ranks, all ranks call it, because a copy gathers the tensor.
     """
     return tensor if is_in_order(tensor) else like_in_order(tensor, tensor.dtype).copy_(tensor)
 
 
 def is_in_order(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's pages hold its elements row by row: over ranks, each writes and reads its share alone."""
+    """Tell whether the tensor's pages hold it row by row. If so, each rank writes and reads its share alone."""
     if not _core.is_paged(tensor):
         return True
     is_view = tensor.is_conj() or tensor.is_neg() or tensor.nbytes != tensor.untyped_storage().nbytes()
@@ -90,7 +90,7 @@ def like_in_order(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Failures:
-    """Errors of one rank in what all ranks do together: it does the rest, and then raises the first."""
+    """Errors of one rank during collective work. The rank does the rest of the work, then raises the first error."""
 
     def __init__(self) -> None:
         self._errors: list[Exception] = []
@@ -117,7 +117,7 @@ class _File:
     layout: Layout
 
     def contents(self, names: Iterable[str], first: bool, failures: Failures) -> dict[str, tuple[torch.Tensor, int]]:
-        """What this rank has to write of these, and where: over ranks, made by all of them together."""
+        """Return the tensors that this rank writes, with their offsets. Over ranks, all ranks call it together."""
         made = {}
         for name in names:
             source = self.sources[name]
@@ -128,7 +128,7 @@ class _File:
 
 
 def shards_of(part: str, suffix: str, sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The names of tensors of `sizes` bytes, by file, which are called as Hugging Face calls them."""
+    """Divide tensors of `sizes` bytes into files with Hugging Face's names. Return tensor names by file."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -144,7 +144,7 @@ def shards_of(part: str, suffix: str, sizes: Mapping[str, int]) -> dict[str, lis
 
 
 def index_of(shards: Mapping[str, Iterable[str]], size: int) -> bytes:
-    """The file that says what lies in which. `size`: of all tensors, in bytes."""
+    """Return the content of the index file, which maps tensors to files. `size`: bytes of all tensors."""
     where = {name: file for file, names in shards.items() for name in names}
     return json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2).encode()
 
@@ -164,15 +164,15 @@ def _all_files(parts: Mapping[str, Mapping[str, Source]]) -> list[_File]:
 
 @dataclasses.dataclass
 class Contents:
-    """What is saved."""
+    """Everything that one save writes."""
 
     files: list[_File]
-    aliases: dict[str, str]  # names of tied tensors, and under which they are written
+    aliases: dict[str, str]  # names of tied tensors, and the names that they are written under
     optimizer: Any  # as JSON
-    rest: tuple[Any, bytes]  # of this rank: as JSON, and its tensors, packed
-    rests: list[Any] = dataclasses.field(default_factory=list)  # of each rank: as JSON
-    beside: dict[str, bytes] = dataclasses.field(default_factory=dict)  # small files that the model's folder has
-    others: list[str] = dataclasses.field(default_factory=list)  # names of files that hold no tensors
+    rest: tuple[Any, bytes]  # this rank's other state: JSON, and its tensors, packed
+    rests: list[Any] = dataclasses.field(default_factory=list)  # each rank's, as JSON
+    beside: dict[str, bytes] = dataclasses.field(default_factory=dict)  # small files of the model's folder
+    others: list[str] = dataclasses.field(default_factory=list)  # names of files without tensors
 
     @staticmethod
     def of(
@@ -207,7 +207,10 @@ class Contents:
         rest: Any,
         beside: dict[str, bytes],
     ) -> Contents:
-        """Of one rank. `parts`: "model", "master", "optimizer", "state". `optimizer`, `rest`: as JSON."""
+        """Build the contents of one rank.
+
+        `parts`: "model", "master", "optimizer", "state". `optimizer`, `rest`: as JSON.
+        """
         return Contents(_all_files(parts), aliases, optimizer, (rest, b""), [rest], beside)
 
     def take_rests(self, everyones: list[tuple[Any, bytes]]) -> None:
@@ -218,7 +221,7 @@ class Contents:
 
     @property
     def layout(self) -> int:
-        """The same on all ranks, if they have the same tensors."""
+        """A checksum of the layout, equal on all ranks if they have the same tensors."""
         return zlib.crc32(b"".join(file.layout.header for file in self.files))
 
     @property
@@ -226,19 +229,19 @@ class Contents:
         return sum(file.layout.size for file in self.files)
 
     def create(self, path: pathlib.Path, model: Any) -> None:
-        """On the first rank: the files, with their size, so that a full disk is an error now."""
+        """Create the files with their final size, on the first rank, so that a full disk fails now."""
         self.others = _write_hugging_face(path, model) + list(self.beside)
         for name, data in self.beside.items():
             folders.write_file(path / name, data)
         for file in self.files:
             made = _core.TensorFileWriter(os.fspath(path / file.name), file.layout.size)
             made.write_bytes(0, file.layout.header)
-            made.flush()  # it reaches the disk with what comes
+            made.flush()  # it reaches the disk with the later writes
 
     def write(self, path: pathlib.Path, first: bool, progress: Progress | None) -> dict[str, dict[str, Pieces]]:
-        """What this rank has of the tensors. Those that lie over no ranks are the first one's to write.
+        """Write this rank's parts of the tensors. The first rank writes tensors that are not partitioned.
 
-        Over ranks, all of them call it. After an error this rank writes no more, and still gathers with the others.
+        Over ranks, all ranks call it. After an error this rank stops writing, but still gathers with the others.
         """
         passed = 0
         pieces: dict[str, dict[str, Pieces]] = {}
@@ -252,7 +255,7 @@ class Contents:
                 placed = file.contents(names, first, failures)
                 if failures or writer is None:
                     for tensor, _ in placed.values():
-                        _core.own_ranges(tensor)  # does what optimizers left to do to it, as writing does
+                        _core.own_ranges(tensor)  # runs the tensor's deferred updates, as writing does
                     continue
                 with failures.kept():
                     written.update(zip(placed, writer.write(list(placed.values())), strict=True))
@@ -266,7 +269,7 @@ class Contents:
         return pieces
 
     def finish(self, path: pathlib.Path, everyones: list[dict[str, dict[str, Pieces]]], run: str) -> None:
-        """Write, on the first rank, all that is not in safetensors files. `run`: see manifest.py."""
+        """Write everything outside the safetensors files, on the first rank. `run`: see manifest.py."""
         body: dict[str, Any] = {"files": {}, "aliases": self.aliases, "optimizer": self.optimizer}
         for file in self.files:
             tensors = {}
@@ -291,7 +294,7 @@ class Contents:
 
 
 def _batches(sources: Mapping[str, Source], order: Iterable[str]) -> Iterator[list[str]]:
-    """What is handed over at once. What has yet to be put together is so only a batch at a time."""
+    """Group names into batches, so that only one batch of tensors is built at a time."""
     batch: list[str] = []
     size = 0
     for name in order:
@@ -328,7 +331,7 @@ def _check_whole(name: str, pieces: Pieces, size: int) -> None:
 
 
 def _write_hugging_face(path: pathlib.Path, model: Any) -> list[str]:
-    """What from_pretrained() needs beside the weights. Their names."""
+    """Write the files that from_pretrained() needs besides the weights. Return their names."""
     before = set(os.listdir(path))
     if hasattr(getattr(model, "config", None), "architectures"):
         model.config.architectures = [type(model).__name__]  # as save_pretrained() does
@@ -344,12 +347,12 @@ def _write_hugging_face(path: pathlib.Path, model: Any) -> list[str]:
 
 
 def _collect_model(model: torch.nn.Module, visible: bool, parts: dict[str, dict[str, Source]]) -> dict[str, str]:
-    """Returns the aliases."""
+    """Add the model's tensors to `parts`. Return the aliases."""
     state = model.state_dict(keep_vars=True)
     tied = re.compile("|".join(getattr(model, "_tied_weights_keys", None) or ["$^"]))
     kept: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
-    # The name that Hugging Face would leave out comes last.
+    # The name that Hugging Face would omit comes last.
     for name in sorted(state, key=lambda name: bool(tied.search(name))):
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor):
@@ -374,7 +377,7 @@ def _collect_optimizer(
 ) -> Any:
     if odd := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         raise _core.ZeropageError(
-            f"{type(optimizer).__name__} keeps state of its own, under {odd[0]!r}, beside that of parameters: save "
+            f"{type(optimizer).__name__} keeps state of its own, under {odd[0]!r}, and not only for parameters: save "
             "its state_dict() in extra"
         )
     groups = []

@@ -1,8 +1,8 @@
-"""Folders that appear whole, or not at all: made beside their place under another name, and moved there at the end.
+"""Folders that appear complete or not at all: made next to their place under another name, then moved there.
 
-Nothing depends on locks, or on folders that change places in one step: some network file systems have neither. If a
-process dies between two steps, the folder that stood at the place is whole and close by, and recover() moves it back.
-All else that a dead process leaves is half-made or has been replaced, and the next process removes it.
+Nothing depends on locks or on atomic exchange of folders: some network file systems have neither. If a process dies
+between two steps, the earlier folder is complete and nearby, and recover() moves it back. A dead process leaves
+otherwise only partial or replaced folders, and the next process removes them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import TypeAlias
 from zeropage import _core
 from zeropage._partial import SILENCE, Leftover, Partial, leftovers, touch
 
-#: Gives the names of the files that make up a folder which may be replaced; None for any other folder.
+#: Returns the names of a replaceable folder's files; None for any other folder.
 Listed: TypeAlias = Callable[[pathlib.Path], "Collection[str] | None"]
 
 _POLL = 0.2  # seconds
 
 
 class PartialFolder:
-    """A folder under way to `place`. While it lives, no other process takes it for a dead one's."""
+    """A partial folder on its way to `place`. While the object exists, no other process treats it as a leftover."""
 
     def __init__(self, place: pathlib.Path, listed: Listed | None) -> None:
         """Make it.
 
-        Without `listed`, the place must be free, or an empty folder. Otherwise a folder of which `listed` gives the
-        files may be there, too: its other files will be in the new folder.
+        Without `listed`, the place must be free or an empty folder. With it, the place may also hold a folder that
+        `listed` knows. The new folder keeps the files that `listed` does not name.
 
-        Raises Error if anything else is there, or if another process is saving to `place`; DiskError.
+        Raises ZeropageError if anything else is there, or if another process is saving to `place`; DiskError.
         """
         self.place = place
         self._listed = listed
@@ -55,9 +55,9 @@ class PartialFolder:
         self._partial, self.path = partial, partial.path
 
     def check_names(self) -> set[str]:
-        """Give the names of what is at the place and is to stay.
+        """Return the names of files at the place that stay.
 
-        Raises Error if the new folder has a file of such a name, or if the place may not be replaced.
+        Raises ZeropageError if the new folder has a file of such a name, or if the place may not be replaced.
         """
         strangers = self._strangers()
         if both := sorted(strangers & set(os.listdir(self.path))):
@@ -68,7 +68,7 @@ class PartialFolder:
         return strangers
 
     def appear(self) -> None:
-        """Move it to its place, where it survives a crash of the machine; then remove what was there."""
+        """Move it durably to its place, so that it survives a crash of the machine; then remove the earlier folder."""
         with self._disk_errors(), _alone_in(self.place.parent):
             for name in self.check_names():
                 _link(self.place / name, self.path / name)
@@ -81,7 +81,7 @@ class PartialFolder:
             self.discard()
 
     def appear_as_file(self, name: str) -> None:
-        """Move the file of that name in it to its place, where nothing may be."""
+        """Move the file of that name in it to its place. Raises ZeropageError if anything is there."""
         with self._disk_errors(), _alone_in(self.place.parent):
             sync(self.path / name)
             if self.place.exists():
@@ -91,24 +91,24 @@ class PartialFolder:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what is left under its name."""
+        """Remove the partial folder, if it still exists."""
         if self._partial is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._partial.release()
             self._partial = None
 
     def _replace(self) -> None:
-        """It has changed places with the folder that is there."""
+        """Replace the folder at the place with this one."""
         assert self._partial is not None
-        touch(self.place)  # what is moved aside shows by its time that a living process did so
+        touch(self.place)  # its time shows that a living process moved it aside
         with contextlib.suppress(_core.DiskError):
             _core.exchange_paths(os.fspath(self.path), os.fspath(self.place))
             return
-        # Not here: in steps. Between the first and the second, recover() finds the folder that was there.
+        # No exchange here: in steps. Between the first and the second, recover() finds the earlier folder.
         aside = self._partial.aside
-        if not aside.exists():  # else the attempt has left it there
+        if not aside.exists():  # else the failed exchange has moved it there
             self.place.rename(aside)
-        if self.path.exists():  # else the attempt has come so far
+        if self.path.exists():  # else the failed exchange has moved it
             try:
                 self.path.rename(self.place)
             except OSError:
@@ -118,7 +118,7 @@ class PartialFolder:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _strangers(self) -> set[str]:
-        """Names of what is at the place and is not of a checkpoint. Raises Error if that may not be replaced."""
+        """Return names at the place that are not a checkpoint's. Raises ZeropageError if it may not be replaced."""
         place = self.place
         if not place.exists():
             return set()
@@ -148,7 +148,7 @@ class PartialFolder:
             raise _core.make_disk_error(said, error.errno or 0, os.fspath(self.place)) from None
 
     def _wait_for_others(self) -> None:
-        """Until none that may live is under way to this place. Raises Error once one shows that it does."""
+        """Wait until no process can be writing to this place. Raises ZeropageError if one is."""
         seen: dict[pathlib.Path, float | None] = {}
         until = time.monotonic() + SILENCE  # times may be in the future
         while time.monotonic() < until:
@@ -166,9 +166,9 @@ class PartialFolder:
 
 
 def recover(parent: pathlib.Path, name: str | None = None) -> None:
-    """Move back the folder `name`, or every folder, that a dead process has moved aside and not replaced.
+    """Move back the folder `name`, or every folder, that a dead process moved aside and did not replace.
 
-    Wait for a living process that is about to replace it. Raises DiskError, naming it, for one that cannot be moved.
+    Waits for a living process that is about to replace it. Raises DiskError with the name if a folder cannot be moved.
     """
     until = time.monotonic() + SILENCE
     for aside in _folders_in(parent, aside=True):
@@ -181,23 +181,23 @@ def recover(parent: pathlib.Path, name: str | None = None) -> None:
             try:
                 aside.path.rename(aside.place)
             except FileNotFoundError:
-                pass  # another process has done so
+                pass  # another process moved it back
             except OSError as error:
                 raise _core.DiskError(
-                    f'a process died while it replaced "{aside.place}". What was there is in "{aside.path}", and '
+                    f'a process died while it replaced "{aside.place}". The earlier folder is "{aside.path}", and '
                     f"cannot be moved back: {error.strerror}; move it by hand"
                 ) from None
 
 
 def remove(path: pathlib.Path) -> None:
-    """Remove a folder. It leaves its place at once; if this process dies meanwhile, the next one does the rest."""
+    """Remove a folder. It leaves its place at once; if this process dies meanwhile, the next one finishes."""
     with Partial(path) as partial:
         path.rename(partial.path)
         shutil.rmtree(partial.path, ignore_errors=True)
 
 
 def sync(path: pathlib.Path) -> None:
-    """Return when the content of the file, or the list of the folder's files, has reached the disk."""
+    """Flush the content of the file, or the list of the folder's files, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -206,7 +206,7 @@ def sync(path: pathlib.Path) -> None:
 
 
 def write_file(path: pathlib.Path, data: bytes) -> None:
-    """Write a file; return when it has reached the disk."""
+    """Write a file and flush it to the disk."""
     try:
         with path.open("wb") as file:
             file.write(data)
@@ -219,7 +219,7 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: pathlib.Path) -> Iterator[None]:
-    """No other process makes, moves or removes partial folders here meanwhile, if the file system has locks."""
+    """Keep other processes from making, moving or removing partial folders here, if the file system has locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -243,7 +243,7 @@ def _remove_dead(parent: pathlib.Path) -> None:
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> None:
-    """The file or folder has a second name, or is copied if the file system has no such."""
+    """Give the file or folder a second name; copy it if the file system has no hard links."""
     if source.is_dir() and not source.is_symlink():
         shutil.copytree(source, target, symlinks=True, copy_function=_link_file)
     else:

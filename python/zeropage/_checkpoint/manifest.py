@@ -1,8 +1,8 @@
 """The file that makes a folder a checkpoint: it lists the other files, with checksums, and names the run.
 
-Three lines of JSON: {"zeropage": "checkpoint", "format", "time_ns", "run"}; the list, and all that is not a tensor;
-and the CRC-32 of the first two lines. Format 1 was a `zeropage.json` of two lines, the first with the CRC-32 of the
-second.
+The file has three lines of JSON. The first is {"zeropage": "checkpoint", "format", "time_ns", "run"}. The second holds
+the list and everything that is not a tensor. The third is the CRC-32 of the first two. Format 1 was a `zeropage.json`
+of two lines, the first with the CRC-32 of the second.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _run = ""
 
 @dataclasses.dataclass
 class Manifest:
-    """What it says, if it is whole."""
+    """The content of an intact manifest."""
 
     path: pathlib.Path
     body: dict[str, Any]
-    crc: int  # of all that it says
+    crc: int  # of the whole content
     run: str | None  # format 1 names none
 
     @property
@@ -42,20 +42,20 @@ class Manifest:
 
 
 def run_id() -> str:
-    """Name the run that this process trains: one that it has loaded and goes on with, or else one of its own."""
+    """Return the name of the run that this process trains: the loaded run that it continues, or a new one."""
     global _run
     _run = _run or secrets.token_hex(8)
     return _run
 
 
 def go_on_with(run: str | None) -> None:
-    """Take `run` for the one that this process trains; None leaves it as it is."""
+    """Make `run` the run that this process trains; None changes nothing."""
     global _run
     _run = run or _run
 
 
 def find(folder: pathlib.Path) -> pathlib.Path | None:
-    """Give the manifest in `folder`, or None."""
+    """Return the path of the manifest in `folder`, or None."""
     if os.path.exists(folder / NAME):
         return folder / NAME
     earlier = folder / _NAME_OF_FORMAT_1
@@ -63,7 +63,7 @@ def find(folder: pathlib.Path) -> pathlib.Path | None:
 
 
 def head_of(path: pathlib.Path) -> dict[str, Any]:
-    """Give its first line; {} if that is no manifest's, or damaged."""
+    """Return a manifest's first line; {} if the file is no manifest, or damaged."""
     try:
         with path.open("rb") as file:
             head = json.loads(file.readline())
@@ -73,10 +73,10 @@ def head_of(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> Manifest:
-    """Read all of it.
+    """Read a manifest.
 
-    Raises DiskError if it is not as it was written; Error for a format of a later version, and for names of files
-    that lead out of the folder.
+    Raises DiskError if it is damaged. Raises ZeropageError for the format of a later version, and for file names that
+    lead out of the folder.
     """
     try:
         data = path.read_bytes()
@@ -101,7 +101,7 @@ def read(path: pathlib.Path) -> Manifest:
 
 
 def _checked_parts(name: str, data: bytes) -> tuple[dict[str, Any], bytes, int]:
-    """The first line, the list and the checksum. Raises ValueError if they are not as they were written."""
+    """Return the first line, the list and the checksum. Raises ValueError if they are damaged."""
     if name == _NAME_OF_FORMAT_1:
         line, _, body = data.rstrip(b"\n").partition(b"\n")
         head = json.loads(line)
@@ -118,7 +118,7 @@ def _checked_parts(name: str, data: bytes) -> tuple[dict[str, Any], bytes, int]:
 
 
 def intact(folder: pathlib.Path) -> Manifest | None:
-    """Read the manifest in `folder`; None if there is none, or none that this version may act on."""
+    """Read the manifest in `folder`; None if there is none, or if this version cannot use it."""
     path = find(folder)
     try:
         return read(path) if path is not None else None
@@ -127,12 +127,12 @@ def intact(folder: pathlib.Path) -> Manifest | None:
 
 
 def encode(body: dict[str, Any], run: str) -> bytes:
-    """Give the content of the file."""
+    """Return the content of the file."""
     head = {"zeropage": _MAGIC, "format": FORMAT, "time_ns": time.time_ns(), "run": run}
     covered = f"{json.dumps(head)}\n{json.dumps(body, separators=(',', ':'))}".encode()
     return covered + f'\n{{"crc": {zlib.crc32(covered)}}}\n'.encode()
 
 
 def is_name_in_folder(name: object) -> bool:
-    """Tell whether it is the name of a file or folder that is directly in another."""
+    """Tell whether `name` names a file or folder directly in another."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)

@@ -1,4 +1,4 @@
-"""What a checkpoint calls tensors: the same names on all ranks and for all optimizers of a model."""
+"""Names of tensors in a checkpoint: the same on all ranks and for all optimizers of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeropage import _core
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are one and the same memory."""
+    """Return a key that is equal for tensors that are the same memory."""
     if _core.is_paged(tensor):
         return ("paged", _core.virtual_address(tensor), tensor.shape, tensor.stride(), tensor.dtype)
     storage = tensor.untyped_storage()
@@ -18,7 +18,7 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def names_of_parameters(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Of each group of the optimizer: as the model calls them; what it does not have is called by its place."""
+    """Return the model's names of each group's parameters; a parameter outside the model is named by its position."""
     known = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
     return [
         [known.get(id(parameter), f"{i}.{j}") for j, parameter in enumerate(group["params"])]

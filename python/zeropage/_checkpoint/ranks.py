@@ -1,4 +1,4 @@
-"""What ranks tell each other while they save and load."""
+"""Communication between ranks while they save and load."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _Members: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Ranks:
-    """What ranks tell each other. Alone, nothing.
+    """The ranks that save and load together. A process alone sends nothing.
 
-    With two groups, each of the first has a replica in the second: ranks are counted group by group.
+    With two groups, each rank of the first has replicas in the second. Ranks are numbered group by group.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup] = ()) -> None:
@@ -36,15 +36,15 @@ class Ranks:
 
     @staticmethod
     def of(tensors: Iterable[torch.Tensor]) -> Ranks:
-        """The ranks of the space that holds the tensors, or of all torch.distributed where no space does.
+        """Return the ranks of the tensors' space, or all of torch.distributed if no space holds them.
 
-        Raises RankError if they are in spaces over other groups, or if the group was destroyed.
+        Raises RankError if the tensors are in spaces over different groups, or if the group was destroyed.
         """
         tensors = list(tensors)
         found: dict[_Members, Sequence[ProcessGroup]] = {}
         for space in dict.fromkeys(map(space_of, tensors)):  # in order
             if space is not None and (groups := space.process_groups()):
-                found.setdefault(_members(groups), groups)  # of two that are equal, all ranks take the same
+                found.setdefault(_members(groups), groups)  # of two equal groups, all ranks use the same
         if len(found) > 1:
             ranks = " and ".join(str(sorted({rank for group in members for rank in group})) for members in found)
             raise _core.RankError(
@@ -69,12 +69,12 @@ class Ranks:
             try:
                 timeout = self._groups[0]._get_backend(torch.device(device)).options._timeout
                 break
-            except (AttributeError, RuntimeError):  # a group has backends of some devices
+            except (AttributeError, RuntimeError):  # a group has backends for some devices only
                 continue
         return float(timeout.total_seconds())
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each rank tells, by rank. Raises RankError if one does not come within the group's timeout."""
+        """Return every rank's value, by rank. Raises RankError if a rank misses the group's timeout."""
         everyones = [mine]
         for group in self._groups:
             parts: list[Any] = [None] * dist.get_world_size(group)
@@ -89,7 +89,7 @@ class Ranks:
         return everyones
 
     def meet(self, mine: Any) -> list[Any]:
-        """gather() where code may be meant for one rank: a wait of STALLED_AFTER seconds is logged."""
+        """Gather, and log a wait of STALLED_AFTER seconds: a program may call this on one rank only, by mistake."""
         said = f"rank {self.rank} has waited {STALLED_AFTER:.0f} s for the other ranks to save with it: {_ALL_MUST}"
         timer = threading.Timer(STALLED_AFTER, logging.getLogger("zeropage").warning, [said])
         timer.daemon = True
@@ -100,7 +100,7 @@ class Ranks:
             timer.cancel()
 
     def gather_to_first(self, mine: Any) -> list[Any]:
-        """Empty on the others."""
+        """Return every rank's value on the first rank, and an empty list on the others."""
         everyones = [mine]
         for group in self._groups:
             is_first = dist.get_rank(group) == 0
@@ -123,7 +123,7 @@ def _members(groups: Iterable[ProcessGroup]) -> _Members:
 
 
 class _Together:
-    """What all ranks do; an error of one is one of all, so that none waits for it."""
+    """A block that all ranks run. If one fails, all raise, so that no rank waits for it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

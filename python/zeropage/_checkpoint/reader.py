@@ -1,4 +1,4 @@
-"""How a checkpoint is found, checked and read."""
+"""Find, check and read a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> pathlib.Path | None:
 
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """From the oldest to the latest."""
+    """Return the checkpoints in `folder`, from the oldest to the latest."""
     manifests = [
         found
         for path in folder.glob("*")
@@ -43,7 +43,7 @@ def _time_of(path: pathlib.Path) -> int:
     try:
         return int(manifest.head_of(path)["time_ns"])
     except (ValueError, KeyError, TypeError):
-        return 0  # damaged: loading it says so
+        return 0  # damaged: load() raises
 
 
 def find(folder: pathlib.Path) -> pathlib.Path:
@@ -57,18 +57,18 @@ def find(folder: pathlib.Path) -> pathlib.Path:
 
 @dataclasses.dataclass
 class OptimizerState:
-    """As it was saved, by names of parameters."""
+    """A saved optimizer state, by names of parameters."""
 
     groups: list[tuple[dict[str, Any], list[str]]]  # settings, and names
     states: dict[str, dict[str, Any]]
 
 
 class Checkpoint:
-    """A folder that is read."""
+    """A checkpoint folder that is open for reading."""
 
     def __init__(self, path: pathlib.Path, read: manifest.Manifest) -> None:
         self.path = path
-        self.crc = read.crc  # of all that the manifest says
+        self.crc = read.crc  # of the whole manifest
         self.run = read.run
         self._failures = Failures()
         self._manifest = read.body
@@ -84,8 +84,8 @@ class Checkpoint:
     def open(path: pathlib.Path) -> Checkpoint:
         """Read the manifest, and compare the other files with it.
 
-        Raises DiskError for what is not as it was written; Error for formats of later versions, and for a manifest
-        that names files outside the folder.
+        Raises DiskError for damaged or missing files. Raises ZeropageError for formats of later versions, and for a
+        manifest that names files outside the folder.
         """
         checkpoint = Checkpoint(path, manifest.read(manifest.find(path) or path / manifest.NAME))
         checkpoint._check_files()
@@ -113,13 +113,13 @@ class Checkpoint:
         file, entry = self._where[part, name]
         dtype = getattr(torch, entry["dtype"])
         pieces = [(begin, length, crc) for begin, length, crc in entry["pieces"]]
-        # After an error the rest is read: what ranks make and gather must be the same on all.
+        # Reading continues after an error, because all ranks must make and gather the same tensors.
         ordered = into if is_in_order(into) else like_in_order(into, dtype)
         with self._failures.kept():
             self._reader.read(file, ordered, entry["offset"], dtype, pieces, name)
         if ordered is not into:
             with self._failures.kept():
-                # Laid out first: a copy between layouts goes by what operators see, which may be less than a master.
+                # First into the target's layout: a copy between layouts uses the low-precision copy, not the master.
                 into.copy_(torch.empty_like(into, dtype=dtype).copy_(ordered))
 
     def raise_first_error(self) -> None:
@@ -131,20 +131,20 @@ class Checkpoint:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names of tied tensors, and under which they were written."""
+        """Names of tied tensors, and the names that they were written under."""
         aliases: dict[str, str] = self._manifest["aliases"]
         return aliases
 
     def names(self, part: str) -> list[str]:
-        """Of the tensors of "model", "master", "optimizer" or "state"."""
+        """Return the tensors' names in a part: "model", "master", "optimizer" or "state"."""
         return [name for own, name in self._where if own == part]
 
     def others(self) -> dict[str, bytes]:
-        """Small files that the model's folder has, as config.json."""
+        """Return small files of the model's folder, such as config.json."""
         return {name: (self.path / name).read_bytes() for name in self._manifest["others"] if name != INDEX}
 
     def verify(self, progress: Progress | None) -> None:
-        """Reads all of it once. Raises DiskError for the first tensor whose bytes are not what was written."""
+        """Read everything once. Raises DiskError for the first tensor whose bytes differ from those of the save."""
         size = sum(listed["size"] for listed in self._manifest["files"].values())
         passed = 0
         for part, name in self._where:
@@ -156,7 +156,7 @@ class Checkpoint:
                 progress(passed, size)
 
     def map_files(self) -> None:
-        """For mapped(): if the folder is replaced from now on, what is mapped is still this one's."""
+        """Map the files for mapped(). The mappings stay valid if another checkpoint replaces the folder."""
         for file in self._manifest["files"]:
             try:
                 with (self.path / file).open("rb") as opened:
@@ -166,8 +166,7 @@ class Checkpoint:
                 raise _core.make_disk_error(said, error.errno or 0, os.fspath(self.path / file)) from None
 
     def mapped(self, part: str, name: str) -> torch.Tensor:
-        """The tensor where it lies: it is read when it is used, not compared with its checksum, and a copy if it is
-        written."""
+        """Map the tensor from its file. It is read on use, without its checksum, and copied on write."""
         file, entry = self._where[part, name]
         dtype, shape = getattr(torch, entry["dtype"]), entry["shape"]
         if math.prod(shape) == 0:
@@ -176,7 +175,7 @@ class Checkpoint:
         return flat.view(shape)
 
     def optimizer(self) -> OptimizerState | None:
-        """With tensors where they lie; see mapped()."""
+        """Return the optimizer's state with mapped tensors; see mapped()."""
         held = self._manifest["optimizer"]
         if held is None:
             return None
@@ -188,8 +187,10 @@ class Checkpoint:
         return OptimizerState(groups, {name: decode(state) for name, state in held["states"].items()})
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """What is not of the model or the optimizer. A rank that was not there has what the first had, but no random
-        state."""
+        """Return a rank's state outside the model and the optimizer.
+
+        A rank that did not save gets the first rank's state, but no random state.
+        """
         everyones = self._manifest["ranks"]
         mine = dict(everyones[rank] if rank < len(everyones) else everyones[0])
         if rank >= len(everyones):
@@ -204,7 +205,7 @@ class Checkpoint:
     def plan(
         self, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> list[Callable[[], None]]:
-        """What is to be done, if all fits together. Raises Error otherwise."""
+        """Return the steps that load these objects. Raises ZeropageError if the checkpoint does not fit them."""
         steps: list[tuple[str, int, Callable[[], None]]] = []
         if model is not None:
             steps += self._plan_model(model)
@@ -254,12 +255,12 @@ class Checkpoint:
                 into = computed[name] = self._empty(part, written)
             steps.append((file, int(entry["offset"]), self._reads(part, written, into)))
         if computed:
-            steps.append(("~", 0, lambda: self._hand_over(model, computed)))  # after all that is read
+            steps.append(("~", 0, lambda: self._hand_over(model, computed)))  # after all reads
         return steps
 
     @staticmethod
     def _hand_over(model: torch.nn.Module, computed: dict[str, torch.Tensor]) -> None:
-        """What a module makes for its state_dict(), as get_extra_state() does, it is to take back by itself."""
+        """Let modules load the tensors that they made for state_dict(), for example in get_extra_state()."""
         model.load_state_dict(computed, strict=False)
 
     def _reads(self, part: str, name: str, into: torch.Tensor) -> Callable[[], None]:
@@ -284,12 +285,12 @@ class Checkpoint:
     def _load_optimizer(
         self, optimizer: torch.optim.Optimizer, names: list[list[str]], saved: list[Any], held: Any
     ) -> None:
-        optimizer.state.clear()  # its pages are for what comes
+        optimizer.state.clear()  # frees its pages for the loaded state
         groups: list[dict[str, Any]] = []
         states: dict[int, Any] = {}
         number = 0
         for group, members, encoded in zip(optimizer.param_groups, names, saved, strict=True):
-            # What was not saved, as by another library, stays as it is.
+            # Settings that the checkpoint lacks, for example one from another library, stay unchanged.
             settings = {key: value for key, value in group.items() if key != "params"}
             settings |= tree.decode(encoded, self._tensors_of(encoded, None))
             groups.append({**settings, "params": list(range(number, number + len(members)))})
@@ -305,7 +306,7 @@ class Checkpoint:
         optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     def _tensors_of(self, encoded: Any, parameter: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The tensors that are named in `encoded`. Those of the parameter's shape lie as it does: in pages."""
+        """Return the tensors named in `encoded`. Those with the parameter's shape are paged as it is."""
         tensors = {}
         for name in _tensors_in(encoded):
             entry = self._where["optimizer", name][1]
@@ -323,8 +324,11 @@ class Checkpoint:
 def _settings_for(
     optimizer: torch.optim.Optimizer, names: list[list[str]], saved: list[dict[str, Any]]
 ) -> list[Any] | None:
-    """For each of the optimizer's groups, the settings that its parameters were saved with. None if they differ among
-    them, or if the parameters are others. Other libraries leave out what is not trained, and join groups."""
+    """Return the saved settings of each of the optimizer's groups.
+
+    None if a group's parameters were saved with different settings, or if the parameters differ. Other libraries omit
+    untrained parameters, and join groups.
+    """
     if [set(group["params"]) for group in saved] == [set(members) for members in names]:
         return [group["settings"] for group in saved]
     settings_of = {name: group["settings"] for group in saved for name in group["params"]}

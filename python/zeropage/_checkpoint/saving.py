@@ -1,4 +1,4 @@
-"""One checkpoint on its way to the disk: while the caller waits, or on a thread while training goes on."""
+"""Write one checkpoint to the disk: while the caller waits, or on a thread while training continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _under_way: SaveHandle | None = None
 
 
 class SaveHandle:
-    """What save() returns. With wait=True it is over."""
+    """A handle of one save. Without `background` the save is complete when save() returns."""
 
     def __init__(self, contents: Contents, place: pathlib.Path, ranks: Ranks, keep: int | None) -> None:
         self.folder = place
@@ -35,10 +35,10 @@ class SaveHandle:
         self._ranks = ranks
         self._keep = keep
         self._partial: folders.PartialFolder | None = None  # on the first rank
-        self._path = pathlib.Path()  # of it
+        self._path = pathlib.Path()  # of the partial folder
         self._run_id = ""
         self._snapshot: _core.Snapshot | None = None
-        self._names: list[tuple[str, str]] = []  # of what is in the snapshot: file, tensor
+        self._names: list[tuple[str, str]] = []  # file and tensor of each item of the snapshot
         self._thread: threading.Thread | None = None
         self._own_part_ended = threading.Event()  # it is written, or cannot be
         self._error: BaseException | None = None
@@ -57,9 +57,9 @@ class SaveHandle:
         return (snapshot.written if snapshot is not None and not self.done else size), size
 
     def wait(self) -> None:
-        """Returns when the checkpoint is there. Over ranks, all of them call it.
+        """Wait until the checkpoint is complete. Over ranks, all ranks call it.
 
-        Raises what kept it from being written; the checkpoint that was there is then intact.
+        Raises the error that stopped the save. The earlier checkpoint is then intact.
         """
         global _under_way
         if self._thread is None:
@@ -85,7 +85,7 @@ class SaveHandle:
         return self._ranks.are_many
 
     def finish_own_part(self) -> None:
-        """Wait until this rank needs nothing of its tensors any more. Never raises; see wait()."""
+        """Wait until the save no longer needs this rank's tensors. Never raises; see wait()."""
         if (snapshot := self._snapshot) is not None:
             with contextlib.suppress(_core.ZeropageError):
                 snapshot.complete()
@@ -100,7 +100,7 @@ class SaveHandle:
             self._thread.join()
 
     def begin(self, model: torch.nn.Module | None) -> None:
-        """Over ranks, together: the files are there, with their sizes."""
+        """Create the files with their sizes. Over ranks, all ranks call it together."""
         try:
             with self._ranks.together():
                 if self._ranks.first:
@@ -116,7 +116,7 @@ class SaveHandle:
             raise
 
     def write_now(self, progress: Progress | None) -> None:
-        """Over ranks, together."""
+        """Write the checkpoint. Over ranks, all ranks call it together."""
         try:
             with torch.no_grad(), self._ranks.together():
                 pieces = self._contents.write(self._path, self._ranks.first, progress)
@@ -127,9 +127,9 @@ class SaveHandle:
             self._discard()
 
     def write_behind(self) -> None:
-        """Over ranks, together: what everything is now will be written."""
+        """Take a snapshot and write it on a thread. Over ranks, all ranks call it together."""
         global _under_way
-        # Not a daemon: a program that ends waits for its checkpoint.
+        # Not a daemon thread: a program that ends waits for its checkpoint.
         thread = threading.Thread(target=self._run, name=f"zeropage.save {self.folder.name}")
         try:
             self._timeout = self._ranks.timeout if self._ranks.are_many else 0.0
@@ -173,7 +173,10 @@ class SaveHandle:
             self._own_part_ended.set()
 
     def _gather(self, mine: dict[str, dict[str, Pieces]]) -> list[dict[str, dict[str, Pieces]]]:
-        """By files in the folder: collectives are the program's. Empty on all ranks but the first."""
+        """Gather through files in the folder, because only the program's thread may run collectives.
+
+        Returns an empty list on all ranks except the first.
+        """
         if not self._ranks.are_many:
             return [mine]
         if not self._ranks.first:
@@ -196,7 +199,7 @@ class SaveHandle:
         _remove_old(self.folder, self._keep, self._run_id)
 
     def _discard(self) -> None:
-        self._snapshot = None  # and what it holds, which training may be about to write
+        self._snapshot = None  # frees its frozen pages, which training may be about to write
         if self._partial is not None:
             self._partial.discard()
             self._partial = None
@@ -215,7 +218,7 @@ def finish_writing() -> None:
 
 
 def finish_saving() -> None:
-    """Waits for what save(background=True) left under way. If that failed, it has been said."""
+    """Wait for a save(background=True) that still runs. If it failed, a warning has said so."""
     if _under_way is not None:
         with contextlib.suppress(Exception):
             _under_way.wait()
@@ -226,7 +229,7 @@ def _tell(path: pathlib.Path, rank: int, what: dict[str, Any]) -> None:
     try:
         folders.write_file(partial, json.dumps(what).encode())
     except _core.DiskError:
-        partial.write_bytes(b"")  # no room: that it is empty says so
+        partial.write_bytes(b"")  # an empty file says that the disk is full
     partial.rename(path / f"rank-{rank}.json")
 
 
@@ -235,7 +238,7 @@ def _hear(path: pathlib.Path, rank: int, timeout: float) -> dict[str, Any]:
     until = time.monotonic() + timeout
     while not file.exists():
         time.sleep(_POLL)
-        if not threading.main_thread().is_alive():  # the program ends, and the others do too, or have
+        if not threading.main_thread().is_alive():  # the program ends; the other ranks end too, or have ended
             until = min(until, time.monotonic() + _AFTER_THE_PROGRAM)
         if time.monotonic() > until:
             raise _core.RankError(f"rank {rank} has not written its part of the checkpoint within {timeout:.0f} s")
@@ -251,7 +254,7 @@ def _names_of_checkpoint(folder: pathlib.Path) -> set[str] | None:
 
 
 def _remove_old(place: pathlib.Path, keep: int | None, run: str) -> None:
-    """Leave `keep` of the checkpoints that this run has saved here under the same name but for numbers."""
+    """Keep the last `keep` checkpoints of this run here whose names differ only in numbers; remove the others."""
     if keep is None:
         return
     series = [
@@ -271,7 +274,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _remove_checkpoint(path: pathlib.Path) -> None:
-    """It goes, or a warning says why it stays."""
+    """Remove the checkpoint, or warn why it stays."""
     names = _names_of_checkpoint(path)
     try:
         if names is None:
@@ -281,6 +284,6 @@ def _remove_checkpoint(path: pathlib.Path) -> None:
         else:
             folders.remove(path)
             return
-    except OSError as error:  # the new one is there: that is what was asked for
+    except OSError as error:  # only a warning, because the new checkpoint is complete
         reason = f"{error.strerror}"
     warnings.warn(f'the older checkpoint "{path}" is not removed: {reason}', RuntimeWarning, stacklevel=6)

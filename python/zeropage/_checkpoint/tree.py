@@ -1,7 +1,7 @@
-"""What a program keeps beside its tensors, as JSON: numbers, text, lists, dicts, and tensors by name.
+"""Encode a program's plain data as JSON: numbers, text, lists, dicts, and tensors by name.
 
-JSON alone has no tuples, no keys that are not text and no bytes: these are objects with one key, which begins
-with "$". Nothing here runs code of what is read.
+JSON has no tuples, no bytes, and only text as keys. Objects with one key that begins with "$" stand for these. Decoding
+never runs code from the file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from zeropage import _core
 
 
 def encode(value: Any, at: str, tensors: dict[str, Any]) -> Any:
-    """`value` as JSON knows it; tensors go to `tensors`, by where they were. Raises Error for anything else.
+    """Encode `value` for JSON, and move its tensors to `tensors`, by their paths. Raises ZeropageError for other types.
 
-    What will be a tensor (Source in contents.py) is one.
+    A Source (contents.py) counts as a tensor.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -51,12 +51,12 @@ def encode(value: Any, at: str, tensors: dict[str, Any]) -> Any:
 
 
 def _escape(key: str) -> str:
-    """As JSON pointers do (RFC 6901), so that no two places have one name."""
+    """Escape a key as JSON pointers do (RFC 6901), so that no two places share a name."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What encode() was given; of tensors, those of `tensors`."""
+    """Undo encode(), with the tensors in `tensors`."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
