@@ -160,7 +160,7 @@ def load(
 def _tensors_of(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
 ) -> list[torch.Tensor]:
-    """Return the tensors whose space decides which ranks save: the model's and optimizer's, or else those in `extra`."""
+    """Return the tensors whose space decides which ranks save: model and optimizer, or else `extra`."""
     tensors = [*model.parameters(), *model.buffers()] if model is not None else []
     if optimizer is not None:
         tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,8 +1,8 @@
-"""What a run needs and how long it takes, before it runs.
+"""Plan a run: its memory, disk space and time, before it runs.
 
-A plan is a dry run: the model is made in a real space on torch's "meta" device and takes real steps, whose operators
-compute nothing. The pager decides as it always does; disks, links and ranks are modelled, in virtual time. So there
-is no second description of what the pager would do, and a model of any size can be planned on any machine.
+A plan is a dry run. The model is built in a real space on torch's "meta" device and takes real steps, but operators
+compute nothing. The pager decides as in a real run; disks, links and ranks are simulated in virtual time. Any machine
+can therefore plan a model of any size, and no second model of the pager is needed.
 
     machine = zeropage.plan.Machine.load("dgx-2")
     program = zeropage.plan.transformer(layers=48, hidden=1600, batch=4)

@@ -1,6 +1,6 @@
-"""scaled_dot_product_attention on "meta" tensors: the kernel that the planned device would take.
+"""scaled_dot_product_attention on "meta" tensors, with the kernel that the planned device would use.
 
-PyTorch chooses a kernel by the tensors' device, and on "meta" always the one that holds the whole matrix of scores.
+PyTorch chooses a kernel by the tensors' device. On "meta" it always chooses the one that stores the matrix of scores.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 class Attention:
-    """While it is entered, attention without dropout of "meta" tensors goes to the fused kernel that takes such
-    arguments, if one does: on the CPU one for heads of equal number or, where PyTorch has that, in groups; on a GPU
-    flash attention for half precision without a mask, else the memory-efficient kernel. Attention of other tensors is
-    as ever.
+    """Inside, attention of "meta" tensors without dropout uses the fused kernel that accepts the arguments, if any.
 
-    Replaces the function itself: modes for functions are off where backward computes a block again.
+    On the CPU that is the kernel for equal numbers of heads or, if PyTorch has it, for groups. On a GPU it is flash
+    attention for half precision without a mask, else the memory-efficient kernel. Other tensors are unaffected.
+
+    The function itself is replaced, because function modes are off where backward computes a block again.
     """
 
     def __init__(self, on_cpu: bool) -> None:
@@ -83,7 +83,7 @@ class Attention:
 
 @functools.cache
 def _takes_groups() -> bool:
-    """Whether this PyTorch's kernel for the CPU takes fewer heads of keys and values than of queries."""
+    """Tell whether this PyTorch's CPU kernel accepts fewer heads of keys and values than of queries."""
     with _disable_current_modes():
         query, key = (torch.empty(1, heads, 1, 8, device="cpu") for heads in (2, 1))
         return bool(torch._fused_sdp_choice(query, key, key, enable_gqa=True) == SDPBackend.FLASH_ATTENTION.value)

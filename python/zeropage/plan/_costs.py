@@ -1,4 +1,4 @@
-"""What an operator costs: by the machine's speeds, or measured."""
+"""Costs of operators: computed from the machine's speeds, or measured."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from zeropage.plan._machine import Machine
 from zeropage.plan._programs import Program
 
 VERSION = 1
-#: Elements that are updated to measure that: more than caches hold.
+#: Elements that the measurement updates: more than caches hold.
 _UPDATED = 1 << 23
 
 aten = torch.ops.aten
-#: Operators that move no bytes: views, and what only makes a tensor.
+#: Operators that move no bytes: views, and those that only allocate a tensor.
 _FREE = {
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -39,7 +39,7 @@ _FREE = {
 }
 _LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
-#: The CPU's kernels of attention do what a GPU's do.
+#: The CPU's attention kernels do the same operations as a GPU's.
 _OPERATIONS = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
@@ -50,12 +50,12 @@ _OPERATIONS = {
 
 
 class CostModel(Protocol):
-    """Seconds of an operator, which was called with these arguments on "meta" tensors and gave `out`."""
+    """Gives the seconds of an operator that took these "meta" arguments and returned `out`."""
 
     def seconds(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float: ...
 
     def update_gbs(self, program: Program) -> float:
-        """What the program's optimizer reads and writes a second in the host, in GB. 0: as the machine says."""
+        """Return the GB per second that the program's optimizer reads and writes on the host; 0: the machine's rate."""
         ...
 
 
@@ -70,7 +70,7 @@ def is_free(func: Any) -> bool:
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Of arguments or results of an operator, which are nested no deeper than in lists."""
+    """Return the tensors in an operator's arguments or results, which nest no deeper than lists."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -90,8 +90,10 @@ def _flops_of(func: Any) -> Any:
 
 
 class Roofline:
-    """Operations at the machine's rate, or bytes at its memory's, whichever takes longer; and no less than
-    `operator_us`. Operations are counted by torch.utils.flop_counter."""
+    """The longer of operations at the machine's rate and bytes at its memory's rate, and at least `operator_us`.
+
+    torch.utils.flop_counter counts the operations.
+    """
 
     def __init__(self, machine: Machine, ranks: int = 1) -> None:
         self._machine = machine
@@ -104,7 +106,7 @@ class Roofline:
             return 0.0
         read = tensors_in(*args, *kwargs.values())
         written = sum(t.nbytes for t in tensors_in(*_results(out)))
-        # Of a table, the rows that are asked for are read.
+        # A lookup reads only the rows that it returns.
         moved = written + (written if func._overloadpacket in _LOOKUPS else sum(t.nbytes for t in read))
         seconds = moved / self._bandwidth
         if (count := _flops_of(func)) is not None and read:
@@ -118,11 +120,13 @@ class Roofline:
 
 
 class MeasuredCosts:
-    """Each operator that was not recorded is run here once it is first met, with arguments of the same shapes,
-    strides and dtypes, and its seconds are kept: for models larger than this machine too, as long as each operator
-    alone fits its memory. So are the optimizer's updates.
+    """Costs that this machine measures.
 
-    `device`: where. `save` and `load` keep the seconds in a file of JSON, so that another machine can plan with them.
+    An operator without a recorded cost runs here when a plan first meets it, with arguments of the same shapes, strides
+    and dtypes. The model may exceed this machine, as long as each operator alone fits its memory. The optimizer's
+    updates are measured in the same way.
+
+    `device`: where operators run. `save` and `load` keep the seconds in a JSON file, for plans on another machine.
     """
 
     def __init__(self, device: str | torch.device = "cpu", least_seconds: float = 0.02) -> None:
@@ -146,20 +150,20 @@ class MeasuredCosts:
         return known
 
     def update_gbs(self, program: Program) -> float:
-        """Measured once an optimizer; 0 if the costs that were loaded have none of it, or memory is too little."""
+        """Measure once for each optimizer. Return 0 if loaded costs lack it, or if memory is too small."""
         key = _update_of(program)
         if key not in self._known and self._is_open:
             self._keep(self._update(program, torch.randn(_UPDATED) * 1e-3))
         return 1 / self._known[key] if key in self._known else 0.0
 
     def record(self, program: Program, steps: int = 4) -> None:
-        """Runs `program`, or its sample, as plain PyTorch, and keeps each operator's median among the others that it
-        runs with: closer than running each alone, which finds its memory and its caches warm. What a step takes
-        beyond its operators, in Python and in autograd, is shared among them. Called again, as a machine's speed
-        changes, it keeps the mean.
+        """Run `program`, or its sample, as plain PyTorch, and record each operator's median time within a step.
 
-        Raises ConfigError if the host has not the memory for twice the parameters and a reserve for activations, or
-        `program` cannot be run here.
+        An operator alone would find its memory and caches warm, and appear too fast. Operators share the rest of the
+        step's time, which Python and autograd take. Further calls record the mean, because a machine's speed varies.
+
+        Raises ConfigError if the host lacks memory for twice the parameters and a reserve for activations, or if
+        `program` cannot run here.
         """
         program = program.sample or program
         if self._device.type == "cpu":
@@ -173,7 +177,7 @@ class MeasuredCosts:
         try:
             with self._on_its_threads():
                 seconds = self._record(program, steps)
-        except Exception as error:  # of a program of any kind, on real tensors
+        except Exception as error:  # the program is arbitrary code on real tensors
             said = next(iter(str(error).splitlines()), type(error).__name__)
             raise _core.ConfigError(f"{program.name} cannot be run here: {said}") from error
         self._keep(seconds)
@@ -202,16 +206,16 @@ class MeasuredCosts:
             model.zero_grad()
             return seconds
 
-        step(contextlib.nullcontext())  # makes what libraries make once
+        step(contextlib.nullcontext())  # libraries initialise themselves
         whole = []
-        for _ in range(steps):  # in turns, as a machine's speed changes
+        for _ in range(steps):  # alternating, because a machine's speed varies
             step(_Recording(times, self._synchronize))
             whole.append(step(contextlib.nullcontext()))
         known = {key: statistics.median(seconds) for key, seconds in times.items()}
         calls = {key: len(seconds) / steps for key, seconds in times.items()}
         alone = sum(known[key] * calls[key] for key in known)
         beyond = statistics.median(whole) - alone
-        if beyond < 0:  # to be watched costs more than that, as on a device that is waited for at each operator
+        if beyond < 0:  # recording costs more, for example because it waits for a device at each operator
             known = {key: seconds * (1 + beyond / alone) for key, seconds in known.items()}
         else:
             known = {key: seconds + beyond / sum(calls.values()) for key, seconds in known.items()}
@@ -223,7 +227,7 @@ class MeasuredCosts:
         try:
             with self._on_its_threads():
                 return {_update_of(program): update(program, gradients)}
-        except _core.ConfigError:  # no memory for the states: the machine's speed has to do
+        except _core.ConfigError:  # no memory for the states: plans use the machine's rate
             return {}
 
     def __len__(self) -> int:
@@ -238,7 +242,7 @@ class MeasuredCosts:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> MeasuredCosts:
-        """Raises ConfigError for a file that is none of these, or of another version."""
+        """Load costs. Raises ConfigError for other files, and for another version."""
         try:
             content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
             version, seconds = content["version"], content["seconds"]
@@ -266,7 +270,7 @@ class MeasuredCosts:
 
     @contextlib.contextmanager
     def _on_its_threads(self) -> Iterator[None]:
-        """As many as there were when it was made: a dry run has one."""
+        """Restore the number of threads at construction, because a dry run has one."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
@@ -283,7 +287,7 @@ class MeasuredCosts:
                 lambda leaf: _real(leaf, self._device, limit), (list(args), dict(kwargs))
             )
             if self._flush is None:
-                self._flush = torch.empty(1 << 24, device=self._device)  # weights are in no cache when they are used
+                self._flush = torch.empty(1 << 24, device=self._device)  # in training, no cache holds the weights
             spent, times = 0.0, list[float]()
             while len(times) < 4 or (spent < self._least and len(times) < 20):
                 self._flush.fill_(len(times))
@@ -293,7 +297,7 @@ class MeasuredCosts:
                 self._synchronize()
                 times.append(time.perf_counter() - start)
                 spent += times[-1]
-        return statistics.median(times[1:])  # the first makes what libraries make once
+        return statistics.median(times[1:])  # in the first, libraries initialise themselves
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
@@ -305,7 +309,7 @@ def _update_of(program: Program) -> str:
 
 
 def _some_gradients(model: torch.nn.Module) -> torch.Tensor:
-    """Elements of all, on the CPU: what some operators take depends on how large numbers are."""
+    """Sample elements of all gradients, on the CPU: the speed of some operators depends on magnitudes."""
     given = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     step = max(1, sum(map(len, given)) // _UPDATED)
     some = torch.cat([grad[::step].float().cpu() for grad in given])
@@ -334,7 +338,7 @@ def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
             dense = leaf.is_contiguous()
             strides = "" if dense else f"/{','.join(map(str, leaf.stride()))}"
             return f"{str(leaf.dtype).removeprefix('torch.')}[{','.join(map(str, leaf.shape))}]{strides}"
-        # Where it runs, and by which generator, makes it no other operator.
+        # The device and the generator do not distinguish operators.
         return "" if isinstance(leaf, torch.device | torch.Generator) else str(leaf)
 
     leaves, _ = tree_flatten((list(args), dict(kwargs)))
@@ -342,7 +346,7 @@ def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
 
 
 def _index_limit(func: Any, args: Sequence[Any]) -> int:
-    """Whole numbers below which every index is one."""
+    """Return the limit below which every integer is a valid index."""
     if func._overloadpacket is aten.embedding:
         return int(args[0].shape[0])
     if func._overloadpacket is aten.embedding_dense_backward:

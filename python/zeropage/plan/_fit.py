@@ -1,4 +1,4 @@
-"""Settings for a program on a machine: the fastest that fit, and the least budgets. Both are found by dry runs."""
+"""Find settings for a program on a machine: the fastest that fit, and the smallest budgets. Both use dry runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Settings = dict[str, Any]
 
 _ROLES = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
 _TIERS = ("device", "host", "disk")
-#: Tried with everything else as it is, of the best few.
+#: Settings that fit() varies one at a time, for the best few cases.
 _SECONDARY = ("activations", "page_size", "tiling", "device_share")
-#: Of memory, what budgets and ordinary tensors leave to the interpreter and to libraries.
+#: Share of memory that budgets and ordinary tensors leave to the interpreter and to libraries.
 _LEFT = 0.05
 _FEW = 3
-#: What a setting must save to be said.
+#: A setting is kept only if it saves this share of the time.
 _GAIN = 0.005
 
 
@@ -45,7 +45,7 @@ class FitResult:
         return self.plan.seconds / self.plan.tokens
 
     def why_slower(self, best: FitResult) -> str:
-        """Than `best`: what bounds either, and what this one moves more of in a step."""
+        """Say why this is slower than `best`: the bounds of both, and the traffic that this one has more of."""
         more = self.seconds_per_token / best.seconds_per_token - 1
         name, share, _ = self.plan.step.bound_by()
         other, other_share, _ = best.plan.step.bound_by()
@@ -70,7 +70,7 @@ _MOVED = {
 
 @dataclass(frozen=True)
 class Budgets:
-    """The least that work, each beside what the other is in the same line: bytes."""
+    """The smallest budgets that work together, in bytes."""
 
     device_memory: int
     host_memory: int
@@ -83,7 +83,7 @@ class Budgets:
 
 
 def table(fitted: Sequence[FitResult], most: int = 5) -> str:
-    """The best as a table, and why the second is slower than the first."""
+    """Return the best as a table, and why the second is slower than the first."""
     names = sorted({name for one in fitted[:most] for name in one.settings}, key=_order)
     rows = []
     for one in fitted[:most]:
@@ -105,11 +105,12 @@ def least_budgets(
     costs: CostModel | None = None,
     progress: Progress | None = None,
 ) -> Budgets:
-    """The least device_memory with all of the host's memory, and the least host_memory beside it, with which a step
-    goes through: to within a page or 1 %. Each is tried by a dry run of one step. Where tiles and the place of
-    updates follow from the budgets, less than that may be enough again.
+    """Find the smallest device_memory with all of the host's memory, then the smallest host_memory with that.
 
-    Raises BudgetError if a step does not go through with all the memory that the machine has.
+    Each try is a dry run of one step. The results are exact to a page or 1 %. Even smaller budgets may work, because
+    tiles and the place of updates depend on the budgets.
+
+    Raises BudgetError if a step fails with all the memory of the machine.
     """
     settings = Config.of(config)
     speeds = machine.speeds(ranks)
@@ -175,16 +176,20 @@ def fit(
     quantised: bool = False,
     progress: Progress | None = None,
 ) -> list[FitResult]:
-    """Settings that fit, the fastest first: by seconds a token. Of homes, stage and number of ranks all are tried,
-    but for those that cannot fit by their sizes; with the best of them activations, page_size, tiling and the parts
-    of the budgets; and the best few once more, until their steps are alike.
+    """Find settings that fit. Return the fastest first, by seconds per token.
 
-    `ranks`: their number; None: 1, 2, 4, ... to the devices of a node. `over`: values by setting, instead of those
-    that would be tried; {"device_memory": [n]} sets the budget. `allow_mixed`: also settings that change bits:
-    compute_dtype and master_dtype, and sums in tiles. `quantised`: also optimizer_dtype. `progress` is called with
-    cases tried and the number that there are, as far as known.
+    The search tries all homes, stages and numbers of ranks, except those whose sizes cannot fit. For the best of them
+    it varies activations, page_size, tiling and the split of the budgets. It then runs the best few until their steps
+    are alike.
 
-    Raises BudgetError if nothing fits, with what is needed and what there is; ConfigError.
+    Args:
+        ranks: The number of ranks. None tries 1, 2, 4, ... up to the devices of a node.
+        over: Values by setting, instead of the default ones; {"device_memory": [n]} sets the budget.
+        allow_mixed: Also try settings that change bits: compute_dtype, master_dtype, and sums in tiles.
+        quantised: Also try optimizer_dtype.
+        progress: Called with the cases tried and the number of cases known so far.
+
+    Raises BudgetError if nothing fits, with the bytes needed and the bytes available; ConfigError.
     """
     search = _Search(program, machine, ranks, over or {}, costs, allow_mixed, quantised, progress)
     return search.best()
@@ -198,7 +203,7 @@ def candidates(
     allow_mixed: bool = False,
     quantised: bool = False,
 ) -> list[tuple[int, Settings]]:
-    """All that fit() chooses from, as (ranks, settings), also what does not fit."""
+    """Return all candidates of fit() as (ranks, settings), including those that do not fit."""
     search = _Search(program, machine, ranks, over or {}, None, allow_mixed, quantised, None)
     found = [search.settings_of(case) for case in search.cases()]
     return [one for one in found if one is not None]
@@ -206,7 +211,7 @@ def candidates(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of a rank. Bytes at home by role; and of ordinary tensors, with activations where they are."""
+    """A rank's sizes in bytes: homes by role, and ordinary tensors, including activations that are not paged."""
 
     homes: dict[str, int]
     ordinary: int
@@ -236,14 +241,14 @@ class _Search:
         self._refused: dict[str, str] = {}
 
     def cases(self) -> list[Settings]:
-        """All of the grid, without what is said twice."""
+        """Return all cases of the grid, without duplicates."""
         return self._product(self._grid)
 
     def best(self) -> list[FitResult]:
         first = {name: values[:1] if name in _SECONDARY else values for name, values in self._grid.items()}
         cases = [case for case in self._product(first) if self._may_fit(case)]
         if not cases:
-            # With activations elsewhere there may be room.
+            # With activations on another tier there may be room.
             cases = [case for case in self.cases() if self._may_fit(case)]
         if not cases:
             raise self._nothing_fits()
@@ -258,7 +263,7 @@ class _Search:
         return [fitted for _, fitted in self._sorted([(c, f) for c, f in whole if f is not None])]
 
     def _improved(self, case: Settings, fitted: FitResult, name: str) -> list[tuple[Settings, FitResult]]:
-        """The case with other values of `name`, where that is a gain."""
+        """Return the case with those other values of `name` that are faster."""
         others = [{**case, name: value} for value in self._grid.get(name, []) if value != case[name]]
         others = [other for other in others if self._may_fit(other)]
         self._to_try += sum((*_key(other), 2) not in self._tried for other in others)
@@ -267,8 +272,10 @@ class _Search:
         return [(other, plan) for other, plan in found if plan is not None and plan.seconds_per_token < limit]
 
     def settings_of(self, case: Settings) -> tuple[int, Settings] | None:
-        """The number of ranks, and settings with budgets: what the machine has, without what ordinary tensors need.
-        None where these leave nothing."""
+        """Return the number of ranks, and settings with budgets: the machine's memory less ordinary tensors.
+
+        None if ordinary tensors leave nothing.
+        """
         ranks, settings = case["ranks"], {k: v for k, v in case.items() if k not in ("ranks", "device_share")}
         room = self._room(case)
         if room is None:
@@ -291,7 +298,7 @@ class _Search:
         return room if min(room.values()) > 0 else None
 
     def _may_fit(self, case: Settings) -> bool:
-        """By sizes alone: what is at home in a tier is no more than it has."""
+        """Tell whether the homes on each tier fit its size."""
         room = self._room(case)
         if room is None:
             return False
@@ -304,7 +311,7 @@ class _Search:
         return all(needed[tier] <= has[tier] for tier in _TIERS)
 
     def _sizes_of(self, case: Settings) -> _Sizes:
-        """Found by a step on a machine of the same speeds that has room for everything."""
+        """Return a case's sizes, from one step on the same machine with room for everything."""
         changing = ("ranks", "stage", "compute_dtype", "master_dtype", "optimizer_dtype", "activations")
         key = tuple(case.get(name) for name in changing)
         if key not in self._sizes:
@@ -326,7 +333,7 @@ class _Search:
         return self._sizes[key]
 
     def _ranked(self, cases: list[Settings]) -> list[tuple[Settings, FitResult]]:
-        """In few steps. Where what moves between tiers is hidden, homes that are further away are no gain."""
+        """Rank cases by two steps each. If transfers are hidden, homes further from the device gain nothing."""
         found: list[tuple[Settings, FitResult]] = []
         hidden: list[Settings] = []
         for case in sorted(cases, key=lambda case: sum(_distances(case))):
@@ -344,7 +351,7 @@ class _Search:
 
     @staticmethod
     def _sorted(found: list[tuple[Settings, FitResult]]) -> list[tuple[Settings, FitResult]]:
-        # Of what is as fast, what comes first in the grid.
+        # Equally fast cases keep the order of the grid.
         return sorted(found, key=lambda pair: float(f"{pair[1].seconds_per_token:.3g}"))
 
     def _plan(self, case: Settings, warm_up: int) -> FitResult | None:
@@ -381,7 +388,7 @@ class _Search:
         return cases
 
     def _nothing_fits(self) -> Exception:
-        """The least that a rank needs of any case, and what there is."""
+        """Return an error with the case that needs least per rank, and the machine's sizes."""
         case = min(self.cases(), key=lambda c: sum(self._sizes_of(c).homes.values()) + self._sizes_of(c).ordinary)
         sizes, speeds = self._sizes_of(case), self._machine.speeds(case["ranks"])
         memory = f"host {_size(speeds.host_bytes)}"
@@ -406,7 +413,7 @@ def _distances(case: Settings) -> list[int]:
 
 
 def _is_further(case: Settings, than: Settings) -> bool:
-    """Whether they differ in homes alone, and none of `case` is nearer."""
+    """Tell whether the cases differ only in homes, and no home of `case` is nearer to the device."""
     same = all(case[name] == value for name, value in than.items() if name not in _ROLES)
     return same and all(a >= b for a, b in zip(_distances(case), _distances(than), strict=True)) and case != than
 
@@ -434,7 +441,7 @@ def _grid(
         "optimizer_dtype": ["auto"],
         "activations": [tier for tier in tiers if tier != "host" or not machine.unified],
         "page_size": ["auto", 1 << 20, 16 << 20],
-        # Sums of tiles are other bits; where nothing is taken in tiles they are the same.
+        # Sums over tiles change bits; without tiles the bits are the same.
         "tiling": ["auto", "exact"] if allow_mixed else ["exact"],
         "device_share": [0.5, 0.25, 0.75] if machine.unified else [0.5],
     }

@@ -15,38 +15,38 @@ _BUILT_IN = pathlib.Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Machine:
-    """A node, of which there may be many. Speeds are what is reached, not what is printed on the box: GB/s are 10^9
-    bytes a second, tflops 10^12 floating-point operations a second, sizes GB of 10^9 bytes.
+    """One node; a plan may use many. Speeds are measured, not the vendor's.
 
-    `unified`: operators run on the host's memory, as on the CPU; `device_*` and `link_gbs` then have no meaning.
+    GB/s are 10^9 bytes a second, tflops 10^12 floating-point operations a second, and sizes are GB of 10^9 bytes.
+    `unified`: operators run on the host's memory, as on the CPU. `device_*` and `link_gbs` then have no meaning.
     """
 
     name: str
     tflops: dict[str, float]  # of one device, in matrix products, by dtype
     host_memory_gb: float  # of the node
-    host_gbs: float  # of the node: what a fused AdamW's updates on the processor read and write
-    copy_gbs: float = 0.0  # that one thread reads and writes on the host; 0: half of host_gbs
+    host_gbs: float  # of the node: reads and writes of a fused AdamW's updates on the processor
+    copy_gbs: float = 0.0  # reads and writes of one thread on the host; 0: half of host_gbs
     disk_gb: float = 0.0  # of the node, as the other disk_*
     disk_read_gbs: float = 0.0
     disk_write_gbs: float = 0.0
     disk_latency_us: float = 100.0
-    disk_beside_ms: float = 0.0  # that a GB through the disk takes of operators on the processor
-    new_memory_ms: float = 0.0  # that a GB of ordinary tensors on the processor takes to be had from the system
-    disk_endurance_tb: float = 0.0  # written before it is worn; 0: not known
+    disk_beside_ms: float = 0.0  # that a GB of disk traffic costs operators on the processor.
+    new_memory_ms: float = 0.0  # for the system to allocate a GB of ordinary tensors on the processor.
+    disk_endurance_tb: float = 0.0  # bytes written until it is worn; 0: unknown
     devices: int = 1  # of the node: as many ranks
     unified: bool = False
     device_memory_gb: float = 0.0  # of one device, as the rest
     device_gbs: float = 0.0
-    link_gbs: float = 0.0  # to a device and, at once, from it
+    link_gbs: float = 0.0  # to a device and, at the same time, from it
     network_gbs: float = 0.0  # that one device sends to others
     network_latency_us: float = 20.0
-    launch_us: float = 5.0  # that an operator takes of the program's thread
-    operator_us: float = 5.0  # that an operator takes at least
-    source: str = ""  # where the numbers come from
+    launch_us: float = 5.0  # of the program's thread for each operator
+    operator_us: float = 5.0  # minimum for each operator
+    source: str = ""  # of these numbers
 
     @staticmethod
     def load(name: str | os.PathLike[str]) -> Machine:
-        """The path of a JSON file of these fields, or the name of one that is built in. Raises ConfigError."""
+        """Load a JSON file of these fields by its path, or a built-in machine by its name. Raises ConfigError."""
         path = _BUILT_IN / f"{os.fspath(name)}.json"
         if not path.is_file():
             path = pathlib.Path(name)
@@ -63,15 +63,17 @@ class Machine:
 
     @staticmethod
     def measure(directory: str | os.PathLike[str] | None = None, device: str = "auto") -> Machine:
-        """This machine, in a few seconds: its disk at `directory` (None: /var/tmp), memory, and the device that a
-        space would take. Raises DiskError."""
+        """Measure this machine in a few seconds: memory, disk at `directory` (None: /var/tmp), and a space's device.
+
+        Raises DiskError.
+        """
         from zeropage.plan import _measure
 
         return _measure.machine(pathlib.Path(directory or "/var/tmp"), device)
 
     @staticmethod
     def of(fields: object, where: str = "machine") -> Machine:
-        """Raises ConfigError for fields that are unknown, missing or no numbers that a machine can have."""
+        """Make a machine of these fields. Raises ConfigError for unknown, missing or impossible ones."""
         if not isinstance(fields, dict):
             raise _core.ConfigError(f"{where} must hold one JSON object")
         known = {f.name: f for f in dataclasses.fields(Machine)}
@@ -108,10 +110,10 @@ class Machine:
         return -(-ranks // self.devices)
 
     def speeds(self, ranks: int) -> _core.MachineSpeeds:
-        """One rank's part of what the ranks of a node share."""
+        """Return one rank's part of the speeds that a node's ranks share."""
         here = min(ranks, self.devices)
         speeds = _core.MachineSpeeds()
-        # A machine with no disk has one that nothing can be put on.
+        # A machine without a disk gets one without space.
         speeds.disk_read, speeds.disk_write = (
             max(gbs, 1e-9) * 1e9 / here for gbs in (self.disk_read_gbs, self.disk_write_gbs)
         )
@@ -135,5 +137,5 @@ class Machine:
         return speeds
 
     def flops(self, dtype: str) -> float:
-        """Operations a second in products of that dtype; of one that is not said, the least of all."""
+        """Return operations a second in products of that dtype; for an unknown one, the least of all."""
         return self.tflops.get(dtype, min(self.tflops.values())) * 1e12

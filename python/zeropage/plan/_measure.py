@@ -1,4 +1,4 @@
-"""What this machine reaches, measured in a few seconds."""
+"""Measure this machine's speeds in a few seconds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _dtypes(where: torch.device) -> dict[str, torch.dtype]:
 
 
 def _seconds(what: Callable[[], object], where: torch.device, rounds: int = 5) -> float:
-    """The least of some rounds, after one that makes what libraries make once."""
+    """Return the minimum of some rounds, after one in which libraries initialise themselves."""
     least = float("inf")
     for turn in range(rounds + 1):
         if where.type != "cpu":
@@ -91,7 +91,7 @@ def _products(where: torch.device, dtype: torch.dtype) -> float:
 
 
 def _update_rate(where: torch.device) -> float:
-    """Bytes a second of AdamW's fused update, which reads four arrays and writes three."""
+    """Return bytes a second of AdamW's fused update, which reads four arrays and writes three."""
     arrays = [torch.rand(_ELEMENTS, device=where) for _ in range(4)]
     step = torch.ones((), device=where)
 
@@ -106,8 +106,10 @@ def _update_rate(where: torch.device) -> float:
 
 
 def _beside(directory: pathlib.Path) -> float:
-    """Seconds that a byte through the disk takes of operators which run on all cores meanwhile: reads and writes in
-    turns, as a step has them."""
+    """Return the seconds that a byte of disk traffic costs operators on all cores.
+
+    Reads and writes alternate, as in a step.
+    """
     side, piece, pieces = 512, 16 << 20, 32
     a, b = torch.randn(side, side), torch.randn(side, side)
 
@@ -133,7 +135,7 @@ def _beside(directory: pathlib.Path) -> float:
             while not ended.is_set():
                 pass_through()
 
-        pass_through()  # memory that is new to the system costs more than the disk
+        pass_through()  # the first use of memory costs more than the disk
         rate(0.2)
         alone, moved = rate(0.5), 0
         begin = time.perf_counter()
@@ -143,13 +145,13 @@ def _beside(directory: pathlib.Path) -> float:
                 beside = rate(1.0)
             finally:
                 ended.set()
-            mover.result()  # raises what the disk raised
+            mover.result()  # raises the disk's error, if any
         through = moved / (time.perf_counter() - begin)
     return max(0.0, 1 - beside / alone) / through
 
 
 def _new_memory() -> float:
-    """Seconds that a byte takes on all cores the first time."""
+    """Return the seconds that a byte's first use costs, on all cores."""
     old = torch.zeros(_ELEMENTS)
     first = _seconds(lambda: torch.empty(_ELEMENTS).fill_(1.0), torch.device("cpu"))
     return max(0.0, first - _seconds(lambda: old.fill_(1.0), torch.device("cpu"))) / (4 * _ELEMENTS)
@@ -162,8 +164,10 @@ class _Weight(torch.nn.Module):
 
 
 def update(program: Program, gradients: torch.Tensor) -> float:
-    """Seconds that each GB takes which the program's optimizer reads and writes in the host, on all cores, updating
-    states whose gradients are these. Raises ConfigError if there is no memory for them."""
+    """Measure the optimizer's seconds per GB that it reads and writes on the host, on all cores.
+
+    It updates states with these gradients. Raises ConfigError if memory is too small for them.
+    """
     settings: dict[str, object] = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
     settings |= {"host_memory": 5 * gradients.nbytes, "device_memory": 4 * gradients.nbytes}
     roomy = Machine(name="roomy", tflops={"float32": 1.0}, host_memory_gb=1e3, host_gbs=1.0, unified=True)
@@ -212,7 +216,7 @@ def _link(where: torch.device) -> float:
 
 
 def _latency(directory: pathlib.Path) -> float:
-    """Of one request of 1 MiB, beyond what its bytes take."""
+    """Return a 1 MiB request's seconds beyond the transfer of its bytes."""
     with scratch_file(directory, 64 << 20) as file:
         buffer = zio.empty(64 << 20, dtype=torch.uint8)
         file.write(buffer)

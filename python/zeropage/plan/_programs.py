@@ -1,4 +1,4 @@
-"""What is planned: a model, what it is fed, its loss and its optimizer."""
+"""Programs to plan: a model, its inputs, its loss and its optimizer."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
 }
 
 _SAMPLE_LAYERS = 2
-#: Above what any gradient has: a plan clips none.
+#: Above the norm of any gradient, so that a plan clips none.
 _MOST_NORM = 1e6
 
 
 @dataclass(frozen=True)
 class Program:
-    """`make_model` is called in a space's scope and makes the model; `loss` is called with it, with grad mode on, and
-    gives what backward starts from. A plan runs both on torch's "meta" device, as torch's default device; on another
-    they are a program that can be run. `tokens`: of a micro-batch, of one rank. `sample`: a smaller program whose
-    operators are of the same kinds and shapes, to be timed where all of this one is too large."""
+    """A program to plan or to run.
+
+    A plan calls `make_model` in a space's scope, and `loss` with the model and with grad mode on, on torch's "meta"
+    device as the default device. `loss` returns the start of backward. On another device both can be run. `tokens`: of
+    one rank's micro-batch. `sample`: a smaller program with operators of the same kinds and shapes, to time instead of
+    a program that is too large.
+    """
 
     name: str
     make_model: Callable[[], nn.Module]
@@ -57,8 +60,10 @@ class Program:
     sample: Program | None = None
 
     def forward_and_backward(self, model: nn.Module) -> None:
-        """Of a step's micro-batches, and the norm of gradients that clipping takes, which clips none. torch's default
-        device is to be where `model` is."""
+        """Run a step's micro-batches, and take the norm of gradients as clipping does, without clipping any.
+
+        torch's default device must be the model's.
+        """
         for _ in range(self.micro_batches):
             self.loss(model).backward()  # type: ignore[no-untyped-call]
         if self.clips:
@@ -89,7 +94,7 @@ class _Block(nn.Module):
 
 
 class _GPT(nn.Module):
-    """12 * layers * hidden^2 parameters, and the embeddings' (tied)."""
+    """A decoder with 12 * layers * hidden^2 parameters, and tied embeddings."""
 
     def __init__(self, layers: int, hidden: int, vocabulary: int, heads: int, length: int, recompute: bool) -> None:
         super().__init__()
@@ -119,9 +124,11 @@ def transformer(
     recompute: bool = False,
     **options: Any,
 ) -> Program:
-    """A decoder of that shape, as GPT-3's: each layer has 12 * hidden^2 parameters. `batch`: sequences of `length`
-    in a micro-batch of one rank. `recompute`: activations of a block are computed again in backward. `options`:
-    Program's."""
+    """Make a decoder like GPT-3's: each layer has 12 * hidden^2 parameters.
+
+    `batch`: sequences of `length` in one rank's micro-batch. `recompute`: backward computes a block's activations
+    again. `options`: Program's.
+    """
     sizes = {"layers": layers, "hidden": hidden, "vocabulary": vocabulary, "length": length, "batch": batch}
     heads = heads if heads is not None else max(1, hidden // 128)
     for name, size in (sizes | {"heads": heads}).items():
@@ -149,8 +156,10 @@ def transformer(
 def from_transformers(
     config: Any, length: int = 1024, batch: int = 1, recompute: bool = False, **options: Any
 ) -> Program:
-    """A causal language model of Hugging Face's, of a config, of a folder with config.json or of that file. No
-    weights are read. Raises ConfigError."""
+    """Make a Hugging Face causal language model from a config, a folder with config.json, or that file.
+
+    No weights are read. Raises ConfigError.
+    """
     if isinstance(config, str | os.PathLike):
         config = _transformers_config(pathlib.Path(config))
     from transformers import AutoModelForCausalLM
@@ -181,7 +190,7 @@ def from_transformers(
 
 
 def _shallow(config: Any) -> Any:
-    """The same with few layers. None where it has few, or transformers does not let them be fewer."""
+    """Return the config with few layers; None if it has few, or if transformers cannot reduce them."""
     try:
         if config.num_hidden_layers <= _SAMPLE_LAYERS:
             return None
@@ -190,7 +199,7 @@ def _shallow(config: Any) -> Any:
         if isinstance(getattr(shallow, "layer_types", None), list):
             shallow.layer_types = shallow.layer_types[:_SAMPLE_LAYERS]
         return shallow if shallow.num_hidden_layers == _SAMPLE_LAYERS else None
-    except Exception:  # each model's config has properties of its own
+    except Exception:  # each model's config has its own properties
         return None
 
 
@@ -203,7 +212,7 @@ def _transformers_config(path: pathlib.Path) -> Any:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         config = AutoConfig.for_model(**fields)
-    except Exception as error:  # transformers checks configs in its own ways
+    except Exception as error:  # transformers raises errors of many kinds
         said = " ".join(str(error).split())
         raise _core.ConfigError(f"{file} is no transformers config: {said}") from None
     return config

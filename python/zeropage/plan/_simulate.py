@@ -1,4 +1,4 @@
-"""A dry run: real steps in a real space, of tensors that hold nothing, on a machine that is not there."""
+"""A dry run: real steps in a real space, with tensors that hold nothing, on a simulated machine."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _PLAIN = (
     "tokens_per_second",
 )
 
-#: Steps in which plans of accesses and updates ahead have surely been learnt, and what lies in memory has settled.
+#: Steps until the access plan and early updates are learnt, and the content of memory has settled.
 WARM_UP = 12
-_LEAST = 4  # steps, before two are compared: updates ahead begin in the fourth
-_SETTLED = 6  # steps, after which those that never become alike are counted
-_ALIKE = 0.01  # of two steps' seconds, and of what they move
+_LEAST = 4  # steps before two are compared, because early updates begin in the fourth
+_SETTLED = 6  # steps after which steps count that never become alike
+_ALIKE = 0.01  # relative difference of two steps' seconds and bytes moved
 
 _aten = torch.ops.aten
-#: Of conditions, those that hold where all is well, as a program checks it.
+#: Operators whose conditions hold in a healthy run, such as a program's check for finite values.
 _HOLDS = {_aten.all.default, _aten.all.dim, _aten.isfinite.default}
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Each operator takes its time; and what ordinary tensors, which no budget covers, take at most."""
+    """Advances virtual time by each operator, and records the peak of ordinary tensors, which no budget covers."""
 
     def __init__(self, machine: _core.Machine, costs: CostModel, on_cpu: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,8 +86,10 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _value(self, tensor: torch.Tensor) -> bool | float:
-        """What is read of a tensor that holds nothing: a program's check of its numbers is passed. A device is waited
-        for, as for a value that it has."""
+        """Return the value that a program reads from an empty tensor, so that its checks pass.
+
+        Waits for the device, as a real read would.
+        """
         self._machine.synchronize()
         if tensor.dtype == torch.bool:
             held = self._held() if self._held is not None else None
@@ -116,31 +118,33 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_since = max(self.peak_since, self.ordinary)
 
     def have_anew(self, seconds_per_byte: float) -> None:
-        """Takes the time in which the system gives ordinary memory again: as much as was in use at once since
-        the last call, less what was never freed."""
+        """Advance virtual time by the system's work of allocating ordinary memory again.
+
+        The amount is the peak use since the last call, less the memory that was never freed.
+        """
         self._machine.compute((self.peak_since - self.least_since) * seconds_per_byte)
         self.peak_since = self.least_since = self.ordinary
 
 
 @dataclass
 class Plan:
-    """What one rank does in a step, once steps are alike. Bytes, and seconds of the planned machine's time."""
+    """One rank's work in a step, once steps are alike: bytes, and seconds of the simulated machine's time."""
 
     program: str
     machine: Machine
     ranks: int
-    parameters: int  # of the model, whole
-    tokens: int  # a step, of all ranks
+    parameters: int  # of the complete model
+    tokens: int  # a step, on all ranks
     seconds: float  # a step
-    computed_seconds: float  # of it, operators and updates
-    updated_seconds: float  # of that, updates
-    disk_seconds: float  # that the disk worked, as the next three did
+    computed_seconds: float  # operators and updates
+    updated_seconds: float  # updates alone
+    disk_seconds: float  # busy time of the disk, as in the next three
     upload_seconds: float
     download_seconds: float
     network_seconds: float
-    ordinary_peak: int  # of ordinary tensors, which no budget covers: activations, and gradients on their way
+    ordinary_peak: int  # of ordinary tensors, which no budget covers: activations, gradients in flight
     settings: dict[str, Any]
-    step: Report = field(repr=False)  # what a step moved and waited for
+    step: Report = field(repr=False)  # traffic and waits of a step
     total: Report = field(repr=False)  # homes, budgets and peaks
 
     @property
@@ -156,7 +160,7 @@ class Plan:
         return int(self.step.written_bytes)
 
     def hidden(self) -> dict[str, float]:
-        """Of what the disk, the link and the network were at work, the share that no thread waited for."""
+        """Return the share of the disk's, link's and network's busy time that no thread waited for."""
         waits = {
             "disk": self.step.waited_for_disk,
             "link": self.step.waited_for_upload,
@@ -173,7 +177,7 @@ class Plan:
         return tokens / self.tokens_per_second / 86400
 
     def disk_years(self) -> float | None:
-        """Of training without a pause until the node's disks are worn; None where that is not known."""
+        """Return the years of continuous training until the node's disks are worn; None if unknown."""
         if not self.machine.disk_endurance_tb or not self.written_bytes:
             return None
         node = self.written_bytes * min(self.ranks, self.machine.devices)
@@ -251,19 +255,23 @@ def simulate(
     progress: Callable[[int, int], None] | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Plans `program` with these settings on `ranks` ranks of such machines, of which this is the first: the others
-    do as it does. Counts the last `steps`, once two in a row take and move the same but for 1 %. If that does not
-    come in `warm_up` steps, all that are planned after the sixth count.
+    """Plan `program` with these settings on `ranks` ranks of such machines.
 
-    `costs`: of operators and updates; by default the machine's Roofline. `progress` is called with steps done and to
-    do. `trace`: a file for a timeline of the last `steps`, in the planned machine's time.
+    The plan simulates rank 0 and assumes that the others behave alike. It averages the last `steps` steps, once two
+    steps in a row agree within 1 % in time and traffic. After `warm_up` steps without agreement it averages all
+    planned steps after the sixth.
 
-    Raises ConfigError for contradictory settings, BudgetError and DiskError for what does not fit, saying by how
-    much.
+    Args:
+        costs: Costs of operators and updates; by default the machine's Roofline.
+        progress: Called with the steps done and the number of steps.
+        trace: A file for a timeline of the last `steps`, in the simulated machine's time.
+
+    Raises ConfigError for contradictory settings. Raises BudgetError or DiskError, with sizes, if the program does not
+    fit.
     """
     costs = costs if costs is not None else Roofline(machine, ranks)
     speeds = machine.speeds(ranks)
-    # Operators' seconds on the CPU, and so this, are of a rank's share of the cores.
+    # On the CPU, costs are measured on a rank's share of the cores; otherwise a node's rate is divided over its ranks.
     speeds.update = costs.update_gbs(program) * 1e9 / (1 if machine.unified else min(ranks, machine.devices))
     planned = _core.Machine(speeds)
     with _one_at_a_time, _entered(planned):
@@ -274,16 +282,16 @@ def simulate(
             space.close()
 
 
-_one_at_a_time = threading.Lock()  # attention, and the number of threads, are the process's
+_one_at_a_time = threading.Lock()  # attention and the number of threads are process-wide
 
 
 @contextlib.contextmanager
 def _entered(planned: _core.Machine) -> Iterator[None]:
-    """On this thread alone: virtual time is one thread's."""
+    """Enter virtual time, on this thread alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     planned.enter()
-    gc.freeze()  # what is there already makes no garbage, and looking at it takes a tenth of a plan
+    gc.freeze()  # scanning the existing objects would take a tenth of a plan
     try:
         yield
     finally:
@@ -325,15 +333,15 @@ def _run(
             try:
                 _step(program, model, optimizer, counting)
                 counting.have_anew(new_memory)
-            except NotImplementedError as error:  # of an operator whose result depends on values
+            except NotImplementedError as error:  # an operator's result depends on values
                 text = str(error).splitlines()[0]
                 raise _core.ConfigError(f"{program.name} cannot be planned: {text}") from None
             planned.synchronize()
             marks.append((space.report(), _Times(planned)))
             if not settled and len(marks) > _LEAST and _are_alike(marks):
-                settled = True  # these two count, unless a timeline is yet to begin
+                settled = True  # these two count, unless a timeline has yet to begin
                 end = min(end, done + 1 + (steps if trace is not None else max(steps - 2, 0)))
-    space.synchronize()  # what the last step left to do: that it can be done, too
+    space.synchronize()  # checks that the last step's pending updates fit, too
     if progress is not None:
         progress(end, end)
     if not settled:
@@ -341,7 +349,7 @@ def _run(
     (before, begun), (total, ended) = marks[-1 - steps], marks[-1]
     times = {name: (ended.of[name] - begun.of[name]) / steps for name in ended.of}
     step_report = total.since(before).per(steps)
-    # On a device of its own the stream waits for the link and for ranks, and no thread does.
+    # On a separate device the stream waits for the link and for ranks, and no thread does.
     step_report = step_report.with_waits(upload=times.pop("idle_for_link"), gather=times.pop("idle_for_network"))
     return Plan(
         program=program.name,
@@ -359,7 +367,7 @@ def _run(
 
 
 def _are_alike(marks: list[tuple[Report, _Times]]) -> bool:
-    """The last two of the steps between `marks`: they take as long, and move and update as much."""
+    """Tell whether the last two steps in `marks` agree in time, traffic and early updates."""
 
     def of_step(begin: tuple[Report, _Times], end: tuple[Report, _Times]) -> list[float]:
         moved = end[0].since(begin[0])
@@ -371,8 +379,7 @@ def _are_alike(marks: list[tuple[Report, _Times]]) -> bool:
 
 
 def _gives_memory_back(config: Config) -> bool:
-    """Whether the space gives the holes of malloc's heap back to the system (base/heap.h): where gradients go to
-    disk, or activations are paged."""
+    """Tell whether the space returns holes of malloc's heap to the system (base/heap.h)."""
     return config.gradients == "disk" or config.activations != "device"
 
 
