@@ -1,4 +1,4 @@
-"""`zeropage io bench` and `io tune`: what a disk moves by size of request and number in flight."""
+"""`zeropage io bench` and `io tune`: a disk's speed by size of request and number in flight."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from zeropage._tuned import TUNED_NAME, has_uring
 
 BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 DEPTHS = (4, 16, 32, 64)
-_PIECE = 16 << 20  # bytes of a transfer, of which a request is a part
-_SPARE = 4  # transfers under way beside those whose requests are in flight
+_PIECE = 16 << 20  # bytes of a transfer; an engine cuts it into requests
+_SPARE = 4  # transfers queued in addition to those whose requests are in flight
 _MOST_DEPTH = 1024  # of io_depth
 
 
@@ -50,8 +50,7 @@ class Measured:
 def measure(
     directory: pathlib.Path, seconds: float, size: int, engine: zio.Engine | None = None, bytes_written: bool = False
 ) -> Speeds:
-    """`size`: of the file, a multiple of 16 MiB; it is gone afterwards. `bytes_written`: it is there already, written
-    through. Raises DiskError."""
+    """Measure a disk with a temporary file of `size` bytes, a multiple of 16 MiB. Raises DiskError."""
     with _direct_file(directory, size, engine) as file:
         buffer = _pieces(64 << 20)  # in flight by default
         if not bytes_written:
@@ -64,7 +63,7 @@ def measure(
 def grid(
     directory: pathlib.Path, seconds: float, size: int, blocks: Sequence[int], depths: Sequence[int]
 ) -> list[Measured]:
-    """Every block and depth of each engine that can be had, twice, alternating; of the two the faster counts."""
+    """Measure every block and depth of each available engine, twice, alternating. The faster of the two counts."""
     engines = ["uring", "threads"] if has_uring() else ["threads"]
     found: dict[tuple[str, int, int], Speeds] = {}
     cases = [(engine, block, depth) for _ in range(2) for engine in engines for block in blocks for depth in depths]
@@ -74,7 +73,7 @@ def grid(
         _pass(file.start_write, buffer, size, 0)
         for case in track(cases, "measuring", console=console, transient=True, disable=not console.is_terminal):
             engine = zio.Engine(case[0], block_size=case[1], depth=case[2])
-            own = zio.File(file._open(), engine, file.name)  # it has no name by which to open it
+            own = zio.File(file._open(), engine, file.name)  # not opened again, because the file has no name
             write = _pass(own.start_write, buffer, size, seconds)
             read = _pass(own.start_read, buffer, size, seconds)
             before = found.get(case, Speeds(0, 0))
@@ -83,8 +82,10 @@ def grid(
 
 
 def best(measured: Iterable[Measured]) -> Measured:
-    """Training reads about as much as it writes: the least time for a byte of both. Of those within 2 % the one with
-    the least in flight, behind which a demanded read waits the shortest."""
+    """Choose the least time for a byte read and a byte written, because training does about equal amounts of both.
+
+    Within 2 % of it, choose the fewest bytes in flight, behind which a demanded read waits the shortest.
+    """
 
     def seconds(m: Measured) -> float:
         return 1 / m.speeds.read + 1 / m.speeds.write
@@ -94,17 +95,17 @@ def best(measured: Iterable[Measured]) -> Measured:
 
 
 def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | None:
-    """The best of fio's engines, 1 MiB at a time, 32 in flight; None where there is no fio, or it fails."""
+    """Measure the best of fio's engines, at 1 MiB and 32 in flight. None if fio is missing or fails."""
     if shutil.which("fio") is None:
         return None
     path = _temporary(directory)
-    name = path.replace(":", "\\:")  # which stands between the names of several files
+    name = path.replace(":", "\\:")  # fio separates names of files by colons
     common = [f"--filename={name}", f"--size={size}", "--bs=1M", "--direct=1", "--iodepth=32", "--output-format=json"]
     speeds = Speeds(0, 0)
     try:
         for engine in ("io_uring", "libaio"):
             timed = ["--time_based", f"--runtime={max(round(1000 * seconds), 1)}ms"]
-            # First the whole file: what was never written is read without the disk.
+            # First the whole file: unwritten blocks would be read without the disk.
             for direction, limit in (("write", []), ("write", timed), ("read", timed)):
                 ended = subprocess.run(
                     ["fio", "--name=fio", f"--rw={direction}", f"--ioengine={engine}", *common, *limit],
@@ -121,7 +122,7 @@ def fio_best(directory: pathlib.Path, seconds: float, size: int) -> Speeds | Non
 
 
 def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
-    """A table: reads and writes in GB/s, greener the faster."""
+    """Print a table of reads and writes in GB/s; faster is greener."""
     limit = Speeds(
         max(m.speeds.read for m in measured),
         max(m.speeds.write for m in measured),
@@ -148,7 +149,7 @@ def show(measured: Sequence[Measured], fio: Speeds | None) -> None:
 
 
 def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path) -> None:
-    """The same as a picture. Raises ConfigError where matplotlib is not installed, or the file cannot be written."""
+    """Draw the same as a picture. Raises ConfigError if matplotlib is missing, or if the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -175,10 +176,10 @@ def draw(measured: Sequence[Measured], fio: Speeds | None, picture: pathlib.Path
 
 
 def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
-    """The file that spaces with this disk_path read. Raises DiskError.
+    """Write the file that spaces with this disk_path read. Raises DiskError.
 
-    What is measured here is waited for, and has all of io_depth. What training reads ahead and writes behind has half
-    of it: so twice as much is written.
+    The written io_depth is twice the measured one: prefetches and background writes use half of it, but the measured
+    transfers, which a thread waits for, use all.
     """
     path = directory / TUNED_NAME
     settings = {"io": chosen.engine, "io_block": chosen.block, "io_depth": min(2 * chosen.depth, _MOST_DEPTH)}
@@ -197,7 +198,7 @@ def write_tuned(directory: pathlib.Path, chosen: Measured) -> pathlib.Path:
 
 
 def scratch_file(directory: pathlib.Path, size: int, engine: zio.Engine | None = None) -> zio.File:
-    """A file without a name: it is gone when it closes, however the process ends. Raises DiskError."""
+    """Make a file without a name. It disappears when it closes, however the process ends. Raises DiskError."""
     path = _temporary(directory)
     try:
         return zio.open(path, "w", size=size, engine=engine)
@@ -207,7 +208,7 @@ def scratch_file(directory: pathlib.Path, size: int, engine: zio.Engine | None =
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Inside, a program that is told to end, or whose terminal closes, removes its files first."""
+    """Inside, a program removes its files before SIGTERM, or a closing terminal, ends it."""
 
     def end(number: int, _frame: object) -> None:
         sys.exit(128 + number)
@@ -223,7 +224,7 @@ def ended_in_order() -> Iterator[None]:
 
 
 def _temporary(directory: pathlib.Path) -> str:
-    """The path of a new file, which the caller removes."""
+    """Return the path of a new file, which the caller removes."""
     try:
         descriptor, path = tempfile.mkstemp(prefix=".zeropage-", dir=directory)
     except OSError as error:
@@ -246,14 +247,14 @@ def _direct_file(directory: pathlib.Path, size: int, engine: zio.Engine | None =
 
 
 def _pieces(in_flight: int) -> torch.Tensor:
-    """What transfers use that keep so many bytes in flight."""
+    """Make the buffer of transfers that keep so many bytes in flight."""
     buffer = zio.empty((-(-in_flight // _PIECE) + _SPARE) * _PIECE, dtype=torch.uint8)
-    buffer.view(torch.int64).random_()  # what a disk cannot compress
+    buffer.view(torch.int64).random_()  # a disk cannot compress it
     return buffer
 
 
 def _pass(start: Callable[[torch.Tensor, int], zio.Ticket], buffer: torch.Tensor, size: int, seconds: float) -> float:
-    """Bytes a second over at least `seconds`, and at least one pass through the file."""
+    """Return bytes a second over at least `seconds`, and at least one pass through the file."""
     tickets: list[zio.Ticket | None] = [None] * (buffer.numel() // _PIECE)
     begin, moved = time.perf_counter(), 0
     while moved < size or time.perf_counter() - begin < seconds:

@@ -1,12 +1,12 @@
-"""Checkpoints of other libraries, made from ours and made ours: `zeropage export` and `zeropage import`.
+"""Convert checkpoints from and to other libraries: `zeropage import` and `zeropage export`.
 
-    exporting.py    ours, written as torch.save, torch.distributed.checkpoint or DeepSpeed's zero_to_fp32 would
-    deepspeed.py    what DeepSpeed wrote: ZeRO-1/2/3 and universal folders
-    dcp.py          what torch.distributed.checkpoint wrote
-    training.py     what is read from any of them, and how it becomes a checkpoint of ours
-    unpickling.py   pickles, without running what they ask for
+    exporting.py    writes ours in the form of torch.save, torch.distributed.checkpoint or DeepSpeed's zero_to_fp32
+    deepspeed.py    reads DeepSpeed's ZeRO-1/2/3 and universal folders
+    dcp.py          reads folders of torch.distributed.checkpoint
+    training.py     holds the content of any of them, and makes it a checkpoint of ours
+    unpickling.py   reads pickles without running their code
 
-Nothing is held whole: a tensor is put together when it is written.
+No checkpoint is in memory as a whole: each tensor is built when it is written.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ FORMS = exporting.FORMS
 
 
 def export_checkpoint(folder: Folder, out: Folder, to: str, progress: Progress | None = None) -> pathlib.Path:
-    """Writes the checkpoint in `folder` (or the latest that is in it) in another form; returns where it lies.
+    """Write the checkpoint in `folder`, or the latest in it, in another form. Return its path.
 
-    `to`: "torch", one file for torch.load, {"model", "optimizer", "scheduler", "extra"} as their load_state_dict()
-    takes them; "dcp", a folder for torch.distributed.checkpoint, {"model", "optim", ...} as set_state_dict() does;
-    "deepspeed-fp32", the model alone in float32, as DeepSpeed's zero_to_fp32.py writes it. Extra and scheduler are
-    rank 0's. All checksums are compared first. `out` appears whole or not at all.
+    Extra and scheduler are rank 0's. All checksums are compared first. `out` appears complete or not at all.
 
-    Raises DiskError, naming the tensor, for bytes that are not what was written; Error if `out` is there and is
-    something else.
+    Args:
+        folder: A checkpoint, or a folder of checkpoints.
+        out: The file or folder to write.
+        to: "torch", one file for torch.load: {"model", "optimizer", "scheduler", "extra"} for load_state_dict(). "dcp",
+            a folder for torch.distributed.checkpoint: {"model", "optim", ...} for set_state_dict(). "deepspeed-fp32",
+            the model alone in float32, as DeepSpeed's zero_to_fp32.py writes it.
+
+    Raises DiskError, naming the tensor, for bytes that differ from those of the save. Raises ZeropageError if `out`
+    exists and is something else.
     """
     if to not in FORMS:
         raise _core.ZeropageError(f'"{to}" is no form that checkpoints are exported to; there are {", ".join(FORMS)}')
@@ -46,15 +50,19 @@ def export_checkpoint(folder: Folder, out: Folder, to: str, progress: Progress |
 def import_checkpoint(
     source: Folder, folder: Folder, model_key: str | None = None, progress: Progress | None = None
 ) -> Sequence[str]:
-    """Writes what DeepSpeed or torch.distributed.checkpoint saved in `source` as a checkpoint that load() takes.
+    """Convert a checkpoint of DeepSpeed or torch.distributed.checkpoint to one for load().
 
-    Of a folder of DeepSpeed's with several, the one that its file "latest" names. `model_key`: under which the model
-    lies in a folder of torch.distributed.checkpoint, where that cannot be told. Returns the names of what was left
-    out: what is neither of the model nor of the optimizer and is no plain data.
+    Pickles are read as data; their code does not run.
 
-    Pickles are read as data: what they would run is not run. Raises Error for a folder that is neither, or holds
-    what a checkpoint cannot: parts of models that were split by tensors or into pipelines; DiskError for one that is
-    not whole.
+    Args:
+        source: The other library's folder. If DeepSpeed's has several checkpoints, its file "latest" names one.
+        folder: The checkpoint to write.
+        model_key: The model's key in a folder of torch.distributed.checkpoint, if the folder does not show it.
+
+    Returns the names of omitted values: those outside the model and the optimizer that are not plain data.
+
+    Raises ZeropageError for other folders, and for models split by tensors or into pipelines. Raises DiskError for an
+    incomplete folder.
     """
     path = pathlib.Path(source)
     if (path / dcp.METADATA).exists():

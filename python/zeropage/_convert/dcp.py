@@ -1,7 +1,7 @@
-"""What torch.distributed.checkpoint saved to a folder.
+"""Read a folder of torch.distributed.checkpoint.
 
-Its `.metadata` is a pickle of a few classes. It is read with inert objects in place of theirs, of which the real ones
-are made after all has been checked. The rest is read with weights_only.
+Its `.metadata` is a pickle of a few classes. The reader loads inert objects instead, checks them, and then makes the
+real objects. Everything else is read with weights_only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CLASSES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives each file classes of its own in place of those it asks for: a pickle can change the classes it gets."""
+    """Gives each file its own stand-in classes, because a pickle can change the classes it gets."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -61,7 +61,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
-    """The attributes of an object that was of the class `kind`. Raises TypeError if it was not."""
+    """Return the attributes of an object of the class `kind`. Raises TypeError for another class."""
     state = value.state if isinstance(value, Inert) and type(value).__name__ == kind else None
     if not isinstance(state, dict):
         raise TypeError(f"it has a {type(value).__name__} in place of a {kind}")
@@ -114,7 +114,7 @@ def _place(value: Any) -> _StorageInfo:
 
 
 def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Where each value was among nested dicts and lists, if that was written."""
+    """Return each value's path in nested dicts and lists, if the file has it."""
     if not isinstance(value, dict):
         return None
     return {
@@ -125,7 +125,10 @@ def _paths(value: Any) -> dict[str, tuple[str | int, ...]] | None:
 
 
 def _made(found: Any) -> meta.Metadata:
-    """The real objects, of what was checked. Raises TypeError, KeyError and so on for what torch does not write."""
+    """Make the real objects of the checked content.
+
+    Raises TypeError, KeyError and so on for content that torch does not write.
+    """
     held = _fields(found, "Metadata")
     return meta.Metadata(
         {str(name): _entry(value) for name, value in held["state_dict_metadata"].items()},
@@ -162,7 +165,7 @@ def _read_metadata(path: pathlib.Path) -> meta.Metadata:
 
 
 class _Folder:
-    """What lies in it, by name."""
+    """A folder's values, by name."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
@@ -170,7 +173,7 @@ class _Folder:
         self.left_out: list[str] = []
 
     def values(self) -> dict[str, Any]:
-        """As it was saved: dicts in dicts, with tensors that are yet to be read."""
+        """Return the saved nested dicts, with tensors that are read later."""
         flat: dict[str, Any] = {}
         for name, entry in self._reader.metadata.state_dict_metadata.items():
             if isinstance(entry, meta.TensorStorageMetadata):
@@ -207,7 +210,7 @@ Place = tuple[str, ...]
 
 
 def read(path: pathlib.Path, model_key: str | None) -> Training:
-    """`model_key`: under which the model was saved, "" if under none; names in it are joined by "."."""
+    """Read the folder. `model_key`: the keys of the model, joined by "."; "" if it has none; None to search."""
     folder = _Folder(path)
     with errors_name(f'"{path}"'):
         return _read(path, folder, model_key)
@@ -224,7 +227,7 @@ def _read(path: pathlib.Path, folder: _Folder, model_key: str | None) -> Trainin
     model = _at(values, model_at)
     if not isinstance(model, dict):
         raise _core.ZeropageError(f'"{path}" holds nothing under "{model_key}"; it has {_list(values)}')
-    # Where an optimizer or anything else lies beside tensors, the tensors alone are the model.
+    # If the model's tensors share a dict with the optimizer or other values, only the tensors are the model.
     around = (optimizer_at is not None and optimizer_at[: len(model_at)] == model_at) or not model_at
     training.model = dict(_flat(model, deep=not around))
     if not training.model:
@@ -246,7 +249,7 @@ def _read(path: pathlib.Path, folder: _Folder, model_key: str | None) -> Trainin
 
 def _take_other(training: Training, key: str, value: Any) -> None:
     if key in ("extra", "scheduler") and isinstance(value, tuple) and len(value) == 1:
-        (value,) = value  # as our own export has it
+        (value,) = value  # our own export wraps it in a tuple
     if key == "extra" and isinstance(value, dict):
         for name, item in value.items():
             training.take_extra(name, item)
@@ -285,7 +288,7 @@ def _is_optimizer(values: Mapping[str, Any]) -> bool:
 
 
 def _find_model(path: pathlib.Path, values: Mapping[str, Any], optimizer: Place | None) -> Place:
-    """Called "model", beside the optimizer; or the tensors beside it; or the only other that has tensors."""
+    """Find the model next to the optimizer: "model", or else the tensors there, or the only dict with tensors."""
     around = optimizer[:-1] if optimizer else ()
     beside = _at(values, around)
     others = [key for key in beside if (*around, key) != optimizer]
@@ -328,9 +331,10 @@ def _take_optimizer(path: pathlib.Path, training: Training, held: Mapping[str, A
 
 
 def _take_flat_optimizer(training: Training, held: Mapping[str, Any]) -> None:
-    """Of StateDictOptions(flatten_optimizer_state_dict=True): "state.<name>.<key>", "param_groups.<name>.<key>".
+    """Take an optimizer saved with StateDictOptions(flatten_optimizer_state_dict=True).
 
-    Parameters with the same settings are one group.
+    Its keys are "state.<name>.<key>" and "param_groups.<name>.<key>". Parameters with the same settings become one
+    group.
     """
     settings: dict[str, dict[str, Any]] = {}
     for key, value in held.items():

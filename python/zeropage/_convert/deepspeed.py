@@ -1,13 +1,13 @@
-"""What DeepSpeed saved: folders of ZeRO-1, 2 and 3, and universal ones.
+"""Read DeepSpeed's folders: ZeRO-1, 2 and 3, and universal ones.
 
 Formats as DeepSpeed 0.19 writes and 0.10 to 0.19 read them (deepspeed/utils/zero_to_fp32.py,
 deepspeed/checkpoint/ds_to_universal.py):
 
-    stage 1, 2    <prefix>zero_pp_rank_<rank>_mp_rank_00_optim_states.pt, one a rank; mp_rank_00_model_states.pt. Of
-                  each group, masters and states are one flat vector, cut evenly over the ranks, in the order of
+    stage 1, 2    <prefix>zero_pp_rank_<rank>_mp_rank_00_optim_states.pt, one a rank; mp_rank_00_model_states.pt. Each
+                  group's masters and states are one flat vector, cut evenly over the ranks, in the order of
                   "param_shapes"
-    stage 3       the same of optimizers' states, and one file of model states a rank. Each parameter is cut evenly,
-                  padded to the number of ranks; a rank's parts lie one after another in its flat groups
+    stage 3       the same files of optimizer states, and one file of model states a rank. Each parameter is cut
+                  evenly, padded to the number of ranks. A rank's flat groups hold its parts one after another
     universal     zero/<parameter>/{fp32,exp_avg,...}.pt, zero/optimizer_state.pt, and files of model states
 """
 
@@ -30,7 +30,7 @@ from zeropage._convert.training import Group, Training, joined, plain_settings, 
 
 _LATEST = ["latest", "latest_universal"]  # files that name a folder
 _RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
-#: Of the model's states: what DeepSpeed keeps there of its own, and that nobody else needs.
+#: DeepSpeed's own entries in the model's states. A checkpoint of ours does not need them.
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size", "mp_world_size",
@@ -47,8 +47,11 @@ def is_one(path: pathlib.Path) -> bool:
 
 
 def read(path: pathlib.Path) -> Training:
-    """Raises Error for what was split by tensors, into pipelines or over experts, and for stage 0; DiskError if parts
-    are missing."""
+    """Read the folder.
+
+    Raises ZeropageError for tensor, pipeline and expert parallelism, and for stage 0. Raises DiskError if parts are
+    missing.
+    """
     with unpickling.errors_name(f'"{path}"'):
         return _read(path)
 
@@ -70,7 +73,7 @@ def _read(path: pathlib.Path) -> Training:
 
 
 class _Flat:
-    """Flat tensors, as if they were one."""
+    """Several flat tensors, used as one."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._parts = parts
@@ -147,7 +150,7 @@ def _model_states(folder: pathlib.Path, of_each_rank: bool) -> list[Any]:
 
 
 def _start(model: Mapping[str, Any], shapes: Shapes) -> Training:
-    """All but masters and states."""
+    """Make everything except masters and states."""
     training = Training({})
     training.aliases = dict(model.get("shared_params") or {})
     trained = {name for group in shapes for name in group} | training.aliases.keys()
@@ -174,13 +177,13 @@ def _add_state(
 ) -> None:
     state: dict[str, Any] = {key: _gathered(name, shape, slices, key) for key, slices in flats.items()}
     for key, value in others.items():
-        state[key] = torch.tensor(float(value)) if key == "step" else value  # as torch's own optimizers keep it
+        state[key] = torch.tensor(float(value)) if key == "step" else value  # the form of torch's own optimizers
     if state:
         training.states[name] = state
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Those of each element, and the rest."""
+    """Split the state into values per element, and the rest."""
     flat = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
     return flat, {key: value for key, value in state.items() if key not in flat and value is not None}
 
@@ -195,7 +198,7 @@ def _check_alike(split: list[tuple[dict[str, torch.Tensor], dict[str, Any]]], wh
 
 
 def _states_of(optimizer: Mapping[str, Any], key: str) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Of torch's optimizer inside: the state of each flat tensor, and the groups."""
+    """Return the inner torch optimizer's state of each flat tensor, and its groups."""
     base = optimizer[key]
     if isinstance(base, list):
         raise _core.ZeropageError(

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as settings of ours, and what becomes of the rest of it."""
+"""Convert a DeepSpeed configuration to settings, and report the entries that are no settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIERS = {"cpu": "host", "nvme": "disk", "none": "device"}
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
 _DTYPES |= {name: name for name in ("float32", "float16", "bfloat16", "float64")}
 
-#: What the program says itself, in PyTorch's words, and why it is no setting.
+#: Entries that are no settings because the program states them in PyTorch, with advice.
 _PROGRAM = {
     "optimizer": "make it in the program, for example torch.optim.AdamW(model.parameters(), lr=…, fused=True)",
     "scheduler": "make it in the program: torch.optim.lr_scheduler",
@@ -43,7 +43,7 @@ _PROGRAM = {
     "memory_breakdown": "space.report()",
     "dump_state": "space.config",
 }
-#: What is decided from the run itself: budgets and the order of use say what is read ahead and what stays.
+#: Entries that zeropage decides itself: budgets and the order of use control prefetch and eviction.
 _LEARNT = {
     "zero_optimization": [
         "overlap_comm",
@@ -84,8 +84,11 @@ _LEARNT = {
 
 @dataclass
 class Converted:
-    """`settings`: for zeropage.init. By name in DeepSpeed's file: what the program says itself, what is decided
-    without a setting, and what has no counterpart."""
+    """The result of a conversion. `settings` are for zeropage.init.
+
+    The other fields list names in DeepSpeed's file: entries that the program states, those decided without a setting,
+    and those without a counterpart.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     program: dict[str, str] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class Converted:
 
 
 def convert_config(path: pathlib.Path) -> Converted:
-    """Raises ConfigError if the file is no configuration of DeepSpeed's."""
+    """Convert the file. Raises ConfigError if it is no configuration of DeepSpeed's."""
     try:
         config = json.loads(path.read_text())
     except OSError as error:
@@ -107,7 +110,7 @@ def convert_config(path: pathlib.Path) -> Converted:
 
 
 class _Reader:
-    """Takes what it knows out of `left`; what stays is sorted into the other kinds."""
+    """Takes known entries out of `left`, then sorts the rest into the other kinds."""
 
     def __init__(self, path: pathlib.Path, config: Mapping[str, Any]) -> None:
         self._path = path
@@ -125,7 +128,7 @@ class _Reader:
         return self._out
 
     def _take(self, name: str, *kinds: type) -> Any:
-        """None if it is not given, or "auto", which Hugging Face's Trainer fills in."""
+        """Take an entry. None if it is missing, or "auto", which Hugging Face's Trainer fills in."""
         value = self._left.pop(name, None)
         if value is None or value == "auto":
             return None
@@ -148,12 +151,12 @@ class _Reader:
             self._out.settings["min_page_bytes"] = int(4 * threshold)  # elements, as four bytes each
 
     def _homes(self) -> None:
-        # DeepSpeed keeps gradients beside the optimizer's states where it offloads these.
+        # If DeepSpeed offloads the optimizer's states, it keeps gradients on the same tier.
         disks: list[str] = []
         for key, roles in (("offload_optimizer", ("optimizer", "gradients")), ("offload_param", ("parameters",))):
             name = f"zero_optimization.{key}"
             device = self._take(f"{name}.device", str)
-            self._take(name, dict)  # {} is the default, none
+            self._take(name, dict)  # {} is the default: no offload
             if device is not None and device not in _TIERS:
                 raise _core.ConfigError(f"{self._path}: {name}.device = {device!r} is not cpu, nvme or none")
             for role in roles:

@@ -1,4 +1,4 @@
-"""A checkpoint of ours in other forms. Tensors are mapped from its files and stream from there."""
+"""Write a checkpoint of ours in other forms. Tensors are mapped from its files and stream from there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export(folder: pathlib.Path, out: pathlib.Path, to: str, progress: Progress 
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Tied tensors are one."""
+    """Map the model's tensors. Tied tensors are one."""
     model = {name: checkpoint.mapped("master", name) for name in checkpoint.names("master")}
     for name in checkpoint.names("model"):
         if name not in model:
@@ -50,7 +50,7 @@ def _rest(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_arrays(value: Any) -> Any:
-    """numpy's are tensors, which torch.load reads with weights_only=True."""
+    """Replace numpy's arrays by tensors, which torch.load reads with weights_only=True."""
     if isinstance(value, dict):
         return type(value)({key: _without_arrays(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def _to_dcp(checkpoint: Checkpoint, out: pathlib.Path) -> None:
     if (held := checkpoint.optimizer()) is not None:
         groups = [{**settings, "params": names} for settings, names in held.groups]
         state["optim"] = {"state": held.states, "param_groups": groups}
-    # It makes text of all keys; a tuple it leaves alone.
+    # torch.distributed.checkpoint turns all keys into text, but leaves a tuple unchanged.
     state |= {key: value if _has_text_keys(value) else (value,) for key, value in _rest(checkpoint).items()}
     with _partial(out) as partial:
         writer = FileSystemWriter(partial.path, sync_files=False)
@@ -118,7 +118,7 @@ def _to_dcp(checkpoint: Checkpoint, out: pathlib.Path) -> None:
 
 
 def _has_text_keys(value: Any) -> bool:
-    """Of all dicts in it; and none is empty, for such ones it drops."""
+    """Tell whether all dicts in `value` have text keys and none is empty: the library drops empty ones."""
     if isinstance(value, dict):
         return bool(value) and all(isinstance(key, str) and _has_text_keys(item) for key, item in value.items())
     return not isinstance(value, list | tuple) or all(_has_text_keys(item) for item in value)

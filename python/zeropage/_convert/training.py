@@ -1,4 +1,4 @@
-"""What a checkpoint of another library holds, on its way into one of ours."""
+"""The content of another library's checkpoint, before it becomes one of ours."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zeropage._checkpoint.contents import Contents, Progress, Source, Whole
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.saving import SaveHandle
 
-#: What is small and belongs to the model's folder, as Hugging Face writes it.
+#: Small files of a Hugging Face model's folder.
 BESIDE = ["config.json", "generation_config.json"]
 
 
 @dataclasses.dataclass
 class Made:
-    """A tensor that is put together when it is written."""
+    """A tensor that is built when it is written."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -38,14 +38,14 @@ class Made:
 
 
 def joined(shape: torch.Size, slices: Sequence[torch.Tensor]) -> Made:
-    """Of flat slices, one after another, which may have more at the end."""
+    """Join flat slices into a tensor of `shape`. Extra elements at the end are dropped."""
     size = math.prod(shape)
     return Made(shape, slices[0].dtype, lambda: torch.cat(list(slices))[:size].view(shape))
 
 
 @dataclasses.dataclass
 class Group:
-    """Of an optimizer's parameters."""
+    """A group of an optimizer's parameters."""
 
     settings: dict[str, Any]
     names: list[str]
@@ -54,7 +54,7 @@ class Group:
 @dataclasses.dataclass
 class Training:
     model: dict[str, Source]
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # of tied tensors: which name is written
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # tied tensors, and the names that they are written under
     groups: list[Group] = dataclasses.field(default_factory=list)
     states: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by parameter; Source or plain data
     scheduler: Any = None
@@ -63,7 +63,7 @@ class Training:
     left_out: list[str] = dataclasses.field(default_factory=list)
 
     def plain_part(self, name: str, value: Any) -> Any:
-        """What of it a checkpoint can hold; None, and listed, if that is nothing."""
+        """Return the part of `value` that a checkpoint can hold. If there is none, list it and return None."""
         if is_plain(value):
             return value
         if isinstance(value, dict):
@@ -77,14 +77,14 @@ class Training:
             self.extra[name] = part
 
     def take_scheduler(self, value: Any) -> None:
-        """Not in part: it would go on wrongly."""
+        """Take a complete scheduler or none, because a part of one would continue wrongly."""
         if is_plain(value):
             self.scheduler = value
         else:
             self.left_out.append("scheduler")
 
     def save(self, place: pathlib.Path, progress: Progress | None) -> None:
-        """Raises Error if another kind of file or folder is at `place`."""
+        """Write the checkpoint. Raises ZeropageError if another kind of file or folder is at `place`."""
         parts: dict[str, dict[str, Source]] = {"model": self.model, "optimizer": {}, "state": {}}
         optimizer = self._optimizer(parts["optimizer"]) if self.groups else None
         tensors: dict[str, Any] = {}
@@ -121,14 +121,14 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_settings(group: Mapping[str, Any], *without: str) -> dict[str, Any]:
-    """Of a group of parameters. Raises Error for what a checkpoint cannot hold."""
+    """Return a group's settings. Raises ZeropageError for values that a checkpoint cannot hold."""
     settings = {key: value for key, value in group.items() if key not in without}
     tree.encode(settings, "a group of parameters", {})
     return settings
 
 
 def read_beside(*folders: pathlib.Path) -> dict[str, bytes]:
-    """Of the first folder that has it."""
+    """Read each file of BESIDE from the first folder that has it."""
     return {
         name: (folder / name).read_bytes()
         for folder in reversed(folders)

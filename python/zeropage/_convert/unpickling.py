@@ -1,4 +1,4 @@
-"""Reads what torch.save wrote without running anything that the pickle asks for."""
+"""Read files of torch.save without running the pickle's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DAMAGED = (*WRONG_SHAPE, RuntimeError, ValueError, EOFError, struct.error)
 
 @contextlib.contextmanager
 def errors_name(what: str) -> Iterator[None]:
-    """What is not where it should be in something unpickled is one error."""
+    """Turn errors about missing or misplaced unpickled values into one DiskError."""
     try:
         yield
     except WRONG_SHAPE as error:
@@ -30,9 +30,9 @@ def errors_name(what: str) -> Iterator[None]:
 
 
 class Inert:
-    """In place of an object of a class that is not plain data: what it was made from, and its attributes.
+    """Stands for an object that is not plain data, with its arguments and its attributes.
 
-    Each load makes subclasses of its own, which are all that a pickle can name.
+    Each load makes its own subclasses, and a pickle can name no other classes.
     """
 
     args: tuple[Any, ...] = ()
@@ -51,7 +51,7 @@ class Inert:
 
 
 def load(path: pathlib.Path) -> Any:
-    """Tensors stay in the file, mapped. Objects of classes that torch does not know to be safe are Inert."""
+    """Load a file with mapped tensors. Objects of classes that torch does not consider safe are Inert."""
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(os.fspath(path))
         stubs: list[Any] = [(type(name, (Inert,), {}), name) for name in unknown]
@@ -60,7 +60,7 @@ def load(path: pathlib.Path) -> Any:
     except pickle.UnpicklingError as error:
         said = str(error).partition("WeightsUnpickler error: ")[2].strip() or str(error)
         raise _core.ZeropageError(
-            f'"{path}" is not read, for it holds what is no plain data: {said.splitlines()[0]}'
+            f'"{path}" is not read, because it holds values that are not plain data: {said.splitlines()[0]}'
         ) from None
     except _DAMAGED as error:
         said = str(error).splitlines()[0]
@@ -70,5 +70,5 @@ def load(path: pathlib.Path) -> Any:
 
 
 def number(value: Any) -> Any:
-    """Of an enumeration's member, which is pickled by its class and its value."""
+    """Return the value of an enumeration's member, which a pickle stores as its class and its value."""
     return value.args[0] if isinstance(value, Inert) and len(value.args) == 1 else value
