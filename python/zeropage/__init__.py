@@ -19,7 +19,7 @@ try:
     from zeropage import _core
 except ImportError as error:
     raise ImportError(
-        f"zeropage's core does not load beside torch {torch.__version__} ({error}); build it for that torch: "
+        f"zeropage's core does not load with torch {torch.__version__} ({error}); build it for that torch: "
         "`pip install --no-build-isolation .` in zeropage's source"
     ) from None
 if torch.__version__.split(".")[:2] != _core.built_for_torch.split(".")[:2]:

@@ -1,8 +1,8 @@
-"""Activations that page: autograd's default saved-tensor hooks hand what is saved to the core.
+"""Page saved activations: autograd's default saved-tensor hooks pass them to the core.
 
-Hooks are PyTorch's, and each thread has its own: the thread that makes the space gets ours at once, any other when it
-first runs a module of the space with grad mode on. The latest count. Hooks that the program sets itself, such as
-save_on_cpu and checkpoints, do what they always did.
+Each thread has its own hooks. The thread that makes the space gets ours at once, any other thread when it first runs a
+module of the space with grad mode on. The latest hooks count. The program's own hooks, such as save_on_cpu and
+checkpoints, work as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _hooks: Any = torch._C._autograd
 
 
 def start(activations: _core.Activations) -> None:
-    """What autograd saves on this thread goes there, until it is closed or its space is gone."""
+    """Pass this thread's saved activations to `activations`, until it is closed or its space is gone."""
     tidy()
     if _latest() is None and _hooks._top_saved_tensors_default_hooks(True) is not None:
         raise _core.ConfigError(
@@ -33,7 +33,7 @@ def start(activations: _core.Activations) -> None:
     _hooks._push_saved_tensors_default_hooks(activations.save, _core.SavedTensor.open)
 
 
-#: Those that are open, the latest last, with their spaces, and the hook that looks for threads that train.
+#: Open activations with their spaces, the latest last, and the hook that detects threads that train.
 _followed: list[tuple[_core.Activations, weakref.ref[_core.Space]]] = []
 _hook: RemovableHandle | None = None
 _lock = threading.RLock()
@@ -52,7 +52,7 @@ def _before_module(module: torch.nn.Module, _inputs: object) -> None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     tidy()
-    # Above the program's own hooks, ours would end with them.
+    # On top of the program's own hooks, ours would end with them.
     if _hooks._top_saved_tensors_default_hooks(True) is not None or not _hooks._saved_tensors_hooks_is_enabled():
         return
     for activations, reference in reversed(list(_followed)):
@@ -63,7 +63,7 @@ def _before_module(module: torch.nn.Module, _inputs: object) -> None:
 
 
 def tidy() -> None:
-    """Remove the hooks of what is no longer open, unless the program's lie above: then they do nothing."""
+    """Remove hooks of closed activations. Under the program's own hooks they stay, and do nothing."""
     global _hook
     if not all(activations.is_open for activations, _ in list(_followed)):
         with _lock:
@@ -83,7 +83,7 @@ def _latest() -> _core.Activations | None:
 
 @contextlib.contextmanager
 def without_ours() -> Iterator[None]:
-    """torch.func allows no hooks; what it differentiates stays in memory."""
+    """Inside, remove our hooks, because torch.func allows none. Its activations stay in memory."""
     popped = []
     while _latest() is not None:
         popped.append(_hooks._top_saved_tensors_default_hooks(True))

@@ -1,8 +1,8 @@
-"""Modules of which ranks use different parts, as the experts of a mixture.
+"""Modules in which ranks use different parts, such as the experts of a mixture.
 
-Ranks must gather parameters in the same order. Inside such a module they cannot, so all of its parameters are
-gathered before it runs, forward and backward, and held until it is done; and its gradients are summed when its
-backward ends, with zeros from ranks that have none.
+Ranks must gather parameters in the same order, but inside such a module they cannot. All ranks therefore gather all of
+its parameters before its forward and its backward, and hold them until it ends. The end of its backward sums its
+gradients, with zeros from ranks that have none.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class _Held:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._forward: list[_core.TensorPin | None] = []
-        # One hook a tensor, however often it is an input: a hook of a leaf outlives every graph.
+        # One hook for each tensor, even if it is an input often, because a leaf's hook outlives every graph.
         self._backward_of: Any = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[type[_Held], tuple[torch.nn.Module]]:
-        return _Held, (self._module,)  # a copy of the module knows no graph
+        return _Held, (self._module,)  # a copy of the module has no graph
 
     def before_forward(self, module: torch.nn.Module, *_arguments: object) -> None:
         self._forward.append(None)  # after_forward() runs too if this raises
         self._forward[-1] = _core.hold(list(module.parameters()))
 
     def after_forward(self, _module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        held = self._forward.pop() if self._forward else None  # none: a hook before ours has raised
+        held = self._forward.pop() if self._forward else None  # None if an earlier hook has raised
         if held is not None:
             held.release()
         outputs = [t for t in _tensors(result) if t.requires_grad and t.grad_fn is not None]
@@ -49,12 +49,12 @@ class _Held:
         inputs = {id(t): t for t in _tensors((args, kwargs)) if t.requires_grad}
         backward = _Backward(self._module, waiting_for=len(inputs))
         for tensor in outputs:
-            tensor.register_hook(backward.begin)  # keeps it while there is a graph
+            tensor.register_hook(backward.begin)  # keeps it alive with the graph
         for tensor in inputs.values():
             self._backwards(tensor).add(backward)
 
     def _backwards(self, tensor: torch.Tensor) -> weakref.WeakSet[_Backward]:
-        """Those that wait for this input's gradient."""
+        """Return the backwards that wait for this input's gradient."""
         known: weakref.WeakSet[_Backward] | None = self._backward_of.get(tensor)
         if known is not None:
             return known
@@ -100,9 +100,9 @@ class _Backward:
 
 
 def gather_together(module: ModuleT) -> ModuleT:
-    """Marks a module of which ranks may use different parts: all its parameters are faulted by all ranks together.
+    """Mark a module in which ranks may use different parts: all ranks fault all of its parameters together.
 
-    They must fit `device_memory` at once. Every rank must run the module equally often. Returns the module.
+    The parameters must fit `device_memory` at once. Every rank must run the module equally often. Returns the module.
     """
     held = _Held(module)
     module.register_forward_pre_hook(held.before_forward)

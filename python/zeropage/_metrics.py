@@ -13,8 +13,10 @@ from zeropage._space import Space, latest_space, space_of_any
 
 
 class MetricsBetweenLogs:
-    """Of `space`, or else of the model's when training starts. The numbers are this rank's: nothing here waits for
-    other ranks."""
+    """Metrics of `space`, or by default of the model's space when training starts.
+
+    The numbers are this rank's; nothing here waits for other ranks.
+    """
 
     def __init__(self, space: Space | None) -> None:
         self._given = space
@@ -22,7 +24,7 @@ class MetricsBetweenLogs:
         self._before: tuple[Report, int] | None = None
 
     def start(self, step: int, model: torch.nn.Module | None) -> None:
-        """Note that training of `model` goes on from `step`. Raises Error if there is no space."""
+        """Note that training of `model` continues from `step`. Raises ZeropageError if there is no space."""
         own = None if model is None else space_of_any(model.parameters())
         space = self._given or own or latest_space()
         if space is None:
@@ -33,7 +35,7 @@ class MetricsBetweenLogs:
         self._before = space.report(), step
 
     def take(self, step: int) -> dict[str, float]:
-        """`Report.to_metrics()` of the steps since start() or the last call; nothing if there were none."""
+        """Return `Report.to_metrics()` of the steps since start() or the last call; {} if there were none."""
         space = self._space()
         if space is None or self._before is None or step <= self._before[1]:
             return {}

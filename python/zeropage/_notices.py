@@ -1,8 +1,7 @@
-"""What zeropage says of its own accord, once each: through `warnings`, what a program can mend; through the logger
-"zeropage", what holds it up.
+"""One-time messages: `warnings` for problems that the user can fix, the logger "zeropage" for delays.
 
-A stalled disk, device or rank; operators that bring whole tensors in, step after step, though a rule is there for
-their kind; a setting without effect.
+They report a stalled disk, device or rank; operators that load whole tensors in every step although a rule exists for
+their kind; and a setting without effect.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from zeropage._space import Space, space_of_any
 
 log = logging.getLogger("zeropage")
 
-#: Seconds after which a wait is reported, and between looks.
+#: Seconds after which a wait is reported, and seconds between checks.
 STALLED_AFTER, LOOK_EVERY = 30.0, 5.0
 
 _REMEDY = {
@@ -30,13 +29,13 @@ _REMEDY = {
     "upload": "the device does not answer",
     "all-gather": "another rank is late or gone; each rank's log says where it waits",
     "ranks": "another rank is late or gone; each rank's log says where it waits",
-    "memory": "what is in memory cannot leave it: pins are held, or the disk does not take writes",
+    "memory": "no page can leave memory: the program holds pins, or the disk accepts no writes",
     "other threads": "another thread holds what this one needs",
 }
 
 
 class _Watch:
-    """A thread that looks for long waits, from the first step on."""
+    """A thread that checks for long waits, from the first step on."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -70,7 +69,7 @@ class _Watch:
 
 
 class _Steps:
-    """What is looked at after each step of an optimizer."""
+    """Checks after each step of an optimizer."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -93,9 +92,9 @@ class _Steps:
             if count <= before.get(name, 0):
                 continue
             self._steps_with[name] += 1
-            if self._steps_with[name] == 3:  # not once, as when a model is made
+            if self._steps_with[name] == 3:  # not at once: building a model may do it once
                 log.warning(
-                    "%s brings whole tensors in at each step, though a rule is there for its kind; "
+                    "%s brings whole tensors in at each step, although a rule exists for its kind; "
                     "report() counts its calls",
                     name,
                 )

@@ -1,4 +1,4 @@
-"""Over ranks, code that saves on one rank alone: the others serve it.
+"""Let other ranks serve code that saves on one rank alone.
 
 Trainers save on one rank, but all ranks must gather a partitioned tensor. The other ranks wait here, and join each
 gather that the rank that saves announces.
@@ -28,7 +28,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 class _Said(NamedTuple):
-    """What a rank tells the others; the leader says what it does next, with the tensor `at` an index or with more."""
+    """A rank's message to the others. The leader's names its next action, on the tensor at index `at` or on `views`."""
 
     what: str = ""
     at: int = 0
@@ -49,7 +49,7 @@ _TEMPORARY = -1  # the index of the latest clone
 
 
 class _Shared:
-    """The tensors over ranks that all of them have. What the leader makes of one is added, on all."""
+    """The partitioned tensors that all ranks have. All ranks add the tensors that the leader makes of them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -68,7 +68,7 @@ class _Shared:
         return tensor
 
     def add_temporary(self, tensor: torch.Tensor) -> torch.Tensor:
-        """It stays until the next one comes."""
+        """Add a tensor that the next temporary one replaces."""
         self._temporary = tensor
         return tensor
 
@@ -90,7 +90,7 @@ class _Shared:
         return made
 
     def view_of(self, tensor: torch.Tensor) -> _View | torch.Tensor:
-        """What names the tensor on all ranks: one that is not over ranks, itself."""
+        """Return a view that names the tensor on all ranks, or the tensor itself if it is not partitioned."""
         at = self.index_of(tensor)
         if at is None:
             return tensor
@@ -124,7 +124,7 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 
 class _Leader:
-    """The rank that saves, in the code that does."""
+    """The rank that saves, from inside the code that saves."""
 
     def __init__(self, ranks: Ranks, shared: _Shared) -> None:
         self._ranks, self.shared = ranks, shared
@@ -163,7 +163,7 @@ class _Leader:
             raise _core.RankError(self._failure)
 
 
-_this_thread = threading.local()  # .leader: of a thread that saves
+_this_thread = threading.local()  # .leader: set on a thread that saves
 
 
 def _leader_of(tensor: torch.Tensor) -> _Leader | None:
@@ -172,13 +172,13 @@ def _leader_of(tensor: torch.Tensor) -> _Leader | None:
 
 
 def about_to_pin(tensor: torch.Tensor) -> None:
-    """This rank pins the tensor next, to read it, and lets go of it before it asks for another."""
+    """Announce that this rank pins the tensor next, to read it, and unpins it before it asks for another."""
     if leader := _leader_of(tensor):
         leader.ask("pin", tensor)
 
 
 def settle() -> None:
-    """Raise RankError if another rank could not serve this one, which is about to say that a file is whole."""
+    """Raise RankError if another rank could not serve this one, before this one declares a file complete."""
     leader: _Leader | None = getattr(_this_thread, "leader", None)
     if leader is not None:
         leader.settle()
@@ -199,7 +199,7 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def converted(convert: Callable[[Tensors], Tensors], tensors: Tensors) -> Tensors:
-    """`convert(tensors)`. The ranks that serve this one do it too, by run()'s `convert`."""
+    """Return `convert(tensors)`. The ranks that serve this one run the `convert` of run() too."""
     leader: _Leader | None = getattr(_this_thread, "leader", None)
     if leader is None:
         return convert(tensors)
@@ -215,12 +215,12 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _leading(ranks: Ranks, shared: _Shared) -> Iterator[None]:
     _this_thread.leader = leader = _Leader(ranks, shared)
-    # What this rank alone computes here takes its own shares alone, and no other rank's.
+    # Operators here run on this rank alone, so they use its own shares and no other rank's.
     values = _core.SameValues(all_ranks=False)
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(Exception):  # where ranks cannot talk any more, this error says why
+        with contextlib.suppress(Exception):  # if ranks can no longer communicate, this error says why
             leader.end(_text_of(error))
         raise
     else:
@@ -232,7 +232,7 @@ def _leading(ranks: Ranks, shared: _Shared) -> Iterator[None]:
 
 def _serve(ranks: Ranks, leader: int, shared: _Shared, convert: Callable[[Tensors], Tensors]) -> None:
     pin: _core.RawPin | None = None
-    failure: BaseException | None = None  # of what was asked last
+    failure: BaseException | None = None  # of the last request
     while True:
         everyones: list[_Said] = ranks.gather(_Said(error="" if failure is None else _text_of(failure)))
         asked = everyones[leader]
@@ -258,7 +258,7 @@ def _serve(ranks: Ranks, leader: int, shared: _Shared, convert: Callable[[Tensor
                 shared.add_temporary(shared.tensor_at(asked.at).clone())
             else:
                 shared.add_results(convert({name: shared.open(view) for name, view in asked.views.items()}))
-        except BaseException as error:  # the leader learns it at its next announcement
+        except BaseException as error:  # reported at the leader's next announcement
             failure = error
 
 
@@ -267,7 +267,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Those in nested dicts, lists and tuples, with the keys that lead to them."""
+    """Yield the tensors in nested dicts, lists and tuples, with the keys that lead to them."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):
@@ -284,10 +284,16 @@ def run(
 ) -> T:
     """Call `save` on the ranks where `saves` is true, one after another, while the others serve it.
 
-    All ranks of the tensors' space call it together. `tensors` gives all that is saved, by name, in the same order on
-    all ranks. A rank that does not save calls `others` afterwards, or, left out, `save`. `convert`: what code inside
-    `save` gives converted(). Raises RankError on all ranks if their tensors differ, and on the others if one of them
-    raises.
+    All ranks of the tensors' space call it together.
+
+    Args:
+        save: Saves on one rank.
+        saves: Whether this rank saves.
+        tensors: Returns all tensors to save, by name, in the same order on all ranks.
+        others: Called afterwards on a rank that does not save; by default `save`.
+        convert: The function that code inside `save` passes to converted().
+
+    Raises RankError on all ranks if their tensors differ, and on the others if one of them raises.
     """
     if getattr(_this_thread, "leader", None) is not None:
         return save()

@@ -1,9 +1,9 @@
-"""Names for half-made files and folders, which say whose they are, and the removal of those that a dead process left.
+"""Name partial files and folders by their owner, and remove those of dead processes.
 
-A half-made file or folder stands beside its place, as `.<name>.<owner>.zeropage-partial`. The owner is a boot of a
-machine, a namespace of process numbers, a process, the time when it started, and a random number. A process knows
-whether another one of its namespace runs. Processes of other machines and containers show that they live: they touch
-what is theirs every few seconds. The file system needs no locks, and nobody can guess a name.
+A partial file or folder is next to its place, as `.<name>.<owner>.zeropage-partial`. The owner consists of a machine's
+boot, a namespace of process numbers, a process, its start time, and a random number. A process knows whether another
+one of its namespace runs. Processes of other machines and containers show that they live: they touch their files every
+few seconds. The file system needs no locks, and nobody can guess a name.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NAME = re.compile(
     rf"{re.escape(SUFFIX)}(?P<aside>\.aside)?",
     re.DOTALL,
 )
-_held: set[str] = set()  # the random numbers of what this process has under way
+_held: set[str] = set()  # the random numbers of this process's partial files and folders
 
 
 class Partial:
-    """A name of its own beside `place`, for one half-made file or folder that is taken for a living process's.
+    """A unique name next to `place`, for one partial file or folder of this process.
 
-    The file or folder itself is the caller's to make, and to move or remove.
+    The caller makes the file or folder, and moves or removes it.
     """
 
     def __init__(self, place: pathlib.Path) -> None:
@@ -53,7 +53,7 @@ class Partial:
         return self.path.with_name(f"{self.path.name}.aside")
 
     def release(self) -> None:
-        """Give up the name: from now on, other processes may remove what has it."""
+        """Release the name: from now on, other processes may remove its file or folder."""
         self._released.set()
         _held.discard(self._token)
 
@@ -69,7 +69,7 @@ class Partial:
 
 
 class Leftover:
-    """What has the name of a half-made file or folder."""
+    """An existing file or folder with a partial's name."""
 
     def __init__(self, path: pathlib.Path, match: re.Match[str]) -> None:
         self.path = path
@@ -85,7 +85,7 @@ class Leftover:
         return touched is not None and _now(self.path.parent) - touched < SILENCE
 
     def touched(self) -> float | None:
-        """Give the time of the last sign of life, as the file system has it; None if it is gone."""
+        """Return the file system's time of the last sign of life; None if the file is gone."""
         try:
             return self.path.lstat().st_mtime
         except OSError:
@@ -113,7 +113,7 @@ class Leftover:
 
 
 def leftovers(parent: pathlib.Path) -> Iterator[Leftover]:
-    """List what half-made files and folders there are, of the living too."""
+    """List partial files and folders, including those of living processes."""
     try:
         names = sorted(os.listdir(parent))
     except OSError:
@@ -124,7 +124,7 @@ def leftovers(parent: pathlib.Path) -> Iterator[Leftover]:
 
 
 def remove_dead_files(place: pathlib.Path) -> None:
-    """Remove what dead processes left of files that were to be at `place`."""
+    """Remove dead processes' partial files for `place`."""
     for leftover in leftovers(place.parent):
         if leftover.place.name == place.name and leftover.path.is_file() and not leftover.is_alive():
             leftover.remove()
@@ -149,7 +149,7 @@ def _this_process() -> str:
 
 
 def _start_of(process: int) -> str | None:
-    """In hexadecimal, in the system's ticks. None if it is dead, but its parent has not noticed; "0" if unknown."""
+    """Return a process's start time in ticks, in hexadecimal. None for a zombie; "0" if unknown."""
     try:
         fields = pathlib.Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -169,7 +169,7 @@ def _runs(process: int, started: str) -> bool:
 
 
 def _now(folder: pathlib.Path) -> float:
-    """The time as the file system has it, which may be another machine's."""
+    """Return the file system's time, which may be another machine's."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_mtime

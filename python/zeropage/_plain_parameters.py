@@ -1,7 +1,7 @@
-"""Trainable parameters that an optimizer steps beside paged ones, and that are not paged themselves.
+"""Find trainable parameters that are not paged, in an optimizer that also has paged ones.
 
-They were made outside the scope, as adapters and resized embeddings may be. In one process they take memory outside
-the budgets, which a warning says; over ranks nothing would sum their gradients, which is an error.
+They were made outside the scope, for example as adapters or resized embeddings. In one process they cause a warning,
+because they take memory outside the budgets. Over ranks they are an error, because nothing sums their gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 
 
 def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step. Raises RankError."""
+    """Check an optimizer before a step. Warns in one process; raises RankError over ranks."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if not torch.nn.parameter.is_lazy(p)]
     if _checked.get(optimizer) == len(parameters):
         return
@@ -36,7 +36,7 @@ def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not plain:
         return
     shapes = ", ".join(str(list(p.shape)) for p in plain[:4]) + (", …" if len(plain) > 4 else "")
-    found = f"the optimizer has {len(plain)} parameters that are not paged ({shapes}) beside {len(paged)} that are"
+    found = f"the optimizer has {len(plain)} parameters that are not paged ({shapes}) and {len(paged)} that are"
     remedy = "make them inside `with space:`, or call zeropage.page(model, space) before the optimizer is made"
     if ranks > 1:
         del _checked[optimizer]

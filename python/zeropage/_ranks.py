@@ -1,4 +1,4 @@
-"""Which ranks a space lies over."""
+"""Find the ranks that a space partitions tensors over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Groups:
     replica: ProcessGroup | None = None
 
     def names(self) -> tuple[str, str]:
-        """The names by which C++ finds them; empty for none."""
+        """Return the names by which C++ finds the groups; empty for none."""
         return _name(self.shard), _name(self.replica)
 
 
@@ -30,7 +30,7 @@ def _name(group: ProcessGroup | None) -> str:
 
 
 def is_alive(group: ProcessGroup | None) -> bool:
-    """Whether torch.distributed has the group and has not destroyed it."""
+    """Tell whether torch.distributed has the group and has not destroyed it."""
     try:
         return group is not None and bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError):
@@ -56,7 +56,7 @@ def _start(device: str) -> None:
     kind = found.type if found and (device == "auto" or device.split(":")[0] == found.type) else "cpu"
     if kind != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
-    # Where a device has no collectives of its own, its tensors pass through the host.
+    # If a device has no backend of its own, its tensors pass through the host.
     own = dist.Backend.default_device_backend_map.get(kind, "gloo")
     dist.init_process_group("gloo" if own == "gloo" else f"cpu:gloo,{kind}:{own}")
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

@@ -1,4 +1,4 @@
-"""A space's report: what it holds and has moved, as typed data and as a table for people."""
+"""A space's report of its content and traffic, as typed data and as a table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a space holds and has moved. Sizes are bytes, times are seconds."""
+    """A space's content and traffic. Sizes are bytes, times are seconds."""
 
     seconds: float = _counter(0.0)
     """Since the space was made, or between the two reports of since()."""

@@ -1,7 +1,6 @@
-"""The safetensors format: a header in JSON, and the tensors' bytes one after another; written page by page.
+"""Write the safetensors format, page by page: a header in JSON, then the tensors' bytes one after another.
 
-https://github.com/huggingface/safetensors#format. In the order that its own library has, files are the same to the
-byte.
+https://github.com/huggingface/safetensors#format. With the library's order of tensors, files are the same to the byte.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from zeropage import _core, _one_saves
 from zeropage._partial import Partial, remove_dead_files
 
-#: Names of dtypes in the format. Its library writes the last of these first.
+#: Names of dtypes in the format. Its library writes them in the reverse of this order.
 DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -43,7 +42,7 @@ _ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 
 class Content(Protocol):
-    """What a file is laid out for: a tensor, or what will be one."""
+    """An entry of a file's layout: a tensor, or the source of one."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -55,15 +54,15 @@ class Content(Protocol):
 
 @dataclasses.dataclass
 class Layout:
-    """What lies where in a file."""
+    """The header and the tensors' offsets in a file."""
 
     header: bytes
-    offsets: dict[str, int]  # of each tensor, in the file, in the order of the file
+    offsets: dict[str, int]  # of each tensor, in the order of the file
     size: int
 
     @staticmethod
     def of(tensors: Mapping[str, Content], metadata: Mapping[str, str] | None, block: int = 8) -> Layout:
-        """`block`: tensors begin at a multiple of it, but for those of other sizes, which come last."""
+        """Make a file's layout. Tensors begin at multiples of `block`; those of other sizes come last, unaligned."""
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise _core.ZeropageError(
@@ -92,10 +91,10 @@ class Layout:
 
 
 def save_file(tensors: Mapping[str, torch.Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
-    """As safetensors.torch.save_file(), with a page of a paged tensor in memory at a time; over ranks, a tensor.
+    """Do safetensors.torch.save_file() with one page of a paged tensor in memory; over ranks, with one tensor.
 
-    The file appears whole: the one that was there may be what the tensors are read from. If two processes save to one
-    path, the file of the last one stays.
+    The file appears complete, because the earlier file may be the source of the tensors. If two processes save to one
+    path, the last file stays.
     """
     layout = Layout.of(tensors, metadata)
     place = pathlib.Path(os.path.realpath(path))

@@ -1,4 +1,4 @@
-"""The front door: a configuration, a space, the init scope, and what one does with paged tensors."""
+"""The public entry: a configuration, a space, the init scope, and functions on paged tensors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zeropage._tuned import add_tuned
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
-#: Spaces that are open, in the order in which they were made. [Note: what keeps a space]
+#: Open spaces, in the order of their creation. [Note: what keeps a space]
 _spaces: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
-# [Note: what keeps a space] A program need not name its space, and zeropage.report() must find it all the same. Each
-# parameter and buffer of a module keeps it, while that lives. Before a module has one, nothing would, and the space
-# made last is kept in _new. When the program has dropped the model and the space, memory and disk are given back.
+# [Note: what keeps a space] A program need not name its space, but zeropage.report() must still find it. Each parameter
+# and buffer of a module keeps the space alive. Before a module has any, _new keeps the latest space alive. When the
+# program has dropped the model and the space, the space releases memory and disk.
 _kept_by: MutableMapping[torch.Tensor, Space] = WeakTensorKeyDictionary()
 _new: Space | None = None
 
@@ -46,24 +46,24 @@ def note_copy(original: torch.Tensor, copy: torch.Tensor) -> None:
 
 
 def open_spaces() -> list[Space]:
-    """Those that are open and referred to, the latest last."""
+    """Return the open spaces that anything refers to, the latest last."""
     return [space for reference in _spaces.valuerefs() if (space := reference()) is not None]
 
 
 def latest_space() -> Space | None:
-    """The space made last, of those that are open."""
+    """Return the latest open space, or None."""
     return next(reversed(open_spaces()), None)
 
 
 def space_of(tensor: torch.Tensor) -> Space | None:
-    """The open space that pages the tensor; None for an ordinary tensor."""
+    """Return the open space that pages the tensor; None for an ordinary tensor."""
     if not _core.is_paged(tensor):
         return None
     return next((space for space in open_spaces() if space._core.holds(tensor)), None)
 
 
 def space_of_any(tensors: Iterable[torch.Tensor]) -> Space | None:
-    """The space of the first paged tensor among `tensors`; None if none is paged."""
+    """Return the space of the first paged tensor among `tensors`; None if none is paged."""
     paged = next(filter(_core.is_paged, tensors), None)
     return None if paged is None else space_of(paged)
 
@@ -79,7 +79,7 @@ def _keep(space: Space, tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def forgotten(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Drop our weak references to tensors meanwhile: torch.utils.swap_tensors() refuses tensors that have any."""
+    """Inside, drop our weak references to tensors, because torch.utils.swap_tensors() refuses tensors with any."""
     tensors = list(tensors)
     spaces = open_spaces()
     registered = [[space._registered.pop(tensor, False) for tensor in tensors] for space in spaces]
@@ -96,18 +96,18 @@ def forgotten(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def keep_alike(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Let `tensor` keep the space that `other` keeps, if it is paged there."""
+    """Let `tensor` keep the space of `other` alive, if it is paged there."""
     if (space := _kept_by.get(other)) is not None:
         _keep(space, tensor)
 
 
 class Space:
-    """An address space: tiers, budgets and its tensors. A context manager: what its thread creates inside is paged.
+    """An address space: tiers, budgets and its tensors. As a context manager, it pages what its thread creates inside.
 
     It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
     """
 
-    _number = -1  # of one that is planned
+    _number = -1  # of a planned space
 
     def __init__(self, config: Config, groups: Groups | None = None) -> None:
         global _new
@@ -126,7 +126,7 @@ class Space:
 
     @classmethod
     def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
-        """On a machine that is not there: for zeropage.plan, on the thread that has entered the machine's time."""
+        """Make a space on a simulated machine, for zeropage.plan, on the thread that entered the machine's time."""
         space = cls.__new__(cls)
         space._registered = WeakTensorKeyDictionary()
         space._start(_core.Space.planned(config._core(), machine, ranks), lambda: machine.now, Groups())
@@ -136,7 +136,7 @@ class Space:
         self._core, self._now = core, now
         self._lifetime = core.lifetime()
         _integrations.hold(self._lifetime, over_ranks=groups.shard is not None)
-        # Weak references: destroy_process_group() must end the groups' threads.
+        # Weak references, because destroy_process_group() must end the groups' threads.
         self._groups = [weakref.ref(group) for group in (groups.shard, groups.replica) if group is not None]
         self._activations = self._core.activations()
         if self._activations is not None:
@@ -157,18 +157,19 @@ class Space:
         return Config._in_force(self._core.config)
 
     def is_over_ranks(self) -> bool:
-        """Whether its tensors lie over ranks, or over one that was asked for."""
+        """Tell whether the space has a process group, even one of a single rank."""
         return bool(self._groups)
 
     def join(self, groups: Groups, stepped: bool) -> None:
-        """Let a space of one process lie over `groups` instead: its modules' tensors move, and are rank 0's then.
+        """Partition a space of one process over `groups`. Its modules' tensors move, with rank 0's content.
 
-        Other tensors, such as copies of weights, stay this rank's own, in memory of the old size beside the new.
+        Other tensors, such as copies of weights, stay this rank's own. They keep their memory in addition to the new
+        space's.
 
-        All ranks call it together, with the same modules. Raises RankError if `stepped`, where ranks may have trained
-        apart, if the space's scope is entered, or if its tensors share memory.
+        All ranks call it together, with the same modules. Raises RankError if `stepped`, because ranks may have trained
+        separately, if the space's scope is entered, or if its tensors share memory.
         """
-        gc.collect()  # what is dead lives on all ranks alike
+        gc.collect()  # so that all ranks hold the same tensors
         kept = list(self._registered.keys())
         paged = [tensor for tensor in kept if self._core.holds(tensor)]
         places = {_core.virtual_address(tensor) for tensor in paged}
@@ -190,7 +191,7 @@ class Space:
         wrong = said[0] if said else ""
         if wrong:
             raise _core.RankError(
-                "the process group came after zeropage.init(), and the space cannot lie over its ranks any more: "
+                "the process group came after zeropage.init(), too late to partition the space over its ranks: "
                 f"{wrong}; call torch.distributed.init_process_group() before zeropage.init()"
             )
         old, activations = self._core, self._activations
@@ -206,12 +207,12 @@ class Space:
                 if isinstance(tensor, torch.nn.Parameter):
                     _mix(self._core, tensor)
         except BaseException:
-            self._core.close()  # what has moved and what has not are of no use without the other
+            self._core.close()  # neither space is of use with only a part of the tensors
             old.close()
             raise
 
     def _move(self, tensor: torch.Tensor) -> None:
-        """From another space into this one."""
+        """Move a tensor from another space into this one."""
         gradient = None
         if tensor.is_leaf and tensor.grad is not None:
             gradient, tensor.grad = tensor.grad, None
@@ -228,7 +229,7 @@ class Space:
             tensor.grad = gradient
 
     def process_groups(self) -> list[ProcessGroup]:
-        """The groups of the ranks over which the space partitions tensors, and of those that have replicas.
+        """Return the group that partitions tensors, and the group of replicas, if any.
 
         Empty for a space of one process. Raises RankError if a group was destroyed.
         """
@@ -241,10 +242,10 @@ class Space:
         return groups
 
     def page(self, tensor: torch.Tensor) -> bool:
-        """Pages one existing tensor; False if it is too small or not one that can be paged.
+        """Page an existing tensor. Return False if it is too small, or of a kind that cannot be paged.
 
-        Over ranks, all call it together, and have rank 0's content afterwards (of their own shares, if it is
-        partitioned).
+        Over ranks, all ranks call it together. Each then holds rank 0's content, or its share of it if the tensor is
+        partitioned.
         """
         paged = self._core.page(tensor)
         _keep(self, tensor)
@@ -255,18 +256,18 @@ class Space:
         return Report._of(self._core.report(), self._now() - self._made)
 
     def synchronize(self) -> None:
-        """Does what optimizers have left to do (see `async_step`), and returns when nothing is under way to the disk.
+        """Run pending optimizer updates (see `async_step`), and wait until no transfer to the disk is in flight.
 
-        Over ranks, all of them call it at the same place of the program: what is left to do may gather.
+        Over ranks, all ranks call it at the same place of the program, because pending updates may gather.
         Raises DiskError for a read or write that failed.
         """
         self._core.synchronize()
 
     def close(self) -> None:
-        """Gives memory and disk back; the space's tensors raise AccessError when used afterwards.
+        """Release memory and disk. The space's tensors raise AccessError when used afterwards.
 
-        This rank's part of a background save is written first; no rank waits for another. An error
-        of that save is a warning, and SaveHandle.wait() raises it.
+        Closing first finishes this rank's part of a background save; no rank waits for another. An error of that save
+        is a warning, and SaveHandle.wait() raises it.
         """
         global _new
         from zeropage._checkpoint.saving import finish_writing  # which imports this module
@@ -283,14 +284,14 @@ class Space:
 
 
 class _Scopes(threading.local):
-    """Those of a space that a thread has entered."""
+    """The scopes of a space that a thread has entered."""
 
     def __init__(self) -> None:
         self.entered: list[_Entered] = []
 
 
 class _Entered:
-    """One entered scope: on its thread, factories make paged tensors, and what modules register becomes paged."""
+    """One entered scope: on its thread, factories make paged tensors, and registered tensors become paged."""
 
     def __init__(self, owner: Space) -> None:
         space, thread = owner._core, threading.get_ident()
@@ -298,7 +299,7 @@ class _Entered:
         self._scope = space.scope()
         self._scope.enter()
         device = torch.device(owner.config.device)
-        # As under `with torch.device(...)`: what the program builds without naming a device is built on the space's.
+        # As under `with torch.device(...)`: without a named device, the program builds on the space's device.
         self._device = device if device.type != "cpu" else contextlib.nullcontext()
         self._device.__enter__()
 
@@ -307,11 +308,11 @@ class _Entered:
         self._buffers: dict[int, torch.Tensor] = {}
 
         def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
-            if tensor is None or threading.get_ident() != thread:  # hooks are the process's
+            if tensor is None or threading.get_ident() != thread:  # hooks are process-wide
                 return
             if isinstance(tensor, torch.nn.Parameter):
                 self._parameters[id(tensor)] = tensor
-            # Loaders make parameters from tensors that no factory made: slices of a file.
+            # Loaders make parameters from slices of a file, which no factory made.
             if not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
                 space.page(tensor)
                 if isinstance(tensor, torch.nn.Parameter):
@@ -347,12 +348,12 @@ class _Entered:
         self._scope.leave(failed)
         if not failed:
             for parameter in self._parameters.values():
-                _mix(self._space, parameter)  # only now: it was initialised as it is at home
+                _mix(self._space, parameter)  # only now, because it was initialised in its home's precision
 
 
 def _mix(space: _core.Space, parameter: torch.Tensor) -> None:
     if space.mix(parameter) and parameter.is_leaf:
-        # Gradients are of gradient_dtype, not of what operators see: a program may set them too.
+        # Gradients have gradient_dtype, not compute_dtype, also those that the program sets.
         parameter.grad_dtype = None
 
 
@@ -364,14 +365,14 @@ def init(
     replica_group: ProcessGroup | None = None,
     **overrides: object,
 ) -> Space:
-    """Makes a space from `config` and `overrides`. Use it as a scope: what is built inside is created paged.
+    """Make a space from `config` and `overrides`. Use it as a scope: models built inside are paged from the start.
 
-    Over ranks, states are partitioned as `stage` says: over `group`, or over all ranks of torch.distributed, which is
-    started if the program runs under torchrun and has not done so. With `shard_group` and `replica_group` they are
-    partitioned inside the one and replicated across the other.
+    Over ranks, `stage` says which states are partitioned over `group`, by default over all ranks of torch.distributed.
+    Under torchrun, init() starts torch.distributed if the program has not. With `shard_group` and `replica_group`,
+    states are partitioned inside the first and replicated across the second.
 
-    Raises ConfigError for settings or groups that are unknown or contradict each other, DiskError for a disk_path
-    that cannot hold pages.
+    Raises ConfigError for settings or groups that are unknown or contradict each other. Raises DiskError for a
+    disk_path that cannot hold pages.
     """
     if group is not None and (shard_group is not None or replica_group is not None):
         other = "shard_group" if shard_group is not None else "replica_group"
@@ -384,11 +385,11 @@ def init(
 
 
 def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object) -> ModuleT:
-    """Page a model that exists: its parameters, buffers and gradients, in place, on the space's device. Return it.
+    """Page an existing model's parameters, buffers and gradients, in place, on the space's device. Return it.
 
-    `config`: a space, or what `init()` takes, with `overrides`, to make a new one. Like `Module.to`, it gives a
-    parameter that shares its memory with a tensor outside the model memory of its own. Raises ConfigError for
-    `overrides` beside a space, which has its settings.
+    `config`: a space, or a configuration for `init()`, with `overrides`, to make a new one. A parameter that shares
+    memory with a tensor outside the model gets its own memory, as under `Module.to`. Raises ConfigError for `overrides`
+    together with a space, which has its settings.
     """
     if isinstance(config, Space) and overrides:
         raise _core.ConfigError(
@@ -397,7 +398,7 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     space = config if isinstance(config, Space) else init(config, **overrides)
     core = space._core
     for parameter in model.parameters():
-        # What is paged is equal on all ranks, and need not be current on rank 0: each updates its share.
+        # Paged tensors are equal on all ranks already. Rank 0's may be stale, because each rank updates its share.
         if not _core.is_paged(parameter) or (parameter.grad is not None and not _core.is_paged(parameter.grad)):
             core.page(parameter)
         _core.keep_same(parameter)
@@ -406,14 +407,14 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
         if not _core.is_paged(buffer) and core.page(buffer):
             core.keep_whole(buffer)
         _keep(space, buffer)
-    core.start_equal()  # once: small tensors travel together
+    core.start_equal()  # once, so that small tensors are sent together
     for parameter in model.parameters():
         _mix(core, parameter)
     return model
 
 
 def page_out(target: torch.nn.Module | torch.Tensor) -> None:
-    """Pages out now: a tensor, or a model's parameters, buffers and gradients."""
+    """Page out a tensor, or a model's parameters, buffers and gradients, now."""
     tensors = [target] if isinstance(target, torch.Tensor) else [*target.parameters(), *target.buffers()]
     for tensor in tensors:
         _core.evict(tensor)
@@ -423,9 +424,9 @@ def page_out(target: torch.nn.Module | torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Inside, the tensor's data is in memory and may be read and written raw (`numpy()`, `data_ptr()`).
+    """Inside, the tensor's data is in memory, and the program may read and write it raw (`numpy()`, `data_ptr()`).
 
-    What was made from the raw data, such as a NumPy array, must not be used after the block.
+    Objects made from the raw data, such as a NumPy array, must not be used after the block.
     """
     pin = _core.pin(tensor)
     try:
@@ -436,16 +437,16 @@ def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def synchronize() -> None:
-    """Run `Space.synchronize()` of the space made last: afterwards no optimizer step and no transfer is under way."""
+    """Run `Space.synchronize()` of the latest space. No update is pending and no transfer in flight afterwards."""
     if (space := latest_space()) is not None:
         space.synchronize()
 
 
 def report() -> Report:
-    """Return what the space made last holds and has moved, as `Space.report()` does. Prints as a table.
+    """Return `Space.report()` of the latest open space: its content and its traffic. Prints as a table.
 
     A space is open until `close()`, as long as anything refers to it or to a module's parameter or buffer in it.
-    Raises Error if none is open.
+    Raises ZeropageError if none is open.
     """
     space = latest_space()
     if space is None:

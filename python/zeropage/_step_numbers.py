@@ -1,7 +1,7 @@
-"""What an optimizer gives its operators in a step: by these, the core tells what the next step will give them.
+"""Numbers that an optimizer passes to its operators in a step, from which the core predicts those of the next step.
 
-The core compares the numbers that a step gave with these, and asks for those of the next step while backward runs.
-A number that is not among them is expected to stay, or to change as it did; one that is wrong costs time, never bits.
+The core compares a step's numbers with these, and asks for the next step's while backward runs. It expects other
+numbers to stay, or to change as they did. A wrong number costs time, never bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from zeropage import _core
 
-_GROUPS = 64  # of one optimizer, that can be told apart
+_GROUPS = 64  # of one optimizer that have keys of their own
 _optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
 
 
@@ -29,18 +29,18 @@ def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) 
     for parameter in group["params"]:
         if "step" in (state := optimizer.state.get(parameter, {})):
             return (_number(state["step"]) or 0.0) + ahead
-    return 1.0  # it counts none
+    return 1.0  # the optimizer counts no steps
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) -> list[float]:
     try:
         return _formulas(optimizer, group, ahead)
-    except Exception:  # an optimizer of another kind: its numbers are told by how they change
+    except Exception:  # an optimizer of another kind: the core predicts its numbers from their changes
         return []
 
 
 def _formulas(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: int) -> list[float]:
-    """Those of torch.optim, in its order of operations. Always as many."""
+    """Return the numbers of torch.optim, in its order of operations. Their count is fixed."""
     step = _steps(optimizer, group, ahead)
     lr, decay = (_number(group.get(name)) or 0.0 for name in ("lr", "weight_decay"))
     numbers = [lr, -lr, decay, 1 - lr * decay, step]
@@ -57,7 +57,7 @@ def _formulas(optimizer: torch.optim.Optimizer, group: dict[str, Any], ahead: in
 
 
 def note(optimizer: torch.optim.Optimizer) -> None:
-    """A step is over."""
+    """Record that a step has ended."""
     known = id(optimizer) in _optimizers
     for i, group in enumerate(optimizer.param_groups[:_GROUPS]):
         if not known and not any(_core.is_paged(parameter) for parameter in group["params"]):

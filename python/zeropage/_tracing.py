@@ -1,4 +1,4 @@
-"""Timelines: what happened when, for Perfetto; and what of it held a program up."""
+"""Timelines for Perfetto, and summaries of a program's delays."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ KindT = TypeVar("KindT")
 
 
 class Trace:
-    """Records what zeropage does to a file that https://ui.perfetto.dev opens:
+    """A recording of zeropage's work to a file that https://ui.perfetto.dev opens:
 
         with zeropage.trace("run.json"):
             step()
 
-    or start at once, and `stop()`; one that is not stopped ends with the program, or when another starts and nothing
-    refers to this one any more. In it are operators on paged tensors, faults (missed, late), what threads wait
-    for, each transfer, updates, and memory in use. Names of parameters are those in `model`, or in all modules that
-    are alive when it ends. `zeropage trace run.json` says what held the program up. Over
-    ranks, each records its own: run.rank0.json and so on; `path` is this rank's.
+    Without `with`, it starts at once, until `stop()`, the end of the program, or another trace's start once nothing
+    refers to this one. It records operators on paged tensors, faults (missed, late), waits of threads, each transfer,
+    updates, and memory in use. Names of parameters are those in `model`, or in all modules alive at its end.
+    `zeropage trace run.json` lists the delays. Over ranks, each rank records its own file, run.rank0.json and so on;
+    `path` is this rank's.
 
-    Raises ConfigError while another is recorded, DiskError if the file cannot be written.
+    Raises ConfigError during another recording, and DiskError if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
@@ -40,12 +40,12 @@ class Trace:
         self.path = _of_this_rank(os.fspath(path))
         self._model = model
         if _recording is not None and _recording() is None:
-            _end()  # the program has dropped it, and cannot stop it
+            _end()  # the program has dropped the other trace, and cannot stop it
         _core.start_trace(self.path)
         _recording = weakref.ref(self)
 
     def stop(self) -> None:
-        """Ends the recording; again, it does nothing. Raises DiskError if the file is not whole."""
+        """End the recording; a second call does nothing. Raises DiskError if the file is incomplete."""
         if _recording is not None and _recording() is self:
             _end(self._model)
 
@@ -68,7 +68,7 @@ def _end(model: torch.nn.Module | None = None) -> None:
     global _recording
     _recording = None
     try:
-        # Names are a convenience: objects of the program may be of any kind, and half made where it failed.
+        # Names are optional: the program's objects may be of any kind, and incomplete after an error.
         with contextlib.suppress(Exception):
             names = _names([model] if model is not None else _roots())
             if names:
@@ -88,7 +88,7 @@ atexit.register(_end_with_program)
 
 def _forget_in_child() -> None:
     global _recording
-    _recording = None  # the parent's
+    _recording = None  # the trace is the parent's
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -98,7 +98,7 @@ def _of_this_rank(path: str) -> str:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         rank, size = distributed.get_rank(), distributed.get_world_size()
-    else:  # the ranks that a launcher has started have no group yet
+    else:  # a launcher's ranks have no group yet
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if size == 1:
         return path
@@ -107,7 +107,7 @@ def _of_this_rank(path: str) -> str:
 
 
 def _alive(kind: type[KindT]) -> list[KindT]:
-    # type(), not isinstance(): a weak proxy would be asked for what it stands for, which may be gone.
+    # type(), not isinstance(), which would ask a weak proxy for its object, and that may be gone.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
@@ -118,11 +118,11 @@ def _roots() -> list[torch.nn.Module]:
 
 
 def _names(models: Iterable[torch.nn.Module]) -> dict[str, str]:
-    """Of what is paged, by run. A gradient has its parameter's name with .grad, an optimizer's state with its own."""
+    """Return names of paged tensors, by run: a parameter's, with .grad for its gradient, or with its state's name."""
     found: dict[str, list[str]] = defaultdict(list)
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for optimizer in _alive(torch.optim.Optimizer):
-        with contextlib.suppress(Exception):  # a subclass may keep none, or in another form
+        with contextlib.suppress(Exception):  # a subclass may keep no state, or another form of it
             states |= optimizer.state
     for model in models:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -155,7 +155,7 @@ class Moved:
 
 @dataclass
 class Summary:
-    """Of one trace. Seconds are sums over threads."""
+    """A trace's summary. Seconds are sums over threads."""
 
     seconds: float = 0.0
     operators: int = 0
@@ -168,7 +168,7 @@ class Summary:
 
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
-    """Raises ConfigError if the file is no trace of ours."""
+    """Summarise a trace. Raises ConfigError if the file is no trace of ours."""
     try:
         with open(path, encoding="utf-8") as file:
             recorded = json.load(file)

@@ -1,4 +1,4 @@
-"""What `zeropage io tune` found best for a disk, in a file on it."""
+"""Read the best settings that `zeropage io tune` found for a disk, from a file on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTINGS = ("io", "io_block", "io_depth")
 
 
 def has_uring() -> bool:
-    """Whether io_uring is built in and allowed."""
+    """Tell whether io_uring is built in and allowed."""
     try:
         _core.Io("uring")
     except _core.ConfigError:
@@ -23,21 +23,21 @@ def has_uring() -> bool:
 
 
 def first_disk(config: _core.Config) -> str:
-    """The first directory of disk_path, or the default one."""
+    """Return the first directory of disk_path, or the default one."""
     path = dict(config.items())["disk_path"] or "/var/tmp"
     return path if os.path.isdir(path) else path.split(":")[0]
 
 
 def add_tuned(config: _core.Config) -> None:
-    """Sets what is left to us of how requests go to the disk as the first directory of disk_path has it written.
+    """Set io settings left at "auto" from the file in the first directory of disk_path.
 
-    A file of another user does not count, nor a link, nor one for an engine that cannot be had here. Raises
-    ConfigError for one that `zeropage io tune` has not written.
+    Links, other users' files, and files for an engine that is missing here are ignored. Raises ConfigError for a file
+    that `zeropage io tune` has not written.
     """
     given = dict(config.items())
     path = pathlib.Path(first_disk(config), TUNED_NAME)
     try:
-        # Any user may put a link or a pipe there, or change the file after a look at its owner.
+        # Any user may put a link or a pipe there, or change the file after its owner was checked.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(path, flags), encoding="utf-8") as file:
             found = os.fstat(file.fileno())
@@ -50,7 +50,7 @@ def add_tuned(config: _core.Config) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise _core.ConfigError(f"{path} is not what `zeropage io tune` writes ({error!r}): remove it") from None
     if any(given[name] != "auto" for name in _SETTINGS):
-        return  # what is best together is not best apart
+        return  # the tuned settings are best only together
     if settings["io"] == "uring" and not has_uring():
         return
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: `Trainer(callbacks=[ReportCallback()], ...)` logs what paging costs beside the loss.
+"""Hugging Face's Trainer: `Trainer(callbacks=[ReportCallback()], ...)` logs the cost of paging with the loss.
 
 Trainer works on paged models without this module.
 """
@@ -16,12 +16,12 @@ __all__ = ["ReportCallback"]
 
 
 class ReportCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Whatever Trainer logs to (`report_to`: TensorBoard, W&B, …) gets Report.to_metrics() of the steps since the log
-    before, evaluation and saving between them included. TensorBoard and W&B show them as "train/zeropage/…".
+    """Adds Report.to_metrics() to every log of Trainer (`report_to`: TensorBoard, W&B, …).
 
-    `space`: the one to report on; left out, the model's when training starts, or the one made last. It costs
-    something only when Trainer logs (`logging_steps`). Over ranks, the numbers are those of the rank that logs, and
-    it waits for none. Raises Error when training starts and there is no space.
+    The metrics cover the steps since the previous log, with evaluation and saving between them. TensorBoard and W&B
+    show them as "train/zeropage/…". They cost time only when Trainer logs (`logging_steps`). Over ranks, they are those
+    of the rank that logs, and it waits for no other rank. `space`: the space to report on; by default the model's when
+    training starts, or the latest one. Raises ZeropageError if there is no space when training starts.
     """
 
     def __init__(self, space: Space | None = None) -> None:

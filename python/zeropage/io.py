@@ -1,4 +1,4 @@
-"""Files and tensors, asynchronously, at the disk's speed. Of the rest of zeropage it needs nothing.
+"""Transfer tensors to and from files, asynchronously, at the disk's speed. Independent of the rest of zeropage.
 
     buffer = zeropage.io.empty(1 << 30, dtype=torch.uint8)     # aligned, on huge pages
     with zeropage.io.open("data.bin") as file:
@@ -6,14 +6,14 @@
         ...
         ticket.wait()                                          # raises DiskError: file, offset and sizes
 
-What is read or written: a contiguous tensor in the host's memory, or an object with the buffer protocol (bytearray,
-memoryview, a NumPy array). A view is a range: `file.read(tensor[a:b], offset)`. Any thread may start transfers of any
-files; they are under way together. The whole disk blocks (4 KiB) of a transfer go past the page cache where the
-memory's address and the offset are the same modulo 4 KiB, as those of `empty()` and an aligned offset are; what is
-left at its ends, and all other transfers, go through the page cache.
+A buffer is a contiguous tensor in the host's memory, or an object with the buffer protocol (bytearray, memoryview, a
+NumPy array). A view transfers a range: `file.read(tensor[a:b], offset)`. Any thread may start transfers of any files;
+they run concurrently. A transfer's whole disk blocks (4 KiB) bypass the page cache if the memory's address and the
+offset are equal modulo 4 KiB, for example with `empty()` and an aligned offset. The rest at its ends, and all other
+transfers, use the page cache.
 
-A forked child has neither the memory of arenas nor what is under way: there, tickets that had not ended and engines
-of the parent raise AccessError. Files can be used, unless they were opened with an engine.
+A forked child has neither the arenas' memory nor the transfers in flight. There, unfinished tickets and the parent's
+engines raise AccessError. Files work, unless they were opened with an engine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Buffer: TypeAlias = "torch.Tensor | bytes | bytearray | memoryview | Any"
 
 
 class Engine:
-    """What carries transfers out: a queue, a number of requests in flight, and threads of its own.
+    """Carries out transfers, with a queue, a number of requests in flight, and its own threads.
 
-    `name`: "uring", "threads", or "auto", which is io_uring where it is built in and allowed. Transfers are cut into
-    requests of `block_size` bytes, a multiple of 4 KiB; `depth` of them are in flight at most: by default 64 with
+    `name`: "uring", "threads", or "auto", which is io_uring if it is built in and allowed. The engine cuts transfers
+    into requests of `block_size` bytes, a multiple of 4 KiB. At most `depth` requests are in flight: by default 64 with
     io_uring, 16 with threads. Raises ConfigError.
     """
 
@@ -54,12 +54,12 @@ class Engine:
         return self._core.name
 
     def wait_all(self) -> None:
-        """Returns when all transfers of this engine have ended, of other threads too. Tickets have the errors."""
+        """Wait for all transfers of this engine, including other threads'. Tickets hold the errors."""
         self._core.wait_all()
 
 
 class _Default:
-    """The engine of those who name none. A forked child makes its own."""
+    """The engine of files without one. A forked child makes its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,15 +81,17 @@ os.register_at_fork(after_in_child=_default.forget)
 
 
 class Ticket:
-    """A transfer under way, which keeps its file and its memory. When it dies, it waits."""
+    """A transfer in flight, which keeps its file and its memory alive. Its destructor waits."""
 
     def __init__(self, core: _core.TensorTicket) -> None:
         self._core = core
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the transfer has ended; several threads may wait. Raises DiskError, at every call, if it
-        failed or was short, and TimeoutError if it has not ended after `timeout` seconds: then it goes on, and can be
-        waited for again."""
+        """Wait for the transfer. Several threads may wait.
+
+        Raises DiskError at every call if the transfer failed or was short. Raises TimeoutError if it has not ended
+        after `timeout` seconds; it then continues, and wait() can be called again.
+        """
         if not self._core.wait(timeout):
             raise TimeoutError(f"a transfer has not ended after {timeout} s")
 
@@ -98,7 +100,7 @@ class Ticket:
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
-    """Waits for all, then raises the first error among them."""
+    """Wait for all tickets, then raise the first error among them."""
     error: DiskError | AccessError | None = None
     for ticket in tickets:
         try:
@@ -118,38 +120,40 @@ class File:
         self.name = path
 
     def start_read(self, into: Buffer, offset: int = 0) -> Ticket:
-        """Starts to read the file's bytes [offset, offset + size of `into`). Raises DiskError."""
+        """Start to read the file's bytes [offset, offset + size of `into`). Raises DiskError."""
         return self._start(into, offset, reads=True)
 
     def start_write(self, data: Buffer, offset: int = 0) -> Ticket:
-        """Starts to write `data` to the file's bytes from `offset` on; past its end the file grows. `data` must not
-        change before the transfer has ended. Raises DiskError."""
+        """Start to write `data` at `offset`. The file grows if needed.
+
+        `data` must not change before the transfer has ended. Raises DiskError.
+        """
         return self._start(data, offset, reads=False)
 
     def read(self, into: Buffer, offset: int = 0) -> None:
-        """The same as start_read().wait()."""
+        """Read as start_read().wait()."""
         self.start_read(into, offset).wait()
 
     def write(self, data: Buffer, offset: int = 0) -> None:
-        """The same as start_write().wait()."""
+        """Write as start_write().wait()."""
         self.start_write(data, offset).wait()
 
     def sync(self) -> None:
-        """Returns when what was written, by transfers that have ended, has reached the disk. Raises DiskError."""
+        """Flush the bytes of finished transfers to the disk. Raises DiskError."""
         self._open().sync()
 
     @property
     def size(self) -> int:
-        """Bytes, now."""
+        """The current size in bytes."""
         return self._open().size
 
     @property
     def is_direct(self) -> bool:
-        """Whether the file system lets transfers past the page cache."""
+        """Whether the file system lets transfers bypass the page cache."""
         return self._open().is_direct
 
     def close(self) -> None:
-        """The file closes when the last of its transfers has ended."""
+        """Close the file, once its last transfer has ended."""
         self._file = None
 
     def __enter__(self) -> File:
@@ -172,8 +176,11 @@ class File:
 
 
 def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine: Engine | None = None) -> File:
-    """Opens a file: "r" to read one that exists, "r+" to read and write it, "w" to make it anew, with space for
-    `size` bytes. `engine`: what carries its transfers out; by default all files share one. Raises DiskError."""
+    """Open a file: "r" to read an existing one, "r+" to read and write it, "w" to create it.
+
+    `size`: bytes to reserve for "w". `engine`: carries out the transfers; by default all files share one. Raises
+    DiskError.
+    """
     name = os.fspath(path)
     if mode not in ("r", "r+", "w"):
         raise _core.ConfigError(f'mode = {mode!r} is not known: write "r", "r+" or "w"')
@@ -182,32 +189,31 @@ def open(path: str | os.PathLike[str], mode: str = "r", *, size: int = 0, engine
 
 
 class Arena:
-    """One region of memory, on huge pages, from which aligned buffers are cut, of any sizes and in any order.
+    """One region of memory, on huge pages, for aligned buffers of any sizes and in any order.
 
-    A forked child does not have it: there, buffers of the parent must not be touched, and `empty()` raises
+    A forked child does not have it. There, the program must not touch the parent's buffers, and `empty()` raises
     AccessError.
 
-    `pin_memory`: that an accelerator can copy from and to at full speed, as torch has it. A buffer may die while a
-    copy with `non_blocking=True` is under way: its memory is used again, or given back to torch, only when the arena
-    has no other or another arena of this kind is made; and first all that accelerators were asked for is waited for.
+    `pin_memory`: use pinned memory, which an accelerator copies at full speed. A buffer may die while a copy with
+    `non_blocking=True` is in flight. The arena reuses the memory, or returns it to torch, only when it has no other or
+    when another pinned arena is made. It first waits for all work of accelerators.
     """
 
     def __init__(self, size: int, *, pin_memory: bool = False) -> None:
         self._core = _core.TensorArena(size, pin_memory)
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor whose memory goes back to the arena when it dies. Raises BudgetError if there is not enough."""
+        """Make a tensor whose memory returns to the arena when it dies. Raises BudgetError if the arena is too full."""
         return self._core.empty(sizes, dtype)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self._core.capacity
 
 
 def empty(*sizes: int, dtype: torch.dtype = torch.float32, pin_memory: bool = False) -> torch.Tensor:
-    """A tensor in an arena of its own, of which the same holds: aligned for transfers past the page cache. Raises
-    BudgetError."""
+    """Make a tensor in its own Arena, aligned for transfers that bypass the page cache. Raises BudgetError."""
     size = dtype.itemsize
     for extent in sizes:
         size *= extent
@@ -222,7 +228,7 @@ def _tensor_of(buffer: Buffer, written: bool) -> torch.Tensor:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
         raise _core.ConfigError(f"{name} cannot be transferred: {error}; give a tensor or a buffer") from None
-    if "O" in re.sub(":[^:]*:", "", view.format):  # names of fields stand between colons
+    if "O" in re.sub(":[^:]*:", "", view.format):  # colons enclose names of fields
         raise _core.ConfigError(f"{name} holds Python objects, whose bytes are addresses: give it another dtype")
     if written and view.readonly:
         raise _core.ConfigError(f"{name} cannot be read into: it is read-only")
@@ -246,8 +252,11 @@ class _PyBuffer(ctypes.Structure):
 
 
 def _writable(view: memoryview) -> ctypes.Array[ctypes.c_ubyte]:
-    """The same memory, which keeps `view`. torch warns of memory that is read-only, and a filter of warnings would be
-    the process's; what is only written to a file stays as it is."""
+    """Return the same memory as writable, and keep `view` alive.
+
+    torch warns of read-only memory, and a warnings filter would be process-wide. A write to a file does not change the
+    memory.
+    """
     found = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), 0)
     memory = (ctypes.c_ubyte * view.nbytes).from_address(found.buf)

@@ -1,8 +1,8 @@
-"""Lightning: `Trainer(strategy=ZeropageStrategy(...))`, or strategy="zeropage" once this module is imported; and
-`Trainer(callbacks=[ReportCallback()])`.
+"""Lightning: `Trainer(strategy=ZeropageStrategy(...))` and `Trainer(callbacks=[ReportCallback()])`.
 
-Lightning's own loop works on paged models without them. The strategy makes the space after Lightning has started the
-ranks, pages what `configure_model()` or the module's constructor has made, and wraps nothing.
+After this module is imported, strategy="zeropage" works too. Lightning's own loop works on paged models without them.
+The strategy makes the space after Lightning has started the ranks. It pages the model of `configure_model()` or of the
+module's constructor, and wraps nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["ReportCallback", "ZeropageStrategy"]
 class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     """Paged states, in one process or partitioned over ranks.
 
-    `config` and `settings`: as zeropage.init() takes them. `space` is what was made of them, from the time the
-    Trainer sets the model up.
+    `config` and `settings`: as for zeropage.init(). `space` is the space made of them, once the Trainer has set up the
+    model.
     """
 
     strategy_name = "zeropage"
@@ -44,7 +44,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         return self._space
 
     def setup(self, trainer: Any) -> None:
-        if self.world_size == 1:  # the loader's own order: Lightning takes this strategy for one of many processes
+        if self.world_size == 1:  # keep the loader's order: Lightning assumes several processes for this strategy
             trainer._accelerator_connector.use_distributed_sampler = False
         with self._restored(self.model, "_ddp_params_and_buffers_to_ignore"):
             super().setup(trainer)
@@ -65,7 +65,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     def model_to_device(self) -> None:
         assert self.model is not None
         model: Any = zeropage.page(self.model, self.space)
-        # Where it is not trained, Lightning broadcasts it next, in buckets beside all budgets. It is equal already.
+        # Ignored, because an untrained model is equal already, and Lightning would broadcast it outside the budgets.
         named = [*model.named_parameters(), *model.named_buffers()]
         model._ddp_params_and_buffers_to_ignore = [name for name, tensor in named if zeropage.is_paged(tensor)]
 
@@ -79,7 +79,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
 
     @contextmanager
     def _left_in_pages(self) -> Iterator[None]:
-        """Inside, Lightning does not move the model and the optimizers' states to the CPU, as ordinary tensors."""
+        """Keep Lightning from moving the model and the optimizers' states to the CPU as ordinary tensors."""
         module = self._lightning_module
         if module is None or not any(map(zeropage.is_paged, module.parameters())):
             yield
@@ -95,7 +95,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     @staticmethod
     @contextmanager
     def _restored(module: Any, name: str) -> Iterator[None]:
-        """What `module` itself has under that name is afterwards what it was before."""
+        """Restore the module's own attribute of that name afterwards."""
         had, before = name in vars(module), vars(module).get(name)
         try:
             yield
@@ -110,12 +110,12 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
 
 
 class ReportCallback(Callback):  # type: ignore[misc,unused-ignore]
-    """The Trainer's loggers get Report.to_metrics() every `log_every_n_steps`, of the steps since the log before,
-    validation and saving between them included.
+    """Sends Report.to_metrics() to the Trainer's loggers every `log_every_n_steps`.
 
-    `space`: the one to report on; left out, the module's when training starts, or the one made last. Over ranks, the
-    numbers are those of rank 0, and it waits for no other. When training starts, raises ConfigError if the Trainer
-    has no logger, and Error if there is no space.
+    The metrics cover the steps since the previous log, with validation and saving between them. Over ranks, they are
+    rank 0's, and it waits for no other rank. `space`: the space to report on; by default the module's when training
+    starts, or the latest one. When training starts, raises ConfigError if the Trainer has no logger, and ZeropageError
+    if there is no space.
     """
 
     def __init__(self, space: zeropage.Space | None = None) -> None:
@@ -129,11 +129,11 @@ class ReportCallback(Callback):  # type: ignore[misc,unused-ignore]
             self._metrics.start(trainer.fit_loop.epoch_loop._batches_that_stepped, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # What Lightning's own monitors ask, so that steps are those of the loss.
+        # The condition of Lightning's own monitors, so that steps match those of the loss.
         logs_now = trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate()
         if not (trainer.is_global_zero and logs_now):
             return
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # counted when the step is over: of the first, 0
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # incremented after the step: 0 during the first
         if metrics := self._metrics.take(step + 1):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)

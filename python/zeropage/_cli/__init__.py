@@ -28,7 +28,7 @@ _FOLDER = click.Path(path_type=pathlib.Path)
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="zeropage")
 def main() -> None:
-    """Virtual memory for training state: what a run needs, and what a machine has."""
+    """Virtual memory for training state: run, plan, convert and diagnose."""
 
 
 @main.command("export")
@@ -53,10 +53,10 @@ def export_command(folder: pathlib.Path, out: pathlib.Path, form: str) -> None:
 @main.command("import")
 @click.argument("source", type=_FOLDER)
 @click.argument("folder", type=_FOLDER)
-@click.option("--model", "model_key", metavar="KEY", help="Under which the model lies, in a folder of DCP.")
+@click.option("--model", "model_key", metavar="KEY", help="In a torch.distributed.checkpoint folder: the model's key.")
 def import_command(source: pathlib.Path, folder: pathlib.Path, model_key: str | None) -> None:
-    """Make a checkpoint of ours in FOLDER from what DeepSpeed (ZeRO-1/2/3, universal) or torch.distributed.checkpoint
-    saved in SOURCE. Pickles are read without running what they ask for.
+    """Convert SOURCE, a checkpoint of DeepSpeed (ZeRO-1/2/3, universal) or torch.distributed.checkpoint, to a zeropage
+    checkpoint in FOLDER. Pickles are read without running their code.
     """
     from zeropage._convert import import_checkpoint
 
@@ -64,7 +64,7 @@ def import_command(source: pathlib.Path, folder: pathlib.Path, model_key: str | 
         left_out = import_checkpoint(source, folder, model_key, progress)
     click.echo(f"written: {folder}")
     if left_out:
-        click.echo(f"left out, for it is no plain data: {', '.join(left_out)}")
+        click.echo(f"left out, because they are not plain data: {', '.join(left_out)}")
 
 
 class _Command(click.Command):
@@ -131,10 +131,10 @@ def run_command(
     trace_file: str | None,
     **settings: str | None,
 ) -> None:
-    """Run SCRIPT with ARGUMENTS as python would, with the modules that it makes paged.
+    """Run SCRIPT with ARGUMENTS as python would, and page its modules.
 
     The script needs no change: parameters and buffers become paged when a module registers them. Settings come before
-    SCRIPT; each is a flag, as --device-memory 512MB.
+    SCRIPT; each is a flag, for example --device-memory 512MB.
     """
     from zeropage._cli.running import make_space, run_script, start_trace
 
@@ -152,7 +152,7 @@ def run_command(
 @click.option("--steps", default=20, show_default=True, help="Steps of optimizers after which a run is stopped.")
 @click.option("--ranks", default=1, show_default=True, help="Ranks of the paged run.")
 @click.option("--config", help="A JSON file of settings. Flags override the file.")
-@click.option("--plant", hidden=True, help="For tests: a Python file that is run before the script, if it is paged.")
+@click.option("--plant", hidden=True, help="For tests: a Python file to run before the paged script.")
 def verify_command(
     script: pathlib.Path,
     arguments: tuple[str, ...],
@@ -164,9 +164,8 @@ def verify_command(
 ) -> None:
     """Run SCRIPT plain and paged, and compare losses, gradients, parameters and optimizer states to the bit.
 
-    The script needs no change. ARGUMENTS that begin with a dash come after "--". Left out, settings put everything on
-    disk, under budgets of a quarter of the parameters. Exit status: 0 if equal, 1 if not, 2 if there is nothing to
-    compare.
+    The script needs no change. ARGUMENTS that begin with a dash come after "--". By default everything is on disk,
+    under budgets of a quarter of the parameters. Exit status: 0 if equal, 1 if not, 2 if there is nothing to compare.
     """
     from zeropage._cli.verifying import verify
     from zeropage._verify.runs import CannotCompare
@@ -187,36 +186,36 @@ def verify_command(
 @main.command("plan", cls=_Command)
 @click.option("--program", type=_FOLDER, help="A Python file whose function program() gives a zeropage.plan.Program.")
 @click.option("--transformers", "model_config", type=_FOLDER, help="A Hugging Face config.json, or its folder.")
-@click.option("--layers", type=int, help="Layers of a decoder like GPT-3's; needs --hidden.")
+@click.option("--layers", type=int, help="Layers of a decoder like GPT-3's. Needs --hidden.")
 @click.option("--hidden", type=int, help="Width of that decoder.")
-@click.option("--vocabulary", type=int, help="Size of its vocabulary.  [default: 50257]")
-@click.option("--heads", type=int, help="Its attention heads.  [default: a head for 128 of --hidden]")
+@click.option("--vocabulary", type=int, help="Vocabulary of that decoder.  [default: 50257]")
+@click.option("--heads", type=int, help="Attention heads of that decoder.  [default: --hidden / 128]")
 @click.option("--length", type=int, help="Tokens in one sequence.  [default: 1024]")
 @click.option("--batch", type=int, help="Sequences in one micro-batch of one rank.  [default: 1]")
 @click.option("--micro-batches", type=int, help="Micro-batches in one step of one rank.  [default: 1]")
-@click.option("--recompute", is_flag=True, help="Activation checkpointing: each block's are computed again.")
-@click.option("--optimizer-name", "optimizer", metavar="NAME", help="As adamw, sgd, lion.  [default: adamw]")
+@click.option("--recompute", is_flag=True, help="Activation checkpointing: compute each block again in backward.")
+@click.option("--optimizer-name", "optimizer", metavar="NAME", help="For example adamw, sgd or lion.  [default: adamw]")
 @click.option(
-    "--machine", metavar="NAME|FILE", help="One that is built in, or a JSON file. Else this one is measured."
+    "--machine", metavar="NAME|FILE", help="A built-in machine, or a JSON file. By default this machine is measured."
 )
-@click.option("--measure", metavar="[PATH]", is_flag=False, flag_value="", help="Measure this one, its disk at PATH.")
-@click.option("--ranks", type=int, help="[default: 1; with --fit, the best number on one machine]")
-@click.option("--costs", type=_FOLDER, help="A file of operators' measured seconds.")
-@click.option("--save-costs", type=_FOLDER, help="A file for those that are measured.")
+@click.option("--measure", metavar="[PATH]", is_flag=False, flag_value="", help="Measure this machine, with disk PATH.")
+@click.option("--ranks", type=int, help="Number of ranks.  [default: 1; with --fit, the best number on one machine]")
+@click.option("--costs", type=_FOLDER, help="A file with operators' measured seconds, to read.")
+@click.option("--save-costs", type=_FOLDER, help="A file for operators' measured seconds, to write.")
 @click.option("--trace", type=_FOLDER, help="A file for a timeline of the planned steps: see zeropage trace.")
 @click.option("--json", "json_file", type=_FOLDER, help="A file for the plan as JSON.")
-@click.option("--quick", is_flag=True, help="One step, the first: sizes, and a time that knows of no habits yet.")
-@click.option("--min-budgets", is_flag=True, help="Also the least budgets that work.")
+@click.option("--quick", is_flag=True, help="Only the first step: sizes, and a time without learnt prefetch.")
+@click.option("--min-budgets", is_flag=True, help="Also print the smallest budgets that work.")
 @click.option("--fit", is_flag=True, help="Find the fastest settings that fit.")
-@click.option("--out", type=_FOLDER, help="With --fit: a file for these settings.")
-@click.option("--mixed", is_flag=True, help="With --fit: also settings that change bits, as compute_dtype.")
-@click.option("--try-8bit", is_flag=True, help="With --fit: also optimizer_dtype.")
+@click.option("--out", type=_FOLDER, help="With --fit: a file for the fastest settings.")
+@click.option("--mixed", is_flag=True, help="With --fit: also try settings that change bits, such as compute_dtype.")
+@click.option("--try-8bit", is_flag=True, help="With --fit: also try optimizer_dtype.")
 @click.option("--config", help="A JSON file of settings.")
 def plan_command(config: str | None, **options: Any) -> None:
-    """Say what a run needs and how long its steps take, before it runs, on a machine that need not be there.
+    """Predict a run's memory, disk space and step time, on this machine or on another.
 
-    Nothing is computed and nothing is read or written: a dry run takes steps of the real pager with tensors that hold
-    nothing, and a modelled disk, link and network. Settings are flags, as --device-memory 20GB.
+    Nothing is computed, read or written. A dry run takes steps of the real pager with tensors that hold nothing, and
+    with a simulated disk, link and network. Settings are flags, for example --device-memory 20GB.
     """
     from zeropage._cli.planning import Request, plan
 
@@ -231,8 +230,8 @@ def plan_command(config: str | None, **options: Any) -> None:
 @click.argument("config", type=_FOLDER)
 @click.argument("out", type=_FOLDER, required=False)
 def convert_command(config: pathlib.Path, out: pathlib.Path | None) -> None:
-    """Turn DeepSpeed's configuration CONFIG into settings of ours, in the file OUT or printed; and say what becomes
-    of the rest of it.
+    """Convert DeepSpeed's configuration CONFIG to zeropage settings, in the file OUT or printed, and list the entries
+    that are no settings.
     """
     from zeropage._convert.deepspeed_config import convert_config
 
@@ -253,10 +252,10 @@ def convert_command(config: pathlib.Path, out: pathlib.Path | None) -> None:
 @main.command("trace")
 @click.argument("file", type=_FOLDER)
 @click.option("--rows", default=10, help="Rows of each table.")
-@click.option("--summary", is_flag=True, hidden=True, help="What it does in any case.")
+@click.option("--summary", is_flag=True, hidden=True, help="No effect: the summary is always printed.")
 def trace_command(file: pathlib.Path, rows: int, summary: bool) -> None:
-    """Say what held up the program whose trace is in FILE: the longest waits by operator and cause, and what was
-    moved most. The file itself opens in https://ui.perfetto.dev.
+    """Summarise the trace in FILE: the longest waits by operator and cause, and the tensors with most traffic. The file
+    itself opens in https://ui.perfetto.dev.
     """
     from zeropage._cli.summary import show
 
@@ -267,9 +266,9 @@ def trace_command(file: pathlib.Path, rows: int, summary: bool) -> None:
 @main.command("doctor")
 @click.argument("path", type=_FOLDER, default="/var/tmp")
 def doctor_command(path: pathlib.Path) -> None:
-    """Look at what this machine has of what paging is made of, with PATH as disk_path, and say what to do.
+    """Check this machine for paging, with PATH as disk_path, and give advice.
 
-    The exit status is 1 if something is missing without which nothing can be paged there.
+    The exit status is 1 if something is missing that paging needs.
     """
     from zeropage._cli.disk_speed import ended_in_order
     from zeropage._cli.doctor import show
@@ -282,11 +281,11 @@ def doctor_command(path: pathlib.Path) -> None:
 
 @main.group("io")
 def io_group() -> None:
-    """Measure a disk, and find how to use it."""
+    """Measure a disk, and find its best settings."""
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """Bytes, or a size as settings have it."""
+    """Bytes, or a size as in settings."""
 
     name = "size"
     _UNITS = {
@@ -322,7 +321,7 @@ def _disk_options(command: click.Command) -> click.Command:
 @_disk_options
 @io_group.command("bench")
 def bench_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
-    """Print what the disk of PATH, a directory, reads and writes, by size of request and number in flight."""
+    """Print read and write speeds of the disk of PATH, a directory, by size of request and number in flight."""
     from zeropage._cli.disk_speed import ended_in_order
 
     with _errors_in_one_line(), ended_in_order():
@@ -333,7 +332,7 @@ def bench_command(path: pathlib.Path, size: int, seconds: float, picture: pathli
 @_disk_options
 @io_group.command("tune")
 def tune_command(path: pathlib.Path, size: int, seconds: float, picture: pathlib.Path | None) -> None:
-    """The same, and write the best settings to a file in PATH, which spaces with disk_path=PATH read."""
+    """Measure as `bench`, and write the best settings to a file in PATH, which spaces with disk_path=PATH read."""
     from zeropage._cli.disk_speed import best, ended_in_order, write_tuned
 
     with _errors_in_one_line(), ended_in_order():

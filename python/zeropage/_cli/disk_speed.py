@@ -50,7 +50,10 @@ class Measured:
 def measure(
     directory: pathlib.Path, seconds: float, size: int, engine: zio.Engine | None = None, bytes_written: bool = False
 ) -> Speeds:
-    """Measure a disk with a temporary file of `size` bytes, a multiple of 16 MiB. Raises DiskError."""
+    """Measure a disk with a temporary file of `size` bytes, a multiple of 16 MiB. Raises DiskError.
+
+    `bytes_written`: the file's blocks were written before, so the first pass is left out.
+    """
     with _direct_file(directory, size, engine) as file:
         buffer = _pieces(64 << 20)  # in flight by default
         if not bytes_written:

@@ -1,4 +1,4 @@
-"""`zeropage doctor`: what this machine has of what paging is made of, and what to do about what it lacks."""
+"""`zeropage doctor`: check this machine for paging, and give advice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 def examine(path: pathlib.Path) -> Iterator[Finding]:
-    """Looks at everything, `path` being a directory that is to be `disk_path`."""
+    """Check everything, with the directory `path` as `disk_path`."""
     checks: list[Callable[[], Finding]] = [
         _torch,
         _accelerator,
@@ -50,7 +50,7 @@ def examine(path: pathlib.Path) -> Iterator[Finding]:
 
 
 def show(path: pathlib.Path) -> bool:
-    """Prints what is found. False if something that paging needs is missing."""
+    """Print the findings. Return False if something that paging needs is missing."""
     console = Console()
     table = Table(show_edge=False, pad_edge=False)
     for column in ("", "found", "what to do"):
@@ -141,7 +141,7 @@ def _locked() -> Finding:
     found = f"{limit / 1e6:,.1f} MB"
     release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
     if release < (5, 12) and limit < 64 << 20:  # kernels before count a ring's memory
-        return Finding("locked memory", "slower", found, "ulimit -l unlimited, or io_uring may not be had")
+        return Finding("locked memory", "slower", found, "ulimit -l unlimited, or io_uring may be refused")
     return Finding("locked memory", "good", found)
 
 

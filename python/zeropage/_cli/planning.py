@@ -1,4 +1,4 @@
-"""`zeropage plan`: a dry run, or a search by dry runs, of what the command line describes."""
+"""`zeropage plan`: a dry run of the program on the command line, or a search by dry runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from zeropage.plan._simulate import WARM_UP
 
 @dataclass
 class Request:
-    """What was asked for, without settings. None or False: not given."""
+    """The command's flags, except settings. None or False: not given."""
 
     program: pathlib.Path | None
     model_config: pathlib.Path | None
@@ -67,7 +67,7 @@ class Request:
     try_8bit: bool
 
     def given(self, *names: str) -> list[str]:
-        """Of `names`, the flags that were given."""
+        """Return the given flags among `names`."""
         return [_flag(name) for name in names if self.has(name)]
 
     def has(self, name: str) -> bool:
@@ -80,7 +80,7 @@ _FEED = ("length", "batch", "micro_batches", "recompute", "optimizer")
 
 
 def plan(request: Request, config: str | None, settings: dict[str, str]) -> None:
-    """Prints the plan, or the best settings. Raises what simulate() and fit() do."""
+    """Print the plan, or the best settings. Raises the errors of simulate() and fit()."""
     _check(request, settings)
     program = program_of(request)
     given = Config.of(config).replace(**settings)
@@ -109,7 +109,7 @@ def plan(request: Request, config: str | None, settings: dict[str, str]) -> None
 
 
 def program_of(request: Request) -> Program:
-    """Raises ConfigError."""
+    """Return the program that the flags describe. Raises ConfigError."""
     options: dict[str, Any] = {name: getattr(request, name) for name in _FEED if request.has(name)}
     if request.program is not None:
         return load_program(request.program)
@@ -171,7 +171,7 @@ def _machine(request: Request, program: Program, config: Config) -> tuple[Machin
 
 
 def _device_here(name: str) -> str:
-    """The device that the setting names, or the one that "auto" chooses. Raises ConfigError if it is not here."""
+    """Return the device that the setting names, or that "auto" chooses. Raises ConfigError if it is missing."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     here = found.type if found is not None else "cpu"
     if name == "auto":
@@ -229,7 +229,7 @@ def _flag(name: str) -> str:
 
 @contextlib.contextmanager
 def _steps(what: str) -> Iterator[Callable[[int, int], None]]:
-    """On a terminal, a bar of how many of how many."""
+    """On a terminal, show a bar with the count of finished cases."""
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,7 +1,7 @@
-"""`zeropage run`: a script that knows nothing of zeropage, with its modules paged as they are made.
+"""`zeropage run`: run an unmodified script and page its modules as they are built.
 
-Over ranks (`torchrun -m zeropage run …`), a script written for DistributedDataParallel runs as it is: the process
-group is started before it, and what it wraps is passed through.
+Over ranks (`torchrun -m zeropage run …`), a script written for DistributedDataParallel runs unmodified. The process
+group starts before it, and the models that it wraps are passed through.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zeropage._tracing import trace
 
 
 def make_space(script: pathlib.Path, config: str | None, settings: dict[str, str]) -> Space:
-    """For run_script(). Raises ConfigError, also if there is no such script."""
+    """Make a space for run_script(). Raises ConfigError, also for a missing script."""
     if not script.is_file():
         raise _core.ConfigError(f"{script}: no such file")
     return init(config, **settings)
@@ -45,33 +45,33 @@ def start_trace(path: str | None) -> contextlib.AbstractContextManager[object]:
 def run_script(
     space: Space, script: pathlib.Path, arguments: Sequence[str], recording: contextlib.AbstractContextManager[object]
 ) -> None:
-    """Runs `script` as `python script arguments…` would, and raises what it raises."""
+    """Run `script` as `python script arguments…` would. Raises the script's errors."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     with recording, _group_started(), _modules_paged(space), _line(space):
-        # Kept: what the script made has its names until the timeline ends.
+        # Kept alive, so that the script's tensors have their names until the timeline ends.
         _globals = runpy.run_path(str(script), run_name="__main__")
 
 
 class _Modules:
-    """A script's modules. Their parameters and buffers are paged when a module registers them on the space's device,
-    or moves them there; begin() makes them what training uses: equal on all ranks, and in mixed precision."""
+    """A script's modules. Parameters and buffers become paged when a module registers them on, or moves them to, the
+    space's device. begin() prepares them for training: equal on all ranks, and in mixed precision."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
         self._device = torch.device(space.config.device)
         self._least = max(int(space.config.min_page_bytes), 1)
         self._mixes = space.config.compute_dtype != "auto"
-        # Paged, and not begun yet: they are initialised as they are at home.
+        # Paged but not begun: initialisation sees their home's precision.
         self._parameters: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
-        self._seeds: set[int] = set()  # when partitioned parameters were made
+        self._seeds: set[int] = set()  # seeds at the creation of partitioned parameters
         self._walked = WeakIdKeyDictionary()
         self._has_stepped = False
 
     @property
     def _core(self) -> _core.Space:
-        return self._space._core  # another one, once ranks have joined
+        return self._space._core  # changes when ranks join
 
     def register(self, _module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
         if not self._page(tensor) or tensor is None:
@@ -87,14 +87,14 @@ class _Modules:
             self._buffers[id(tensor)] = tensor
 
     def _page(self, tensor: torch.Tensor | None) -> bool:
-        # Elsewhere than on the space's device it is as the script wants it: its initialisation draws from that
-        # device's generator, and the script may run the module there first.
+        # A tensor on another device stays there: its initialisation draws from that device's generator, and the script
+        # may run the module there first.
         if tensor is None or torch.nn.parameter.is_lazy(tensor) or tensor.device.type != self._device.type:
             return False
         return self._core.page(tensor)
 
     def note_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
-        """copy.deepcopy() of a module registers nothing. What has begun is equal and mixed, and so are its copies."""
+        """Page a deep copy, which no module registers. Copies of tensors that have begun need no preparation."""
         if id(original) in self._parameters and self._core.page(copy):
             self._parameters[id(copy)] = copy
         elif id(original) in self._buffers and self._core.page(copy):
@@ -102,7 +102,7 @@ class _Modules:
             self._buffers[id(copy)] = copy
 
     def moved(self, module: torch.nn.Module) -> None:
-        """`module`, without its children, has been moved, or its parameters replaced."""
+        """Page a module's own tensors, after it was moved or its parameters were replaced."""
         for parameter in module.parameters(recurse=False):
             if not _core.is_paged(parameter):
                 self.register(module, "", parameter)
@@ -111,12 +111,12 @@ class _Modules:
                 self.register_buffer(module, "", buffer)
 
     def begin(self, model: torch.nn.Module, *_: Any) -> None:
-        """Before `model` is used."""
-        if torch.compiler.is_compiling():  # what is compiled is in a module that has begun
+        """Prepare `model` before its first use."""
+        if torch.compiler.is_compiling():  # a compiled module has begun already
             return
         if model not in self._walked:
             for module in model.modules():
-                self.moved(module)  # it may have come from a file
+                self.moved(module)  # a file's modules register nothing
                 own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
                 if not any(map(torch.nn.parameter.is_lazy, own)):
                     self._walked[module] = True
@@ -132,16 +132,19 @@ class _Modules:
             _mix(self._core, self._parameters.popitem()[1])
 
     def before_wrap(self, model: torch.nn.Module) -> None:
-        """DistributedDataParallel makes ranks equal here, also where the model was called before, as constructors do
-        to see shapes, and initialised afterwards. What has trained is equal, and what is mixed has its values."""
+        """Make ranks equal, as DistributedDataParallel does here.
+
+        The model may have been called before and initialised afterwards; constructors do this to see shapes. Trained
+        parameters are equal already, and mixed-precision ones have their values.
+        """
         if not self._has_stepped and not self._mixes:
             for tensor in filter(_core.is_paged, (*model.parameters(), *model.buffers())):
-                self._core.page(tensor)  # again: start_equal() is of what was paged since it ran
+                self._core.page(tensor)  # again, because start_equal() covers tensors paged since its last run
         self.begin(model)
         self._core.start_equal()
 
     def before_load(self, model: torch.nn.Module) -> None:
-        """Content is loaded into masters: it would be rounded to what the module was made in."""
+        """Prepare `model`, so that content is loaded into masters and not rounded to the module's own dtype."""
         if self._mixes:
             self.begin(model)
 
@@ -157,14 +160,14 @@ class _Modules:
         dist.all_gather_object(everyones, seeds)
         if dist.get_rank() == 0 and any(other != seeds for other in everyones):
             warnings.warn(
-                "the model's parameters are partitioned and each rank has seeded its own random numbers: what is "
-                "initialised at random is, in each rank's share, that rank's, where DistributedDataParallel takes "
-                "rank 0's. Seed all ranks alike until the model is made, or set stage to 2",
+                "the model's parameters are partitioned and each rank has seeded its own random numbers: each rank "
+                "initialises its own share with its own seed, but DistributedDataParallel takes rank 0's values. "
+                "Seed all ranks alike until the model is made, or set stage to 2",
                 stacklevel=2,
             )
 
     def warn_of_plain(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """At the first step, if it is of parameters of which none is paged."""
+        """Warn at the first step if none of its parameters is paged."""
         if self._has_stepped:
             return
         self._has_stepped = True
@@ -180,8 +183,8 @@ class _Modules:
 
 @contextlib.contextmanager
 def _modules_paged(space: Space) -> Iterator[None]:
-    """Inside, parameters and buffers of modules are paged, whatever library makes the modules, and
-    DistributedDataParallel passes them through."""
+    """Inside, page parameters and buffers of modules from any library, and let DistributedDataParallel pass them
+    through."""
     modules = _Modules(space)
     hooks = [
         torch_module.register_module_parameter_registration_hook(modules.register),
@@ -233,7 +236,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _group_started() -> Iterator[None]:
-    """Inside, a program that starts the ranks' process group finds it started."""
+    """Inside, ignore the program's own start of the ranks' process group, which has started already."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
@@ -251,7 +254,7 @@ def _group_started() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _line(space: Space) -> Iterator[None]:
-    """On a terminal, one live line while optimizers step; the report when the script has ended."""
+    """On a terminal, show one live line while optimizers step, and the report when the script has ended."""
     console = Console(stderr=True)
     watch = _Watch(space)
     if not console.is_terminal or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
@@ -269,7 +272,7 @@ def _line(space: Space) -> Iterator[None]:
 
 
 class _LiveLine:
-    """The last line of the terminal, while the script has nothing there: no bar, no prompt, no part of a line."""
+    """The last line of the terminal, while the script shows nothing there: no bar, no prompt, no partial line."""
 
     _CLEAR = "\r\x1b[2K"
 
@@ -296,7 +299,7 @@ class _LiveLine:
 
     @contextlib.contextmanager
     def gives_way_to(self, stream: Any) -> Iterator[None]:
-        """Inside, the stream writes as if this line were not there."""
+        """Inside, clear this line before the stream writes."""
         write, flush = stream.write, stream.flush
 
         def writing(text: str) -> Any:
@@ -323,7 +326,7 @@ class _Watch:
         self._then, self._before = time.perf_counter(), space.report()
 
     def step(self) -> str:
-        """Of the step that has ended."""
+        """Return the text for the step that has ended."""
         now, report = time.perf_counter(), self._space.report()
         seconds, before = max(now - self._then, 1e-9), self._before
         self._then, self._before, self._steps = now, report, self._steps + 1

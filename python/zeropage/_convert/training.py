@@ -54,7 +54,7 @@ class Group:
 @dataclasses.dataclass
 class Training:
     model: dict[str, Source]
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # tied tensors, and the names that they are written under
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # tied tensors, and their names in the file
     groups: list[Group] = dataclasses.field(default_factory=list)
     states: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by parameter; Source or plain data
     scheduler: Any = None

@@ -37,7 +37,7 @@ def _change_preparing(changes: Changes, module: ModuleType) -> None:
         self: Any, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         if is_paged(model):
-            # What Accelerate does to a model for evaluation: mixed precision, but no placement and no wrapping.
+            # In evaluation mode, Accelerate sets mixed precision, but neither places nor wraps the model.
             device_placement, evaluation_mode = False, True
         return prepare_model(self, model, device_placement, evaluation_mode)
 
@@ -46,7 +46,7 @@ def _change_preparing(changes: Changes, module: ModuleType) -> None:
 
 def _change_saving(changes: Changes, module: ModuleType) -> None:
     library: Any = module
-    save = getattr(library, "save", None)  # accelerate.accelerator has it from elsewhere
+    save = getattr(library, "save", None)  # accelerate.accelerator imports it
     if save is None:
         return
 

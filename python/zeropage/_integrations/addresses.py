@@ -1,8 +1,8 @@
-"""What data_ptr() of a paged tensor gives: a value that tells storages apart, and that nothing can be read through.
+"""The result of a paged tensor's data_ptr(): a value that identifies the storage, but that no code can read through.
 
-Libraries key dictionaries with addresses, to see which tensors share elements. A paged tensor has no address, but it
-has a place among all paged tensors of the process; an Address is that place. It compares, hashes and adds as an
-address does, and is no integer: ctypes, Triton and other code that would read there refuses it.
+Libraries key dictionaries with addresses, to see which tensors share elements. A paged tensor has no address. Its
+Address is its position among all paged tensors of the process. An Address compares, hashes and adds as an address does,
+but is no integer, so ctypes, Triton and other code that would read memory refuse it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHANGES = [
     )
 ]
 
-_held: collections.Counter[int] = collections.Counter()  # by the storage's virtual address: has a real one now
+_held: collections.Counter[int] = collections.Counter()  # virtual addresses of storages that have a real one now
 
 
 @functools.total_ordering
@@ -44,7 +44,7 @@ class Address:
     def __lt__(self, other: Address | int) -> bool:
         if isinstance(other, Address):
             return self._value < other._value
-        # Beside real addresses, in a sorted list: after all of them.
+        # In a sorted list, an Address comes after all real addresses.
         return NotImplemented if not isinstance(other, int) else False
 
     def __hash__(self) -> int:
@@ -59,11 +59,14 @@ class Address:
     __radd__ = __add__
 
     def __sub__(self, other: Address | int) -> Any:
-        """An Address less a number is an Address; less an Address, the bytes between the two."""
+        """Subtract a number, which gives an Address, or an Address, which gives the bytes between the two."""
         return self._value - other._value if isinstance(other, Address) else Address(self._value - other)
 
     def __mod__(self, alignment: int) -> int:
-        """What memory will have, too: storages begin at multiples of 64 there. Larger alignments are refused."""
+        """Return the remainder that the address in memory will have, where storages begin at multiples of 64.
+
+        Larger alignments are refused.
+        """
         return self._refuse() if alignment > 64 else self._value % alignment
 
     def __repr__(self) -> str:
@@ -76,13 +79,13 @@ class Address:
         )
 
     __int__ = __index__ = __float__ = _refuse
-    _as_parameter_ = property(_refuse)  # what ctypes takes an object for
+    _as_parameter_ = property(_refuse)  # ctypes passes this attribute in place of the object
 
 
 @contextlib.contextmanager
 def real_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, data_ptr() of `tensors`, which the caller holds in memory, and of their views gives real addresses."""
-    paged = [tensor for tensor in tensors if _core.is_paged(tensor)]  # others may have no storage, as sparse ones
+    """Inside, data_ptr() of `tensors` and of their views gives real addresses. The caller holds them in memory."""
+    paged = [tensor for tensor in tensors if _core.is_paged(tensor)]  # others, such as sparse ones, may lack a storage
     places = [place for tensor in paged if (place := _core.storage_address(tensor.untyped_storage()))]
     _held.update(places)
     try:

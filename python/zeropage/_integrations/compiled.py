@@ -1,10 +1,10 @@
-"""torch.compile: what it has compiled runs with its paged inputs in memory, forward and backward.
+"""Hold a compiled region's paged inputs in memory while it runs, forward and backward.
 
-A compiled region reads addresses, so it needs all its paged inputs at once, whole. PyTorch offers no place to hold
-them there: `CompiledFxGraph.__call__`, through which Inductor runs each forward and backward, is replaced. Where a
-release of torch has it otherwise, compiled regions of paged models raise the AccessError of raw access.
+A compiled region reads addresses, so it needs all its paged inputs at once, whole. PyTorch offers no hook to hold them.
+This module therefore replaces `CompiledFxGraph.__call__`, through which Inductor runs each forward and backward. If a
+release of torch differs there, compiled regions of paged models raise the AccessError of raw access.
 
-Inside a scope, what a compiled region makes is ordinary: its kernels read addresses of what it made.
+Inside a scope, the tensors that a compiled region makes are ordinary, because its kernels read their addresses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _change_regions(changes: Changes, module: ModuleType) -> None:
             with addresses.real_addresses(inputs[i] for i in paged):
                 result = call(self, inputs)
         except BaseException:
-            held.drop()  # not left to the garbage: a traceback keeps this frame
+            held.drop()  # explicitly, because a traceback keeps this frame alive
             raise
         held.release()
         return result
@@ -71,9 +71,9 @@ def _change_regions(changes: Changes, module: ModuleType) -> None:
 
 
 def _pass_our_key(changes: Changes, module: ModuleType) -> None:
-    """Let higher-order operators, which have no fallback, go to the keys below ours.
+    """Let higher-order operators, which have no fallback, pass to the keys below ours.
 
-    What they call are operators, which fault. Compilers make higher-order ones of checks and prints inside a scope.
+    The operators that they call still fault. Inside a scope, compilers make checks and prints higher-order operators.
     """
     higher: Any = getattr(module, "HigherOrderOperator", None)
     known: Any = getattr(module, "_higher_order_ops", None)

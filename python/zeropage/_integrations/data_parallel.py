@@ -1,7 +1,7 @@
-"""DistributedDataParallel of a paged model: refused, or under `zeropage run` that model under another name.
+"""DistributedDataParallel of a paged model: an error, or under `zeropage run` a thin wrapper of the model.
 
-Nothing is bucketed and summed here, as zeropage itself sums gradients. What else a script or a library may expect of
-the wrapper is there: equal ranks at the start, buffers that are rank 0's, and its attributes.
+The wrapper neither buckets nor sums, because zeropage sums gradients itself. It keeps the rest of DDP's contract: equal
+ranks at the start, rank 0's buffers, and DDP's attributes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ _begin: Callable[[torch.nn.Module], None] | None = None
 
 @contextlib.contextmanager
 def passed_through(begin: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Inside, DistributedDataParallel of a paged model is that model under the name `module`, with its buffers
-    broadcast. `begin(model)` is called first, as DistributedDataParallel makes its model equal on all ranks."""
+    """Inside, DistributedDataParallel of a paged model only holds it as `module`, and broadcasts its buffers.
+
+    `begin(model)` runs first, because DistributedDataParallel makes its model equal on all ranks.
+    """
     global _begin
     outer, _begin = _begin, begin
     try:
@@ -43,7 +45,7 @@ def passed_through(begin: Callable[[torch.nn.Module], None]) -> Iterator[None]:
 
 
 class _Reducer:
-    """What libraries ask of DistributedDataParallel's reducer. Gradients are summed by zeropage itself."""
+    """The interface of DistributedDataParallel's reducer that libraries use. zeropage sums gradients itself."""
 
     def prepare_for_forward(self) -> None: ...
     def prepare_for_backward(self, _outputs: list[torch.Tensor]) -> None: ...
@@ -54,7 +56,7 @@ class _Reducer:
 
 
 def _change_wrapping(changes: Changes, module: ModuleType) -> None:
-    """Instead of an error, what passed_through() says."""
+    """Make DistributedDataParallel behave as passed_through() says, instead of raising an error."""
     parallel: Any = module.DistributedDataParallel
 
     class Passed(parallel):  # type: ignore[misc,unused-ignore]
@@ -65,7 +67,7 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
             ranks = min(_core.ranks_of(p) for p in module.parameters() if _core.is_paged(p))
             if ranks == 1 < torch.distributed.get_world_size():
                 raise _core.ConfigError(
-                    "this program started its ranks after zeropage run, in which the model lies on one: start them "
+                    "this program started its ranks after zeropage run, which knows of one rank only: start them "
                     "with `torchrun --nproc-per-node N -m zeropage run …`"
                 )
             torch.nn.Module.__init__(self)
@@ -105,7 +107,7 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
             with torch.no_grad(), autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 for part in _parts(buffers, 16 << 20):
                     plain = [_core.plain_copy(b) if _core.is_paged(b) else b for b in part]
-                    # Where the group has no collectives of the device's own, as Gloo has none, by way of the host.
+                    # If the group has no backend for the device, as Gloo has none, broadcast through the host.
                     if f"{self.device_type}:" not in dist.get_backend_config(self.process_group):
                         plain = [tensor.cpu() for tensor in plain]
                     dist._broadcast_coalesced(self.process_group, plain, 16 << 20, 0)
@@ -155,7 +157,7 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
             refuse(self, module, *args, **kwargs)
             return
         own: Any = type(self)
-        if own not in types:  # a subclass keeps its methods, and those that it calls are ours
+        if own not in types:  # a subclass keeps its methods, and calls ours
             types[own] = type(own)(own.__name__, (own, Passed), {"__module__": own.__module__})
         self.__class__ = types[own]
         Passed.__init__(self, module, settings)
@@ -173,7 +175,7 @@ def _check_group(group: Any) -> None:
 
 
 def _parts(tensors: list[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """Of at most so many bytes each, or of one tensor."""
+    """Group tensors into parts of at most `most` bytes, or of one tensor."""
     part: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:

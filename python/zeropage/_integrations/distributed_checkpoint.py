@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint of tensors that lie over ranks, by the protocol of torch.distributed._checkpointable.
+"""torch.distributed.checkpoint of partitioned tensors, by the protocol of torch.distributed._checkpointable.
 
-Each rank writes and reads its share. A share is ranges of a tensor's elements, row by row; the protocol knows boxes:
-a range is at most two of them for each dimension but one, and nearly always one, since shares are cut on rows.
+Each rank writes and reads its share: ranges of a tensor's elements, row by row. The protocol knows only boxes. A range
+of a d-dimensional tensor is at most 2d - 1 boxes, and nearly always one, because shares are cut on rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Boxes that together are elements [begin, end) of a tensor of `shape`, in their order."""
+    """Yield the boxes that together are elements [begin, end) of a tensor of `shape`, in their order."""
     if begin == end:
         return
     if len(shape) == 1:
@@ -28,7 +28,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
         return
     inner = math.prod(shape[1:])
     first, last = -(-begin // inner), end // inner
-    if first > last:  # within one
+    if first > last:  # within one row
         for offsets, sizes in boxes(shape[1:], begin - last * inner, end - last * inner):
             yield (last, *offsets), (1, *sizes)
         return
@@ -41,7 +41,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
 
 
 def _own_boxes(tensor: torch.Tensor) -> Iterator[tuple[Box, int]]:
-    """With each, where its elements begin in this rank's share."""
+    """Yield this rank's boxes, each with the start of its elements in the rank's share."""
     for begin, end, at in _core.own_ranges(tensor) or []:
         for offsets, sizes in boxes(tuple(tensor.shape), begin, end):
             yield (offsets, sizes), at
@@ -57,7 +57,7 @@ def _write_items(tensor: torch.Tensor, fqn: str, _object: Any) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
     if not _is_cut(tensor):
-        _core.pin(tensor, write=False).release()  # on all ranks, so that the one that writes it has it current
+        _core.pin(tensor, write=False).release()  # on all ranks, so that the writing rank has the current content
         return [planner_helpers._create_write_item_for_tensor(fqn, tensor)]
     _core.own_share(tensor, write=False)
     properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
@@ -81,7 +81,7 @@ def _chunk_list(tensor: torch.Tensor) -> list[Any]:
 
     if not _is_cut(tensor):
         return [planner_helpers._create_chunk_from_tensor(tensor)]
-    _core.own_share(tensor, write=True)  # what is loaded goes there
+    _core.own_share(tensor, write=True)  # receives the loaded content
     return [
         ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         for (offsets, sizes), _ in _own_boxes(tensor)
@@ -98,14 +98,14 @@ def _shard(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _over_ranks(name: str, method: Callable[..., Any]) -> property:
-    """A method that only tensors which lie over ranks have: code that asks for it finds none on others."""
+    """Return a method that only partitioned tensors have; other tensors raise AttributeError."""
 
     def get(tensor: torch.Tensor) -> Callable[..., Any]:
         if _core.ranks_of(tensor) == 1:
             raise AttributeError(name)
         return functools.partial(method, tensor)
 
-    return property(get)  # which torch.compile knows, as it does not know other descriptors
+    return property(get)  # the only kind of descriptor that torch.compile supports
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

@@ -55,7 +55,7 @@ def reverted(revert: Any, model: torch.nn.Module, states: _one_saves.Tensors) ->
 
 
 def convert_for_file(model: torch.nn.Module) -> Callable[[_one_saves.Tensors], _one_saves.Tensors]:
-    """Where a rank that saves the model reverts conversions of its weights, the others do too."""
+    """Return the reversal of weight conversions, which all ranks run when the saving rank does."""
 
     def convert(states: _one_saves.Tensors) -> _one_saves.Tensors:
         from transformers.core_model_loading import revert_weight_conversion
@@ -66,7 +66,7 @@ def convert_for_file(model: torch.nn.Module) -> Callable[[_one_saves.Tensors], _
 
 
 def refused(name: str) -> Callable[[Changes, ModuleType], None]:
-    """Let the class or function of that name, which wraps or shards models, refuse a paged one."""
+    """Return a change that makes a wrapper, a class or a function of that name, refuse paged models."""
 
     def change(changes: Changes, module: ModuleType) -> None:
         wrapper: Any = getattr(module, name, None)
@@ -95,7 +95,7 @@ def refused(name: str) -> Callable[[Changes, ModuleType], None]:
 
 
 def made_paged(method: Callable[..., Any], model_of: Callable[..., torch.nn.Module]) -> Callable[..., Any]:
-    """Return a method that pages what `method` adds to a paged model, in the model's own space."""
+    """Return a method that pages the tensors that `method` adds to a paged model, in the model's own space."""
 
     @functools.wraps(method)
     def adding(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What an optimizer's step is to the core: a place where all ranks compute with the same values.
+"""Tell the core about optimizer steps, in which all ranks compute with the same values.
 
-Inside a step, ordinary tensors and Python numbers are the same on all ranks; elsewhere they are each rank's own, and
-the core keeps what is made of them whole. Before a step, and before gradients are clipped, the core takes what the
-program has set itself (_parameters.py), also of tensors that are no torch.nn.Parameter.
+Inside a step, ordinary tensors and Python numbers are the same on all ranks. Elsewhere they are each rank's own, and
+the core keeps results made of them whole. Before a step, and before gradients are clipped, the core takes the program's
+own assignments (_parameters.py), also to tensors that are no torch.nn.Parameter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _inside(scope_type: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run while a scope of the core lives on its thread."""
+    """Return `function` inside a scope of the core on its thread."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -64,13 +64,13 @@ def _inside(scope_type: Callable[[], object], function: Callable[..., Any]) -> C
         try:
             return function(*args, **kwargs)
         finally:
-            del scope  # here and now, on this thread
+            del scope  # explicitly, on this thread
 
     return wrapped
 
 
 def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of an optimizer's class, as one for the core. A closure that it is given trains, and is none."""
+    """Return an optimizer's step that the core sees as one. Its closure trains, so it runs outside the step."""
     inside = _inside(_core.StepScope, step)
 
     @functools.wraps(step)
@@ -88,7 +88,7 @@ def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_step(changes: Changes, cls: Any) -> None:
-    # The class that has the method: PyTorch hooks it there, once.
+    # The class that defines the method, where PyTorch hooks it once.
     owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
     if owner is not None and owner is not torch.optim.Optimizer and not hasattr(owner.step, "zeropage"):
         changes.replace(owner, "step", _in_step(owner.step))
@@ -132,7 +132,7 @@ def _change_steps(changes: Changes) -> None:
 
     changes.replace(optimizer, "_patch_step_function", patch_step)
     for made in _subclasses(torch.optim.Optimizer):
-        if hasattr(getattr(made, "step", None), "hooked"):  # some optimizer of the class is there already
+        if hasattr(getattr(made, "step", None), "hooked"):  # an optimizer of the class exists already
             _wrap_step(changes, made)
 
 

@@ -1,7 +1,7 @@
-"""What a program sets as a parameter's `.data` and `.grad`, which passes by all operators.
+"""Watch a program's assignments to a parameter's `.data` and `.grad`, which no operator sees.
 
-Over ranks, a gradient that the program sets becomes the mean over ranks, and a parameter whose `.data` it sets is
-paged again: all ranks set them together.
+Over ranks, an assigned gradient becomes the mean over ranks, and a parameter with assigned `.data` is paged again. All
+ranks assign them together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHANGES = [
 
 
 def install(changes: Changes) -> None:
-    """Once there are ranks: in one process both need nothing."""
+    """Pass assignments to the core. Installed once there are ranks, because one process needs neither."""
     parameter: Any = torch.nn.Parameter
     for name, take in (("data", _core.take_data), ("grad", _core.take_gradient)):
         changes.replace(parameter, name, _watched(getattr(torch.Tensor, name), take))

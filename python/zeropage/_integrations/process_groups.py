@@ -1,7 +1,7 @@
-"""Spaces that were made before the ranks' process group: they lie over its ranks once it is there.
+"""Partition spaces that were made before the ranks' process group, once the group exists.
 
-torchrun's environment says how to start the group, and init() starts it. Under mp.spawn, srun or mpirun the program's
-own init_process_group() says that, perhaps after init(). Until then each rank's space is one of its own.
+torchrun's environment describes the group, so init() starts it. Under mp.spawn, srun or mpirun the program calls
+init_process_group() itself, perhaps after init(). Until then each rank has a separate space.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _stepped_alone = False
 
 
 def join_ranks() -> None:
-    """Let every space that was made too early lie over all ranks of torch.distributed, which call this together.
+    """Partition every space that was made too early over all ranks of torch.distributed, which call this together.
 
-    Raises RankError if a step was taken in one, or if its scope is entered.
+    Raises RankError if the program has taken a step in one, or if its scope is entered.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return
@@ -42,9 +42,9 @@ def join_ranks() -> None:
 
 
 def before_step(parameters: Iterable[torch.Tensor]) -> None:
-    """Before an optimizer's step: the last moment at which ranks can join.
+    """Join ranks before an optimizer's step, the last moment at which they can.
 
-    Warns once where a launcher started several ranks, and this one trains alone.
+    Warns once if a launcher started several ranks and this one trains alone.
     """
     global _stepped_alone
     if _stepped_alone or not dist.is_available():

@@ -37,7 +37,7 @@ def _change_reading(changes: Changes, module: ModuleType) -> None:
 
 
 class _Streamed:
-    """Tensors on their way through safetensors.torch, with their data not looked at yet."""
+    """Tensors that pass through safetensors.torch without access to their data."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
@@ -48,7 +48,7 @@ def _change_writing(changes: Changes, module: ModuleType) -> None:
     library: Any = module
     flatten: Callable[..., Any] | None = getattr(library, "_flatten_as_ptr", None)
     if flatten is None:
-        return  # an older release: copies
+        return  # an older release copies the data
     serialize, serialize_file = library.serialize, library.serialize_file
 
     def flatten_as_ptr(tensors: Any, keep_alive: list[Any]) -> Any:

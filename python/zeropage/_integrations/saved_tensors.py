@@ -56,7 +56,7 @@ def install(changes: Changes) -> None:
     def init(self: Any, *args: Any, **named: Any) -> None:
         initialise(self, *args, **named)
         pack, unpack = self.pack_hook, self.unpack_hook
-        # What pages is not copied: it is where it should be.
+        # A paged tensor is not copied, because it can leave memory itself.
         self.pack_hook = lambda tensor: _Left(tensor) if _core.is_paged(tensor) else pack(tensor)
         self.unpack_hook = lambda packed: packed.open() if isinstance(packed, _Left) else unpack(packed)
 

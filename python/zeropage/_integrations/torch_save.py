@@ -1,8 +1,8 @@
-"""torch.save() of paged tensors: each storage is brought in when it is written, and not before.
+"""torch.save() of paged tensors: each storage is loaded only when torch writes it.
 
-While torch.save runs, a paged tensor is pickled with a storage of this module, that stands for its own: it says that
-it is not on the CPU, so torch asks for a copy there when it writes it, one storage at a time, and is given the
-storage's own memory, pinned. Tied tensors and views share one, and are written once.
+While torch.save runs, a paged tensor is pickled with a stand-in storage of this module, which claims not to be on the
+CPU. torch therefore asks for a CPU copy when it writes each storage, and gets the storage's own memory, pinned. Tied
+tensors and views share one stand-in, and are written once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CHANGES = [
     )
 ]
 
-_saving = threading.local()  # .held: of a thread that is in torch.save, the pin of what it writes now
+_saving = threading.local()  # .held: on a thread in torch.save, the pin of the storage that it writes now
 
 
 class _Pins:
-    """The pin of the storage that is being written; the one before is let go."""
+    """The pin of the storage that is being written. Taking another releases it."""
 
     def __init__(self) -> None:
         self._pin: _core.RawPin | None = None
@@ -59,7 +59,7 @@ class PagedStorage(torch.UntypedStorage):
 
     @property
     def _cdata(self) -> int:
-        return int(self._tensor.untyped_storage()._cdata)  # says which are the same
+        return int(self._tensor.untyped_storage()._cdata)  # identifies equal storages
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -72,7 +72,7 @@ class PagedStorage(torch.UntypedStorage):
         _saving.held.release()
         tensor = self._tensor
         if _core.is_quantised(tensor):
-            tensor = _one_saves.clone(self._whole())  # what it stands for, paged
+            tensor = _one_saves.clone(self._whole())  # the decoded content, paged
         storage: Any = tensor.untyped_storage()
         _one_saves.about_to_pin(tensor)
         _saving.held.take(tensor)
@@ -80,7 +80,7 @@ class PagedStorage(torch.UntypedStorage):
         return on_cpu
 
     def plain(self) -> torch.UntypedStorage:
-        """A copy, in memory."""
+        """Return a copy in memory."""
         copy: torch.UntypedStorage = _one_saves.plain_copy(self._whole()).untyped_storage()
         return copy
 
@@ -96,7 +96,7 @@ def _stand_in(tensor: torch.Tensor, typed: torch.storage.TypedStorage) -> Any:
     storage._fake_device = tensor.device  # where torch.load() puts it
 
     def reduce_ex(protocol: int) -> Any:
-        # A pickler that is not torch.save's, inside of what torch.save pickles, takes all at once.
+        # A nested pickler that is not torch.save's takes all the content at once.
         return make(wrap_storage=paged.plain(), dtype=typed.dtype, _internal=True).__reduce_ex__(protocol)
 
     storage.__reduce_ex__ = reduce_ex
@@ -104,7 +104,7 @@ def _stand_in(tensor: torch.Tensor, typed: torch.storage.TypedStorage) -> Any:
 
 
 def reduce(original: Callable[..., Any], tensor: torch.Tensor, protocol: int) -> Any:
-    """What pickles a paged tensor: `original` does ordinary ones."""
+    """Pickle a paged tensor. `original` pickles ordinary ones."""
     if not hasattr(_saving, "held"):
         return original(_one_saves.plain_copy(tensor.detach()).requires_grad_(tensor.requires_grad), protocol)
     rebuild, arguments = original(tensor, protocol)

@@ -54,12 +54,12 @@ def _change_trainer(changes: Changes, module: ModuleType) -> None:
 
     def over_ranks(name: str, states: Callable[[Any], _one_saves.Tensors], convert: Any = lambda _self: dict) -> None:
         original = getattr(trainer, name, None)
-        if original is None:  # a private name, which a release may not have
+        if original is None:  # a private name, which a release may lack
             return
 
         @functools.wraps(original)
         def saving(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_paged(self.model):  # `states` may be work
+            if not is_paged(self.model):  # `states` may be expensive
                 return original(self, *args, **kwargs)
             return _one_saves.run(
                 lambda: original(self, *args, **kwargs),
@@ -78,7 +78,7 @@ def _change_trainer(changes: Changes, module: ModuleType) -> None:
 
     @functools.wraps(load)
     def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # What is loaded goes to its pages one by one: it need not be in memory all at once.
+        # Loaded tensors go to their pages one by one, so the file need not be in memory as a whole.
         if not is_paged(self.model):
             return load(self, *args, **kwargs)
         options: Any = torch.utils.serialization.config
@@ -93,7 +93,7 @@ def _change_models(changes: Changes, module: ModuleType) -> None:
     should_save = getattr(model, "should_save_on_this_rank", None)
 
     def writes(self: Any, is_main_process: bool) -> bool:
-        """Of a paged model, the first rank of its space's groups, which need not be rank 0 of all."""
+        """Tell whether this rank saves. For a paged model it is the first rank of its space's groups, not rank 0."""
         if is_paged(self):
             return is_main_process and Ranks.of(tensors_of(self).values()).first
         return is_main_process if should_save is None else bool(should_save(self, is_main_process))
@@ -116,8 +116,11 @@ def _change_resizing(changes: Changes, module: ModuleType) -> None:
 
 
 def _change_logging(changes: Changes, _module: ModuleType) -> None:
-    """Trainer puts its reporters before the program's callbacks, gives all of them the same `logs`, and lets none of
-    them reach the list. So the list is put in order where it is used."""
+    """Run ReportCallback before Trainer's reporters.
+
+    Trainer puts its reporters before the program's callbacks, gives all of them the same `logs`, and lets no callback
+    reorder the list.
+    """
     from transformers.trainer_callback import CallbackHandler
 
     from zeropage.hugging_face import ReportCallback

@@ -1,4 +1,4 @@
-"""Runs a script plain and paged, and searches for the first step, tensor and operator that differ.
+"""Run a script plain and paged, and search for the first step, tensor and operator that differ.
 
 The first paged run is hardly disturbed: each step's losses and clipped norms are read, and everything after the first
 and the last step. If a value differs, both runs are repeated, and everything is read in every step. If that hides the
