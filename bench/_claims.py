@@ -1,4 +1,4 @@
-"""Dry runs for scale_claims.py: machines, models, and what grows by the layer."""
+"""Dry runs for scale_claims.py: machines, models, and growth per layer."""
 
 import dataclasses
 import functools
@@ -7,10 +7,10 @@ import torch.nn as nn
 
 from zeropage.plan import Machine, Plan, Program, simulate, transformer
 
-#: GB/s that a GPU sends in a ring. In one node over NVLink, of which it has 150 each way. Between nodes over a
-#: node's eight links of 12.5 together, since a byte enters a node once for all of its GPUs. Four fifths of either.
+#: GB/s that a GPU sends in a ring: four fifths of the links. In a node NVLink has 150 each way. Between nodes, eight
+#: links of 12.5 count together, because a byte enters a node once for all of its GPUs.
 NVLINK, BETWEEN_NODES = 120.0, 80.0
-HIDDEN, LAYERS = 16_384, 311  # a trillion parameters, of which the largest weight and its gradient fit 32 GB whole
+HIDDEN, LAYERS = 16_384, 311  # a trillion parameters; the largest weight and its gradient fit 32 GB whole
 BATCH = 8  # sequences of 1,024 tokens a GPU
 SETTINGS = {
     "parameters": "disk",
@@ -30,10 +30,12 @@ def dgx2(nodes: int = 1, **changes: float) -> Machine:
 
 
 def as_one(nodes: int) -> Machine:
-    """A node in place of many: a rank's share of what it keeps, moves and updates is `nodes` times as large as on so
-    many, and so are its shares of the disk, of memory and of the link as fast. What an operator computes, and what a
-    rank sends in a collective, does not depend on the number of ranks but for (N-1)/N. The ranks' latency stays that
-    of 16, and what the reducer copies for each other rank is left out."""
+    """Return one node that stands for many.
+
+    A rank keeps, moves and updates `nodes` times as much as on many nodes. Its shares of the disk, of memory and of the
+    link are as many times as fast. Operators' work does not depend on the number of ranks, and collectives' bytes only
+    by (N-1)/N. The ranks' latency stays that of 16, and the reducer's copies for other ranks are left out.
+    """
     base = dgx2(nodes)
     faster = {n: getattr(base, n) * nodes for n in ("disk_read_gbs", "disk_write_gbs", "host_gbs", "link_gbs")}
     return dataclasses.replace(base, **faster)
@@ -44,7 +46,7 @@ def run(program: Program, machine: Machine, ranks: int, warm_up: int = 3, **sett
 
 
 def model(layers: int, hidden: int = HIDDEN, batch: int = BATCH, group: int = 1) -> Program:
-    """Of which so many layers together are computed again in backward, from one checkpoint."""
+    """Return a transformer that recomputes `group` layers together in backward, from one checkpoint."""
     made = transformer(layers=layers, hidden=hidden, batch=batch, recompute=True)
 
     def grouped() -> nn.Module:
@@ -58,7 +60,7 @@ def model(layers: int, hidden: int = HIDDEN, batch: int = BATCH, group: int = 1)
 
 
 def held(plan: Plan, tier: str | None = None, role: str | None = None) -> int:
-    """Bytes of a rank's states at the end of a step, gradients among them."""
+    """Return the bytes of a rank's states at the end of a step, including gradients."""
     return sum(h.now for h in plan.total.homes if tier in (None, h.tier) and role in (None, h.role))
 
 
@@ -80,7 +82,7 @@ def quantities(plan: Plan) -> dict[str, float]:
 
 @dataclasses.dataclass
 class Line:
-    """What two plans that differ in layers alone say of any number of layers."""
+    """An extrapolation to any number of layers, from two plans that differ only in layers."""
 
     few: int
     per_layer: dict[str, float]
@@ -123,19 +125,24 @@ def line(
     batch: int = BATCH,
     **settings: object,
 ) -> Line:
-    """`machine`: "dgx-2", with `ranks` as they are, or "as one" for `nodes` nodes by 16 ranks. Other settings: of the
-    space; `warm_up`, `group` (layers of a checkpoint) and `device_memory_gb` are of the plan."""
-    if machine == "as one":  # "auto" would compare the link and the host, as fast as of many nodes, with one device
+    """Plan `few` and `many` layers. `machine`: "dgx-2" with `ranks`, or "as one" for `nodes` nodes as 16 ranks.
+
+    `warm_up`, `group` (layers of a checkpoint) and `device_memory_gb` belong to the plan. Other settings are the
+    space's.
+    """
+    if machine == "as one":  # "auto" would compare one device with the link and the host of many nodes
         settings = {"optimizer_device": "device", **settings}
     return _line(few, many, machine, nodes, ranks, hidden, batch, tuple(sorted(settings.items())))
 
 
 def checkpoints(layers: int, batch: int, hidden: int = HIDDEN, group: int = 1) -> float:
-    """Bytes a rank of what goes into each group of layers, in two bytes. Where nothing else is at its peak, the
-    peak of ordinary tensors grows by as much."""
+    """Return a rank's bytes of the inputs of each group of layers, at two bytes an element.
+
+    The peak of ordinary tensors grows by as much, unless something else is at its peak.
+    """
     return layers / group * batch * 1024 * hidden * 2
 
 
 def tflops(step: dict[str, float], batch: int) -> float:
-    """A GPU's, as such papers count: eight operations a parameter and token, two of them computed again."""
+    """Return a GPU's TFLOP/s as the papers count: eight operations per parameter and token, two of them recomputed."""
     return 8 * step["parameters"] * batch * 1024 / step["seconds"] / 1e12

@@ -1,4 +1,4 @@
-"""What the benchmarks share: alternating timings, and the table and JSON line they end with."""
+"""Shared parts of the benchmarks: alternating timings, and the table and JSON line at the end."""
 
 import json
 import statistics
@@ -14,14 +14,14 @@ Name = TypeVar("Name")
 
 
 def turns(rounds: int, names: Iterable[Name]) -> Iterator[Name]:
-    """Whose turn it is: every name once a round, for timings drift; every other round runs backwards."""
+    """Yield every name once a round, because timings drift. Every other round runs backwards."""
     order = list(names)
     for turn in tqdm(range(rounds), unit="round", leave=False, disable=None):
         yield from order[:: 1 if turn % 2 else -1]
 
 
 def alternate(rounds: int, **programs: Callable[[], object]) -> dict[str, list[float]]:
-    """Seconds of each program in each round, taking turns."""
+    """Return the seconds of each program in each round. The programs take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for name in turns(rounds, programs):
         start = time.perf_counter()
@@ -31,12 +31,12 @@ def alternate(rounds: int, **programs: Callable[[], object]) -> dict[str, list[f
 
 
 def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """Median of the ratios of neighbours, which share what else the machine was doing."""
+    """Return the median of the ratios of neighbours, which ran under the same load of the machine."""
     return statistics.median(a / b for a, b in zip(times, reference, strict=True))
 
 
 def peak_of_process() -> int:
-    """Bytes: the most memory the process has had since it last wrote 5 to /proc/self/clear_refs."""
+    """Return the process's peak memory in bytes since it last wrote 5 to /proc/self/clear_refs."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""What the disk can do: fio, with the settings that are best here."""
+"""Measure the disk with fio, with the settings that are best here."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ FIO = {
 
 @contextlib.contextmanager
 def huge_pages(count: int) -> Iterator[bool]:
-    """fio can have huge pages only from the reserved pool. Yields whether it may."""
+    """Reserve huge pages, because fio uses only the reserved pool. Yields whether that is allowed."""
     before = HUGE_PAGES.read_text().strip()
     try:
         HUGE_PAGES.write_text(str(max(count, int(before))))
@@ -36,7 +36,7 @@ def huge_pages(count: int) -> Iterator[bool]:
 def fio(
     options: list[str], directory: str, size: int, seconds: float, mix: str, huge: bool, block: str = "1M"
 ) -> dict[str, float]:
-    """Bytes a second that fio reads and writes, a block at a time, O_DIRECT. `mix`: --rw and its kin."""
+    """Return bytes a second that fio reads and writes with O_DIRECT, by blocks. `mix`: --rw and similar options."""
     command = [
         *[
             "fio",
@@ -56,8 +56,10 @@ def fio(
 
 
 def fio_new(directory: str, size: int, reads: bool) -> float:
-    """Bytes a second at which fio writes a new file, until it is on the disk; `reads`: while it reads as many of
-    another, as a copy does."""
+    """Return bytes a second at which fio writes a new file and flushes it.
+
+    `reads`: it also reads as many bytes of another file at the same time, as a copy does.
+    """
     options = ["--ioengine=io_uring", "--iodepth=16", "--direct=1", "--bs=1M", f"--size={size}"]
     source, target = pathlib.Path(directory) / "source", pathlib.Path(directory) / "target"
     write = ["--name=write", f"--filename={target}", "--rw=write", "--fallocate=posix", "--end_fsync=1"]
@@ -77,5 +79,5 @@ def fio_new(directory: str, size: int, reads: bool) -> float:
 
 
 def mixed(read_bytes: float, written_bytes: float) -> str:
-    """fio's settings for reads and writes at once, in these proportions."""
+    """Return fio's settings for concurrent reads and writes in these proportions."""
     return f"--rw=rw --rwmixread={round(100 * read_bytes / (read_bytes + written_bytes))}"

@@ -1,9 +1,9 @@
-"""Activations on the host and on the disk: time of a forward and backward beside plain PyTorch's in memory, and how
-much larger the process becomes.
+"""Activations on the host and on the disk: time of a forward and backward compared with plain PyTorch's in memory, and
+growth of the process.
 
-time: a median of ratios of neighbours. bound: max(plain's time, bytes written and read / what fio does of both at
-once) / plain's time. growth: of the process's peak above what it had before the step; parameters and gradients are on
-disk in all but plain. Each way is a process of its own.
+time: a median of ratios of neighbours. bound: max(plain's time, bytes written and read / fio's rate for both at once) /
+plain's time. growth: the process's peak, less its memory before the step. Parameters and gradients are on disk in all
+variants except plain. Each variant is a process of its own.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WAYS = ["plain", "device", "host", "disk", "checkpoints", "checkpoints on disk"]
 
 
 def child(args: argparse.Namespace) -> None:
-    """Steps whenever a line comes; answers with a line of JSON."""
+    """Run a step for each input line, and answer with a line of JSON."""
     shape = Shape(args.layers, args.width, 8, 1024, 256)
     home = {"checkpoints": "device", "checkpoints on disk": "disk"}.get(args.way, args.way)
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def child(args: argparse.Namespace) -> None:
         for block in model.blocks:
             block.forward = _checkpointed(block.forward)
     text = torch.randint(0, 1024, (args.batch, 257))
-    model(text[:1, :8], text[:1, 1:9]).backward()  # what libraries allocate once
+    model(text[:1, :8], text[:1, 1:9]).backward()  # libraries allocate their own memory
     model.zero_grad()
     for _ in sys.stdin:
         Path("/proc/self/clear_refs").write_text("5")
@@ -104,7 +104,7 @@ def main() -> None:
             process.stdin.write("\n")
             process.stdin.flush()
             answer = json.loads(process.stdout.readline())
-            if turn >= len(args.ways):  # the first of each is to warm up
+            if turn >= len(args.ways):  # the first of each only warms up
                 said[way].append(answer)
         for process in children.values():
             process.stdin.close()

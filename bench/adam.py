@@ -1,7 +1,7 @@
 """AdamW with everything in memory, against memory itself: 28 bytes a parameter at the rate of an in-place triad.
 
-ratio: bytes a second of zeropage's fused AdamW / those of x += s * y, float32, in one tensor and in many, the worse.
-all_in_one: the same work (unscale, count what is not finite, clip, update, cast to bfloat16), torch's passes / ours.
+ratio: bytes a second of zeropage's fused AdamW / those of x += s * y, float32. The worse of one tensor and many.
+all_in_one: time of torch's passes / ours, for unscale, count of non-finite values, clip, update and cast to bfloat16.
 With DeepSpeed installed, its CPU Adam with the same passes is timed too.
 """
 
@@ -20,7 +20,7 @@ SCALE, CLIP = 1 / 1024, 0.5
 
 
 class Case:
-    """One way to step; `seconds` of one step, what lies around it not timed."""
+    """One variant of a step. `seconds` times one step, without its preparation."""
 
     def __init__(self, tensors: int, each: int) -> None:
         self.shapes = [(each,)] * tensors
@@ -69,7 +69,7 @@ class Paged(Case):
             gradient = torch.zeros_like(parameter)  # in the master's dtype, paged
             gradient.fill_(1e-3)
             if self.all_in_one and hasattr(parameter, "grad_dtype"):
-                parameter.grad_dtype = None  # any: ours come in full precision
+                parameter.grad_dtype = None  # any dtype: our gradients have full precision
             parameter.grad = gradient
 
     def step(self) -> None:
@@ -104,7 +104,7 @@ class Torch(Case):
     @torch.no_grad()
     def step(self) -> None:
         if self.all_in_one:
-            # As torch.amp.GradScaler and clip_grad_norm_ do it, the norm apart.
+            # The passes of torch.amp.GradScaler and clip_grad_norm_, except the norm.
             found = torch.zeros(())
             torch._amp_foreach_non_finite_check_and_unscale_(self.grads, found, torch.tensor(SCALE))
             torch._foreach_mul_(self.grads, CLIP)
@@ -147,7 +147,7 @@ def main() -> None:
                 seconds[name].append(cases[name].seconds())
             best = {name: statistics.median(times) for name, times in seconds.items()}
             triad = 12 * count / best["triad"]
-            # All in one, ours also writes the bfloat16; the separate passes move more, and are compared by time.
+            # All in one, ours also writes the bfloat16. The separate passes move more, so only their times compare.
             bytes_of = 30 if all_in_one else 28
             for name in list(cases)[1:]:
                 share = bytes_of * count / best[name] / triad

@@ -1,7 +1,7 @@
-"""Toys of the language models that transformers knows, trained plain and paged, with activations on disk and huge
-operators in tiles, everything paged out after each statement: is the loss, and is each parameter, equal to the bit?
+"""Train toys of transformers' language models plain and paged. Are the loss and each parameter equal to the bit?
 
-What cannot be made this small, or not trained by plain PyTorch from token ids and labels alone, is counted apart.
+Activations are on disk, huge operators run in tiles, and everything is paged out after each statement. Models that
+cannot be this small, or that plain PyTorch cannot train from token ids and labels alone, are counted separately.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def losses_of(model: torch.nn.Module, evict: bool) -> list[float]:
 
 
 def compare(name: str, tiling: bool, answer: "multiprocessing.connection.Connection") -> None:
-    """In a process of its own, which may be killed."""
+    """Compare in a process of its own, which the caller may kill."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     kind = getattr(transformers, name)

@@ -1,10 +1,10 @@
-"""Saving and loading a model with its optimizer: speed beside what fio writes and reads, and memory.
+"""Save and load a model with its optimizer: speed compared with fio's, and memory.
 
-ratio: bytes a second of a checkpoint / what fio does in the same run. A save: writes a new file until it is on the
-disk, while it reads as many of another where the states are on that disk. A load: reads, or, where the states are on
-disk, the same as a save. Memory is what the process has beyond one that has trained something small, without file
-mappings, which the system can drop; over the budgets: what it has beyond these too. Each way in a process of its own.
-What torch and safetensors load was just written, and is in the system's memory.
+ratio: bytes a second of a checkpoint / fio's in the same run. For a save, fio writes a new file and flushes it; if the
+states are on that disk, it also reads as many bytes of another file. For a load, fio reads; if the states are on disk,
+it does the same as for a save. memory: the process's, less that of one that has trained something small, without file
+mappings, which the system can drop. over the budgets: this memory less the budgets. Each variant is a process of its
+own. torch and safetensors load files that are still in the page cache.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WAYS = ("zeropage", "torch.save", "safetensors", "dcp")
 
 
 class Memory:
-    """The most that the process has had, sampled."""
+    """The process's peak memory, by sampling."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -62,7 +62,7 @@ def build(args: argparse.Namespace, swap: str) -> tuple[torch.nn.Module, torch.o
 
 
 def savers(folder: pathlib.Path) -> dict[str, tuple[Callable[..., object], Callable[..., object]]]:
-    """How each way saves and loads."""
+    """Return each variant's functions that save and load."""
 
     def torch_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
@@ -118,7 +118,7 @@ def savers(folder: pathlib.Path) -> dict[str, tuple[Callable[..., object], Calla
 
 
 def child(args: argparse.Namespace) -> None:
-    """Saves or loads once; prints what it took."""
+    """Save or load once, and print the time and memory."""
     folder = pathlib.Path(args.directory)
     memory = Memory()
     with tempfile.TemporaryDirectory(dir=folder.parent) as swap:

@@ -1,6 +1,6 @@
-"""torch.compile of a model's blocks: paged, in memory, beside plain PyTorch's compiled blocks.
+"""torch.compile of a model's blocks: paged blocks in memory compared with plain PyTorch's.
 
-ratio: time of a training step, paged and compiled, everything in memory, against plain and compiled.
+ratio: time of a training step with paged, compiled blocks, everything in memory / with plain, compiled blocks.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="of 256 tokens")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 64  # each block of a Llama is compiled for itself, for it knows its number
+    torch._dynamo.config.recompile_limit = 64  # each Llama block compiles separately: it knows its number
     rows, figures = [], {}
     for name in ("Llama", "GPT"):
         steps = {"plain": program(name, False, args), "paged": program(name, True, args)}

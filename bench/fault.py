@@ -1,4 +1,4 @@
-"""What paging costs when everything is in memory: a training step of the demo's model, and single operators.
+"""The cost of paging when everything is in memory: a training step of the demo's model, and single operators.
 
 ratio: time of a paged step / time of a plain one, alternating in one run.
 """
@@ -22,7 +22,7 @@ from train_gpt import GPT
 
 
 def stepper(args: argparse.Namespace, **tiers: object):
-    """A function that trains a model of its own for one step."""
+    """Return a function that trains its own model for one step."""
     torch.manual_seed(0)
     if tiers:
         with zeropage.init(device="cpu", device_memory="3GB", host_memory="256MB", **tiers):
@@ -50,7 +50,7 @@ def microseconds(call, repeats: int = 2000) -> float:
 
 
 def operators() -> list[list[object]]:
-    """Single operators on small tensors, so that what paging adds is most of what there is to see."""
+    """Time single operators on small tensors, where the overhead of paging dominates."""
     x = torch.randn(8, 64)
     plain = nn.Linear(64, 64)
     with zeropage.init(device="cpu", parameters="device", device_memory="16MB", host_memory="16MB", min_page_bytes=0):

@@ -1,7 +1,8 @@
-"""Whether `zeropage plan --fit` finds the fastest settings: each that it chooses from is run on this machine too.
+"""Check that `zeropage plan --fit` finds the fastest settings: this machine runs all of its candidates too.
 
-The model's states are larger than the memory that settings may take; homes and parts of the budgets are chosen. All
-are run once before one is run again, as the machine's speed drifts; medians of the rounds. "inf": was refused.
+The model's states are larger than the memory for settings, and the search chooses homes and parts of the budgets. Each
+round runs all candidates once, because the machine's speed drifts. The results are medians of the rounds. "inf": the
+plan or the run was refused.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
         def measure(settings: dict[str, object]) -> float:
             return float(in_processes(1, run, case, settings, args.steps, WARM_UP)["seconds"])
 
-        # What a plan refuses is run too: that it could run would be a fault.
+        # Settings that a plan refuses run too: it would be an error if they worked.
         planned = [seconds_or_inf(plan, settings) for settings in tried]
         measured: list[list[float]] = [[] for _ in tried]
         for turn in tqdm(range(args.rounds * len(tried)), leave=False, disable=None):

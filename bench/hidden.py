@@ -1,8 +1,8 @@
 """The largest hidden size whose linear layer trains one step under a device memory, with and without tiles.
 
-One layer, hidden x hidden, forward, backward and a step of SGD, everything on disk. Without tiles, the size is found
-by bisection. With tiles, eight times that size is tried, or what the disk has room for; a layer of 64K, which
-ZeRO-Infinity's authors took to show what does not fit, has 17 GB of parameters in float32 and as much of gradients.
+One layer, hidden x hidden, forward, backward and a step of SGD, everything on disk. Without tiles, bisection finds the
+size. With tiles, the benchmark tries eight times that size, or less if the disk is too small. ZeRO-Infinity's authors
+chose a 64K layer as one that does not fit: 17 GB of float32 parameters, and as much of gradients.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from zeropage import BudgetError
 
 
 def trains(hidden: int, memory: str, tiling: str, args: argparse.Namespace) -> dict[str, float] | None:
-    """Figures of a step, or nothing if the budget is too small."""
+    """Return figures of a step, or None if the budget is too small."""
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="swap-") as directory:
         homes = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk")
         settings = {"device_memory": memory, "host_memory": args.host_memory, "disk_path": directory}
@@ -42,7 +42,7 @@ def trains(hidden: int, memory: str, tiling: str, args: argparse.Namespace) -> d
 
 
 def largest_whole(memory: str, args: argparse.Namespace) -> int:
-    """In steps of 256."""
+    """Find the largest size without tiles, in steps of 256."""
     low, high = 1, 128
     while low + 1 < high:
         middle = (low + high) // 2

@@ -1,6 +1,6 @@
-"""What our I/O moves against fio: in order, 1 MiB at a time, random bytes, O_DIRECT, huge pages on both sides.
+"""Our I/O against fio: sequential, 1 MiB at a time, random bytes, O_DIRECT, huge pages on both sides.
 
-ratio: the worse of read and write, of both engines, against the best of fio's configurations, alternating in one run.
+ratio: the worst of read and write, and of both engines / the best of fio's configurations, alternating in one run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
 
         programs = {name: lambda d, o=options: theirs(o, d) for name, options in FIO.items()}
         programs |= {f"zeropage {engine}": lambda d, e=engine: ours(e, d) for engine in ("uring", "threads")}
-        theirs(FIO["fio io_uring"], "write")  # lays the file out
+        theirs(FIO["fio io_uring"], "write")  # allocates the file
         speeds: dict[tuple[str, str], list[float]] = {}
         for name in turns(args.rounds, programs):
             for direction in ("write", "read"):

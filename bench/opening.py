@@ -1,7 +1,7 @@
-"""Opening a Hugging Face model that is larger than memory: seconds until from_pretrained() has returned, what went to
-the swap file, and what its first forward read, of a model whose weights stay in the safetensors files.
+"""Open a Hugging Face model that is larger than memory, whose weights stay in the safetensors files.
 
-Each in a process of its own, with the files out of the system's cache; "copied" is lazy_load = false.
+Measures the seconds of from_pretrained(), the bytes written to the swap file, and the bytes read by the first forward.
+Each variant runs in a process of its own, with the files out of the page cache. "copied" is lazy_load = false.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import zeropage
 
 
 def make(folder: pathlib.Path, gigabytes: float) -> None:
-    """A Llama of that size in bfloat16, of random weights, in shards of a gigabyte."""
+    """Write a bfloat16 Llama of that size, with random weights, in shards of a gigabyte."""
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,7 +60,7 @@ def child(args: argparse.Namespace) -> None:
 
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=args.directory) as swap:
-        # What transformers imports when it opens its first model is not what is measured.
+        # Opening a first model makes transformers import modules, which the measurement leaves out.
         LlamaForCausalLM(
             LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
         ).save_pretrained(f"{swap}/small")

@@ -1,10 +1,11 @@
-"""What users would pick instead: DeepSpeed's ZeRO-3 on NVMe and in the host, FSDP2, plain PyTorch; and zeropage.
+"""Compare zeropage with its alternatives: DeepSpeed's ZeRO-3 on NVMe and in the host, FSDP2, and plain PyTorch.
 
-Each trains the same GPT in a process of its own, in turns (bench/peers/train.py). `make peers` makes the environment
-that DeepSpeed wants. Peak memory is the process's, with what it imports; bytes are those of the kernel's counters.
+Each trains the same GPT in a process of its own, in turns (bench/peers/train.py). `make peers` makes DeepSpeed's
+environment. Peak memory is the process's, including imported libraries. Bytes are the kernel's counters.
 
-vs_nvme: tokens a second of zeropage, everything on disk, over the fastest of DeepSpeed's NVMe settings; memory: peak
-over that one's. vs_cpu, vs_fsdp2: states in the host, over DeepSpeed's and FSDP2's CPU offload.
+vs_nvme: tokens a second of zeropage, everything on disk / those of the fastest of DeepSpeed's NVMe settings. memory:
+zeropage's peak / that setting's. vs_cpu, vs_fsdp2: zeropage with states in the host / DeepSpeed's and FSDP2's CPU
+offload.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""How good plans are: seconds, bytes and peaks of a step, planned and measured, on this machine.
+"""Accuracy of plans: seconds, bytes and peaks of a step, planned and measured, on this machine.
 
-For each case the machine is measured, operators are recorded in a plain run of two of the model's layers, the case is
-run, operators are recorded again, as the machine's speed drifts, and the case is planned. What the model of the
-machine holds was fixed by the first half of the cases; the others are "later".
+For each case, the benchmark measures the machine and records operators in a plain run of two of the model's layers. It
+runs the case, records operators again because the machine's speed drifts, and plans the case. The first half of the
+cases served to develop the model of the machine. The others are "later".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
     name: str = field(default="", compare=False)
 
 
-#: Steps until what lies in memory as a step begins has settled.
+#: Steps until the content of memory at the start of a step has settled.
 WARM_UP = 9
 
 DISK = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
@@ -105,14 +105,14 @@ def describe(case: Case) -> str:
 
 
 def join(rank: int, ranks: int, meeting: str) -> None:
-    """Each rank computes on its share of the cores."""
+    """Join the ranks' group. Each rank computes on its share of the cores."""
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
 
 
 def network(ranks: int, rank: int, meeting: str) -> float:
-    """Bytes a second that a rank sends in an all-gather of 64 MiB."""
+    """Measure the bytes a second that a rank sends in an all-gather of 64 MiB."""
     join(rank, ranks, meeting)
     part = torch.ones((64 << 20) // 4 // ranks)
     whole = torch.empty(part.numel() * ranks)
@@ -127,7 +127,7 @@ def network(ranks: int, rank: int, meeting: str) -> float:
 
 
 def record(case: Case, costs: zp.MeasuredCosts, rank: int, meeting: str) -> zp.MeasuredCosts:
-    """Operators' seconds, as the ranks of a run have them that compute at once. Adds them to `costs`."""
+    """Add operators' seconds to `costs`, with all ranks of a run computing at once."""
     join(rank, case.ranks, meeting)
     if case.ranks > 1:
         dist.barrier()
@@ -141,7 +141,7 @@ def record(case: Case, costs: zp.MeasuredCosts, rank: int, meeting: str) -> zp.M
 def run(
     case: Case, config: dict[str, object], steps: int, warm_up: int, rank: int, meeting: str
 ) -> dict[str, object]:
-    """The program for real, on one rank."""
+    """Run the program, not a plan, on one rank."""
     join(rank, case.ranks, meeting)
     made = program(case)
     space = zeropage.init(config, device="cpu")
@@ -191,7 +191,7 @@ def plan(case: Case, config: dict[str, object], machine: zp.Machine, costs: zp.M
 
 
 def in_processes(ranks: int, what, *args):
-    """Of rank 0. In processes, so that peaks of one case are not those of another."""
+    """Run `what` in a process for each rank and return rank 0's result. Separate processes keep cases' peaks apart."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(ranks) as pool:
         each = [(*args, rank, f"{folder}/meeting") for rank in range(ranks)]
         return pool.starmap(what, each, chunksize=1)[0]
@@ -239,7 +239,7 @@ def main() -> None:
                 measured = in_processes(case.ranks, run, case, config, args.steps, WARM_UP)
                 costs = in_processes(case.ranks, record, case, costs)
                 planned = plan(case, config, over_ranks(machine, case.ranks), costs)
-            except zeropage.ZeropageError as error:  # one that cannot be planned or run leaves the others
+            except zeropage.ZeropageError as error:  # the other cases still run
                 rows.append([describe(case), "", None, None, "", "", "", str(error).splitlines()[0]])
                 continue
             seconds = distance(planned["seconds"], measured["seconds"])

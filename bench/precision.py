@@ -1,5 +1,5 @@
-"""What mixed precision costs in accuracy: the demo's model trained in float32, with bfloat16 over float32 masters,
-and in bfloat16 alone, on the same text. Draws the three losses.
+"""The cost of mixed precision in accuracy: the demo's model in float32, in bfloat16 over float32 masters, and in
+bfloat16 alone, trained on the same text. Draws the three losses.
 
 ratio: mean distance of the losses from float32's after the first tenth, bfloat16 over float32 masters / bfloat16
 alone.

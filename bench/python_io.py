@@ -1,7 +1,7 @@
-"""What zeropage.io moves from Python against fio: in order, random bytes, O_DIRECT, transfers of 1 MiB and of 64 KiB,
-of one thread and of four.
+"""zeropage.io from Python against fio: sequential, random bytes, O_DIRECT, transfers of 1 MiB and of 64 KiB, from one
+thread and from four.
 
-ratio: the worst of all, against the best of fio's configurations at the same size, alternating in one run.
+ratio: the worst of all / the best of fio's configurations at the same size, alternating in one run.
 """
 
 import argparse
@@ -22,7 +22,7 @@ UNDER_WAY = 64  # transfers of a thread
 
 
 def move(path: str, size: int, direction: str, block: int, threads: int, seconds: float) -> float:
-    """Bytes a second. Each thread has its part of the file and of the buffers."""
+    """Measure bytes a second. Each thread has its part of the file and of the buffers."""
     moved = [0] * threads
     buffer = zeropage.io.empty(threads * UNDER_WAY * block, dtype=torch.uint8)
     buffer.view(torch.int64).random_()
@@ -65,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
         if not may:
             print("no huge pages for fio (vm.nr_hugepages, needs root): it uses small ones", file=sys.stderr)
-        fio(FIO["fio io_uring"], directory, args.bytes, 1, "--rw=write", may)  # lays the file out
+        fio(FIO["fio io_uring"], directory, args.bytes, 1, "--rw=write", may)  # allocates the file
         cases = [(name, size) for size in SIZES for name in (*FIO, "1 thread", "4 threads")]
         for name, size in turns(args.rounds, cases):
             for direction in ("write", "read"):

@@ -1,6 +1,6 @@
-"""What is left of a checkpoint when things go wrong, counted: kills at random moments, flipped bits, cut files.
+"""Count what failures leave of a checkpoint: kills at random moments, flipped bits, cut files.
 
-Each is to end in a whole older checkpoint, equal to the bit, or in an error that says what is wrong.
+Each must end in an intact older checkpoint, equal to the bit, or in an error that says what is wrong.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def plain_model() -> nn.Module:
 
 
 def outcome(folder: pathlib.Path, said: list[int]) -> str:
-    """Of a folder to which the checkpoints `said` were written, and perhaps one more."""
+    """Classify a folder after the process reported the checkpoints `said`, and perhaps wrote one more."""
     model = plain_model()
     try:
         value = zeropage.load(folder, model)["value"]
@@ -54,12 +54,12 @@ def outcome(folder: pathlib.Path, said: list[int]) -> str:
     if not whole:
         return "WRONG CONTENT"
     if value == said[-1] + 1:
-        return "whole, and nobody was told"
+        return "whole, one that was not reported yet"
     return "whole, the latest" if value == said[-1] else "WRONG: an older one"
 
 
 def kills(count: int, directory: pathlib.Path, generator: random.Random) -> collections.Counter[str]:
-    """At moments over three saves and the time between them."""
+    """Kill the process at random moments over three saves and the time between them."""
     outcomes: collections.Counter[str] = collections.Counter()
     folder, value = directory / "killed" / "checkpoint", 0
     folder.parent.mkdir()
@@ -81,7 +81,7 @@ def kills(count: int, directory: pathlib.Path, generator: random.Random) -> coll
 
 
 def damages(count: int, directory: pathlib.Path, generator: random.Random, cut: bool) -> collections.Counter[str]:
-    """One bit of any file flipped, or a file cut at any byte."""
+    """Flip one bit of any file, or cut a file at any byte."""
     outcomes: collections.Counter[str] = collections.Counter()
     model = plain_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -93,7 +93,7 @@ def damages(count: int, directory: pathlib.Path, generator: random.Random, cut: 
     files = sorted(folder.iterdir())
     sizes = [path.stat().st_size for path in files]
     for _ in tqdm(range(count), desc="cuts" if cut else "flips", leave=False, disable=None):
-        # Half of them by file, so that small ones are hit; half by byte.
+        # Half of the damages choose a file uniformly, so that they hit small ones; the others choose by size.
         path = generator.choice(files) if generator.random() < 0.5 else generator.choices(files, sizes)[0]
         whole = path.read_bytes()
         at = generator.randrange(len(whole))

@@ -1,5 +1,6 @@
-"""What an eviction and the fault that caused it cost when there are many pages and tensors: processor time, with a
-disk that takes none, for 1,000 to 100,000 pages, and for 100,000 large ones: a terabyte in a sparse swap file.
+"""The cost of an eviction and its fault with many pages and tensors: processor time, with a disk that takes no time.
+
+For 1,000 to 100,000 pages, and for 100,000 large ones: a terabyte in a sparse swap file.
 
 growth: the cost at the largest size / at the smallest; growth_10: at the largest / at a tenth of it; growth_terabyte:
 at the largest with large pages / at the smallest.

@@ -1,9 +1,9 @@
-"""The sizes and speeds that ZeRO and ZeRO-Infinity are known for, planned with zeropage: the table and the pictures
-of docs/scale.md. Nothing here runs on such machines: each number is of a dry run, or follows from two of them that
-differ in layers alone.
+"""Plan the sizes and speeds that ZeRO and ZeRO-Infinity are known for: the table and the pictures of docs/scale.md.
 
-predicted: what 8 and 12 layers say of 16 / what 16 say, in the seconds of a step; as_one: a step of 32 ranks on two
-nodes, by the layer, planned as one node / as it is.
+Nothing here runs on such machines. Each number comes from a dry run, or from two that differ only in layers.
+
+predicted: seconds of a step of 16 layers, extrapolated from 8 and 12 layers / planned. as_one: a step of 32 ranks on
+two nodes, per layer, planned as one node / planned as two.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def layers_of(parameters: float, hidden: int = HIDDEN) -> int:
 
 
 def stages(figures: dict[str, object]) -> Iterator[Row]:
-    """36 layers of 4,096: 7.5 billion parameters; in one piece, on devices that hold the baseline too."""
+    """Plan 36 layers of 4,096: 7.5 billion parameters, in one piece, on devices that hold the baseline too."""
     program = transformer(layers=36, hidden=4096, batch=1)
     machine = dgx2(4, device_memory_gb=320)
     on_device = dict.fromkeys(("parameters", "gradients", "optimizer"), "device") | {
@@ -68,7 +68,7 @@ def stages(figures: dict[str, object]) -> Iterator[Row]:
         )
         sent.append(plan.step.gathered_bytes + plan.step.reduced_bytes)
     kept = sent[3] / sent[0]
-    # With less memory than keeps what forward gathered.
+    # With too little memory to keep the tensors that forward gathered.
     in_host = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
     plan = run(program, machine, 64, warm_up=2, host_memory="20GB", **in_host | {"device_memory": "2GB"})
     sent[3] = plan.step.gathered_bytes + plan.step.reduced_bytes
@@ -98,9 +98,9 @@ def one_node(figures: dict[str, object]) -> Iterator[Row]:
         f"a trillion parameters on one DGX-2 ({LAYERS} layers of {HIDDEN:,}; 8 and 12 layers planned)",
         "fits",
         f"fits: {states:.1f} TB of states on {NODE.disk_gb / 1e3:.0f} TB of disks, {kept:.2f} TB of checkpoints in "
-        f"{NODE.host_memory_gb / 1e3:.1f} TB of host memory; {of['seconds']:,.0f} s a step of {16 * BATCH * 1024:,} "
-        f"tokens, {claims.tflops(of, BATCH):.0f} TFLOP/s a GPU; of a device of 32 GB, a budget of 12 GB and "
-        f"{beside:.1f} GB of other ordinary tensors",
+        f"{NODE.host_memory_gb / 1e3:.1f} TB of host memory. {of['seconds']:,.0f} s a step of {16 * BATCH * 1024:,} "
+        f"tokens, {claims.tflops(of, BATCH):.0f} TFLOP/s a GPU. A budget of 12 GB and {beside:.1f} GB of other "
+        "ordinary tensors, on a device of 32 GB",
     )
     planned = claims.quantities(run(claims.model(16), dgx2(), 16))
     figures["predicted"] = round(line().of(16)["seconds"] / planned["seconds"], 3)
@@ -171,7 +171,7 @@ def single_gpu(figures: dict[str, object]) -> Iterator[Row]:
 
 
 def large_layer(figures: dict[str, object]) -> Iterator[Row]:
-    """Linear, from 64K to 256K, with 1,024 tokens."""
+    """Plan a linear layer from 64K to 256K, with 1,024 tokens."""
     hidden = 65_536
 
     def loss(model: nn.Module) -> torch.Tensor:

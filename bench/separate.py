@@ -1,7 +1,7 @@
-"""The CPU's memory treated as a GPU's is, with everything on disk, against the same in one memory.
+"""The CPU's memory treated as a GPU's, with everything on disk, against the same in one memory.
 
-The model, precision, clipping and optimizer of bench/step.py; a device budget and a host budget of an eighth of the
-state each. What the second memory costs is copies, which nothing but the processor makes here.
+The model, precision, clipping and optimizer are those of bench/step.py. The device budget and the host budget are each
+an eighth of the state. The second memory costs copies, which only the processor makes here.
 """
 
 import argparse

@@ -1,8 +1,7 @@
-"""Checkpoints that are written while training goes on: how long save(background=True) holds training up, and how much
-longer steps take until the checkpoint is there, beside steps of the same run without one.
+"""Background checkpoints: how long save(background=True) blocks training, and how much it slows the following steps.
 
-blocked: of a median step. steps: a median step while a checkpoint is written / a median step without. until: steps
-until it is there. "blocking" waits in save() instead, for comparison.
+blocked: time in save() / a median step. steps: a median step during a save / a median step of the same run without one.
+until: steps until the checkpoint is complete. "blocking" waits in save() instead, for comparison.
 """
 
 import argparse

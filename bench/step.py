@@ -1,10 +1,10 @@
-"""A training step as users run it, with everything on disk, against what no such step can beat.
+"""A training step as users run it, with everything on disk, against a limit that no such step can beat.
 
 Clipping by the global norm, fused AdamW, budgets of a quarter of the state; bfloat16 over float32 masters, or one of
-the other formats. The same by hand in memory ("plain"), without updates ahead of the step, and fio alternate with it
-in one run.
+the other formats. In one run it alternates with the same step by hand in memory ("plain"), with a paged step without
+early updates, and with fio.
 
-limit: the larger of plain's seconds and of what the paged step moved at fio's rate for its mix of reads and writes.
+limit: the larger of plain's seconds, and of the paged step's bytes at fio's rate for its mix of reads and writes.
 ratio: seconds of a paged step / limit.
 """
 
@@ -55,7 +55,7 @@ class Paged:
 
 
 class Plain:
-    """The same by hand: where operators see bfloat16, the optimizer steps float32 masters."""
+    """The same step by hand. If operators see bfloat16, the optimizer steps float32 masters."""
 
     def __init__(self, shape: Shape, is_mixed: bool, most: float) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ class Plain:
 
 
 class Meter:
-    """Seconds and bytes of each phase, a step."""
+    """Seconds and bytes of each phase in a step."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -113,7 +113,7 @@ def train(program: Paged | Plain, batch: int, shape: Shape, steps: int) -> Meter
 
 def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Namespace) -> dict[str, float]:
     shape = SHAPES[model]
-    # Bytes a parameter: what operators see, what the master has beside it, gradient, moments.
+    # Bytes a parameter: low-precision copy, additional bytes of the master, gradient, moments.
     a_parameter = {
         "mixed": 2 + 4 + 4 + 8,
         "float32_split": 2 + 2 + 4 + 8,

@@ -1,7 +1,7 @@
-"""Operators whose weight is larger than device memory: forward and backward of an embedding and a linear layer, in
-tiles with everything on disk, beside the same layers whole in a space with memory enough.
+"""Operators whose weight is larger than device memory: forward and backward of an embedding and a linear layer.
 
-time: a median of ratios of neighbours. peak: of what the space held, of device_memory and host_memory.
+The layers run in tiles with everything on disk, and whole in a space with enough memory. time: a median of ratios of
+neighbours. peak: of the space's device_memory and host_memory.
 """
 
 import argparse

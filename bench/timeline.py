@@ -1,7 +1,7 @@
-"""Draws what the disk does during training steps, with updates under the next forward and under backward.
+"""Draw the disk's work during training steps, with updates under the next forward and under backward.
 
 The setting of step.py: everything on disk, budgets of a quarter of the state. Two steps each, after the first ones.
-covered: the share of a step in which the disk moves something, without updates ahead and with.
+covered: the share of a step in which the disk moves something, without early updates and with.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from _gpt import GPT, SHAPES, Shape
 
 import zeropage
 
-INTERVAL = 0.02  # seconds between two looks at the counters
+INTERVAL = 0.02  # seconds between two samples of the counters
 TITLES = {"never": "updates under the next forward", "auto": "updates under backward"}
 
 
 class Recorder:
-    """Bytes read and written and seconds waited, looked at again and again while it is entered."""
+    """Samples bytes read and written and seconds waited, while it is entered."""
 
     def __init__(self, space: zeropage.Space) -> None:
         self.space = space
@@ -46,7 +46,7 @@ class Recorder:
 
 
 def record(shape: Shape, when: str, args: argparse.Namespace) -> tuple[Recorder, list[float]]:
-    """What was seen, and when each forward and backward of the recorded steps began; and when the last one ended."""
+    """Record steps. Return the samples, and the times of each forward's and backward's start and of the end."""
     with torch.device("meta"):
         state = 18 * sum(parameter.numel() for parameter in GPT(shape).parameters())
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
@@ -87,7 +87,7 @@ def record(shape: Shape, when: str, args: argparse.Namespace) -> tuple[Recorder,
 
 
 def rates(recorder: Recorder, start: float) -> list[tuple[float, float, float, float]]:
-    """Of each interval: when it ended, GB/s read, GB/s written, share of it that was waited."""
+    """Return for each interval: its end, GB/s read, GB/s written, and the share of waits."""
     result = []
     for before, after in itertools.pairwise(recorder.samples):
         seconds = after[0] - before[0]

@@ -1,6 +1,6 @@
-"""What recording a timeline costs: training steps with and without, taking turns.
+"""The cost of recording a timeline: training steps with and without, taking turns.
 
-ratio: time of a step that is recorded against one that is not.
+ratio: time of a recorded step / time of one that is not recorded.
 """
 
 import argparse

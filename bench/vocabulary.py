@@ -1,8 +1,8 @@
-"""A loss over a huge vocabulary: linear, cross entropy and their backward, beside plain PyTorch, which has logits,
-their logarithms and their gradient whole in memory.
+"""A loss over a huge vocabulary: linear, cross entropy and their backward, compared with plain PyTorch.
 
-time: a median of ratios of neighbours. growth: of the process's peak above what it had before there was a weight; of
-plain PyTorch's, without the weight. Each way is a process of its own.
+Plain PyTorch keeps logits, their logarithms and their gradient whole in memory. time: a median of ratios of neighbours.
+growth: the process's peak, less its memory before the weight existed; plain PyTorch's is without the weight. Each
+variant is a process of its own.
 """
 
 import argparse
@@ -23,9 +23,9 @@ import zeropage
 
 
 def child(args: argparse.Namespace) -> None:
-    """Steps whenever a line comes; answers with a line of JSON."""
+    """Run a step for each input line, and answer with a line of JSON."""
     torch.manual_seed(0)
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # what libraries allocate once
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # libraries allocate their own memory
     baseline = peak_of_process()
     if args.way == "plain":
         head = torch.nn.Linear(args.width, args.classes, bias=False)
@@ -81,7 +81,7 @@ def main() -> None:
             children[way].stdin.write("\n")
             children[way].stdin.flush()
             answer = json.loads(children[way].stdout.readline())
-            if turn >= len(args.ways):  # the first of each is to warm up
+            if turn >= len(args.ways):  # the first of each only warms up
                 said[way].append(answer)
         for process in children.values():
             process.stdin.close()

@@ -1,4 +1,4 @@
-"""Loads a safetensors file at the disk's speed: one buffer, one read, and tensors that are views of it.
+"""Load a safetensors file at the disk's speed: one buffer, one read, and tensors that are views of it.
 
 python examples/load_safetensors.py model.safetensors
 """
@@ -11,7 +11,7 @@ import torch
 
 import zeropage.io
 
-HEADER = 8  # bytes, little-endian: the size of the JSON that says what lies where
+HEADER = 8  # bytes, little-endian: the size of the JSON with the tensors' offsets
 
 
 def load(path: str) -> dict[str, torch.Tensor]:

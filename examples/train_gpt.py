@@ -1,12 +1,12 @@
-"""Trains a byte-level GPT on the source of the Python standard library, with its states on disk.
+"""Train a byte-level GPT on the source of the Python standard library, with its states on disk.
 
-    python examples/train_gpt.py              # states on disk, budgets of 160 MB
-    python examples/train_gpt.py --activations disk   # and with what backward needs there too
-    python examples/train_gpt.py --plain      # the same program without zeropage
+    python examples/train_gpt.py              # states on disk, budgets of 160 MB.
+    python examples/train_gpt.py --activations disk   # and activations on disk too.
+    python examples/train_gpt.py --plain      # the same program without zeropage.
     python examples/train_gpt.py --check 5    # both, five steps: are losses and parameters equal to the bit?
-    torchrun --nproc-per-node 2 examples/train_gpt.py   # states partitioned over ranks, each with a part of the batch
+    torchrun --nproc-per-node 2 examples/train_gpt.py   # states partitioned over ranks, each with a part of the batch.
 
-Nothing in the model or in the loop knows of zeropage: it is the `with` around the model's construction.
+The model and the loop do not know zeropage. Only the `with` around the model's construction does.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def train(args: argparse.Namespace, plain: bool, steps: int, watch=None):
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
-    """Of the whole batch, for people to read."""
+    """Return the loss of the whole batch, for people to read."""
     mean = loss.detach() / RANKS
     if RANKS > 1:
         torch.distributed.all_reduce(mean)
@@ -153,7 +153,7 @@ def megabytes(count: float) -> str:
 
 
 class Watch:
-    """Looks on while training runs: memory, and where someone looks too, a progress bar."""
+    """Watches memory while training runs, and shows a progress bar if asked to."""
 
     def __init__(self, steps: int, tokens: int, show: bool) -> None:
         from tqdm import tqdm
@@ -244,8 +244,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
         print(json.dumps({**times, "held": held, "sent": sent}))
         return
     if args.json:
-        # What is resident beside the states right after forward. Of those, parameters are alive then and, from the
-        # second step on, the two moments; gradients are not.
+        # Resident memory right after forward, less the states: parameters, and from the second step on the two moments.
+        # Gradients do not exist then.
         first, second = watch.after_forward[:2]
         activations = max(first - state // 4, second - state * 3 // 4)
         print(json.dumps({"peak": peak, "state": state, "activations": activations, "losses": losses}))
@@ -313,7 +313,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--tier", choices=["disk", "host", "device"], default="disk", help="home of all states")
     parser.add_argument(
-        "--activations", choices=["disk", "host", "device"], default="device", help="home of what backward needs"
+        "--activations", choices=["disk", "host", "device"], default="device", help="home of saved activations"
     )
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="of ZeRO, over ranks")
     parser.add_argument("--device-memory", default="96MB")

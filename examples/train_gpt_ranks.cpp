@@ -26,7 +26,7 @@ struct Trained {
   std::vector<double> losses;  // of all data
 };
 
-// What a rank reads at a step: a function of both, so that one process can read it all.
+// A rank's batch at a step: a function of both, so that one process can read all batches.
 torch::Tensor batch_of(const torch::Tensor& text, const Options& options, int step, int rank, int ranks) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(1 + step * ranks + rank);
   return draw(text, options.size, options.batch, generator);

