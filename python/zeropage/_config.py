@@ -17,7 +17,7 @@ _TYPES = {setting.name: setting.type for setting in TABLE}
 
 
 class _Checked(type):
-    """Names the settings where a name is unknown, and notes those that the caller gave."""
+    """Lists the known settings if a name is unknown, and records the settings that the caller gave."""
 
     def __call__(cls, **settings: Any) -> Any:
         for name in settings:

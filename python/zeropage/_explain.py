@@ -1,4 +1,4 @@
-"""How each parameter of a model is kept, and why one is not paged."""
+"""Explain how each parameter of a model is stored, and why one is not paged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from zeropage._space import Space, latest_space, space_of_any
 
 @dataclass
 class Row:
-    """`home`: of a paged tensor, its tier; else "". `why`: it is not paged; else "". A lazy parameter has the shape
-    () and no bytes."""
+    """One tensor's row. `home`: a paged tensor's tier, else "". `why`: the reason why it is not paged, else "".
+
+    A lazy parameter has the shape () and no bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +29,7 @@ class Row:
 
 
 class Explanation:
-    """`rows`, one for each parameter and buffer; printed, a table."""
+    """Has one of `rows` for each parameter and buffer. Prints as a table."""
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
@@ -43,8 +45,10 @@ class Explanation:
 
 
 def explain(model: torch.nn.Module) -> Explanation:
-    """How each parameter and buffer of `model` is kept: dtypes (visible, master), home, the gradient's home, and why
-    one is an ordinary tensor."""
+    """Explain how each parameter and buffer of `model` is stored.
+
+    The rows give dtypes (compute, master), home, the gradient's home, and the reason why a tensor is ordinary.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
     space = space_of_any(tensor for _, tensor in named) or latest_space()
     return Explanation([_row(name, tensor, space) for name, tensor in named])

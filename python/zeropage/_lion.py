@@ -1,4 +1,4 @@
-"""The Lion optimizer, which torch has not: one moment a parameter, half of what Adam keeps."""
+"""The Lion optimizer, which torch lacks: one moment per parameter, half of Adam's state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Lion(torch.optim.Optimizer):
     """p = p (1 - lr wd) - lr sign(c) with c = beta1 m + (1 - beta1) g, then m = beta2 m + (1 - beta2) g: Chen et al.,
     "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 
-    Its step is one fused operator, on paged and ordinary tensors alike. Learning rates are about a tenth of AdamW's,
+    Its step is one fused operator, on paged and ordinary tensors. Typical learning rates are a tenth of AdamW's, and
     weight decays ten times as large. Raises ValueError for settings out of range.
     """
 

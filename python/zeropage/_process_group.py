@@ -1,4 +1,4 @@
-"""A program's own init_process_group(), where its ranks' group has been started before it."""
+"""A program's own init_process_group(), if its ranks' group has started before it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 
 def standing_in(start: Callable[..., None]) -> Callable[..., None]:
-    """Return what a program is to call instead of `start`, which is init_process_group.
+    """Return a replacement of `start`, which is init_process_group.
 
-    The first call takes over the group that is there, with `settle()`. All others are calls of `start`, which raises
-    for a second one, and starts a new group where the program has ended the one that was there.
+    The first call takes over the existing group, with `settle()`. All other calls go to `start`, which raises for a
+    second group, and starts a new one if the program has destroyed the existing one.
     """
     signature = inspect.signature(start)
     taken_over: list[Any] = []
@@ -35,7 +35,7 @@ def standing_in(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def settle(given: dict[str, Any]) -> None:
-    """Apply the arguments of init_process_group to the group that is there, as far as that can be done.
+    """Apply the arguments of init_process_group to the existing group, as far as possible.
 
     A timeout is set. Each other argument that contradicts the group is a UserWarning with its name and both values.
     """
@@ -74,7 +74,7 @@ def _contradictions(given: dict[str, Any]) -> list[tuple[str, object, object]]:
 
 
 def _serves(backend: str) -> bool:
-    """Whether the group has that backend for each of its devices that are in this machine."""
+    """Tell whether the group has that backend for each of its devices in this machine."""
     c10d: Any = dist.distributed_c10d
     wanted = c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     there = c10d.BackendConfig(dist.Backend(dist.get_backend_config())).get_device_backend_map()

@@ -11,7 +11,7 @@ from zeropage._tracing import summarize
 
 
 def show(file: pathlib.Path, most: int) -> None:
-    """Raises ConfigError if the file is no trace of ours."""
+    """Print a trace's summary. Raises ConfigError if the file is no trace of ours."""
     summary = summarize(file)
     console = Console()
     if not console.is_terminal:

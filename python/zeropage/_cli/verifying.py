@@ -21,7 +21,7 @@ def verify(
     flags: dict[str, str],
     plant: str | None,
 ) -> Verdict:
-    """Raises CannotCompare, also if there is no such script, and ConfigError."""
+    """Verify a script. Raises ConfigError, and CannotCompare, also for a missing script."""
     given = Config.of(config).replace(**flags)
     settings = {name: text_of(name, value) for name, value in given.given().items()}
     console = Console(stderr=True)

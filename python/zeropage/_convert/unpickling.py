@@ -60,7 +60,7 @@ def load(path: pathlib.Path) -> Any:
     except pickle.UnpicklingError as error:
         said = str(error).partition("WeightsUnpickler error: ")[2].strip() or str(error)
         raise _core.ZeropageError(
-            f'"{path}" is not read, because it holds values that are not plain data: {said.splitlines()[0]}'
+            f'"{path}" is not read, because it holds values that are no plain data: {said.splitlines()[0]}'
         ) from None
     except _DAMAGED as error:
         said = str(error).splitlines()[0]

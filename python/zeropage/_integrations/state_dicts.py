@@ -1,7 +1,7 @@
-"""state_dict() and load_state_dict() of modules and optimizers, so that nothing is lost and nothing leaves its pages.
+"""Patch state_dict() and load_state_dict() of modules and optimizers, so that tensors stay paged and precise.
 
-A module gives masters (setting state_dict); what is assigned to a paged parameter is paged as that is; what an
-optimizer loads becomes what its step would have made: of the parameter's home, paged, in the dtype of its master.
+A module returns masters (setting state_dict). A tensor assigned to a paged parameter is paged as the parameter is. A
+loaded optimizer state has the form that a step would make: paged, with the parameter's home, in the master's dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHANGES = [
     ),
 ]
 
-_within = threading.local()  # .destination: what a module's state_dict() fills, with its children's
+_within = threading.local()  # .destination: filled by state_dict() of a module and its children
 
 
 def _with_masters(state: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def _module_state_dict(original: Any) -> Any:
     def state_dict(self: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
         outer = getattr(_within, "destination", None)
         given: Any = arguments[0] if arguments else named.get("destination")
-        if given is None:  # ours: it tells a child's call from that of another model, which a hook may save
+        if given is None:  # ours: distinguishes a child's call from that of another model, which a hook may save
             given = collections.OrderedDict()
             given._metadata = collections.OrderedDict()
             if arguments:
@@ -103,8 +103,8 @@ def _optimizer_value(original: Any) -> Any:
         if value.dim() == 0 or value.shape != param.shape:
             return value.to(dtype=_core.dtype_of_states(param), device=param.device)
         if _core.in_one_space(value, param) and value.dtype == _core.dtype_of_states(param):
-            return value  # as torch has it: the same tensor
-        values = _core.SameValues()  # all ranks load the same: a state is partitioned at once
+            return value  # the same tensor, as in torch
+        values = _core.SameValues()  # all ranks load the same values, so a state is partitioned at once
         try:
             with torch.no_grad():
                 return torch.zeros_like(param, memory_format=torch.preserve_format).copy_(value)

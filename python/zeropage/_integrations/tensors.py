@@ -1,4 +1,4 @@
-"""Methods of tensors that look past the dispatcher: they choose a backend by its key, or read a storage's memory."""
+"""Replacements for methods of tensors that bypass the dispatcher: they choose a backend by key, or read memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHANGES = [
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """An ordinary empty tensor of the same dtype and device, to ask for what depends on these alone."""
+    """Return an ordinary empty tensor of the same dtype and device, for questions that depend only on these."""
     plain = torch.tensor([], dtype=tensor.dtype, device=tensor.device)
     return _core.plain_copy(plain) if _core.is_paged(plain) else plain
 
@@ -69,7 +69,7 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def _said(deepcopy: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Copies of modules run no registration hook, so scopes and `zeropage run` learn of their tensors here."""
+    """Report deep copies to scopes and `zeropage run`, because copied modules run no registration hook."""
 
     @functools.wraps(deepcopy)
     def method(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
