@@ -87,7 +87,7 @@ sanitize: build
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
 
-lint: build docs ## formatting, types, functions' lengths, which module uses which, and the docs
+lint: build docs ## formatting, types, functions' lengths, which module uses which, prose, and the docs
 	$(PYTHON) -m ruff check python tests examples bench tools
 	$(PYTHON) -m ruff format --check python tests examples bench tools
 	$(PYTHON) -m mypy
@@ -95,6 +95,7 @@ lint: build docs ## formatting, types, functions' lengths, which module uses whi
 	$(PYTHON) -m lizard -l cpp -T length=70 -C 1000 -a 100 -w src
 	$(PYTHON) tools/check_modules.py
 	$(PYTHON) tools/generate_settings.py --check
+	$(PYTHON) tools/check_prose.py
 
 format: build ## what lint asks for
 	$(PYTHON) -m ruff check --fix -q python tests examples bench tools || true

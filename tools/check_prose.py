@@ -7,10 +7,7 @@ Reports, as `file:line: finding`:
   - words and passives that the style rejects (table BANNED),
   - subjects of the change's own commits that are longer than 72 characters.
 
-Files that nobody has rewritten yet are named in tools/prose_todo.txt and are skipped. The list only shrinks: a named
-file without findings, or one that is gone, is a finding too.
-
-Usage: tools/check_prose.py [--all] [file ...]     --all ignores the list of files to do.
+Usage: tools/check_prose.py [file ...]     Without files: everything that git tracks, and the commits.
 """
 
 import ast
@@ -23,7 +20,6 @@ import tokenize
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TODO = ROOT / "tools/prose_todo.txt"
 LONGEST_SENTENCE = 30  # words
 LONGEST_SUBJECT = 72  # characters
 OPENERS = re.compile(r"^(Of|What|Where|That|So|[B]eside)\b(?![^.!]*\?)")
@@ -100,7 +96,9 @@ def python(text: str) -> Prose:
 
 def message(line: int, text: str) -> Prose:
     """A literal, if it reads as prose: at least five words, paragraph by paragraph."""
-    if len(re.findall(r"[A-Za-z]{2,}", text)) < 5 or re.search(r"[;{}]\s*\n|^\s*(import|from|def|for|with) ", text, re.M):
+    if len(re.findall(r"[A-Za-z]{2,}", text)) < 5 or re.search(
+        r"[;{}]\s*\n|^\s*(import|from|def|for|with) ", text, re.M
+    ):
         return
     for paragraph in re.split(r"\n\s*\n", text):
         yield line + text[: text.index(paragraph)].count("\n"), paragraph
@@ -112,7 +110,12 @@ def cpp(text: str) -> Prose:
     code = []
     for number, line in enumerate(text.splitlines(), 1):
         found = re.search(r"(?:^|[^:\"'/])//+<?\s?(.*)", line)
-        if found and line[: found.start()].count('"') % 2 == 0 and "NOLINT" not in line and "clang-format" not in line:
+        if (
+            found
+            and line[: found.start()].count('"') % 2 == 0
+            and "NOLINT" not in line
+            and "clang-format" not in line
+        ):
             comments.append((number, found[1]))
             line = line[: found.start() + 1]
         code.append(line)
@@ -163,21 +166,13 @@ def commits() -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The findings of the given files, or of all that git tracks."""
+    """Print the findings of the given files, or of all that git tracks."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    names = [name for name in arguments if not name.startswith("-")] or tracked
-    to_do = set(TODO.read_text().split()) if TODO.exists() and "--all" not in arguments else set()
-    found: list[str] = [f"{name}: named in {TODO.name} but gone" for name in sorted(to_do - set(tracked))]
-    for name in names:
+    found: list[str] = [] if arguments else list(commits())
+    for name in arguments or tracked:
         path = (ROOT / name).resolve()
-        if path.suffix not in READERS or not path.exists():
-            continue
-        some = list(findings(path))
-        if name not in to_do:
-            found += some
-        elif not some:
-            found.append(f"{name}: has no findings; take it out of {TODO.name}")
-    found += [] if len(names) < len(tracked) else commits()
+        if path.suffix in READERS and path.exists():
+            found += findings(path)
     print("\n".join(found) or "prose: nothing found")
     return bool(found)
 

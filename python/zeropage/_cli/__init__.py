@@ -53,7 +53,9 @@ def export_command(folder: pathlib.Path, out: pathlib.Path, form: str) -> None:
 @main.command("import")
 @click.argument("source", type=_FOLDER)
 @click.argument("folder", type=_FOLDER)
-@click.option("--model", "model_key", metavar="KEY", help="In a torch.distributed.checkpoint folder: the model's key.")
+@click.option(
+    "--model", "model_key", metavar="KEY", help="In a torch.distributed.checkpoint folder: the model's key."
+)
 def import_command(source: pathlib.Path, folder: pathlib.Path, model_key: str | None) -> None:
     """Convert SOURCE, a checkpoint of DeepSpeed (ZeRO-1/2/3, universal) or torch.distributed.checkpoint, to a zeropage
     checkpoint in FOLDER. Pickles are read without running their code.
@@ -194,11 +196,15 @@ def verify_command(
 @click.option("--batch", type=int, help="Sequences in one micro-batch of one rank.  [default: 1]")
 @click.option("--micro-batches", type=int, help="Micro-batches in one step of one rank.  [default: 1]")
 @click.option("--recompute", is_flag=True, help="Activation checkpointing: compute each block again in backward.")
-@click.option("--optimizer-name", "optimizer", metavar="NAME", help="For example adamw, sgd or lion.  [default: adamw]")
+@click.option(
+    "--optimizer-name", "optimizer", metavar="NAME", help="For example adamw, sgd or lion.  [default: adamw]"
+)
 @click.option(
     "--machine", metavar="NAME|FILE", help="A built-in machine, or a JSON file. By default this machine is measured."
 )
-@click.option("--measure", metavar="[PATH]", is_flag=False, flag_value="", help="Measure this machine, with disk PATH.")
+@click.option(
+    "--measure", metavar="[PATH]", is_flag=False, flag_value="", help="Measure this machine, with disk PATH."
+)
 @click.option("--ranks", type=int, help="Number of ranks.  [default: 1; with --fit, the best number on one machine]")
 @click.option("--costs", type=_FOLDER, help="A file with operators' measured seconds, to read.")
 @click.option("--save-costs", type=_FOLDER, help="A file for operators' measured seconds, to write.")

@@ -52,7 +52,7 @@ class Change:
 
 
 class Changes:
-    """What has been changed, so that it can be undone."""
+    """Changes in force, with what undoes each."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

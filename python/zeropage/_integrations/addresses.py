@@ -85,7 +85,9 @@ class Address:
 @contextlib.contextmanager
 def real_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, data_ptr() of `tensors` and of their views gives real addresses. The caller holds them in memory."""
-    paged = [tensor for tensor in tensors if _core.is_paged(tensor)]  # others, such as sparse ones, may lack a storage
+    paged = [
+        tensor for tensor in tensors if _core.is_paged(tensor)
+    ]  # others, such as sparse ones, may lack a storage
     places = [place for tensor in paged if (place := _core.storage_address(tensor.untyped_storage()))]
     _held.update(places)
     try:

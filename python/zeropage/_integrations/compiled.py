@@ -24,7 +24,7 @@ CHANGES = [
     Change(
         "torch",
         ("torch._inductor.output_code.CompiledFxGraph.__call__",),
-        "a compiled region reads addresses, so its paged inputs are brought into memory first",
+        "a compiled region reads addresses, so it needs its paged inputs in memory",
     ),
     Change(
         "torch",

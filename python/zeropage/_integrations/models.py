@@ -1,4 +1,4 @@
-"""What integrations of libraries that wrap, save or extend models share."""
+"""Functions that integrations of libraries share which wrap, save or extend models."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CHANGES = [
     Change(
         "torch",
         ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group"),
-        "a space that was made before the group lies over its ranks afterwards",
+        "a space that was made before the group is partitioned over its ranks afterwards",
     )
 ]
 _stepped_alone = False

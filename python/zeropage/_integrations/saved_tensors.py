@@ -1,4 +1,4 @@
-"""Hooks of autograd on what it saves, beside ours: torch.func allows none, and save_on_cpu would copy what pages."""
+"""Other hooks on tensors that autograd saves: torch.func allows none, and save_on_cpu would copy paged ones."""
 
 from __future__ import annotations
 

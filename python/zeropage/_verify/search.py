@@ -143,7 +143,7 @@ class Search:
             if (count := sum((s, w) == (self.took, what) for s, w, _, _ in plain[0].values))
         )
         lines.append(
-            f"in the first and the last step: {start['parameters']} parameters, of which {start['paged']} are paged, "
+            f"in the first and the last step: {start['parameters']} parameters ({start['paged']} paged), "
             f"{counts}, and the random state"
         )
         if budgets := [f"{name} {value}" for name, value in self.runner.settings.items() if name.endswith("_memory")]:
