@@ -62,8 +62,8 @@ struct Snapshot::Content {
 class Snapshot::Relay final : public Awaiter {
  public:
   explicit Relay(std::weak_ptr<Snapshot> snapshot) : snapshot_(std::move(snapshot)) {}
-  void has_run(StorageSegment& segment) noexcept override {
-    if (const auto snapshot = snapshot_.lock()) snapshot->has_run(segment);
+  void has_run(StorageSegment& segment, std::exception_ptr failure) noexcept override {
+    if (const auto snapshot = snapshot_.lock()) snapshot->has_run(segment, std::move(failure));
   }
 
  private:
@@ -161,13 +161,13 @@ void Snapshot::add(const Item& item) {
   entry.waits = true;
   lock.unlock();
   if (segment.await_deferred(std::make_shared<Relay>(weak_from_this()))) return;
-  has_run(segment);
+  has_run(segment, nullptr);
   if (failure_) std::rethrow_exception(failure_);
 }
 
-/// Freezes an entry whose segment has no deferred updates left. Does nothing on a repeated call.
-void Snapshot::has_run(const StorageSegment& segment) noexcept {
-  std::exception_ptr failure;
+/// Freezes an entry whose segment has no deferred updates left, or fails the snapshot. Does nothing on a repeated
+/// call.
+void Snapshot::has_run(const StorageSegment& segment, std::exception_ptr failure) noexcept {
   const auto is_it = [&](const auto& entry) { return entry && entry->segment == &segment && entry->waits; };
   std::unique_lock lock(mutex_);
   const auto found = std::ranges::find_if(entries_, is_it);
@@ -178,7 +178,7 @@ void Snapshot::has_run(const StorageSegment& segment) noexcept {
   lock.unlock();
   Content content;
   try {
-    content = freeze(*entry.segment, tensor);
+    if (!failure) content = freeze(*entry.segment, tensor);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -287,7 +287,7 @@ void Snapshot::complete(bool wait) {
       return;
     }
     entry->segment->complete();
-    has_run(*entry->segment);  // no effect if it was called already
+    has_run(*entry->segment, nullptr);  // no effect if it was called already
     if (!wait) return;
   }
 }

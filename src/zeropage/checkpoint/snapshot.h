@@ -52,7 +52,7 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   Snapshot();
   void add(const Item& item);
   static Content freeze(StorageSegment& segment, const at::Tensor& tensor);
-  void has_run(const StorageSegment& segment) noexcept;
+  void has_run(const StorageSegment& segment, std::exception_ptr failure) noexcept;
   Entry* take_ready();
   bool wait_for_ready();
   void complete(bool wait);

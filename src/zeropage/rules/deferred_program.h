@@ -98,15 +98,19 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void plan_update(c10::ArrayRef<at::Tensor> slices, c10::ArrayRef<Operand> operands);
   void run_piece(c10::ArrayRef<Instruction> instructions, c10::ArrayRef<at::Tensor> operands,
                  c10::ArrayRef<int> operand_of);
-  static void run_on_registers(c10::ArrayRef<Instruction> instructions, std::vector<at::Tensor>& registers,
-                               c10::ArrayRef<int> operand_of);
-  void end();
+  void run_on_registers(c10::ArrayRef<Instruction> instructions, std::vector<at::Tensor>& registers,
+                        c10::ArrayRef<int> operand_of);
+  /// Forgets all instructions. `failure`: the error that ended the program before it was done.
+  void end(std::exception_ptr failure = nullptr);
+  void run_or_end();
 
   std::shared_ptr<Domain> domain_;
   std::vector<Slot> slots_;
   Code code_;
   std::size_t elements_ = 0;
   Progress progress_;
+  /// The window in which an instruction has written a paged operand, by its first element: it cannot run again.
+  std::atomic<std::size_t> written_window_ = SIZE_MAX;
   bool running_ = false;
   bool sealed_ = false;
   bool settled_ = false;  // settle() has taken or dropped its early update.

@@ -90,7 +90,7 @@ c10::IValue run_element_whole(Call& call, Element& element) {
 /// PyTorch's fused SGD on the CPU reads a two-byte momentum from a few elements further on, so its windows cannot end
 /// inside a tensor. Its results for a tensor's last elements may depend on the memory behind them.
 bool reads_further_on(Call& call, const at::Tensor& parameter) {
-  return call.name() == "aten::_fused_sgd_" && parameter.is_cpu() && parameter.element_size() < sizeof(float);
+  return call.name() == "aten::_fused_sgd_" && parameter.is_cpu() && parameter.itemsize() < sizeof(float);
 }
 
 /// Runs one element. Returns its result, if the operator returns one.
@@ -151,7 +151,7 @@ bool run_list(Call& call) {
   if (call.name() == "aten::_foreach_norm" && run_norms(call)) return true;
   const std::size_t length = Element(call, 0).length();
   if (length == 0 || !lists_agree(call, length)) return false;  // PyTorch throws its own error
-  const OneCall one_call;
+  OneCall one_call;
   const bool has_result = returns.size() == 1;
   std::vector<at::Tensor> results(has_result ? length : 0);
   // Elements without a paged tensor also run one by one. A list without any paged tensor never reaches this rule.
@@ -163,6 +163,7 @@ bool run_list(Call& call) {
     } else {
       c10::IValue plain = run_element_whole(call, element);
       if (has_result) result = plain.toTensorVector()[0];
+      one_call.copies.clear();  // it may have written a scalar of the next elements
     }
     if (has_result) results[i] = std::move(result);
   }

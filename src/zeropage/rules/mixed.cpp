@@ -218,17 +218,15 @@ void WrittenMasters::add(StorageSegment& segment, bool is_before) {
   c10::NoGradGuard no_grad;
   const at::Tensor& master = segment.master();
   const auto dtype = c10::scalarTypeToTypeMeta(segment.domain()->compute_dtype);
-  Written written{&segment, {}, {}};
+  Written written{&segment, {}, {}, is_before};
   {
     c10::impl::IncludeDispatchKeyGuard paged(kPagedKey);
     written.visible = segment.whole_tensor(master.sizes(), master.strides(), dtype);
   }
-  if (is_hi_lo(master)) {
+  if (is_hi_lo(master) && is_before) {
     written.before = make_paged(segment.domain(), master.sizes(), master.strides(), dtype, segment.role(),
                                 {.layout = segment.layout(), .like = &segment});
-    // After the write the changes are unknown. `before` stays zero, so follow() treats every value except 0 as
-    // changed.
-    if (is_before) copy_windows(written.before, written.visible);
+    copy_windows(written.before, written.visible);
   }
   written_.push_back(std::move(written));
 }
@@ -238,12 +236,18 @@ void WrittenMasters::follow() const {
   c10::NoGradGuard no_grad;
   for (const Written& written : written_) {
     const at::Tensor& master = written.segment->master();
+    if (is_hi_lo(master) && !written.is_before) {  // what changed is unknown
+      for_each_window({Operand{master, segment_of(master), Access::overwrite}}, Chunking::iterator,
+                      [](c10::ArrayRef<at::Tensor> slices) { slices[0].zero_(); });
+      continue;
+    }
     c10::SmallVector<Operand, 8> operands{{master, segment_of(master), Access::write},
                                           {written.visible, written.segment, Access::read}};
     if (written.before.defined()) {
       operands.push_back({written.before, segment_of(written.before), Access::read});
       for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) {
-        slices[0].masked_fill_(slices[1].ne(slices[2]), 0);  // the changed value is exact
+        // A changed value is exact. Bits tell +0 and -0 apart.
+        slices[0].masked_fill_(slices[1].view(at::kShort).ne(slices[2].view(at::kShort)), 0);
       });
       continue;
     }

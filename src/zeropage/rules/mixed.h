@@ -26,7 +26,8 @@ class WrittenMasters {
   struct Written {
     StorageSegment* segment;
     at::Tensor visible;
-    at::Tensor before;  // the earlier visible content, if the master is hi_lo
+    at::Tensor before;      // the earlier visible content, if the master is hi_lo and the write was declared
+    bool is_before = true;  // made before the write
   };
   c10::SmallVector<Written, 2> written_;
 };

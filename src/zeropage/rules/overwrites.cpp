@@ -1,6 +1,9 @@
 // Writes of a whole tensor that do not need its content: they read no page.
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "zeropage/rules/probe.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/windows.h"
@@ -29,6 +32,7 @@ bool join_program(Call& call, const PagedArgument& target) {
     if (!substitution.add(call.argument(i), false, target.tensor, i == 0 ? Access::overwrite : Access::read))
       return false;
   }
+  probe(call.op, substitution, /*is_cached=*/false);
   if (!defer(call.op, substitution, Chunking::iterator, std::nullopt)) return false;
   finish(call, target.tensor);
   return true;
@@ -92,16 +96,36 @@ bool run_random(Call& call) {
   // counts by the size of the tensor, so its numbers differ from those for a whole tensor.)
   StorageSegment& segment = *target->segment;
   segment.refresh(Access::overwrite);
-  const std::size_t page_elements = segment.page_bytes() / target->tensor.itemsize();
-  for (std::size_t i = 0; i * page_elements < segment.elements(); ++i) {
+  const std::size_t per_page = segment.page_bytes() / target->tensor.itemsize();
+  const auto options = target->tensor.options().requires_grad(false);
+  const auto fill = [&](const at::Tensor& part) {
+    torch::jit::Stack stack(call.stack.begin() + call.first, call.stack.end());
+    stack[0] = part;
+    call_below(call.op, stack);
+  };
+  // normal_() fills its last 16 elements again, which may begin on the page before the last one.
+  constexpr std::size_t kAgain = 16;
+  for (std::size_t i = 0, begin = 0; begin < segment.elements(); ++i, begin += per_page) {
+    const std::size_t elements = std::min(per_page, segment.elements() - begin);
+    const std::size_t rest = segment.elements() - begin - elements;
     PagePin page = segment.cache()->pin_page(segment, i, Access::overwrite);
     page.wait();
-    torch::jit::Stack stack(call.stack.begin() + call.first, call.stack.end());
-    const auto elements = static_cast<std::int64_t>(std::min(page_elements, segment.elements() - i * page_elements));
-    stack[0] = at::from_blob(
-        page.data(), {elements}, [](void*) {}, target->tensor.options().requires_grad(false),
-        target->tensor.device());
-    call_below(call.op, stack);
+    const auto of_page = [&](PagePin& pin, std::size_t count) {
+      return at::from_blob(
+          pin.data(), {static_cast<std::int64_t>(count)}, [](void*) {}, options, target->tensor.device());
+    };
+    if (rest == 0 || rest >= kAgain) {
+      fill(of_page(page, elements));
+      continue;
+    }
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    const at::Tensor both = at::empty({static_cast<std::int64_t>(elements + rest)}, options);
+    fill(both);
+    of_page(page, elements).copy_(both.narrow(0, 0, static_cast<std::int64_t>(elements)));
+    PagePin last = segment.cache()->pin_page(segment, i + 1, Access::overwrite);
+    last.wait();
+    of_page(last, rest).copy_(both.narrow(0, static_cast<std::int64_t>(elements), static_cast<std::int64_t>(rest)));
+    break;
   }
   if (segment.is_partitioned()) segment.cache()->store(segment);
   finish(call, target->tensor);

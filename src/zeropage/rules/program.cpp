@@ -1,6 +1,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/trace.h"
@@ -138,9 +140,9 @@ bool Program::is_wanted() const {
                      [](const Slot& slot) { return slot.is_alive() && slot.access != Access::read; });
 }
 
-void Program::end() {
+void Program::end(std::exception_ptr failure) {
   for (Slot& slot : slots_) {
-    if (slot.is_alive()) slot.segment->defer(nullptr);
+    if (slot.is_alive()) slot.segment->defer(nullptr, slot.access == Access::read ? nullptr : failure);
   }
   const auto slots = std::exchange(slots_, {});  // destructors of its tensors may call us again
   code_.instructions.clear();
@@ -189,6 +191,17 @@ void Program::keep(c10::ArrayRef<std::size_t> indices) {
   if (!is_wanted()) end();
 }
 
+namespace {
+
+bool is_of_memory(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) || dynamic_cast<const c10::OutOfMemoryError*>(&error)) return true;
+  // The CPU's allocator has no class for its error.
+  const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch && of_torch->msg().find("can't allocate memory") != std::string::npos;
+}
+
+}  // namespace
+
 bool Program::run() {
   if (running_) return false;
   const auto self = shared_from_this();
@@ -197,34 +210,37 @@ bool Program::run() {
   if (empty()) return true;
   {
     const TraceSpan span("update", "update");
-    try {
-      execute();
-    } catch (const Error&) {  // of memory, disk or ranks: the next run() resumes
-      throw;
-    } catch (const std::bad_alloc&) {
-      throw;
-    } catch (const c10::OutOfMemoryError&) {
-      throw;
-    } catch (const c10::Error& error) {
-      // End it: an operator's own error would recur forever. The CPU's allocator has no class for its error.
-      if (error.msg().find("can't allocate memory") == std::string::npos) end();
-      throw;
-    } catch (const std::system_error&) {
-      throw;
-    } catch (const std::runtime_error&) {
-      end();
-      throw;
-    } catch (const std::logic_error&) {
-      end();
-      throw;
-    }
+    run_or_end();
   }
   end();
   return true;
 }
 
+/// Runs the program. After an error of memory, disk or ranks, the next run() resumes. An operator's own error would
+/// recur forever, so it ends the program.
+void Program::run_or_end() {
+  try {
+    execute();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::system_error&) {
+    throw;
+  } catch (const std::exception& error) {
+    const bool is_half_done = is_of_memory(error);
+    if (is_half_done && written_window_ != progress_.done) throw;
+    // A copy for others that wait: a Python error can be raised only once.
+    const Error failure(fmt::format(
+        "a deferred update of a tensor [{}] failed, which has changed some of its elements and not the others: {}",
+        fmt::join(slots_[0].shape.sizes(), ", "), error.what()));
+    end(std::make_exception_ptr(failure));
+    if (is_half_done) throw Error(fmt::format("{}; load a checkpoint, and leave more memory free", failure.what()));
+    throw;
+  }
+}
+
 void Program::execute() {
   const Running running(running_);
+  written_window_ = SIZE_MAX;
   c10::SmallVector<Operand, 8> operands;
   std::vector<int> operand_of(slots_.size(), -1);
   for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -413,6 +429,9 @@ void Program::run_on_registers(c10::ArrayRef<Instruction> instructions, std::vec
     for (const int slot : instruction.slots) slices.push_back(registers[slot]);
     auto stack = instruction.call.stack(slices);
     call_below(instruction.op, stack);
+    for (std::size_t i = 0; i < instruction.writes.size(); ++i) {
+      if (instruction.writes[i] && operand_of[instruction.slots[i]] >= 0) written_window_ = progress_.done;
+    }
     if (instruction.result < 0) continue;
     at::Tensor result = stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0];
     at::Tensor& kept = registers[instruction.result];

@@ -177,19 +177,16 @@ void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
   const auto program = std::static_pointer_cast<Program>(made->deferred());
   const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update));
   const bool ran_ahead = std::exchange(habit->runs_ahead, true);
-  if (!ahead->open(ran_ahead || when == EarlyUpdate::always)) return habit->refused();
   try {
+    if (!ahead->open(ran_ahead || when == EarlyUpdate::always)) return habit->refused();
     if (program) {
       const Running runs_already = program->hold();  // that only widens: the update does so itself
       ahead->run();
     } else {
       ahead->run();
     }
-  } catch (const Error&) {
-    ahead->discard();  // the step meets the error again, and reports it
-  } catch (...) {
-    ahead->discard();
-    throw;
+  } catch (const std::exception&) {  // of memory, of the disk or of an operator that was given an unexpected number
+    ahead->discard();                // the step meets the error again if it is real, and reports it
   }
 }
 

@@ -25,7 +25,9 @@ at::Tensor view_like(const at::Tensor& made, c10::ScalarType stands_for, const a
 
 bool StandIns::is_same_content(const at::Tensor& a, const at::Tensor& b) const {
   if (segment_of(a) != segment_of(b)) return false;
-  return !of_views_ || (lies_as(a, b) && a.storage_offset() == b.storage_offset());
+  if (per_ == Per::segment) return true;
+  if (!lies_as(a, b) || a.storage_offset() != b.storage_offset()) return false;
+  return per_ == Per::part || a.is_same(b) || (!a.requires_grad() && !b.requires_grad());
 }
 
 at::Tensor StandIns::give(const at::Tensor& tensor, bool writes, Takes takes, Make make) {
@@ -40,7 +42,7 @@ at::Tensor StandIns::give(const at::Tensor& tensor, bool writes, Takes takes, Ma
     known = stand_ins_.end() - 1;
   }
   known->is_written |= writes;
-  at::Tensor given = of_views_ ? known->made : view_like(known->made, known->tensor.scalar_type(), tensor);
+  at::Tensor given = per_ != Per::segment ? known->made : view_like(known->made, known->tensor.scalar_type(), tensor);
   views_.push_back({tensor, given});
   return given;
 }
@@ -79,7 +81,7 @@ bool StandIns::run(c10::function_ref<bool()> run, Settle settle, MayHaveChanged 
     for (const StandIn& stand_in : stand_ins_) {
       if (!stand_in.is_written || !may_have_changed(stand_in.tensor, stand_in.made)) continue;
       settle(stand_in.tensor, stand_in.made);
-      bump_version(stand_in.tensor);
+      if (version_of(stand_in.made) != stand_in.version) bump_version(stand_in.tensor);
     }
     throw;
   }

@@ -21,8 +21,10 @@ class StandIns {
   /// Whether a declared write may have happened although the operator threw, for example to a list's first tensors.
   using MayHaveChanged = c10::function_ref<bool(const at::Tensor& tensor, const at::Tensor& stand_in)>;
 
-  /// `of_views`: a stand-in has a view's shape and holds that alone; else it stands for all views of its segment.
-  explicit StandIns(Call& call, bool of_views = false) : call_(call), of_views_(of_views) {}
+  /// The arguments for which one stand-in serves: all of one segment, all over one part of it, or, because autograd
+  /// records the part's copy, those that are one tensor to autograd.
+  enum class Per { segment, part, recorded_part };
+  explicit StandIns(Call& call, Per per = Per::segment) : call_(call), per_(per) {}
   /// After a failed call, restores the paged arguments of the program, which an error names.
   ~StandIns() {
     if (!paged_.empty()) call_.paged = std::move(paged_);
@@ -50,7 +52,7 @@ class StandIns {
   void find_written();
   void return_originals();
   Call& call_;
-  bool of_views_;
+  Per per_;
   std::vector<c10::IValue> arguments_;  // the originals
   c10::SmallVector<PagedArgument, 4> paged_;
   std::vector<StandIn> stand_ins_;

@@ -6,6 +6,7 @@
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/sort.h>
 #include <ATen/ops/where.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -46,7 +47,9 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    return translated([&] { return backward_of(context, gradients); });
+    variable_list result = translated([&] { return backward_of(context, gradients); });
+    if (!torch::autograd::get_current_graph_task_keep_graph()) context->saved_data.erase("weight");
+    return result;
   }
 
  private:

@@ -156,6 +156,28 @@ class RecordedCopy : public torch::autograd::Function<RecordedCopy> {
   }
 };
 
+/// Throws PyTorch's error of pointwise operators that write memory which they also read, as another view. Copies of
+/// the two would hide it.
+void refuse_partial_overlap(const Call& call) {
+  if (!call.op.hasTag(at::Tag::pointwise) && call.op.schema().name() != "aten::copy_") return;
+  const auto begin_of = [](const at::Tensor& t) { return t.storage_offset() * t.itemsize(); };
+  const auto is_dense = [](const at::Tensor& t) { return t.unsafeGetTensorImpl()->is_non_overlapping_and_dense(); };
+  for (const PagedArgument& written : call.paged) {
+    if (written.access == Access::read || !is_dense(written.tensor)) continue;
+    for (const PagedArgument& other : call.paged) {
+      const at::Tensor &a = written.tensor, &b = other.tensor;
+      if (other.segment != written.segment || a.is_same(b) || !is_dense(b)) continue;
+      const auto a_begin = begin_of(a), b_begin = begin_of(b);
+      const auto a_end = a_begin + static_cast<std::int64_t>(a.nbytes());
+      const auto b_end = b_begin + static_cast<std::int64_t>(b.nbytes());
+      const bool is_full = a_begin == b_begin && a_end == b_end && a.strides() == b.strides();
+      TORCH_CHECK(is_full || a_begin >= b_end || b_begin >= a_end,
+                  "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
+                  "single memory location. Please clone() the tensor before performing the operation.");
+    }
+  }
+}
+
 /// Copies back, or throws if the operator resized the copy: it cannot resize the tensor.
 void copy_back_same_size(const at::Tensor& tensor, const at::Tensor& copy) {
   if (copy.sizes() != tensor.sizes() || copy.strides() != tensor.strides()) {
@@ -182,7 +204,8 @@ bool run_on_copies(Call& call) {
     any = true;
   }
   if (!any) return false;
-  StandIns copies(call, /*of_views=*/true);
+  refuse_partial_overlap(call);
+  StandIns copies(call, is_recorded ? StandIns::Per::recorded_part : StandIns::Per::part);
   copies.replace(&takes_copy, [&](const at::Tensor& tensor) {
     return is_recorded ? RecordedCopy::apply(tensor) : copy_of_part(tensor);
   });

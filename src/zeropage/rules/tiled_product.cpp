@@ -7,6 +7,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -185,7 +186,9 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    return translated([&] { return backward_of(context, gradients); });
+    variable_list result = translated([&] { return backward_of(context, gradients); });
+    if (!torch::autograd::get_current_graph_task_keep_graph()) context->saved_data.erase("weight");
+    return result;
   }
 
  private:

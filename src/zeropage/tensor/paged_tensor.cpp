@@ -256,10 +256,12 @@ Layout StorageSegment::layout() const {
   return is_partitioned() ? Layout::partitioned : Layout::replicated;
 }
 
-void StorageSegment::defer(std::shared_ptr<Deferred> deferred) {
+void StorageSegment::defer(std::shared_ptr<Deferred> deferred, std::exception_ptr failure) {
   deferred_ = std::move(deferred);
   // Call it before other threads may write the segment: they see that it is deferred, and wait for the mutex.
-  if (!deferred_ && awaiter_) std::exchange(awaiter_, nullptr)->has_run(*this);
+  if (!deferred_ && awaiter_) {
+    std::exchange(awaiter_, nullptr)->has_run(*this, std::move(failure));
+  }
   const bool is_deferred = deferred_ != nullptr, in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
@@ -460,7 +462,9 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   for (PinRequest* request : deferred) {
     const auto* segment = static_cast<StorageSegment*>(request->segment);
     if (request->access == Access::write) written.push_back(request->segment);
-    if (segment->deferred_access() == Access::overwrite) request->access = Access::overwrite;
+    if (segment->deferred_access() != Access::overwrite) continue;
+    request->access = Access::overwrite;
+    if (!exceptions_) exceptions_ = std::uncaught_exceptions();
   }
   // One call for each cache. Nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {

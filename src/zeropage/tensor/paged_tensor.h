@@ -128,8 +128,8 @@ class Deferred {
 class Awaiter {
  public:
   virtual ~Awaiter() = default;
-  /// Called under the domain's deferral_mutex.
-  virtual void has_run(StorageSegment& segment) noexcept = 0;
+  /// Called under the domain's deferral_mutex. `failure`: the operators' error, after which the rest was given up.
+  virtual void has_run(StorageSegment& segment, std::exception_ptr failure) noexcept = 0;
 };
 
 /// Shadow copies of segments that an early update wrote before its operators were called (rules/speculation.h).
@@ -237,7 +237,8 @@ class StorageSegment final : public Segment {
   bool will_change_below() const override { return is_deferred_in_host_.load(std::memory_order_acquire); }
   /// Needs the domain's deferral_mutex.
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
-  void defer(std::shared_ptr<Deferred> deferred);
+  /// `failure`: the error that ended the operators, for a checkpoint that waits for them.
+  void defer(std::shared_ptr<Deferred> deferred, std::exception_ptr failure = nullptr);
   void run_deferred();
   /// Calls `awaiter` once, when the operators deferred now have run. False: nothing is deferred, and no call follows.
   bool await_deferred(std::shared_ptr<Awaiter> awaiter);
