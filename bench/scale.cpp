@@ -1,9 +1,9 @@
 // scale TENSORS EVICTIONS DIRECTORY PAGE_KIB
 //
-// Uses TENSORS tensors of 1 to 9 pages in turn, repeatedly, with memory for a quarter of them and a disk that takes no
-// time. It creates and destroys one in ten of them, as happens to gradients. Prints the number of pages, microseconds
-// of processor time per eviction with its fault, and the bytes of the swap file. The swap file is sparse: no byte of
-// it, or of memory, is touched. bench/scale.py compares sizes.
+// Uses TENSORS tensors of 1 to 9 pages in turn, repeatedly, with memory for a quarter of them and a disk that takes
+// no time. It creates and destroys one in ten of them, as happens to gradients. Prints the number of pages,
+// microseconds of processor time per eviction with its fault, and the bytes of the swap file. The swap file is
+// sparse: no byte of it, or of memory, is touched. bench/scale.py compares sizes.
 #include <unistd.h>
 
 #include <condition_variable>

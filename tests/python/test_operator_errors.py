@@ -182,7 +182,7 @@ def test_a_background_save_fails_if_the_update_it_waits_for_does(disk, tmp_path)
             saving = zeropage.save(tmp_path / "checkpoint", model, background=True)
             with contextlib.suppress(RuntimeError):  # the thread that saves may have met it first
                 tensor.sum()
-            with pytest.raises(RuntimeError, match="deferred update of a tensor .* failed"):
+            with pytest.raises(RuntimeError, match=r"deferred update of a tensor .* failed"):
                 saving.wait()
         finally:
             kernels._destroy()

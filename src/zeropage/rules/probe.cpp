@@ -18,7 +18,8 @@ at::Tensor first_result(const torch::jit::Stack& stack) {
   return stack[0].isTensor() ? stack[0].toTensor() : stack[0].toTensorVector()[0];
 }
 
-/// Runs the operator on two elements: kernels have other checks for one. Returns the dtype that promotion gives, or throws the call's error.
+/// Runs the operator on two elements: kernels have other checks for one. Returns the dtype that promotion gives, or
+/// throws the call's error.
 caffe2::TypeMeta run_on_two(const c10::OperatorHandle& op, const Substitution& call) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   std::vector<at::Tensor> probes;
