@@ -123,9 +123,18 @@ class Run:
 
     def mean_by_hand(self, model: nn.Module) -> None:
         """Average `p.grad` over ranks where the program set it. zeropage must do so by itself."""
-        if self.mode != "paged" and self.ranks > 1:
-            means = {"plain": self._mean_in_rank_order, "again": self._mean_each}
-            means.get(self.mode, self._mean_at_once)(model)
+        if self.mode != "paged":
+            self._mean(model, is_own=True)
+
+    def _mean(self, model: nn.Module, is_own: bool) -> None:
+        if self.ranks == 1:
+            return
+        if self.mode == "plain":
+            self._mean_in_rank_order(model, is_own)
+        elif self.mode == "again":
+            self._mean_each(model)
+        else:
+            self._mean_at_once(model)
 
     def look(self, name: str, what: Any) -> None:
         """Record a tensor, a list of them, or all that a module holds."""
@@ -146,8 +155,11 @@ class Run:
     # How the plain runs average.
 
     @staticmethod
-    def _mean_in_rank_order(model: nn.Module) -> None:
-        """What zeropage promises: gradients added in rank order, in their own dtype, and divided once."""
+    def _mean_in_rank_order(model: nn.Module, is_own: bool) -> None:
+        """What zeropage promises: gradients added in rank order, in their own dtype, and divided once.
+
+        Where all ranks have set the same value themselves, it stays.
+        """
         for p in model.parameters():
             have = torch.tensor(float(p.grad is not None))
             dist.all_reduce(have)
@@ -155,9 +167,14 @@ class Run:
                 mine = torch.zeros_like(p) if p.grad is None else p.grad.detach().contiguous()
                 parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
                 dist.all_gather(parts, mine)
+                mean = parts[0].clone()
                 for part in parts[1:]:
-                    parts[0].add_(part)
-                _set_gradient(p, parts[0].div_(len(parts)))
+                    mean.add_(part)
+                mean.div_(len(parts))
+                if is_own:
+                    equal = torch.stack([part == parts[0] for part in parts]).all(0)
+                    mean = torch.where(equal, parts[0], mean)
+                _set_gradient(p, mean)
 
     @staticmethod
     def _mean_at_once(model: nn.Module) -> None:
@@ -199,7 +216,7 @@ class Run:
                 of_torch(*args, **kwargs)
             finally:
                 self._in_backward = False
-            self.mean_by_hand(model)
+            self._mean(model, is_own=False)
             for p, sum_ in before.items():
                 if p.grad is not None:
                     sum_.detach().add_(p.grad)
@@ -245,7 +262,9 @@ class Run:
             if self.mode == "alone":
                 no_groups = unittest.mock.patch("zeropage._space.find_groups", lambda *_: zeropage._ranks.Groups())
                 self.stack.enter_context(no_groups)
-                self.stack.enter_context(unittest.mock.patch("zeropage._joining.join_ranks", lambda: None))
+                self.stack.enter_context(
+                    unittest.mock.patch("zeropage._integrations.process_groups.join_ranks", lambda: None)
+                )
             if self.mode == "double":
                 self.stack.enter_context(self._same_numbers())
             exec(compile(self.text, name, "exec"), self.names)

@@ -155,7 +155,7 @@ def write_the_same_otherwise():
 
 
 def test_settings_that_mean_the_same_or_decide_nothing_may_be_written_otherwise(two):
-    assert two.run(write_the_same_otherwise) == [("16384", "4000000"), ("16384", "5000000")]
+    assert two.run(write_the_same_otherwise) == [(16384, 4000000), (16384, 5000000)]
 
 
 def leave_sizes_to_the_machine():

@@ -164,7 +164,7 @@ def logged_by_trainer(folder, with_callback):
         data = [{"input_ids": torch.arange(24), "labels": torch.arange(24)}] * 16
         callbacks = [Reporter(), *([ReportCallback()] if with_callback else [])]
         transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
-        made.wait()
+        made.synchronize()
         return logged, made.report().collectives
 
 

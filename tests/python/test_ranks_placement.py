@@ -419,7 +419,7 @@ def loses_its_disk():
         with made:
             model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
         zeropage.page_out(model)
-        made.wait()
+        made.synchronize()
         if dist.get_rank() == 1:
             for descriptor in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):

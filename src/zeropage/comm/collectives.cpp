@@ -141,11 +141,28 @@ class Collectives::Pending : public Work {
   std::exception_ptr failure_;  // every later wait() throws it again
 };
 
-/// The mean over ranks of `parts` [ranks, n], summed in rank order; 16-bit values in float32, and rounded once.
-at::Tensor mean_of_parts(const at::Tensor& parts) {
-  const at::Tensor sum = c10::isReducedFloatingType(parts.scalar_type()) ? parts[0].to(at::kFloat) : parts[0];
-  for (std::int64_t i = 1; i < parts.size(0); ++i) sum.add_(parts[i]);
-  return sum.div_(parts.size(0));
+/// The mean over ranks of `parts` [ranks, n], summed in rank order; 16-bit values in float32, and rounded once. In
+/// ranges of `settled`, from element `begin` of the result on, values that are equal on all ranks stay as they are.
+at::Tensor mean_of_parts(const at::Tensor& parts, const std::vector<Collectives::Elements>& settled,
+                         std::size_t begin) {
+  const std::int64_t ranks = parts.size(0), n = parts.size(1);
+  std::vector<std::tuple<std::int64_t, at::Tensor, at::Tensor>> kept;  // where; values; whether they are equal
+  for (const Collectives::Elements& cut : settled) {
+    const std::size_t first = std::max(cut.begin, begin);
+    const std::size_t last = std::min(cut.end, begin + static_cast<std::size_t>(n));
+    if (first >= last) continue;
+    const auto at = static_cast<std::int64_t>(first - begin), length = static_cast<std::int64_t>(last - first);
+    const at::Tensor own = parts.narrow(1, at, length);
+    kept.emplace_back(at, own[0].clone(), own.eq(own[0]).all(0));
+  }
+  at::Tensor sum = c10::isReducedFloatingType(parts.scalar_type()) ? parts[0].to(at::kFloat) : parts[0];
+  for (std::int64_t i = 1; i < ranks; ++i) sum.add_(parts[i]);
+  sum.div_(ranks);
+  for (const auto& [at, values, equal] : kept) {
+    at::Tensor part = sum.narrow(0, at, values.numel());
+    part.copy_(at::where(equal, values.to(part.scalar_type()), part));
+  }
+  return sum;
 }
 
 /// An all-to-all of parts, kept_[1], which this rank then adds up. Gloo's own reduce-scatter takes 2.7 times as long
@@ -153,10 +170,11 @@ at::Tensor mean_of_parts(const at::Tensor& parts) {
 class Collectives::Summing final : public Pending {
  public:
   using Pending::Pending;
+  std::vector<Elements> settled;
 
  private:
   void take_result() override {
-    kept_[0].copy_(mean_of_parts(kept_[1].view({owner_.size(), -1})).view(kept_[0].sizes()));
+    kept_[0].copy_(mean_of_parts(kept_[1].view({owner_.size(), -1}), settled, 0).view(kept_[0].sizes()));
     kept_.clear();  // frees memory
   }
 };
@@ -166,11 +184,13 @@ class Collectives::Summing final : public Pending {
 class Collectives::SummingParts final : public Pending {
  public:
   using Pending::Pending;
+  std::vector<Elements> settled;
 
  private:
   void take_result() override {
     at::Tensor mean = kept_[0], parts = kept_[1].view({owner_.size(), -1});
-    const at::Tensor mine = mean_of_parts(parts).to(mean.scalar_type());
+    const auto begin = static_cast<std::size_t>(parts.size(1) * owner_.rank());
+    const at::Tensor mine = mean_of_parts(parts, settled, begin).to(mean.scalar_type());
     at::Tensor all = at::empty({parts.numel()}, mine.options());
     owner_.start<Pending>([&] { return gather_flat(*owner_.group(), all, mine); }, {all, mine}, Staging(false))
         ->wait();
@@ -357,7 +377,8 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
   return start<Pending>([&] { return gather_flat(*group(), out, in); }, {out, in}, std::move(staging));
 }
 
-std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject) {
+std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject,
+                                                         std::vector<Elements> settled) {
   NoPagingGuard no_paging;
   enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
@@ -372,10 +393,14 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
   Staging staging(is_staged_);
   in = staging.in(in), out = staging.out(out);
   at::Tensor parts = at::empty_like(in);
-  return start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in}, std::move(staging));
+  auto work =
+      start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in}, std::move(staging));
+  static_cast<Summing&>(*work).settled = std::move(settled);
+  return work;
 }
 
-std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subject& subject) {
+std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subject& subject,
+                                                     std::vector<Elements> settled) {
   NoPagingGuard no_paging;
   enter("all-reduce", subject, mean.nbytes());
   traffic_.reduced += 2 * mean.nbytes() * (size() - 1) / size();
@@ -385,8 +410,10 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subj
     const std::int64_t part = (result.numel() + size() - 1) / size();
     at::Tensor in = at::zeros({part * size()}, result.options()), parts = at::empty_like(in);
     in.narrow(0, 0, result.numel()).copy_(result.view({-1}));
-    return start<SummingParts>([&] { return all_to_all_flat(*group(), parts, in); }, {result, parts, in},
-                               std::move(staging));
+    auto work = start<SummingParts>([&] { return all_to_all_flat(*group(), parts, in); }, {result, parts, in},
+                                    std::move(staging));
+    static_cast<SummingParts&>(*work).settled = std::move(settled);
+    return work;
   }
   std::vector<at::Tensor> tensors{result};
   const auto sum = [&] { return start_on(*group(), result, [&](auto& on) { return on.allreduce(tensors); }); };

@@ -55,9 +55,16 @@ class Collectives final : public Ranks {
   /// Sets `out` to the mean over ranks of part rank() of `in`; in.numel() is size() * out.numel(). On the CPU the sum
   /// is in rank order, of 16-bit values in float32, and rounded once. Both tensors are kept until the work was waited
   /// for.
-  [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject);
+  /// On the CPU, values that are equal on all ranks stay as they are in `settled`, ranges of `out`: elsewhere the sum
+  /// of n equal values, divided by n, may be rounded.
+  struct Elements {
+    std::size_t begin, end;
+  };
+  [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject,
+                                                     std::vector<Elements> settled = {});
   /// Replaces `mean` by the mean over ranks, summed in the same way.
-  [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor mean, const Subject& subject);
+  [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor mean, const Subject& subject,
+                                                 std::vector<Elements> settled = {});
   /// Whether all_reduce() of this dtype ends with an exchange, so that all ranks must wait for it together.
   bool sums_in_parts(c10::ScalarType dtype) const;
   /// Copies rank 0's content to all ranks. Blocks.

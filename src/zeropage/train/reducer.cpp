@@ -81,6 +81,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Stripes stripes;
   std::vector<Target> targets;
   std::size_t pieces_left = 0;
+  bool is_own = false;     // the program has set it itself
   bool failed = false;     // its backward failed before it was sent
   bool sent = false;       // completely
   bool arrived = false;    // in part: a target added now would miss that
@@ -99,6 +100,14 @@ struct Reducer::PiecePart {
 
 /// One collective, and the reductions that it delivers content for.
 struct Reducer::Piece {
+  /// The result's elements that the program has set itself, perhaps to the same values on all ranks.
+  std::vector<Collectives::Elements> settled() const {
+    std::vector<Collectives::Elements> found;
+    for (const PiecePart& part : parts) {
+      if (part.reduction->is_own) found.push_back({part.in_result, part.in_result + part.elements});
+    }
+    return found;
+  }
   std::unique_ptr<Ranks::Work> work;
   at::Tensor result;
   bool is_packed = false;
@@ -146,7 +155,7 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
 
 }  // namespace
 
-at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
+at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_own) {
   at::Tensor own = laid_out(leaf, gradient);
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
@@ -157,6 +166,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
       },
       &leaf);
   auto reduction = start(leaf, own.as_strided(leaf.numel(), 1));
+  reduction->is_own = is_own;
   at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
   add(std::move(reduction));
@@ -180,7 +190,7 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
     const NoPagingGuard no_paging;
     return leaf.grad().detach().clone();  // the program may write its tensor before ranks have summed it
   }();
-  const at::Tensor mean = reduce(leaf, given);
+  const at::Tensor mean = reduce(leaf, given, /*is_own=*/true);
   leaf.mutable_grad() = mean;
   return true;
 }
@@ -525,10 +535,10 @@ void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>&
     at::Tensor whole = part_of(*reduction, begin, all, all);
     const Subject subject{"gradient", reduction->number, page};
     auto piece = std::make_unique<Piece>();
-    piece->work = ranks_.reduce_scatter(sum, whole, subject);
+    piece->parts.push_back({reduction, 0, stripes.part_begin(page), part});
+    piece->work = ranks_.reduce_scatter(sum, whole, subject, piece->settled());
     piece->result = std::move(sum);
     piece->bytes = whole.nbytes();
-    piece->parts.push_back({reduction, 0, stripes.part_begin(page), part});
     push(std::move(piece));
   }
 }
@@ -557,8 +567,8 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
       at += part;
     }
     piece->result = at::empty({length}, packed.options());
-    piece->work =
-        ranks_.reduce_scatter(piece->result, packed.view({-1}), {"gradients", alike[0].reduction->number, 0});
+    piece->work = ranks_.reduce_scatter(piece->result, packed.view({-1}),
+                                        {"gradients", alike[0].reduction->number, 0}, piece->settled());
     piece->is_packed = true;
     piece->bytes = packed.nbytes();
     push(std::move(piece));
@@ -582,7 +592,7 @@ void Reducer::send_packed_wholes(const std::vector<PackedPart>& wholes) {
       at += elements;
     }
     piece->result = packed;
-    piece->work = ranks_.all_reduce(packed, {"gradients", alike[0].reduction->number, 0});
+    piece->work = ranks_.all_reduce(packed, {"gradients", alike[0].reduction->number, 0}, piece->settled());
     piece->ends_together = ranks_.sums_in_parts(dtype) || replicas_;
     piece->is_packed = true;
     piece->bytes = packed.nbytes();
@@ -644,7 +654,8 @@ void Reducer::complete_oldest() {
   Piece& piece = *under_way_.front();
   piece.work->wait();
   if (replicas_ && !piece.over_replicas) {
-    replicas_->all_reduce(piece.result, {"gradients", piece.parts[0].reduction->number, 0})->wait();
+    const Subject subject{"gradients", piece.parts[0].reduction->number, 0};
+    replicas_->all_reduce(piece.result, subject, piece.settled())->wait();
     piece.over_replicas = true;
   }
   for (; piece.part < piece.parts.size(); ++piece.part) {

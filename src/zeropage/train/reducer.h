@@ -31,7 +31,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ~Reducer();
 
   /// A paged gradient like `leaf`. Its content, the mean over ranks, arrives later. `gradient` may be paged.
-  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
+  /// `is_own`: the program has set it itself; where it is equal on all ranks, it stays as it is.
+  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_own = false);
   /// If the leaf's gradient is this rank's own, for example set by the program, replaces p.grad by the mean over
   /// ranks, which arrives later. All ranks call it together. Returns whether it did so.
   bool take_own_gradient(const at::Tensor& leaf);
