@@ -21,7 +21,7 @@ from zeropage._integrations import Change, Changes
 CHANGES = [
     Change(
         "torch",
-        ("torch._tensor.Tensor.data_ptr", "torch.storage.UntypedStorage.data_ptr"),
+        ("torch.Tensor.data_ptr", "torch.storage.UntypedStorage.data_ptr"),
         "a paged tensor has no address; libraries use it to see which tensors share elements",
     )
 ]

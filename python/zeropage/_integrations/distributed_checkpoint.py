@@ -116,7 +116,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 CHANGES = [
     Change(
         "torch",
-        tuple(f"torch._tensor.Tensor.{name}" for name in _METHODS),
+        tuple(f"torch.Tensor.{name}" for name in _METHODS),
         "torch.distributed.checkpoint asks tensors for their shares by them",
     )
 ]

@@ -17,18 +17,18 @@ _NUMBERS = ("float", "int", "index", "complex", "bool")
 CHANGES = [
     Change(
         "torch",
-        ("torch._tensor.Tensor.__deepcopy__", "torch.nn.parameter.Parameter.__deepcopy__"),
+        ("torch.Tensor.__deepcopy__", "torch.nn.parameter.Parameter.__deepcopy__"),
         "a deep copy of a paged tensor is paged, in the same space",
     ),
     Change(
         "torch",
-        ("torch._tensor.Tensor.new_tensor", "torch._tensor.Tensor.new"),
+        ("torch.Tensor.new_tensor", "torch.Tensor.new"),
         "they choose a backend by a dispatch key that has none",
     ),
-    Change("torch", ("torch._tensor.Tensor.is_pinned",), "a paged tensor has no address to ask about"),
+    Change("torch", ("torch.Tensor.is_pinned",), "a paged tensor has no address to ask about"),
     Change(
         "torch",
-        ("torch._tensor.Tensor.tolist", *(f"torch._tensor.Tensor.__{name}__" for name in _NUMBERS)),
+        ("torch.Tensor.tolist", *(f"torch.Tensor.__{name}__" for name in _NUMBERS)),
         "they read memory, and get a copy; printing and torch.tensor([w[0]]) use them",
     ),
     Change("torch", ("torch.utils.swap_tensors",), "it refuses tensors that have weak references, such as ours"),

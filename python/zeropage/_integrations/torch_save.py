@@ -21,7 +21,7 @@ from zeropage._integrations.tensors import on_paged
 CHANGES = [
     Change(
         "torch",
-        ("torch._tensor.Tensor._reduce_ex_internal", "torch.serialization._save"),
+        ("torch.Tensor._reduce_ex_internal", "torch.serialization._save"),
         "torch.save() and pickle read memory; storages are read one at a time, when they are written",
     )
 ]
