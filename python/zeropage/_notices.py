@@ -17,12 +17,17 @@ from typing import Any
 import torch
 
 from zeropage import _core
+from zeropage._processor import advice, bfloat16_ratio
+from zeropage._report import Report, wear_warning
 from zeropage._space import Space, space_of_any
 
 log = logging.getLogger("zeropage")
 
 #: Seconds after which a wait is reported, and seconds between checks.
 STALLED_AFTER, LOOK_EVERY = 30.0, 5.0
+
+#: Steps of an optimizer between which the wear of the drive is measured.
+WEAR_FROM, WEAR_TO = 5, 15
 
 _REMEDY = {
     "disk": "`zeropage doctor PATH` measures the disk of disk_path",
@@ -75,6 +80,8 @@ class _Steps:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._calls: weakref.WeakKeyDictionary[Space, dict[str, int]] = weakref.WeakKeyDictionary()
         self._steps_with: Counter[str] = Counter()
+        self._rates: weakref.WeakKeyDictionary[Space, Report] = weakref.WeakKeyDictionary()  # after some steps
+        self._has_looked_at_processor = False
 
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         space = space_of_any(p for group in optimizer.param_groups for p in group["params"])
@@ -85,6 +92,24 @@ class _Steps:
         steps = self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         if steps == 1:
             self._moments(optimizer, str(space.config.optimizer_dtype))
+            self._processor(space)
+        if steps in (WEAR_FROM, WEAR_TO) and int(space.config.disk_endurance):
+            self._wear(space, last=steps == WEAR_TO)
+
+    def _processor(self, space: Space) -> None:
+        config = space.config
+        if self._has_looked_at_processor or config.compute_dtype != "bfloat16" or config.device != "cpu":
+            return
+        self._has_looked_at_processor = True
+        if not torch.cpu._is_avx512_bf16_supported() and (slow := advice(bfloat16_ratio())):
+            warnings.warn(slow, stacklevel=4)
+
+    def _wear(self, space: Space, last: bool) -> None:
+        now, earlier = space.report(), self._rates.pop(space, None)
+        if not last:
+            self._rates[space] = now
+        elif earlier is not None and (worn := wear_warning(now.since(earlier).disk_years)):
+            warnings.warn(worn.removeprefix("WARNING: "), stacklevel=4)
 
     def _general_path(self, space: Space) -> None:
         calls, before = dict(space._core.unpaged_operators()), self._calls.get(space, {})

@@ -71,6 +71,8 @@ class Report:
     """Bytes copied from the device."""
     swap_bytes: int = 0
     """Size of the swap file."""
+    disk_endurance: int = 0
+    """The setting: bytes that may be written over the life of the drive; 0 if unknown."""
     file_bytes: int = 0
     """Bytes that stay in the files of a loader (lazy_load)."""
     waited_total: float = _counter(0.0)
@@ -113,12 +115,13 @@ class Report:
     """Operators that loaded complete tensors although a rule exists for their kind, with the number of calls."""
 
     @classmethod
-    def _of(cls, core: _core.Report, seconds: float) -> Report:
-        held = {f.name: getattr(core, f.name) for f in dataclasses.fields(cls) if f.name != "seconds"}
+    def _of(cls, core: _core.Report, seconds: float, disk_endurance: int) -> Report:
+        ours = {"seconds": seconds, "disk_endurance": disk_endurance}
+        held = {f.name: getattr(core, f.name) for f in dataclasses.fields(cls) if f.name not in ours}
         homes = tuple(Held(role=h.role, tier=h.tier, now=h.now, peak=h.peak) for h in core.homes)
         budgets = tuple(Budget(name=b.name, now=b.now, peak=b.peak, limit=b.limit) for b in core.budgets)
         calls = tuple(core.unpaged_operators)
-        return cls(**held | {"homes": homes, "budgets": budgets, "unpaged_operators": calls, "seconds": seconds})
+        return cls(**held | {"homes": homes, "budgets": budgets, "unpaged_operators": calls} | ours)
 
     def _counted(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("counts")}
@@ -162,6 +165,13 @@ class Report:
     def written_per_day(self) -> float:
         """Bytes written to disk in a day at the rate of this report."""
         return self.written_bytes / self.seconds * _DAY if self.seconds > 0 else 0.0
+
+    @property
+    def disk_years(self) -> float | None:
+        """Years until the drive is worn at the rate of this report; None if `disk_endurance` is not set."""
+        if not self.disk_endurance or not self.written_bytes:
+            return None
+        return self.disk_endurance / self.written_per_day / 365.25
 
     def to_metrics(self, steps: int) -> dict[str, float]:
         """Return flat numbers for TensorBoard, W&B and the like, for a report that since() gave for `steps` steps.
@@ -211,6 +221,8 @@ class Report:
         ]
         name, share, advice = self.bound_by()
         parts.append(f"bound by {name}: {share:.0%} of {self.seconds:.1f} s; {advice}")
+        if warning := wear_warning(self.disk_years):
+            parts.append(warning)
         if self.unpaged_operators:
             rows = sorted(self.unpaged_operators, key=lambda row: -row[1])
             parts.append(tabulate(rows, headers=["operator that loaded complete tensors", "calls"]))
@@ -230,6 +242,8 @@ class Report:
             ["waited for the disk", f"{self.waited_for_disk:.2f} s"],
             ["I/O by", self.io],
         ]
+        if (years := self.disk_years) is not None:
+            moved.append(["the drive is worn after, at this rate", f"{years:.2g} years"])
         if self.file_bytes:
             moved.append(["in files of a loader", _megabytes(self.file_bytes)])
         if self.updated_in_host or self.updated_on_device:
@@ -251,6 +265,16 @@ class Report:
                 ["collectives", f"{self.collectives:,}"],
             ]
         return moved
+
+
+def wear_warning(years: float | None) -> str:
+    """A sentence if the drive would be worn within a year; else nothing."""
+    if years is None or years >= 1:
+        return ""
+    return (
+        f"WARNING: at this rate training uses up disk_endurance in {years * 365.25:.0f} days; keep more states in the "
+        'host (optimizer="host"), or shrink them (optimizer_dtype="8bit")'
+    )
 
 
 def _megabytes(count: float) -> str:

@@ -253,7 +253,7 @@ class Space:
         return paged
 
     def report(self) -> Report:
-        return Report._of(self._core.report(), self._now() - self._made)
+        return Report._of(self._core.report(), self._now() - self._made, int(self.config.disk_endurance))
 
     def synchronize(self) -> None:
         """Run pending optimizer updates (see `async_step`), and wait until no transfer to the disk is in flight.

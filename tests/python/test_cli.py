@@ -287,7 +287,17 @@ def test_a_run_is_traced_and_its_trace_is_summed_up(tmp_path, disk):
 def test_doctor_looks_at_everything(disk):
     ended = zeropage_command("doctor", disk)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for part in ("torch", "io_uring", "O_DIRECT", "huge pages", "disk space", "GB/s"):
+    for part in (
+        "torch",
+        "io_uring",
+        "O_DIRECT",
+        "huge pages",
+        "disk space",
+        "GB/s",
+        "bfloat16",
+        "Tensor.tolist",
+        "transformers",
+    ):
         assert part in ended.stdout
     assert not any(pathlib.Path(disk).iterdir())
     ended = zeropage_command("doctor", "/dev/shm/missing")

@@ -108,3 +108,50 @@ def test_a_usual_loop_says_nothing(config, caplog, recwarn):
         steps(config, lambda p: torch.optim.AdamW(p, lr=1e-3), count=6)
     assert not caplog.records
     assert not [w for w in recwarn if "zeropage" in str(w.filename)]
+
+
+ON_DISK = {"parameters": "disk", "gradients": "disk", "optimizer": "disk", "min_page_bytes": 1, "device": "cpu"}
+
+
+@pytest.mark.cpu
+def test_a_drive_that_would_be_worn_within_a_year_is_a_warning_once(disk, recwarn, monkeypatch):
+    monkeypatch.setattr(_notices, "WEAR_FROM", 2)
+    monkeypatch.setattr(_notices, "WEAR_TO", 4)
+    budgets = {"device_memory": "1MB", "host_memory": "64KB", "page_size": "16KiB", "disk_path": disk}
+    with zeropage.init(ON_DISK, **budgets, disk_endurance="1MB") as space:
+        model = torch.nn.Linear(1024, 1024)
+    stepped = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(6):
+        model(torch.ones(2, 1024)).sum().backward()
+        stepped.step()
+        space.synchronize()
+    found = [str(w.message) for w in recwarn if "disk_endurance" in str(w.message)]
+    assert len(found) == 1 and 'optimizer="host"' in found[0]
+    report = space.report()
+    assert report.disk_years == pytest.approx(1e6 / report.written_bytes * report.seconds / 86400 / 365.25, rel=1e-6)
+    assert "WARNING" in str(report) and "the drive is worn after" in str(report)
+
+
+@pytest.mark.cpu
+def test_a_drive_that_lasts_is_no_warning(disk, recwarn):
+    with zeropage.init(
+        ON_DISK, disk_path=disk, device_memory="8MB", host_memory="8MB", disk_endurance="600TB"
+    ) as space:
+        torch.nn.Linear(64, 64)
+    report = space.report()
+    assert report.disk_years is None or report.disk_years > 1
+    assert "WARNING" not in str(report)
+    assert not [w for w in recwarn if "disk_endurance" in str(w.message)]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("ratio", "warns"), [(6.1, True), (0.5, False)])
+def test_a_processor_that_is_slow_in_bfloat16_is_a_warning(ratio, warns, recwarn, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(_notices, "bfloat16_ratio", lambda: ratio)
+    notices = _notices._Steps()
+    space = zeropage.init(device="cpu", compute_dtype="bfloat16", device_memory="8MB", host_memory="8MB")
+    notices._processor(space)
+    notices._processor(space)
+    found = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
+    assert len(found) == warns and all("6.1 times as long as in float32" in text for text in found)

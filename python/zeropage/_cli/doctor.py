@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import platform
@@ -14,8 +15,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from zeropage import _core
+from zeropage import _core, _integrations
 from zeropage._cli.disk_speed import measure, scratch_file
+from zeropage._processor import advice, bfloat16_ratio
 
 _STYLES = {"good": "green", "slower": "yellow", "missing": "red"}
 
@@ -35,6 +37,7 @@ def examine(path: pathlib.Path) -> Iterator[Finding]:
     checks: list[Callable[[], Finding]] = [
         _torch,
         _accelerator,
+        _bfloat16,
         _ranks,
         _io_uring,
         _memory,
@@ -62,7 +65,21 @@ def show(path: pathlib.Path) -> bool:
             style = _STYLES[finding.state]
             table.add_row(f"[{style}]{finding.what}[/]", finding.found, finding.advice)
     console.print(table)
+    console.print(_changes())
     return good
+
+
+def _changes() -> Table:
+    """A table of what zeropage changes in other libraries."""
+    table = Table(title="Changed while a space exists, and then changed back", show_edge=False, pad_edge=False)
+    for column in ("library", "attributes", "why"):
+        table.add_column(column, overflow="fold")
+    table.title_justify = "left"
+    for change in _integrations.changes():
+        present = importlib.util.find_spec(change.library) is not None
+        names = ", ".join(dict.fromkeys(".".join(name.split(".")[-2:]) for name in change.attributes))
+        table.add_row(change.library if present else f"[dim]{change.library} (not installed)[/]", names, change.why)
+    return table
 
 
 def _torch() -> Finding:
@@ -85,6 +102,12 @@ def _accelerator() -> Finding:
     if free < total / 2:
         return Finding("accelerator", "slower", found, "other processes hold memory there: end them, or share less")
     return Finding("accelerator", "good", found)
+
+
+def _bfloat16() -> Finding:
+    ratio = bfloat16_ratio()
+    found = f"a product takes {ratio:.2f} times as long as in float32 on the processor"
+    return Finding("bfloat16", "slower" if advice(ratio) else "good", found, advice(ratio))
 
 
 def _ranks() -> Finding:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from zeropage import _core
 from zeropage._cli import _write_new
 from zeropage._config import Config
+from zeropage._processor import advice
 from zeropage._tuned import first_disk
 from zeropage.plan import (
     CostModel,
@@ -96,6 +97,7 @@ def plan(request: Request, config: str | None, settings: dict[str, str]) -> None
         planned = _simulate(request, program, chosen, machine, ranks, costs)
         found = planned.to_dict()
     click.echo(str(planned))
+    _say_slow_bfloat16(machine, chosen)
     if request.min_budgets:
         with _steps("budgets tried") as progress:
             budgets = least_budgets(program, chosen, machine, ranks, costs, progress)
@@ -106,6 +108,14 @@ def plan(request: Request, config: str | None, settings: dict[str, str]) -> None
                 "host_memory": budgets.host_memory,
             }
     _write(request, found, costs)
+
+
+def _say_slow_bfloat16(machine: Machine, chosen: Config) -> None:
+    rates = machine.tflops
+    if not machine.unified or chosen.compute_dtype != "bfloat16" or not rates.get("bfloat16"):
+        return
+    if slow := advice(rates.get("float32", 0.0) / rates["bfloat16"]):
+        click.echo(f"\n{slow}")
 
 
 def program_of(request: Request) -> Program:

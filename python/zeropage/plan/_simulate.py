@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import threading
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeropage import _core
 from zeropage._config import Config, ConfigLike
-from zeropage._report import Report
+from zeropage._report import Report, wear_warning
 from zeropage._space import Space
 from zeropage.plan._attention import Attention
 from zeropage.plan._costs import CostModel, Roofline, is_view, tensors_in
@@ -223,6 +224,11 @@ class Plan:
         moved.append(["10^9 tokens", f"{self.days_for(1e9):.3g} days"])
         if (years := self.disk_years()) is not None:
             moved.append(["the disks are worn after", f"{years:.2g} years of it"])
+            if warning := wear_warning(years):
+                moved.append(["", warning])
+        per_day = self.written_bytes * here / self.seconds * 86400
+        if per_day:
+            moved.append(["written to a node's disks a day", _size(per_day)])
         nodes = self.machine.nodes(self.ranks)
         where = f"{self.ranks} rank{'s' * (self.ranks > 1)} on {nodes} {self.machine.name}"
         parts = [
@@ -277,6 +283,8 @@ def simulate(
     with _one_at_a_time, _entered(planned):
         space = Space.planned(Config.of(config), planned, ranks)
         try:
+            if endurance := int(space.config.disk_endurance):
+                machine = dataclasses.replace(machine, disk_endurance_tb=endurance / 1e12)
             return _run(program, machine, ranks, costs, planned, space, steps, warm_up, progress, trace)
         finally:
             space.close()

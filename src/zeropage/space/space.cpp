@@ -167,7 +167,7 @@ Tiling tiling_of(const std::string& tiling) {
   throw ConfigError(fmt::format("tiling = \"{}\"; write \"auto\", \"exact\" or \"off\"", tiling));
 }
 
-EarlyUpdate update_ahead_of(const std::string& when) {
+EarlyUpdate early_update_of(const std::string& when) {
   if (when == "auto") return EarlyUpdate::automatic;
   if (when == "always") return EarlyUpdate::always;
   if (when == "never") return EarlyUpdate::never;
@@ -483,10 +483,9 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
                      Domain& domain) {
   domain.min_page_bytes = parse_bytes(config.min_page_bytes, "min_page_bytes");
   domain.tiling = tiling_of(config.tiling);
-  (void)parse_bytes(config.disk_endurance, "disk_endurance");  // only Python uses it
   domain.tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
   domain.async_step = flag_of("async_step", config.async_step);
-  const EarlyUpdate early_update = update_ahead_of(config.early_update);
+  const EarlyUpdate early_update = early_update_of(config.early_update);
   if (!over_ranks && !separate) domain.early_update = early_update;
   choose_dtypes(config, domain);
   if (config.state_dict != "master" && config.state_dict != "compute") {
@@ -562,6 +561,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   config.host_memory = std::to_string(options.host_bytes);
   config.page_size = std::to_string(options.page_bytes);
   config.min_page_bytes = std::to_string(domain->min_page_bytes);
+  config.disk_endurance = std::to_string(parse_bytes(config.disk_endurance, "disk_endurance"));
   config.io = std::string(domain->cache->io_name());
   config.async_step = domain->async_step ? "true" : "false";
   if (domain->early_update == EarlyUpdate::never) config.early_update = "never";

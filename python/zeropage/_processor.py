@@ -1,0 +1,38 @@
+"""Whether the processor multiplies bfloat16 as fast as float32."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import torch
+
+#: Products in bfloat16 that take this many times as long as in float32 are called slow.
+SLOW = 1.5
+
+
+@functools.cache
+def bfloat16_ratio() -> float:
+    """Measure the time of a product on the CPU in bfloat16 divided by that in float32. It takes some 50 ms."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix = torch.ones(512, 512, dtype=dtype, device="cpu")
+        best = float("inf")
+        for _ in range(4):
+            start = time.perf_counter()
+            torch.mm(matrix, matrix)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    with torch.no_grad():
+        return seconds(torch.bfloat16) / seconds(torch.float32)
+
+
+def advice(ratio: float) -> str:
+    """What to do on a processor with that ratio; empty if it is as fast in bfloat16."""
+    if ratio < SLOW:
+        return ""
+    return (
+        f"products in bfloat16 take {ratio:.1f} times as long as in float32 on this processor, in plain PyTorch too: "
+        "train in float32 here"
+    )
