@@ -8,7 +8,6 @@
 #include <iterator>
 #include <unordered_map>
 
-#include "zeropage/rules/substitution.h"
 
 namespace zeropage {
 namespace {

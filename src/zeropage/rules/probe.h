@@ -1,7 +1,7 @@
 // A probe runs an operator on two elements before the operator is deferred: errors of a call are thrown by the call.
 #pragma once
 
-#include "zeropage/rules/call.h"
+#include "zeropage/rules/substitution.h"
 
 namespace zeropage {
 
