@@ -29,7 +29,7 @@ def bfloat16_ratio() -> float:
 
 
 def advice(ratio: float) -> str:
-    """What to do on a processor with that ratio; empty if it is as fast in bfloat16."""
+    """Return advice for a processor with that ratio; empty if bfloat16 is not slow."""
     if ratio < SLOW:
         return ""
     return (

@@ -158,7 +158,7 @@ class Run:
     def _mean_in_rank_order(model: nn.Module, is_own: bool) -> None:
         """What zeropage promises: gradients added in rank order, in their own dtype, and divided once.
 
-        Where all ranks have set the same value themselves, it stays.
+        A value stays if all ranks have set it themselves.
         """
         for p in model.parameters():
             have = torch.tensor(float(p.grad is not None))
