@@ -9,8 +9,22 @@ from typing import TypeVar
 
 from tabulate import tabulate
 from tqdm import tqdm
+from zeropage._processor import SLOW, bfloat16_ratio
 
 Name = TypeVar("Name")
+
+
+DTYPES = ("auto", "bfloat16", "float32")
+
+
+def dtype_here(choice: str) -> str:
+    """Return the dtype to compute in. "auto" measures and prints it: bfloat16, unless its products are slow here."""
+    if choice != "auto":
+        return choice
+    ratio = bfloat16_ratio()
+    chosen = "float32" if ratio >= SLOW else "bfloat16"
+    print(f"dtype: {chosen} (a product in bfloat16 takes {ratio:.2f} times as long as in float32)")
+    return chosen
 
 
 def turns(rounds: int, names: Iterable[Name]) -> Iterator[Name]:

@@ -1,7 +1,7 @@
 """A model whose state is many times what it may use: 1.2B parameters, 21.8 GB of state, 1 GB of budgets.
 
 ratio: seconds of a step / the larger of its arithmetic and of what it moved at fio's rate for that mix. The
-arithmetic is forward and backward in memory, in bfloat16, and what clipping and AdamW take in memory: on the
+arithmetic is forward and backward in memory, in the same dtype, and what clipping and AdamW take in memory: on the
 parameters of every eighth block, for those of all would not fit, and by their share.
 """
 
@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.nn as nn
-from _common import finish
+from _common import DTYPES, dtype_here, finish
 from _disk import FIO, fio, huge_pages, mixed
 from _gpt import GPT, SHAPES
 from tqdm import tqdm
@@ -25,10 +25,10 @@ def peak_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
 
-def arithmetic(model: str, batch: int) -> tuple[float, float]:
+def arithmetic(model: str, batch: int, dtype: str) -> tuple[float, float]:
     """Seconds of forward and backward, and of clipping and AdamW."""
     shape = SHAPES[model]
-    plain = GPT(shape).bfloat16()
+    plain = GPT(shape).to(getattr(torch, dtype))
     some = [parameter for block in plain.blocks[::8] for parameter in block.parameters()]
     masters = [parameter.detach().float() for parameter in some]
     optimizer = torch.optim.AdamW(masters, lr=3e-4, weight_decay=0.1, fused=True)
@@ -58,11 +58,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="of 128 tokens")
     parser.add_argument("--device-memory", default="600MB")
     parser.add_argument("--host-memory", default="400MB")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--master-dtype", default="float32")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--directory", default="build", help="on the disk to use")
     args = parser.parse_args()
+    dtype = dtype_here(args.dtype)
     shape = SHAPES[args.model]
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, huge_pages(64) as may:
         roles = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk")
@@ -71,7 +73,7 @@ def main() -> None:
             device_memory=args.device_memory,
             host_memory=args.host_memory,
             disk_path=directory,
-            compute_dtype="bfloat16",
+            compute_dtype="auto" if dtype == "float32" else dtype,
             master_dtype=args.master_dtype,
             **roles,
         )
@@ -101,7 +103,7 @@ def main() -> None:
         space.close()
         read, written = (statistics.mean(column) for column in zip(*moved, strict=True))
         rates = fio(FIO["fio io_uring"], directory, 4 << 30, 5, mixed(read, written), may)
-    passes, update = arithmetic(args.model, args.batch)
+    passes, update = arithmetic(args.model, args.batch, dtype)
     disk = (read + written) / (rates["read"] + rates["write"])
     step = statistics.median(seconds)
     rows = [

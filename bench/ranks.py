@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 import train_gpt
-from _common import finish, median_ratio, turns
+from _common import DTYPES, dtype_here, finish, median_ratio, turns
 
 SYSTEMS = ("zeropage", "fsdp2")
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 bytes a rank and step")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--device-memory", default="128MB", help="ours: for gathered parameters")
     parser.add_argument("--host-memory", default="1GB", help="ours: for this rank's shares")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=argparse.SUPPRESS)
@@ -117,6 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         return work(args)
+    args.dtype = dtype_here(args.dtype)
     together = run(args, ",".join(SYSTEMS), args.rounds)["seconds"]
     peaks = {name: run(args, name, 2)["peak"] for name in SYSTEMS}
     tokens = args.batch * 128 * args.ranks

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
-from _common import finish, turns
+from _common import dtype_here, finish, turns
 from _disk import FIO, fio, huge_pages, mixed
 from _gpt import GPT, SHAPES, Shape
 
@@ -177,10 +177,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="a round")
     parser.add_argument("--models", default="125m,350m")
     parser.add_argument("--batches", default="4,16", help="of 128 tokens")
-    parser.add_argument("--formats", default="mixed", help=f"of {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--formats", default="auto", help=f"of {', '.join(FORMATS)}; auto: mixed, or float32 where bfloat16 is slow"
+    )
     parser.add_argument("--clipping", default="asleep,active")
     parser.add_argument("--directory", default="build", help="on the disk to measure")
     args = parser.parse_args()
+    if args.formats == "auto":
+        args.formats = "mixed" if dtype_here("auto") == "bfloat16" else "float32"
     figures: dict[str, float] = {}
     for model, batch, kind, clipping in itertools.product(
         args.models.split(","), args.batches.split(","), args.formats.split(","), args.clipping.split(",")
