@@ -12,6 +12,7 @@ import functools
 import gc
 import io
 import linecache
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -244,6 +245,10 @@ def difference(found: Any, right: Any) -> str:
     return f"{int(bad.sum())} of {bad.numel()} elements, at {at} {found[at].item():.9g} for {right[at].item():.9g}"
 
 
+# PyTorch's fused SGD reads a bfloat16 momentum beyond its end, so the last elements depend on other memory.
+FURTHER_ON = re.compile(r"SGD\(.*momentum=0\.[1-9].*fused=True")
+
+
 def judge(program: Program, folder: str, plain: bool = False) -> tuple[str, str]:
     """("right" | "differs" | "raises" | "refused" | "unsteady", why) of the program on paged tensors.
 
@@ -265,6 +270,8 @@ def judge(program: Program, folder: str, plain: bool = False) -> tuple[str, str]
 
 def _is_steady(program: Program, folder: str, right: list[tuple[str, Outcome]]) -> bool:
     """Whether what is right has the same bits again, in memory that held something else."""
+    if FURTHER_ON.search(program.text()) and "bfloat16" in program.text():
+        return False
     kept = [torch.full((size,), float("nan")) for size in range(16, 4096, 16)]
     del kept
     again = TrainingRun(program, program.judge, folder).outcomes()
