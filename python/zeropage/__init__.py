@@ -2,8 +2,7 @@
 
 A PyTorch program trains a model whose parameters, gradients and optimizer states do not fit, and does not change:
 
-    with zeropage.init(parameters="disk", gradients="disk", optimizer="disk",
-                       disk_path="swap", device_memory="256MB", host_memory="256MB"):
+    with zeropage.init(states="disk", disk_path="swap", device_memory="256MB", host_memory="256MB"):
         model = GPT(...)
     opt = torch.optim.AdamW(model.parameters(), lr=3e-4)
     # an ordinary loop

@@ -1,9 +1,13 @@
 // Norms of whole tensors. A tensor that fits the device's budget is loaded, and the bits are PyTorch's. For a larger
-// one, the pages' norms are combined in double precision. If this rank holds only its share, each rank computes the
+// one, a 2-norm in float32 is summed page after page as PyTorch would; other norms of pages are combined in double
+// precision. If this rank holds only its share, each rank computes the
 // norm of its share, and one collective exchanges all norms of a call.
 #include "zeropage/rules/norms.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
@@ -12,6 +16,7 @@
 #include <cmath>
 #include <mutex>
 
+#include "zeropage/kernels/norm.h"
 #include "zeropage/plan/machine.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
@@ -61,6 +66,52 @@ NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
   const Operand operand{self, segment_of(self), Access::read};
   of_share ? for_each_window_of_share(operand, add) : for_each_window(operand, Chunking::iterator, add);
   return total;
+}
+
+/// The form whose norms have the bits of PyTorch's kernel on this processor; none if no form has.
+std::optional<kernels::NormInOrder::Form> find_form() {
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{1});
+  std::vector<at::Tensor> samples;
+  for (std::int64_t size = 1; size < 256; ++size) {  // in short sums a rounding that differs shows
+    samples.push_back(at::empty({size}, at::kFloat).normal_(0, 1, generator));
+  }
+  for (const auto form : kernels::NormInOrder::forms()) {
+    const bool same = std::all_of(samples.begin(), samples.end(), [&](const at::Tensor& sample) {
+      kernels::NormInOrder norm(form);
+      norm.add(sample.const_data_ptr<float>(), static_cast<std::size_t>(sample.numel()));
+      return norm.norm() == at::linalg_vector_norm(sample, 2).item<float>();
+    });
+    if (same) return form;
+  }
+  return std::nullopt;
+}
+
+/// The 2-norm of a tensor that cannot be whole in memory, page after page, with the bits of the whole tensor's norm.
+std::optional<double> norm_in_order(const at::Tensor& self, double ord) {
+  StorageSegment& segment = *segment_of(self);
+  const bool is_plain = ord == 2 && self.scalar_type() == at::kFloat && self.is_cpu();
+  if (!is_plain || segment.domain()->planned_on) return std::nullopt;
+  static const auto form = find_form();
+  if (!form) return std::nullopt;
+  segment.complete();
+  segment.refresh(Access::read);
+  const PinRequest request{&segment, Access::read};
+  segment.cache()->announce({&request, 1});
+  kernels::NormInOrder norm(*form);
+  const std::size_t per_page = segment.page_bytes() / sizeof(float);
+  for (std::size_t i = 0, begin = 0; begin < segment.elements(); ++i, begin += per_page) {
+    PagePin page = segment.cache()->pin_page(segment, i, Access::read);
+    page.wait();
+    norm.add(reinterpret_cast<const float*>(page.data()), std::min(per_page, segment.elements() - begin));
+  }
+  return norm.norm();
+}
+
+double norm_of_huge(const at::Tensor& self, double ord) {
+  if (const auto norm = norm_in_order(self, ord)) return *norm;
+  return norm_by_pages(self, ord, /*of_share=*/false).norm();
 }
 
 /// The norms of tensors, in their order. Ranks exchange the norms of their shares in one collective.
@@ -175,7 +226,7 @@ bool run_norm(Call& call) {
   if (is_partitioned_whole(self)) {
     norm = norms_over_ranks(self, ord)[0];
   } else if (is_too_large(self)) {
-    norm = norm_by_pages(self, ord, /*of_share=*/false).norm();
+    norm = norm_of_huge(self, ord);
   } else {
     return run_on_previews(call);
   }
@@ -213,8 +264,8 @@ bool run_norms(Call& call) {
     } else if (kinds[i] == Kind::whole) {
       results.push_back(whole_norms[next_whole++]);
     } else {
-      const double norm = kinds[i] == Kind::partitioned ? partitioned_norms[next_partitioned++]
-                                                        : norm_by_pages(tensors[i], ord, /*of_share=*/false).norm();
+      const double norm =
+          kinds[i] == Kind::partitioned ? partitioned_norms[next_partitioned++] : norm_of_huge(tensors[i], ord);
       results.push_back(as_result(norm, tensors[i], dtype));
     }
   }

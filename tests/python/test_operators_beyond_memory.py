@@ -187,3 +187,12 @@ def test_a_background_save_fails_if_the_update_it_waits_for_does(disk, tmp_path)
         finally:
             kernels._destroy()
     assert calls and not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 5, 700_001])
+def test_a_norm_of_a_tensor_larger_than_memory_has_the_bits_of_plain_pytorch(size, space):
+    for seed in range(4):
+        whole = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        ours = paged(space, whole)
+        assert torch.equal(torch.linalg.vector_norm(ours), torch.linalg.vector_norm(whole))
+        assert torch.equal(torch._foreach_norm([ours])[0], torch._foreach_norm([whole])[0])
