@@ -217,8 +217,11 @@ def test_every_command_that_the_docs_name_exists():
     from zeropage._cli import main
 
     named = {
-        command for page in PAGES for command in re.findall(r"(?:\n\n    |`)zeropage ([a-z]+)(?=[ `\n])", page.read_text())
+        command
+        for page in PAGES
+        for command in re.findall(r"(?:\n\n    |`)zeropage ([a-z]+)(?=[ `\n])", page.read_text())
     }
+    named.discard("pages")  # the beginning of an error's text
     assert named and named <= set(main.commands)
 
 
