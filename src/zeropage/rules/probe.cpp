@@ -8,7 +8,6 @@
 #include <iterator>
 #include <unordered_map>
 
-
 namespace zeropage {
 namespace {
 
