@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+import warnings
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +41,7 @@ def is_alive(group: ProcessGroup | None) -> bool:
 def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup | None) -> Groups:
     if replica is not None and shard is None:
         raise _core.ConfigError("replica_group needs shard_group: the ranks over which tensors are partitioned")
+    _warn_of_shared_device(device)
     if shard is not None:
         return Groups(shard, replica)
     if not dist.is_available():
@@ -49,6 +51,21 @@ def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup |
     if dist.is_initialized() and dist.get_world_size() > 1:
         return Groups(dist.group.WORLD)
     return Groups()
+
+
+def _warn_of_shared_device(device: str) -> None:
+    """Warn a rank that would use the first of several devices, where another rank is."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local == 0 or device == "cpu" or ":" in device or not (dist.is_available() and dist.is_initialized()):
+        return
+    if not torch.accelerator.is_available() or torch.accelerator.device_count() < 2:
+        return
+    if torch.accelerator.current_device_index() == 0:
+        warnings.warn(
+            f"local rank {local} uses device 0, as local rank 0 does: call torch.cuda.set_device({local}) before "
+            "zeropage.init(), or set device",
+            stacklevel=4,
+        )
 
 
 def _start(device: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zeropage
-from zeropage import _core, _notices
+from zeropage import _core, _notices, _ranks
 
 
 @pytest.fixture
@@ -155,3 +155,24 @@ def test_a_processor_that_is_slow_in_bfloat16_is_a_warning(ratio, warns, recwarn
     notices._processor(space)
     found = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
     assert len(found) == warns and all("6.1 times as long as in float32" in text for text in found)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("rank", "index", "device", "warns"),
+    [
+        (1, 0, "auto", True),
+        (1, 1, "auto", False),
+        (0, 0, "auto", False),
+        (1, 0, "cuda:1", False),
+        (1, 0, "cpu", False),
+    ],
+)
+def test_a_rank_on_the_device_of_another_is_a_warning(rank, index, device, warns, recwarn, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index)
+    _ranks._warn_of_shared_device(device)
+    assert ["set_device(1)" in str(w.message) for w in recwarn] == [True] * warns
