@@ -524,3 +524,10 @@ def test_autocast_is_refused_not_ignored():
 
     with pytest.raises(zeropage.ConfigError, match="compute_dtype"):
         zp.simulate(zp.Program("autocast", small().make_model, loss, 1), DISK | SMALL, HERE)
+
+
+def test_moments_in_fewer_bits_of_an_optimizer_that_is_not_fused_are_refused():
+    program = zp.transformer(layers=1, hidden=64, vocabulary=128, heads=2, length=16, batch=1)
+    settings = {"states": "disk", "device_memory": "8MB", "host_memory": "8MB", "optimizer_dtype": "8bit"}
+    with pytest.raises(zeropage.ConfigError, match="optimizer_dtype is for fused optimizers"):
+        zp.simulate(program, settings, HERE, steps=1, warm_up=0)

@@ -15,7 +15,7 @@ from zeropage import _core
 from zeropage._config import Config, ConfigLike
 from zeropage.plan._costs import CostModel, Roofline
 from zeropage.plan._machine import Machine
-from zeropage.plan._programs import Program
+from zeropage.plan._programs import Program, is_fused
 from zeropage.plan._simulate import WARM_UP, Plan, _size, simulate
 
 Progress = Callable[[int, int], None]
@@ -463,6 +463,4 @@ def _is_float32(program: Program) -> bool:
 
 
 def _is_fused(program: Program) -> bool:
-    weight = torch.nn.Parameter(torch.empty(1, device="meta"))
-    optimizer = program.make_optimizer([weight])
-    return bool(optimizer.defaults.get("fused")) or type(optimizer).__name__ == "Lion"
+    return is_fused(program.make_optimizer([torch.nn.Parameter(torch.empty(1, device="meta"))]))

@@ -35,6 +35,12 @@ OPTIMIZERS: dict[str, OptimizerMaker] = {
     "lion": lambda p: Lion(p, lr=1e-4),
 }
 
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether optimizer_dtype applies to the optimizer's moments."""
+    return bool(optimizer.defaults.get("fused")) or isinstance(optimizer, Lion)
+
+
 _SAMPLE_LAYERS = 2
 #: Above the norm of any gradient, so that a plan clips none.
 _MOST_NORM = 1e6

@@ -23,7 +23,7 @@ from zeropage._space import Space
 from zeropage.plan._attention import Attention
 from zeropage.plan._costs import CostModel, Roofline, is_view, tensors_in
 from zeropage.plan._machine import Machine
-from zeropage.plan._programs import Program
+from zeropage.plan._programs import Program, is_fused
 
 _BUSY = (
     "computed_seconds",
@@ -324,6 +324,11 @@ def _run(
         model = program.make_model()
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = program.make_optimizer(model.parameters())
+    if space.config.optimizer_dtype not in ("auto", "float32") and not is_fused(optimizer):
+        raise _core.ConfigError(
+            f"optimizer_dtype is for fused optimizers, and the plan's {program.optimizer} is none: leave it out, or "
+            'plan the optimizer "lion"'
+        )
     counting = _Counting(planned, costs, machine.unified)
     for module in model.modules():
         if not any(module.children()):
