@@ -171,7 +171,8 @@ def run(code, folder, names):
 @pytest.mark.parametrize(("page", "code"), BLOCKS)
 def test_the_example_runs(page, code, disk, saved_model, monkeypatch, request):
     if "dist." in code or "torch.distributed" in code:
-        return request.getfixturevalue("two").run(run_on_a_rank, small(code, disk, saved_model), str(disk))
+        request.getfixturevalue("two").run(run_on_a_rank, small(code, disk, saved_model), str(disk))
+        return
     if "SFTTrainer" in code:
         pytest.importorskip("trl")
     names = around(code, saved_model)
@@ -190,6 +191,10 @@ def run_on_a_rank(code, folder):
     # The group exists already, and the next test needs it.
     code = code.replace("dist.init_process_group('gloo')", "None").replace("dist.destroy_process_group()", "None")
     names = {"__name__": "example", "torch": torch, "zeropage": zeropage, "dist": dist, "nodes": 1, "gpus": ranks}
+    if "model = " not in code:
+        names |= {"rank": rank, "ranks": ranks, "evaluation_set": project.evaluation_set}
+        with zeropage.init(device="cpu", device_memory="64MB", host_memory="64MB") as names["space"]:
+            names["model"] = Model()
     said = open(os.devnull, "w")  # noqa: SIM115
     with contextlib.redirect_stdout(said):
         run(code, folder, names)
