@@ -340,6 +340,7 @@ def compare(text: str, seed: int, against: str = "paged") -> dict[str, Any]:
     except Exception as error:
         return {"raised": f"{type(error).__name__}: {error}", "at": where_raised(error)}
     exact = against == "paged" and not mixed and (Run.alone_here() or not TAKES_NORM.search(text))
+    same = first_difference(found, plain, 0.0, exact=True) is None
     held = [t for name, t in found if t is not None and ": parameter " in name]
     said = {
         "differs": first_difference(
@@ -348,6 +349,7 @@ def compare(text: str, seed: int, against: str = "paged") -> dict[str, Any]:
         "parameters": zlib.crc32(b"".join(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in held)),
         "entries": len(plain),
         "exact": exact,
+        "same": same,
     }
     return said
 

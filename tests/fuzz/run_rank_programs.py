@@ -215,7 +215,7 @@ class Judge:
             return Verdict(seed, "differs", f"{found[1]['differs']} (rank {found[0]})", detail)
         if self.against != "double" and len({a["parameters"] for a in answers}) > 1:
             return Verdict(seed, "differs", "ranks hold different parameters")
-        return Verdict(seed, "right" if all(a["exact"] for a in answers) else "close")
+        return Verdict(seed, "right" if all(a["exact"] or a["same"] for a in answers) else "close")
 
 
 def _crash(said: str, text: str) -> str:
