@@ -568,6 +568,29 @@ def test_what_is_exported_comes_back(config, folder):
     assert one == other
 
 
+def test_metadata_that_python_3_11_2_wrote_is_read(config, folder, monkeypatch):
+    """That release pickles a member of an enumeration as an attribute of its class."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    plain, _ = build()
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    dcp.save({"model": plain.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
+    assert b"getattr" in (folder / "dcp" / ".metadata").read_bytes()
+    import_checkpoint(folder / "dcp", folder / "ours")
+    model, _ = paged(config)
+    zeropage.load(folder / "ours", model)
+    assert same(model, plain)
+
+
+def test_metadata_gets_no_other_attribute(folder):
+    (folder / "a").mkdir()
+    for owner in (b"cpathlib\nPosixPath\n", b"ctorch\nSize\n", b"ctorch\nfloat32\n"):
+        call = b"cbuiltins\ngetattr\n" + owner + b"X\x08\x00\x00\x00__init__\x86R."
+        (folder / "a" / ".metadata").write_bytes(b"\x80\x02" + call)
+        with pytest.raises(zeropage.DiskError, match=r"builtins\.getattr"):
+            import_checkpoint(folder / "a", folder / "ours")
+
+
 def test_groups_with_the_same_settings_are_told_apart_by_the_optimizer(config, folder):
     plain, _ = build()
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]

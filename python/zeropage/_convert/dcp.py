@@ -54,10 +54,21 @@ class _Unpickler(pickle.Unpickler):
             return self._classes.setdefault((module, name), type(name, (Inert,), {}))
         if (module, name) == ("collections", "OrderedDict"):
             return self._classes.setdefault((module, name), type(name, (dict,), {}))
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles a member of an enumeration
+            return lambda owner, name: _member(owner, name)  # a new one, which the pickle may change
         dtype = vars(torch).get(name) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _member(owner: Any, name: Any) -> Inert:
+    """Stand for the member of an enumeration. Raises UnpicklingError for any other attribute."""
+    is_stand_in = isinstance(owner, type) and issubclass(owner, Inert)
+    if not is_stand_in or owner.__name__ != "_MEM_FORMAT_ENCODING" or not isinstance(name, str):
+        raise pickle.UnpicklingError(f"it asks for builtins.getattr of {owner!r}")
+    made: Inert = owner(name)
+    return made
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
