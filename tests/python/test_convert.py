@@ -582,6 +582,13 @@ def test_metadata_that_python_3_11_2_wrote_is_read(config, folder, monkeypatch):
     assert same(model, plain)
 
 
+@pytest.mark.parametrize(("stored", "found"), [((3,), 3), (("ZeroStageEnum", "gradients"), 2), (("a", "b"), None)])
+def test_a_stage_is_found_by_value_or_by_name(stored, found):
+    stage = unpickling.Inert(*stored)
+    assert unpickling.number(stage) == (stage if found is None else found)
+    assert unpickling.number(1) == 1
+
+
 def test_metadata_gets_no_other_attribute(folder):
     (folder / "a").mkdir()
     for owner in (b"cpathlib\nPosixPath\n", b"ctorch\nSize\n", b"ctorch\nfloat32\n"):

@@ -29,6 +29,10 @@ def errors_name(what: str) -> Iterator[None]:
         ) from None
 
 
+#: Of DeepSpeed's ZeroStageEnum, in the order of their values.
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+
+
 class Inert:
     """Stands for an object that is not plain data, with its arguments and its attributes.
 
@@ -70,5 +74,11 @@ def load(path: pathlib.Path) -> Any:
 
 
 def number(value: Any) -> Any:
-    """Return the value of an enumeration's member, which a pickle stores as its class and its value."""
-    return value.args[0] if isinstance(value, Inert) and len(value.args) == 1 else value
+    """Return the value of an enumeration's member, which a pickle stores as its class and its value.
+
+    Python 3.11.2 stores the class and the name instead: DeepSpeed's stages are the only names that it can be.
+    """
+    arguments = value.args if isinstance(value, Inert) else ()
+    if len(arguments) == 2 and arguments[1] in _STAGES:
+        return _STAGES.index(arguments[1])
+    return arguments[0] if len(arguments) == 1 else value
