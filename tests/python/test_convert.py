@@ -569,7 +569,7 @@ def test_what_is_exported_comes_back(config, folder):
 
 
 def test_metadata_that_python_3_11_2_wrote_is_read(config, folder, monkeypatch):
-    """That release pickles a member of an enumeration as an attribute of its class."""
+    """The release pickles a member of an enumeration as an attribute of its class."""
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     plain, _ = build()

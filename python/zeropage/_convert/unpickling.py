@@ -29,7 +29,7 @@ def errors_name(what: str) -> Iterator[None]:
         ) from None
 
 
-#: Of DeepSpeed's ZeroStageEnum, in the order of their values.
+#: Names in DeepSpeed's ZeroStageEnum, in the order of their values.
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
