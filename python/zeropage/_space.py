@@ -113,6 +113,7 @@ class Space:
         global _new
         self._settings = config
         self._registered: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()  # its modules' tensors
+        self._lifetimes: list[_core.Lifetime] = []  # of this core, and of those before ranks joined
         self._made_on(groups or Groups())
         self._number = next(_numbers)
         _spaces[self._number] = _new = self
@@ -128,14 +129,14 @@ class Space:
     def planned(cls, config: Config, machine: _core.Machine, ranks: int = 1) -> Space:
         """Make a space on a simulated machine, for zeropage.plan, on the thread that entered the machine's time."""
         space = cls.__new__(cls)
-        space._registered = WeakTensorKeyDictionary()
+        space._registered, space._lifetimes = WeakTensorKeyDictionary(), []
         space._start(_core.Space.planned(config._core(), machine, ranks), lambda: machine.now, Groups())
         return space
 
     def _start(self, core: _core.Space, now: Callable[[], float], groups: Groups) -> None:
         self._core, self._now = core, now
-        self._lifetime = core.lifetime()
-        _integrations.hold(self._lifetime, over_ranks=groups.shard is not None)
+        self._lifetimes.append(core.lifetime())
+        _integrations.hold(self._lifetimes[-1], over_ranks=groups.shard is not None)
         # Weak references, because destroy_process_group() must end the groups' threads.
         self._groups = [weakref.ref(group) for group in (groups.shard, groups.replica) if group is not None]
         self._activations = self._core.activations()
@@ -280,7 +281,8 @@ class Space:
             self._activations.close()
             _activations.tidy()
         self._core.close()
-        _integrations.release(self._lifetime)
+        for lifetime in self._lifetimes:
+            _integrations.release(lifetime)
 
 
 class _Scopes(threading.local):

@@ -54,6 +54,9 @@ def step(model):
 
 import torch
 step(torch.nn.Linear(64, 64))  # torch keeps notes of its own in attributes
+early = torch.optim.AdamW(torch.nn.Linear(64, 64).parameters())
+scheduler = torch.optim.lr_scheduler.ConstantLR(early)  # gives the optimizer a step() of its own
+own_step = early.step
 missing = object()
 modules = [m for n, m in sys.modules.items() if n.split(".")[0] in LIBRARIES and hasattr(m, "__dict__")]
 before = attributes(modules)
@@ -65,6 +68,8 @@ def use(end):
     with zeropage.init(**settings) as space:
         model = torch.nn.Linear(64, 64)
     step(model)
+    assert early.step is not own_step and early.step.zeropage
+    early.step()
     inside = differing()
     kept = model.state_dict()["weight"] if end == "tensor" else None
     if end == "close":
@@ -82,6 +87,7 @@ for end in ("close", "collected", "tensor"):
         gc.collect()
     gc.collect()
     said[end] = differing()
+    assert early.step is own_step
 print(json.dumps(said))
 """
 

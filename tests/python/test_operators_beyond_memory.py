@@ -125,11 +125,13 @@ def test_normal_numbers_of_a_huge_tensor_end_as_plain_ones(rest, space):
     assert torch.equal(*numbers) and torch.equal(*states)
 
 
-def test_a_list_that_writes_one_of_its_scalars_uses_the_new_value(space):
+@pytest.mark.parametrize("factor_is_paged", [False, True])
+def test_a_list_that_writes_one_of_its_scalars_uses_the_new_value(factor_is_paged, space):
     results = []
     for make in (torch.clone, lambda t: paged(space, t)):
         p, q, s = make(torch.ones(200, 100)), make(torch.ones(200, 100)), torch.tensor(2.0)
-        torch._foreach_mul_([p, s, q], [s, torch.tensor(3.0), s])
+        factor = make(torch.tensor(3.0)) if factor_is_paged else torch.tensor(3.0)
+        torch._foreach_mul_([p, s, q], [s, factor, s])
         results.append([plain(p), plain(q), s])
     assert all(map(torch.equal, *results))
 
@@ -196,3 +198,7 @@ def test_a_norm_of_a_tensor_larger_than_memory_has_the_bits_of_plain_pytorch(siz
         ours = paged(space, whole)
         assert torch.equal(torch.linalg.vector_norm(ours), torch.linalg.vector_norm(whole))
         assert torch.equal(torch._foreach_norm([ours])[0], torch._foreach_norm([whole])[0])
+        wide = {"dtype": torch.float64}
+        expected = torch.linalg.vector_norm(whole, **wide)
+        assert torch.linalg.vector_norm(ours, **wide).item() == pytest.approx(expected.item(), rel=1e-12)
+        assert torch._foreach_norm([ours], 2, torch.float64)[0].item() == pytest.approx(expected.item(), rel=1e-12)

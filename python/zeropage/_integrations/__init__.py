@@ -11,6 +11,7 @@ import gc
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -77,16 +78,35 @@ class Changes:
         where = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
         self.attributes.add(f"{where}.{name}")
 
+    def replace_of_instance(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.name` of an object that may die before."""
+        before, reference = vars(owner)[name], weakref.ref(owner)
+        setattr(owner, name, value)
+
+        def undo() -> None:
+            living = reference()
+            if living is not None and vars(living).get(name) is value:
+                setattr(living, name, before)
+
+        self._undo.append(undo)
+
     def on_undo(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the changes are undone."""
         self._undo.append(undo)
 
     def when_imported(self, name: str, change: Callable[[Changes, ModuleType], None]) -> None:
         """Run `change(self, module)` now if the module is imported already, or when it is."""
-        if name in sys.modules:
-            change(self, sys.modules[name])
-        else:
-            wrapt.register_post_import_hook(lambda module: change(self, module) if self.active else None, name)
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            change(self, module)
+            return
+
+        def imported(module: ModuleType) -> None:
+            with _lock:
+                if self.active:
+                    change(self, module)
+
+        wrapt.register_post_import_hook(imported, name)
 
     def undo(self) -> None:
         self.active = False
@@ -106,10 +126,16 @@ def hold(lifetime: _core.Lifetime, over_ranks: bool) -> None:
     with _lock:
         _lifetimes.append(lifetime)
         if _changes is None:
-            _changes = Changes()
+            changes = Changes()
+            try:
+                for name in _MODULES:
+                    _module(name).install(changes)
+            except BaseException:
+                changes.undo()
+                _lifetimes.remove(lifetime)
+                raise
+            _changes = changes
             gc.callbacks.append(_look)
-            for name in _MODULES:
-                _module(name).install(_changes)
         if over_ranks and not _over_ranks:
             _over_ranks = True
             _module("parameters").install(_changes)
@@ -149,6 +175,11 @@ def changes() -> Iterator[Change]:
     """Every change that a space makes, whether one exists or not."""
     for name in (*_MODULES, "parameters"):
         yield from _module(name).CHANGES
+
+
+def is_active() -> bool:
+    """Whether a space needs the changes."""
+    return _changes is not None
 
 
 def in_force() -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -27,6 +28,8 @@ CHANGES = [
 ]
 
 _held: collections.Counter[int] = collections.Counter()  # virtual addresses of storages that have a real one now
+
+_held_lock = threading.Lock()
 
 
 @functools.total_ordering
@@ -89,14 +92,16 @@ def real_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         tensor for tensor in tensors if _core.is_paged(tensor)
     ]  # others, such as sparse ones, may lack a storage
     places = [place for tensor in paged if (place := _core.storage_address(tensor.untyped_storage()))]
-    _held.update(places)
+    with _held_lock:
+        _held.update(places)
     try:
         yield
     finally:
-        for place in places:
-            _held[place] -= 1
-            if not _held[place]:
-                del _held[place]
+        with _held_lock:
+            for place in places:
+                _held[place] -= 1
+                if not _held[place]:
+                    del _held[place]
 
 
 def install(changes: Changes) -> None:

@@ -89,9 +89,13 @@ def _pass_our_key(changes: Changes, module: ModuleType) -> None:
 
     changes.replace(higher, "__init__", run)
     for operator in known.values():
-        before = operator.non_fallthrough_keys
-        operator.non_fallthrough_keys = before.remove(ours)
-        changes.on_undo(functools.partial(setattr, operator, "non_fallthrough_keys", before))
+        if operator.non_fallthrough_keys.has(ours):
+            operator.non_fallthrough_keys = operator.non_fallthrough_keys.remove(ours)
+            changes.on_undo(functools.partial(_stop_at, operator, ours))
+
+
+def _stop_at(operator: Any, key: Any) -> None:
+    operator.non_fallthrough_keys = operator.non_fallthrough_keys.add(key)
 
 
 def install(changes: Changes) -> None:

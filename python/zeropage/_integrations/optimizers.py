@@ -8,6 +8,7 @@ own assignments (_parameters.py), also to tensors that are no torch.nn.Parameter
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeropage import _core, _notices, _plain_parameters, _step_numbers
-from zeropage._integrations import Change, Changes, process_groups
+from zeropage._integrations import Change, Changes, is_active, process_groups
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _UNSCALE = "_unscale_grads_" if hasattr(torch.amp.GradScaler, "_unscale_grads_") else "unscale_"
@@ -87,6 +88,18 @@ def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _in_own_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Do the same for a step that takes no optimizer, which an optimizer's instance has."""
+    of_class = _in_step(lambda _self, *args, **kwargs: step(*args, **kwargs))
+
+    @functools.wraps(step)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return of_class(None, *args, **kwargs)
+
+    wrapped.zeropage = True  # type: ignore[attr-defined]
+    return wrapped
+
+
 def _wrap_step(changes: Changes, cls: Any) -> None:
     # The class that defines the method, where PyTorch hooks it once.
     owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
@@ -121,6 +134,35 @@ def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _core.step_ended([p for group in optimizer.param_groups for p in group["params"]])
 
 
+@functools.cache
+def _register_hooks() -> None:
+    """Register torch's own hooks, once. They stay: torch may be running them when the last space goes."""
+    for register, hook in (
+        (register_optimizer_step_pre_hook, _plain_parameters.check),
+        (register_optimizer_step_post_hook, _step_ended),
+        (register_optimizer_step_post_hook, _notices.steps.ended),
+        (register_optimizer_step_pre_hook, _before_step),
+    ):
+        register(_while_spaces_exist(hook))
+
+
+def _while_spaces_exist(hook: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(hook)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        if is_active():
+            hook(*args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_scheduled(changes: Changes) -> None:
+    """Wrap the steps of optimizers that exist and have a scheduler, which gives each a step() of its own."""
+    for optimizer in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)]:
+        step = vars(optimizer).get("step")
+        if callable(step) and not hasattr(step, "zeropage"):
+            changes.replace_of_instance(optimizer, "step", _in_own_step(step))
+
+
 def _change_steps(changes: Changes) -> None:
     optimizer: Any = torch.optim.Optimizer
     hook = optimizer._patch_step_function
@@ -134,6 +176,7 @@ def _change_steps(changes: Changes) -> None:
     for made in _subclasses(torch.optim.Optimizer):
         if hasattr(getattr(made, "step", None), "hooked"):  # an optimizer of the class exists already
             _wrap_step(changes, made)
+    _wrap_scheduled(changes)
 
 
 def _change_scaler(changes: Changes) -> None:
@@ -151,13 +194,7 @@ def _change_scaler(changes: Changes) -> None:
 def install(changes: Changes) -> None:
     _core.announce_steps()
     _step_numbers.install()
-    for register, hook in (
-        (register_optimizer_step_pre_hook, _plain_parameters.check),
-        (register_optimizer_step_post_hook, _step_ended),
-        (register_optimizer_step_post_hook, _notices.steps.ended),
-        (register_optimizer_step_pre_hook, _before_step),
-    ):
-        changes.on_undo(register(hook).remove)
+    _register_hooks()
     _change_steps(changes)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name in _CLIPS:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from zeropage._integrations import Change, Changes
+from zeropage._integrations import Change, Changes, is_active
 from zeropage._ranks import Groups
 from zeropage._space import open_spaces, space_of_any
 
@@ -63,9 +64,23 @@ def before_step(parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
+@functools.cache
+def _register_hook() -> None:
+    """Let ranks join at the next forward if the program started the group by its own name. The hook stays."""
+    register_module_forward_pre_hook(_before_module)
+
+
+def _before_module(*_: object) -> None:
+    if dist.is_initialized() and is_active() and not torch.compiler.is_compiling():
+        join_ranks()
+
+
 def install(changes: Changes) -> None:
+    global _stepped_alone
+    _stepped_alone = False
     if not dist.is_available():
         return
+    _register_hook()
     start = dist.init_process_group
 
     @functools.wraps(start)

@@ -94,7 +94,7 @@ bool reads_further_on(Call& call, const at::Tensor& parameter) {
 }
 
 /// Runs one element. Returns its result, if the operator returns one.
-at::Tensor run_element(Call& call, Element element, bool returns) {
+at::Tensor run_element(Call& call, Element element, bool returns, OneCall& one_call) {
   const at::Tensor shape = element.tensor_or_value(0).isTensor() ? element.tensor_or_value(0).toTensor()
                                                                  : element.tensor_or_value(1).toTensor();
   Substitution substitution;
@@ -112,6 +112,7 @@ at::Tensor run_element(Call& call, Element element, bool returns) {
                                  returns && over_ranks ? placement_of(call, element.index()) : Placement::same);
   }
   c10::IValue result = run_element_whole(call, element);
+  one_call.copies.clear();  // it may have written a scalar of the next elements
   return returns ? result.toTensorVector()[0] : at::Tensor();
 }
 
@@ -159,11 +160,11 @@ bool run_list(Call& call) {
     Element element(call, i);
     at::Tensor result;
     if (has_paged_element(call, i)) {
-      result = run_element(call, element, has_result);
+      result = run_element(call, element, has_result, one_call);
     } else {
       c10::IValue plain = run_element_whole(call, element);
+      one_call.copies.clear();
       if (has_result) result = plain.toTensorVector()[0];
-      one_call.copies.clear();  // it may have written a scalar of the next elements
     }
     if (has_result) results[i] = std::move(result);
   }

@@ -89,9 +89,10 @@ std::optional<kernels::NormInOrder::Form> find_form() {
 }
 
 /// The 2-norm of a tensor that cannot be whole in memory, page after page, with the bits of the whole tensor's norm.
-std::optional<double> norm_in_order(const at::Tensor& self, double ord) {
+std::optional<double> norm_in_order(const at::Tensor& self, double ord, std::optional<c10::ScalarType> dtype) {
   StorageSegment& segment = *segment_of(self);
-  const bool is_plain = ord == 2 && self.scalar_type() == at::kFloat && self.is_cpu();
+  const bool is_plain =
+      ord == 2 && self.scalar_type() == at::kFloat && self.is_cpu() && dtype.value_or(at::kFloat) == at::kFloat;
   if (!is_plain || segment.domain()->planned_on) return std::nullopt;
   static const auto form = find_form();
   if (!form) return std::nullopt;
@@ -109,8 +110,8 @@ std::optional<double> norm_in_order(const at::Tensor& self, double ord) {
   return norm.norm();
 }
 
-double norm_of_huge(const at::Tensor& self, double ord) {
-  if (const auto norm = norm_in_order(self, ord)) return *norm;
+double norm_of_huge(const at::Tensor& self, double ord, std::optional<c10::ScalarType> dtype) {
+  if (const auto norm = norm_in_order(self, ord, dtype)) return *norm;
   return norm_by_pages(self, ord, /*of_share=*/false).norm();
 }
 
@@ -226,7 +227,7 @@ bool run_norm(Call& call) {
   if (is_partitioned_whole(self)) {
     norm = norms_over_ranks(self, ord)[0];
   } else if (is_too_large(self)) {
-    norm = norm_of_huge(self, ord);
+    norm = norm_of_huge(self, ord, dtype);
   } else {
     return run_on_previews(call);
   }
@@ -264,8 +265,8 @@ bool run_norms(Call& call) {
     } else if (kinds[i] == Kind::whole) {
       results.push_back(whole_norms[next_whole++]);
     } else {
-      const double norm =
-          kinds[i] == Kind::partitioned ? partitioned_norms[next_partitioned++] : norm_of_huge(tensors[i], ord);
+      const double norm = kinds[i] == Kind::partitioned ? partitioned_norms[next_partitioned++]
+                                                        : norm_of_huge(tensors[i], ord, dtype);
       results.push_back(as_result(norm, tensors[i], dtype));
     }
   }

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <unordered_map>
 
 namespace zeropage {
@@ -29,7 +30,7 @@ caffe2::TypeMeta run_on_two(const c10::OperatorHandle& op, const Substitution& c
 
 /// A character for the range of a number: its sign, and the dtypes that hold it.
 char range_of(double number) {
-  constexpr double kHalf = 65504, kBFloat16 = 3.3895e38, kFloat = 3.4028e38;
+  constexpr double kHalf = 65504, kBFloat16 = 0x1.FEp127, kFloat = std::numeric_limits<float>::max();
   if (std::isnan(number)) return 'n';
   const double size = std::abs(number);
   if (size > kHalf) {

@@ -393,6 +393,7 @@ void Program::run_update_on(const UpdateProgram& update, c10::ArrayRef<at::Tenso
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (operand_of[i] >= 0) registers[i] = operands[operand_of[i]];
   }
+  written_window_ = progress_.done;
   domain_->not_finite += run_update(update, registers);
 }
 

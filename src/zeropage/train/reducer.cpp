@@ -115,7 +115,7 @@ struct Reducer::Piece {
   std::size_t bytes;
   std::vector<PiecePart> parts;
   // Progress of delivery. After an error the next attempt continues here, so nothing is added twice.
-  bool over_replicas = false;
+  bool over_replicas = false, arrived = false;
   std::size_t part = 0, target = 0, element = 0;
 };
 
@@ -284,8 +284,13 @@ void Reducer::settle() {
                                    nullptr);
     together([&] { send_open(Why::end); });
     unsettled_ = false;
+    const auto ends_together = [](const auto& piece) { return piece->ends_together; };
+    for (const auto& piece : under_way_) {  // before the first delivery, which may fail on this rank alone
+      if (std::ranges::any_of(under_way_, [&](const auto& p) { return p->ends_together && !p->arrived; }))
+        receive(*piece);
+    }
     make_room();
-    while (std::ranges::any_of(under_way_, [](const auto& piece) { return piece->ends_together; })) complete_oldest();
+    while (std::ranges::any_of(under_way_, ends_together)) complete_oldest();
     to_add.swap(to_add_);
   }
   c10::NoGradGuard no_grad;
@@ -616,6 +621,7 @@ at::TensorOptions Reducer::options(c10::ScalarType dtype) const {
 void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) ++part.reduction->pieces_left;
   bytes_under_way_ += piece->bytes;
+  bytes_awaited_ += piece->bytes;
   // The time that packing took.
   if (domain_.planned_on && piece->is_packed) domain_.planned_on->copy(2 * piece->bytes);
   under_way_.push_back(std::move(piece));
@@ -627,7 +633,12 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
   }
 }
 
+/// All ranks receive pieces at the same places of the program, also one that fails to deliver an earlier piece: the
+/// last part of a sum may be a collective of its own.
 void Reducer::make_room() {
+  for (const auto& piece : under_way_) {
+    if (bytes_awaited_ > kBytesUnderWay) receive(*piece);
+  }
   while (bytes_under_way_ > kBytesUnderWay) complete_oldest();
 }
 
@@ -652,12 +663,7 @@ void Reducer::complete(const Reduction& reduction) {
 /// Strong guarantee: on an error the piece stays the oldest.
 void Reducer::complete_oldest() {
   Piece& piece = *under_way_.front();
-  piece.work->wait();
-  if (replicas_ && !piece.over_replicas) {
-    const Subject subject{"gradients", piece.parts[0].reduction->number, 0};
-    replicas_->all_reduce(piece.result, subject, piece.settled())->wait();
-    piece.over_replicas = true;
-  }
+  receive(piece);
   for (; piece.part < piece.parts.size(); ++piece.part) {
     deliver(piece);
     piece.target = 0;
@@ -667,6 +673,19 @@ void Reducer::complete_oldest() {
   }
   bytes_under_way_ -= piece.bytes;
   under_way_.pop_front();
+}
+
+/// Waits until the piece's result is here.
+void Reducer::receive(Piece& piece) {
+  if (piece.arrived) return;
+  piece.work->wait();
+  if (replicas_ && !piece.over_replicas) {
+    const Subject subject{"gradients", piece.parts[0].reduction->number, 0};
+    replicas_->all_reduce(piece.result, subject, piece.settled())->wait();
+    piece.over_replicas = true;
+  }
+  piece.arrived = true;
+  bytes_awaited_ -= piece.bytes;
 }
 
 /// Delivers the piece's next part to each of its living targets.

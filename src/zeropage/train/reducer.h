@@ -89,6 +89,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void push(std::unique_ptr<Piece> piece);
   void complete(const Reduction& reduction);
   void complete_oldest();
+  void receive(Piece& piece);
   void make_room();
   void deliver(Piece& piece);
   void finish(Reduction& reduction);
@@ -102,7 +103,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<ReductionPtr> open_;  // the bucket being filled
   std::vector<ReductionPtr> pile_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
-  std::size_t open_bytes_ = 0, bytes_under_way_ = 0;
+  std::size_t open_bytes_ = 0;
+  std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered
+  std::size_t bytes_awaited_ = 0;    // of them, of pieces that are not here yet
   std::deque<std::unique_ptr<Piece>> under_way_;
   std::exception_ptr failure_;  // of an exchange that some ranks may have ended.
   int backward_ = -1;           // the latest watched graph task.
