@@ -22,4 +22,4 @@ with zeropage.init(device_memory="64MB", host_memory="64MB") as space:
 print(f"torch {torch.__version__}: a paged model on {model.weight.device}, zeropage built for {zeropage.__file__}")
 PROGRAM
 OMP_WAIT_POLICY=passive "$python" -m pytest -q -n 2 -p no:cacheprovider tests/python \
-  -k "not ranks and not verify and not readme and not cpp_example" "${@:2}"
+  -k "not ranks and not verify and not readme and not cpp and not examples_in_docs" "${@:2}"

@@ -41,7 +41,9 @@ def settle(given: dict[str, Any]) -> None:
     """
     c10d: Any = dist.distributed_c10d
     if given.get("timeout") is not None:
-        c10d._set_pg_timeout(given["timeout"])
+        # torch 2.14 gave it a public name.
+        set_timeout = getattr(torch.distributed, "set_timeout", None) or c10d._set_pg_timeout
+        set_timeout(given["timeout"])
     for name, wanted, there in _contradictions(given):
         warnings.warn(
             f"init_process_group: {name} = {wanted} has no effect: the ranks' group is there already, with {there}",
