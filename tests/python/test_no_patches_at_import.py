@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 LIBRARIES = ["torch", "transformers", "peft", "accelerate", "lightning", "safetensors"]
 
 CHILD = """
-import contextlib, gc, importlib, json, sys
+import contextlib, gc, importlib, json, sys, weakref
 
 LIBRARIES = json.loads(sys.argv[1])
 SUBMODULES = [
@@ -57,6 +57,9 @@ step(torch.nn.Linear(64, 64))  # torch keeps notes of its own in attributes
 early = torch.optim.AdamW(torch.nn.Linear(64, 64).parameters())
 scheduler = torch.optim.lr_scheduler.ConstantLR(early)  # gives the optimizer a step() of its own
 own_step = early.step
+gone = type("Gone", (), {})()
+proxy = weakref.proxy(gone)  # whose object is gone
+del gone
 missing = object()
 modules = [m for n, m in sys.modules.items() if n.split(".")[0] in LIBRARIES and hasattr(m, "__dict__")]
 before = attributes(modules)

@@ -157,7 +157,8 @@ def _while_spaces_exist(hook: Callable[..., None]) -> Callable[..., None]:
 
 def _wrap_scheduled(changes: Changes) -> None:
     """Wrap the steps of optimizers that exist and have a scheduler, which gives each a step() of its own."""
-    for optimizer in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)]:
+    # By type(): isinstance() would ask proxies, whose object may be gone, and modules that import when they are asked.
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
         step = vars(optimizer).get("step")
         if callable(step) and not hasattr(step, "zeropage"):
             changes.replace_of_instance(optimizer, "step", _in_own_step(step))
