@@ -106,13 +106,14 @@ def _of_this_rank(path: str) -> str:
     return f"{stem}.rank{rank}{suffix}"
 
 
-def _alive(kind: type[KindT]) -> list[KindT]:
+def alive(kind: type[KindT]) -> list[KindT]:
+    """Return the objects of a class or its subclasses that Python's garbage collector knows."""
     # type(), not isinstance(), which would ask a weak proxy for its object, and that may be gone.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def _roots() -> list[torch.nn.Module]:
-    modules = [module for module in _alive(torch.nn.Module) if "_modules" in vars(module)]  # its __init__ has run
+    modules = [module for module in alive(torch.nn.Module) if "_modules" in vars(module)]  # its __init__ has run
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
@@ -121,7 +122,7 @@ def _names(models: Iterable[torch.nn.Module]) -> dict[str, str]:
     """Return names of paged tensors, by run: a parameter's, with .grad for its gradient, or with its state's name."""
     found: dict[str, list[str]] = defaultdict(list)
     states: dict[torch.Tensor, dict[str, Any]] = {}
-    for optimizer in _alive(torch.optim.Optimizer):
+    for optimizer in alive(torch.optim.Optimizer):
         with contextlib.suppress(Exception):  # a subclass may keep no state, or another form of it
             states |= optimizer.state
     for model in models:

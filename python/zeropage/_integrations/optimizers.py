@@ -8,7 +8,6 @@ own assignments (_parameters.py), also to tensors that are no torch.nn.Parameter
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zeropage import _core, _notices, _plain_parameters, _step_numbers
 from zeropage._integrations import Change, Changes, is_active, process_groups
+from zeropage._tracing import alive
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _UNSCALE = "_unscale_grads_" if hasattr(torch.amp.GradScaler, "_unscale_grads_") else "unscale_"
@@ -157,8 +157,7 @@ def _while_spaces_exist(hook: Callable[..., None]) -> Callable[..., None]:
 
 def _wrap_scheduled(changes: Changes) -> None:
     """Wrap the steps of optimizers that exist and have a scheduler, which gives each a step() of its own."""
-    # By type(): isinstance() would ask proxies, whose object may be gone, and modules that import when they are asked.
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+    for optimizer in alive(torch.optim.Optimizer):
         step = vars(optimizer).get("step")
         if callable(step) and not hasattr(step, "zeropage"):
             changes.replace_of_instance(optimizer, "step", _in_own_step(step))
