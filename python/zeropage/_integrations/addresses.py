@@ -28,7 +28,6 @@ CHANGES = [
 ]
 
 _held: collections.Counter[int] = collections.Counter()  # virtual addresses of storages that have a real one now
-
 _held_lock = threading.Lock()
 
 
@@ -88,9 +87,8 @@ class Address:
 @contextlib.contextmanager
 def real_addresses(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, data_ptr() of `tensors` and of their views gives real addresses. The caller holds them in memory."""
-    paged = [
-        tensor for tensor in tensors if _core.is_paged(tensor)
-    ]  # others, such as sparse ones, may lack a storage
+    # Other tensors, such as sparse ones, may lack a storage.
+    paged = [tensor for tensor in tensors if _core.is_paged(tensor)]
     places = [place for tensor in paged if (place := _core.storage_address(tensor.untyped_storage()))]
     with _held_lock:
         _held.update(places)

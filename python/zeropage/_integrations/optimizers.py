@@ -2,7 +2,7 @@
 
 Inside a step, ordinary tensors and Python numbers are the same on all ranks. Elsewhere they are each rank's own, and
 the core keeps results made of them whole. Before a step, and before gradients are clipped, the core takes the program's
-own assignments (_parameters.py), also to tensors that are no torch.nn.Parameter.
+own assignments (parameters.py), also to tensors that are no torch.nn.Parameter.
 """
 
 from __future__ import annotations

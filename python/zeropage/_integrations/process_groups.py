@@ -70,8 +70,12 @@ def _register_hook() -> None:
     register_module_forward_pre_hook(_before_module)
 
 
-def _before_module(*_: object) -> None:
-    if dist.is_initialized() and is_active() and not torch.compiler.is_compiling():
+def _before_module(module: torch.nn.Module, _inputs: object) -> None:
+    if not is_active() or not dist.is_initialized() or torch.compiler.is_compiling():
+        return
+    # All ranks join together, so a module that one rank alone may run, such as an unpaged one, must not start it.
+    alone = [space for space in open_spaces() if not space.is_over_ranks()]
+    if any(space._core.holds(parameter) for space in alone for parameter in module.parameters()):
         join_ranks()
 
 

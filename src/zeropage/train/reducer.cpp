@@ -285,10 +285,9 @@ void Reducer::settle() {
     together([&] { send_open(Why::end); });
     unsettled_ = false;
     const auto ends_together = [](const auto& piece) { return piece->ends_together; };
-    for (const auto& piece : under_way_) {  // before the first delivery, which may fail on this rank alone
-      if (std::ranges::any_of(under_way_, [&](const auto& p) { return p->ends_together && !p->arrived; }))
-        receive(*piece);
-    }
+    // Receive before the first delivery, which may fail on this rank alone.
+    const auto last = std::find_if(under_way_.rbegin(), under_way_.rend(), ends_together).base();
+    for (auto piece = under_way_.begin(); piece != last; ++piece) receive(**piece);
     make_room();
     while (std::ranges::any_of(under_way_, ends_together)) complete_oldest();
     to_add.swap(to_add_);
