@@ -1,6 +1,9 @@
 """A program's own init_process_group() where zeropage has started the ranks' group before it."""
 
 import datetime
+import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -81,3 +84,38 @@ def test_a_program_that_ends_the_group_starts_another(group):
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=9 * SECONDS)
         assert timeout() == 9 * SECONDS
+
+
+BOUND_BEFORE = """
+import os, socket
+from torch.distributed import init_process_group
+import torch, torch.nn as nn, zeropage, torch.multiprocessing as mp
+def go(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.manual_seed(rank)
+    settings = dict(device="cpu", device_memory="8MB", host_memory="8MB", parameters="host", min_page_bytes=1)
+    with zeropage.init(**settings) as space:
+        m = nn.Linear(64, 64)
+    init_process_group("gloo")
+    if rank == 0:
+        nn.Linear(4, 4)(torch.ones(1, 4))  # an unpaged module, on one rank alone, makes no rank wait
+    assert not space.is_over_ranks()
+    m(torch.ones(2, 64))
+    assert space.is_over_ranks()
+    print("joined", m.weight.sum().item(), flush=True)
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(go, (port,), nprocs=2)
+"""
+
+
+def test_ranks_join_at_a_forward_if_the_program_bound_init_process_group_before(tmp_path):
+    script = tmp_path / "bound.py"
+    script.write_text(BOUND_BEFORE)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    sums = re.findall(r"joined (\S+)", ran.stdout)
+    assert len(sums) == 2 and len(set(sums)) == 1  # rank 0's values, though the ranks were seeded differently
