@@ -66,6 +66,58 @@ TEST_CASE_FIXTURE(DeviceFixture, "what operators wrote late is what later operat
   }
 }
 
+TEST_CASE_FIXTURE(DeviceFixture, "a thread waits for its download although another thread has ended the one before") {
+  make_apart(8 * kPage, 20 * kPage);
+  auto tensor = segment(3 * kPage);
+  write_later(*tensor, 1);
+  std::atomic<bool> looked = false, evicted = false;
+  device->on_waited = [&] {
+    if (!looked.exchange(true)) (void)cache->stats();  // ends the downloads that are done
+  };
+  std::thread waiting([&] {
+    try {
+      cache->evict(*tensor);
+      evicted = true;
+    } catch (const AccessError&) {  // closed below
+    }
+  });
+  for (int i = 0; i < 1'000 && !evicted; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  const bool woke = evicted;
+  if (!woke) cache->close();
+  waiting.join();
+  device->on_waited = {};
+  REQUIRE(woke);
+  check_later(*tensor, 1);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a download that ends while an exception passes through the thread is kept") {
+  make_apart(8 * kPage, 20 * kPage);
+  auto tensor = segment(3 * kPage);
+  write_later(*tensor, 1);
+  cache->evict(*tensor);
+  write_later(*tensor, 2);
+  const PinRequest last{tensor.get(), Access::read};
+  cache->pin({&last, 1});
+  cache->unpin({&last, 1});
+  cache->bring_down(*tensor);
+  device->finish();
+  struct Looks {
+    FrameCache& cache;
+    ~Looks() { (void)cache.stats(); }
+  };
+  try {
+    const Looks looks{*cache};
+    throw std::runtime_error("of the program");
+  } catch (const std::runtime_error&) {
+  }
+  cache->evict(*tensor);
+  check_later(*tensor, 2);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(DeviceFixture, "pages pinned one by one on the device become part of the whole") {
   make_apart(12 * kPage, 6 * kPage);
   auto tensor = segment(4 * kPage);

@@ -38,7 +38,8 @@ class QueuedDevice final : public DeviceMemory {
     std::lock_guard lock(mutex_);
     for (Queue* queue : {&operators_[0], &operators_[1], &uploads_, &downloads_}) queue->run_until(queue->asked);
   }
-  std::size_t registered = 0;  // bytes, now
+  std::size_t registered = 0;       // bytes, now
+  std::function<void()> on_waited;  // called at the end of each wait()
   std::atomic<bool> fail_uploads = false;
 
   std::span<std::byte> region() override {
@@ -90,10 +91,12 @@ class QueuedDevice final : public DeviceMemory {
     return point.queue->ran >= point.position;
   }
   void wait(const Event& event) override {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (!event) return;
     const auto& point = *std::static_pointer_cast<Point>(event);
     point.queue->run_until(point.position);
+    lock.unlock();
+    if (on_waited) on_waited();
   }
   bool registers_host() const override { return true; }
   std::shared_ptr<void> register_host(std::span<std::byte> memory) override {

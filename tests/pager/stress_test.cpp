@@ -107,6 +107,7 @@ struct Stress : CacheFixture {
       if (!pin) pin = cache->pin_page(segment, page, access);
       pin.wait();
       use_page(pin.data(), segment.bytes_of(page), tensor.seeds[page], access);
+      pin.written();  // the next page's error ends this pin by an exception
       if (random() % 4 == 0) pin.will_not_reuse();
       before = std::move(pin);  // two are held at once
     }

@@ -98,7 +98,8 @@ bool LowerCacheHome::tidy(bool wait) {
   }
   if (oldest) {
     device_.wait(oldest);
-    return tidy(/*wait=*/false);
+    tidy(/*wait=*/false);
+    return true;  // also if another thread ended it: that thread may not wait for the next one
   }
   if (ended.empty() && wait) {  // pages ready for transfers that have not started count too
     std::map<Key, PagePin> dropped;
@@ -107,6 +108,7 @@ bool LowerCacheHome::tidy(bool wait) {
     return !dropped.empty();
   }
   for (UnderWay& transfer : ended) {
+    transfer.host_page.written();  // also while an exception passes through this thread
     transfer.host_page = {};
     if (transfer.done) transfer.done({});
   }
