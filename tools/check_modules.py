@@ -16,9 +16,10 @@ MAY_USE = {
     "tensor": ["base", "page", "comm", "pager"],
     "rules": ["base", "page", "comm", "plan", "pager", "kernels", "tensor"],
     "train": ["base", "page", "comm", "plan", "pager", "tensor", "rules"],
-    "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
+    "fault": ["base", "store", "page", "comm", "pager", "tensor", "rules", "train"],
     "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules"],
     "space": ["base", "io", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules", "train", "fault"],
+    "stock": ["base", "store", "page", "pager", "tensor", "train", "fault", "space"],
 }
 WITHOUT_TORCH = ["io", "plan", "store", "page", "pager", "kernels"]
 

@@ -28,7 +28,7 @@ TEST_CASE("raw data may be read inside a pin and only there") {
     CHECK(tensor.data_ptr<float>()[77] == 3.0f);
     tensor.data_ptr<float>()[77] = 5.0f;
   }
-  CHECK_THROWS_WITH(tensor.data_ptr<float>(), doctest::Contains("zeropage.pinned"));
+  CHECK_THROWS_WITH(tensor.data_ptr<float>(), doctest::Contains("zeropage::pin"));
   evict(tensor);
   CHECK(tensor.view({-1})[77].item<float>() == 5.0f);
   CHECK_FALSE(is_paged(plain_copy(tensor)));

@@ -10,6 +10,7 @@ std::atomic<ErrorTranslator> translator{nullptr};
 }  // namespace
 
 void set_error_translator(ErrorTranslator translate) { translator.store(translate); }
+bool has_error_translator() { return translator.load() != nullptr; }
 
 void throw_translated(const Error& error, const std::string& before) {
   const std::string message = before.empty() ? error.what() : before + ": " + error.what();

@@ -1,15 +1,25 @@
 // Errors. Each has one sentence that names the failure, with sizes, and the remedy. An error loses nothing: every
-// tensor keeps its state from before the operator.
+// tensor keeps its state from before the operator. Programs that catch libtorch's errors catch these too.
 #pragma once
 
+#ifdef ZEROPAGE_WITHOUT_TORCH
 #include <stdexcept>
+#else
+#include <c10/util/Exception.h>
+#endif
 #include <string>
 
 namespace zeropage {
 
-class Error : public std::runtime_error {
+#ifdef ZEROPAGE_WITHOUT_TORCH
+using ErrorOfTorch = std::runtime_error;
+#else
+using ErrorOfTorch = c10::Error;
+#endif
+
+class Error : public ErrorOfTorch {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& message) : ErrorOfTorch(message) {}
 };
 
 /// A setting is unknown, malformed, or contradicts another one.
@@ -54,6 +64,8 @@ class RankError : public Error {
 /// per process.
 using ErrorTranslator = void (*)(const Error& error);
 void set_error_translator(ErrorTranslator translator);
+/// Whether there is one: the program is written in another language, which watches its tensors itself.
+bool has_error_translator();
 
 /// Throws `error` again, in the form of the caller's language. A nonempty `before` and a colon precede its message.
 [[noreturn]] void throw_translated(const Error& error, const std::string& before = "");

@@ -12,4 +12,7 @@ std::uint64_t process_generation() noexcept;
 /// The calling thread's number. Unlike std::thread::id, no later thread gets it.
 std::uint64_t this_thread_number() noexcept;
 
+/// Whether the dynamic linker finds `symbol` in this library before any other that the process has loaded.
+bool defines_first(const char* symbol) noexcept;
+
 }  // namespace zeropage

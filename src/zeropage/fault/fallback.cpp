@@ -19,6 +19,7 @@
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/rules/rules.h"
+#include "zeropage/store/file_memory.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -114,13 +115,30 @@ TensorPin pin_cuts(Call& call) {
   return segment ? TensorPin(PinRequest{segment, Access::read}) : TensorPin();
 }
 
-/// Runs set_(): the tensor may drop its segment, and an ordinary tensor may get another's.
+/// The memory of a tensor that libtorch has read from an archive; null for any other.
+FileMemory* archived(const at::Tensor& tensor) {
+  if (FileMemory::alive() == 0 || !tensor.defined() || !tensor.has_storage()) return nullptr;
+  const auto& data =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return data.get_deleter() == &FileMemory::free ? static_cast<FileMemory*>(data.get_context()) : nullptr;
+}
+
+/// Runs set_(): the tensor may drop its segment, and an ordinary tensor may get another's. In C++, where nobody
+/// watches the program's parameters, a tensor that was paged stays paged.
 void set_storage(Call& call) {
-  const at::Tensor tensor = call.argument(0).toTensor();
+  at::Tensor tensor = call.argument(0).toTensor();
+  const at::Tensor source =
+      call.arguments > 1 && call.argument(1).isTensor() ? call.argument(1).toTensor() : at::Tensor();
+  const auto* before = segment_of(tensor);
+  const auto domain = before && !has_error_translator() ? before->domain() : nullptr;
+  const Role role = before ? before->role() : Role::parameter;
+  const std::uint64_t number = before ? before->number() : 0;
   call.run_whole();
   auto& impl = *tensor.unsafeGetTensorImpl();
   if (impl.has_storage() && segment_of(*impl.unsafe_storage().unsafeGetStorageImpl())) {
     compat::add_key(impl, kPagedKey);
+  } else if (domain && page_data(domain, tensor, source, role, number)) {
+    if (FileMemory* const memory = archived(source)) memory->leave_memory();
   }
 }
 
@@ -191,9 +209,25 @@ void run_paged(Call& call) {
   run_general(call);
 }
 
+/// Pages optimizer states that torch::load() has read, when an operator first writes one together with a paged
+/// tensor.
+void page_loaded(Call& call) {
+  const auto domain = call.paged[0].segment->domain();
+  bool any = false;
+  for (std::size_t i = 0; i < call.arguments; ++i) {
+    if (!call.info.writes[i] || !call.argument(i).isTensor()) continue;
+    const at::Tensor tensor = call.argument(i).toTensor();
+    any |= archived(tensor) && adopt(domain, tensor, Role::optimizer);
+  }
+  if (!any) return;
+  call.paged.clear();
+  call.find_paged();
+}
+
 void run(Call& call) {
   if (call.has_lazy && LazyProduct::run(call)) return;
   if (call.paged.empty()) return run_ordinary(call);
+  if (FileMemory::alive() > 0) page_loaded(call);
   // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
     call.paged[0].segment->domain()->cache->check_usable();

@@ -22,6 +22,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/memory_limits.h"
+#include "zeropage/base/process.h"
 #include "zeropage/base/units.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/placement.h"
@@ -400,6 +401,12 @@ std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, c
     throw;
   }
   agreement.confirm("");
+  // [Note: interposition] in stock/libtorch.cpp.
+  if (!has_error_translator() && !defines_first("_ZNK2at10TensorBase8set_dataERKS0_")) {
+    TORCH_WARN_ONCE(
+        "zeropage is linked after torch: torch::load, Module::to and set_data take tensors out of the budgets, and "
+        "torch::save throws; name zeropage::zeropage before torch's libraries in the link line");
+  }
   return made;
 }
 
@@ -554,6 +561,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
     domain->reducer = std::make_shared<Reducer>(*domain);
   }
   list_domain(domain);
+  if (!planned && !options.disk_path.empty()) domain->archive_folder = split_disk_path(options.disk_path).front();
 
   config.device = domain->device.str();
   config.disk_path = options.disk_path;

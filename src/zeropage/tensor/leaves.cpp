@@ -99,4 +99,12 @@ std::shared_ptr<Domain> domain_that_knows(const at::Tensor& leaf) {
   return nullptr;
 }
 
+std::shared_ptr<Domain> newest_domain() {
+  std::lock_guard lock(domains_mutex);
+  for (auto weak = domains().rbegin(); weak != domains().rend(); ++weak) {
+    if (auto domain = weak->lock()) return domain;
+  }
+  return nullptr;
+}
+
 }  // namespace zeropage

@@ -42,5 +42,7 @@ class Leaves {
 void list_domain(const std::shared_ptr<Domain>& domain);
 /// The domain in which a tensor that is not paged was a paged leaf, or null.
 std::shared_ptr<Domain> domain_that_knows(const at::Tensor& leaf);
+/// The newest domain that lives, or null.
+std::shared_ptr<Domain> newest_domain();
 
 }  // namespace zeropage

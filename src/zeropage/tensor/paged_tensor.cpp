@@ -371,7 +371,8 @@ void take_segment(const at::Tensor& tensor, const at::Tensor& made) {
 
 namespace {
 
-bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role, std::uint64_t number) {
+bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role, std::uint64_t number,
+           std::size_t owners = 1) {
   if (segment_of(tensor)) return true;
   if (!tensor.defined() || tensor.layout() != c10::kStrided || tensor.device() != domain->device ||
       !tensor.has_storage() || tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_quantized() ||
@@ -379,7 +380,7 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
     return false;
   }
   const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-  if (!domain->pages(storage.nbytes()) || !is_whole(tensor) || storage.use_count() != 1) return false;
+  if (!domain->pages(storage.nbytes()) || !is_whole(tensor) || storage.use_count() != owners) return false;
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const auto* data = static_cast<const std::byte*>(impl.data());
   const SegmentBuilder builder{domain.get(),
@@ -407,6 +408,17 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
 
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role) {
   return adopt(domain, tensor, role, /*number=*/0);
+}
+
+bool adopt_both(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, const at::Tensor& twin, Role role) {
+  c10::NoGradGuard no_grad;
+  auto* const other = twin.unsafeGetTensorImpl();
+  if (other == tensor.unsafeGetTensorImpl() || !twin.has_storage() || !twin.storage().is_alias_of(tensor.storage()) ||
+      twin.key_set().has(c10::DispatchKey::Python) || !adopt(domain, tensor, role, /*number=*/0, /*owners=*/2)) {
+    return false;
+  }
+  compat::add_key(*other, kPagedKey);
+  return true;
 }
 
 bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role, std::uint64_t number) {

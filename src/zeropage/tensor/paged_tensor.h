@@ -159,6 +159,7 @@ struct Domain {
   Moments moments = Moments::as_they_are;
   bool shares_pages = true;  // several small tensors share one page
   std::uint32_t quantisations = 0;
+  std::string archive_folder;     // for what libtorch reads from archives, until it is paged; empty: memory
   bool homes_in_files = true;     // tensors loaded from a file stay there until an operator writes them.
   bool saves_masters = true;      // state_dict() returns masters, not low-precision copies.
   bool keeps_hi_lo = false;       // a master is the visible bfloat16 and the 16 bits it lacks (rules/hi_lo.h).
@@ -430,6 +431,8 @@ void start_equal(Domain& domain);
 /// Pages an existing tensor in place and moves its content home. True: it is paged now. False: it stays as it is,
 /// because it is too small, on another device, not strided, a subclass, or shares its storage with unknown tensors.
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role);
+/// Does the same for two tensors that share one storage, if nothing else does: they still share it afterwards.
+bool adopt_both(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, const at::Tensor& twin, Role role);
 /// Does the same, and gives a tensor that shares its storage a storage of its own, as Module::to does. Moves a tensor
 /// on another device to the domain's. `number`: its number on all ranks; 0: counted.
 bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role, std::uint64_t number = 0);

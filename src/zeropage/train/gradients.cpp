@@ -191,6 +191,19 @@ bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
   return true;
 }
 
+bool page_data(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, const at::Tensor& data, Role role,
+               std::uint64_t number) {
+  const bool shares = data.defined() && !domain->partition.ranks && adopt_both(domain, tensor, data, role);
+  if (!shares && !page_tensor(domain, tensor, role, number)) return false;
+  StorageSegment& segment = *segment_of(tensor);
+  if (role != Role::parameter || !tensor.is_leaf() || !tensor.requires_grad()) return true;
+  segment.set_keeps_same(true);
+  if (domain->mixes() && tensor.is_floating_point()) give_master(tensor, *domain);
+  segment.leaf_known = true;
+  domain->leaves.know(tensor);
+  return true;
+}
+
 void forget_leaf(const at::Tensor& leaf) {
   if (auto* segment = segment_of(leaf); segment && std::exchange(segment->leaf_known, false)) {
     segment->domain()->leaves.forget(leaf);
