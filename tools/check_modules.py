@@ -19,7 +19,7 @@ MAY_USE = {
     "fault": ["base", "store", "page", "comm", "pager", "tensor", "rules", "train"],
     "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules"],
     "space": ["base", "io", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules", "train", "fault"],
-    "stock": ["base", "store", "page", "pager", "tensor", "train", "fault", "space"],
+    "stock": ["base", "store", "page", "pager", "tensor", "rules", "train", "fault", "space"],
 }
 WITHOUT_TORCH = ["io", "plan", "store", "page", "pager", "kernels"]
 

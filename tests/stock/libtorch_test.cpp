@@ -20,13 +20,14 @@ struct Folder {
   std::string file(const char* name) const { return path / name; }
 };
 
-std::shared_ptr<Space> make_space() {
+std::shared_ptr<Space> make_space(const char* device_memory = "8MB", const char* host_memory = "4MB") {
   Config config;
   config.states = "disk";
   config.disk_path = "/var/tmp";
   config.device = "cpu";
-  config.device_memory = "8MB";
-  config.host_memory = "4MB";
+  config.device_memory = device_memory;
+  config.host_memory = host_memory;
+  config.tiling = "exact";
   config.min_page_bytes = "4KB";
   return Space::make(config);
 }
@@ -211,6 +212,46 @@ TEST_CASE("TorchScript modules that are loaded in a scope are paged, train and a
   module.save(folder.file("trained.pt"));
   const auto again = torch::jit::load(folder.file("trained.pt"));
   CHECK(torch::equal(again.attr("weight").toTensor(), plain.attr("weight").toTensor()));
+}
+
+TEST_CASE("libtorch's optimizers are updated early, their clipping too, and equal the plain run to the bit") {
+  const auto make = [] {
+    torch::manual_seed(1);
+    return torch::nn::Sequential(torch::nn::Linear(512, 1024), torch::nn::ReLU(), torch::nn::Linear(1024, 512));
+  };
+  const auto run = [](torch::nn::Sequential& model, torch::optim::Optimizer& optimizer) {
+    for (int i = 0; i < 6; ++i) {
+      const auto x = torch::full({4, 512}, 0.1 * (i + 1));
+      const auto closure = [&] {
+        const auto loss = model->forward(x).square().mean();
+        loss.backward();
+        torch::nn::utils::clip_grad_norm_(model->parameters(), 100);  // never acts
+        return loss;
+      };
+      CHECK(optimizer.step(closure).item<float>() > 0);
+      optimizer.zero_grad();
+    }
+  };
+  const auto check = [&](auto make_optimizer) {
+    auto plain = make();
+    auto plain_optimizer = make_optimizer(plain->parameters());
+    run(plain, plain_optimizer);
+    const auto space = make_space("5MB", "1MB");
+    auto model = [&] {
+      const auto scope = space->enter();
+      return make();
+    }();
+    auto optimizer = make_optimizer(model->parameters());
+    run(model, optimizer);
+    CHECK(are_equal(*plain, *model));
+    CHECK(space->report().updates_committed > 0);
+  };
+  using Parameters = std::vector<torch::Tensor>;
+  check([](Parameters p) { return torch::optim::AdamW(std::move(p), options); });
+  check([](Parameters p) { return torch::optim::Adam(std::move(p), torch::optim::AdamOptions(1e-3).amsgrad(true)); });
+  check([](Parameters p) { return torch::optim::SGD(std::move(p), torch::optim::SGDOptions(1e-2).momentum(0.9)); });
+  check([](Parameters p) { return torch::optim::RMSprop(std::move(p), torch::optim::RMSpropOptions(1e-3)); });
+  check([](Parameters p) { return torch::optim::Adagrad(std::move(p), torch::optim::AdagradOptions(1e-3)); });
 }
 
 TEST_CASE("an address that a paged tensor does not have is an AccessError and a c10::Error") {

@@ -212,13 +212,15 @@ bool run_on_previews(Call& call) {
 }  // namespace
 
 bool run_norm(Call& call) {
-  // linalg_vector_norm(self, ord, dim, keepdim, dtype)
+  // linalg_vector_norm(self, ord, dim, keepdim, dtype), or norm(self, p), which calls it with the same bits
   const at::Tensor self = call.argument(0).toTensor();
   const auto* segment = segment_of(self);
   if (!segment || call.needs_autograd()) return false;
-  if (!call.argument(2).isNone() || call.argument(3).toBool()) return false;
+  const bool is_short = call.arguments == 2;
+  if (!is_short && (!call.argument(2).isNone() || call.argument(3).toBool())) return false;
+  if (is_short && !at::isFloatingType(self.scalar_type()) && !self.is_complex()) return false;  // its error is torch's
   const double ord = call.argument(1).toScalar().toDouble();
-  const auto dtype = call.argument(4).toOptional<c10::ScalarType>();
+  const auto dtype = is_short ? std::nullopt : call.argument(4).toOptional<c10::ScalarType>();
   double norm = 0;
   if (at::Tensor known = foreseen(self, {ord, dtype, /*of_list=*/false}); known.defined()) {
     call.return_value(std::move(known));

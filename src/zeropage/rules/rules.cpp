@@ -13,6 +13,7 @@ Rule find_rule(const std::string& name, const std::string& overload, const Opera
       {"fill_.Tensor", run_fill},
       {"copy_.", run_copy},
       {"linalg_vector_norm.", run_norm},
+      {"norm.Scalar", run_norm},
       {"_amp_foreach_non_finite_check_and_unscale_.", run_unscale},
       {"select_backward.", widen_select},
       {"slice_backward.", widen_slice},

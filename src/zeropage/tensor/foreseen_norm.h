@@ -12,7 +12,7 @@
 
 namespace zeropage {
 
-/// norm(gradient, ord), by linalg_vector_norm or as an element of _foreach_norm.
+/// norm(gradient, ord), by norm or linalg_vector_norm, or as an element of _foreach_norm.
 struct AskedNorm {
   double ord = 2;
   std::optional<c10::ScalarType> dtype = std::nullopt;
