@@ -1,0 +1,57 @@
+# Installs the library, its headers and its packages for CMake, in one of two layouts:
+#   a prefix            lib/, include/, lib/cmake/zeropage/
+#   the Python package  zeropage/lib/, zeropage/include/, zeropage/share/cmake/zeropage/
+# scikit-build installs the second one. In its build folder, `cmake --install FOLDER --component development` installs the
+# first one without compiling again.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" zeropage_torch_release "${zeropage_torch_version}")
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/zeropageConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+
+# zeropage_install(COMPONENT TORCH LIB INCLUDE CMAKE [EXCLUDE_FROM_ALL]): TORCH is the folder of torch, to which an
+# installed CMake package and pkg-config file refer.
+function(zeropage_install component lib include cmake torch_of_cmake torch_of_pc)
+  set(folder ${PROJECT_BINARY_DIR}/${component})
+  set(rule COMPONENT ${component} ${ARGN})
+
+  install(TARGETS zeropage EXPORT zeropage_${component} LIBRARY DESTINATION ${lib} ${rule}
+    INCLUDES DESTINATION ${include})
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/src/zeropage DESTINATION ${include} ${rule} FILES_MATCHING PATTERN "*.h")
+
+  set(zeropage_torch_hint "${torch_of_cmake}")
+  configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/zeropageConfig.cmake.in ${folder}/zeropageConfig.cmake
+    INSTALL_DESTINATION ${cmake} NO_SET_AND_CHECK_MACRO)
+  install(EXPORT zeropage_${component} NAMESPACE zeropage:: FILE zeropageTargets.cmake DESTINATION ${cmake} ${rule})
+  install(FILES ${folder}/zeropageConfig.cmake ${PROJECT_BINARY_DIR}/zeropageConfigVersion.cmake
+    ${PROJECT_SOURCE_DIR}/cmake/zeropageTorch.cmake DESTINATION ${cmake} ${rule})
+endfunction()
+
+# A program finds libzeropage.so, and libzeropage.so finds torch and the libgomp that torch ships.
+set(rpath $ORIGIN)
+if(SKBUILD)
+  list(APPEND rpath $ORIGIN/../../torch/lib $ORIGIN/../../torch.libs)
+endif()
+if(NOT SKBUILD OR SKBUILD_STATE STREQUAL "editable")  # a wheel leaves this machine
+  list(APPEND rpath ${zeropage_torch_root}/lib)
+  if(zeropage_torch_openmp)
+    cmake_path(GET zeropage_torch_openmp PARENT_PATH openmp_folder)
+    list(APPEND rpath ${openmp_folder})
+  endif()
+  list(REMOVE_DUPLICATES rpath)
+endif()
+set_target_properties(zeropage PROPERTIES INSTALL_RPATH "${rpath}")
+
+if(SKBUILD)
+  zeropage_install(python zeropage/lib zeropage/include zeropage/share/cmake/zeropage
+    [[${CMAKE_CURRENT_LIST_DIR}/../../../../torch]] [[${prefix}/../torch]])
+  zeropage_install(development ${CMAKE_INSTALL_LIBDIR} ${CMAKE_INSTALL_INCLUDEDIR} ${CMAKE_INSTALL_LIBDIR}/cmake/zeropage
+    ${zeropage_torch_root} ${zeropage_torch_root} EXCLUDE_FROM_ALL)
+else()
+  zeropage_install(development ${CMAKE_INSTALL_LIBDIR} ${CMAKE_INSTALL_INCLUDEDIR} ${CMAKE_INSTALL_LIBDIR}/cmake/zeropage
+    ${zeropage_torch_root} ${zeropage_torch_root})
+endif()
+
+if(NOT SKBUILD)
+  install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT development)
+endif()
