@@ -1,6 +1,6 @@
-# Installs the library, its headers and its packages for CMake, in one of two layouts:
-#   a prefix            lib/, include/, lib/cmake/zeropage/
-#   the Python package  zeropage/lib/, zeropage/include/, zeropage/share/cmake/zeropage/
+# Installs the library, its headers and its packages for CMake and pkg-config, in one of two layouts:
+#   a prefix            lib/, include/, lib/cmake/zeropage/, lib/pkgconfig/
+#   the Python package  zeropage/lib/, zeropage/include/, zeropage/share/cmake/zeropage/, zeropage/lib/pkgconfig/
 # scikit-build installs the second one. In its build folder, `cmake --install FOLDER --component development` installs the
 # first one without compiling again.
 include(GNUInstallDirs)
@@ -25,6 +25,28 @@ function(zeropage_install component lib include cmake torch_of_cmake torch_of_pc
   install(EXPORT zeropage_${component} NAMESPACE zeropage:: FILE zeropageTargets.cmake DESTINATION ${cmake} ${rule})
   install(FILES ${folder}/zeropageConfig.cmake ${PROJECT_BINARY_DIR}/zeropageConfigVersion.cmake
     ${PROJECT_SOURCE_DIR}/cmake/zeropageTorch.cmake DESTINATION ${cmake} ${rule})
+
+  # Relative to the file's own folder, so that the files may move together.
+  set(prefix /prefix)
+  cmake_path(ABSOLUTE_PATH lib BASE_DIRECTORY ${prefix} OUTPUT_VARIABLE zeropage_pc_libdir)
+  cmake_path(ABSOLUTE_PATH include BASE_DIRECTORY ${prefix} OUTPUT_VARIABLE zeropage_pc_includedir)
+  file(RELATIVE_PATH zeropage_pc_prefix ${zeropage_pc_libdir}/pkgconfig ${prefix})
+  file(RELATIVE_PATH zeropage_pc_libdir ${prefix} ${zeropage_pc_libdir})
+  file(RELATIVE_PATH zeropage_pc_includedir ${prefix} ${zeropage_pc_includedir})
+  string(REGEX REPLACE "/$" "" zeropage_pc_prefix "${zeropage_pc_prefix}")
+  set(zeropage_pc_torch "${torch_of_pc}")
+  set(zeropage_pc_openmp "")
+  set(zeropage_pc_openmp_flags "")
+  if(zeropage_torch_openmp)
+    cmake_path(GET zeropage_torch_openmp FILENAME name)
+    cmake_path(GET zeropage_torch_openmp PARENT_PATH openmp_folder)
+    set(zeropage_pc_openmp "-l:${name} ")
+    if(NOT openmp_folder STREQUAL "${zeropage_torch_root}/lib")
+      set(zeropage_pc_openmp_flags "-L\${torch}/../torch.libs -Wl,-rpath,\${torch}/../torch.libs ")
+    endif()
+  endif()
+  configure_file(${PROJECT_SOURCE_DIR}/cmake/zeropage.pc.in ${folder}/zeropage.pc @ONLY)
+  install(FILES ${folder}/zeropage.pc DESTINATION ${lib}/pkgconfig ${rule})
 endfunction()
 
 # A program finds libzeropage.so, and libzeropage.so finds torch and the libgomp that torch ships.
@@ -44,7 +66,7 @@ set_target_properties(zeropage PROPERTIES INSTALL_RPATH "${rpath}")
 
 if(SKBUILD)
   zeropage_install(python zeropage/lib zeropage/include zeropage/share/cmake/zeropage
-    [[${CMAKE_CURRENT_LIST_DIR}/../../../../torch]] [[${prefix}/../torch]])
+    [[${CMAKE_CURRENT_LIST_DIR}/../../../../torch]] [[${prefix}/torch]])
   zeropage_install(development ${CMAKE_INSTALL_LIBDIR} ${CMAKE_INSTALL_INCLUDEDIR} ${CMAKE_INSTALL_LIBDIR}/cmake/zeropage
     ${zeropage_torch_root} ${zeropage_torch_root} EXCLUDE_FROM_ALL)
 else()
