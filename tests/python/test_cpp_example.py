@@ -8,7 +8,6 @@ import sys
 import sysconfig
 
 import pytest
-import torch
 
 import zeropage
 
@@ -18,12 +17,11 @@ EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 @pytest.fixture(scope="module")
 def examples():
     build = EXAMPLES.parent / "build" / "examples"  # kept between runs: libtorch's headers take their time
-    prefixes = f"{torch.utils.cmake_prefix_path};{zeropage.cmake_prefix_path}"
     build.parent.mkdir(exist_ok=True)
     with open(build.with_suffix(".lock"), "w") as lock:  # other workers of pytest build there too
         fcntl.flock(lock, fcntl.LOCK_EX)
         for command in (
-            ["cmake", "-S", EXAMPLES, "-B", build, "-GNinja", f"-DCMAKE_PREFIX_PATH={prefixes}"],
+            ["cmake", "-S", EXAMPLES, "-B", build, "-GNinja", f"-DCMAKE_PREFIX_PATH={zeropage.cmake_prefix_path}"],
             ["ninja", "-C", build],
         ):
             ran = subprocess.run(command, capture_output=True, text=True)

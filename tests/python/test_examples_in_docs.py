@@ -206,9 +206,9 @@ def test_the_program_in_the_page_on_cpp_builds_and_runs(tmp_path, disk):
     (project,) = re.findall(r"```cmake\n(.*?)```", page, re.DOTALL)
     (tmp_path / "train.cpp").write_text(program.replace("/var/tmp", str(disk)))
     (tmp_path / "CMakeLists.txt").write_text(project)
-    prefixes = f"{torch.utils.cmake_prefix_path};{zeropage.cmake_prefix_path}"
+    prefix = f"-DCMAKE_PREFIX_PATH={zeropage.cmake_prefix_path}"
     for command in (
-        ["cmake", "-S", tmp_path, "-B", tmp_path / "build", "-GNinja", f"-DCMAKE_PREFIX_PATH={prefixes}"],
+        ["cmake", "-S", tmp_path, "-B", tmp_path / "build", "-GNinja", prefix],
         ["cmake", "--build", tmp_path / "build"],
         [tmp_path / "build/train"],
     ):
