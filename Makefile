@@ -13,7 +13,7 @@ UNITY  ?= $(or $(shell sed -n 's/^CMAKE_UNITY_BUILD:[^=]*=//p' $(BUILD)/cp*/CMak
 # Extras of pyproject.toml whose tools `build` installs.
 EXTRAS := all
 
-.PHONY: build test test-all test-torch fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests
+.PHONY: build test test-all test-torch fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
 
 demo: EXTRAS := examples
 demo: build ## train a GPT whose states are on disk
@@ -65,12 +65,17 @@ test: cpp-tests ## C++ and Python tests, without the long ones
 	$(PYTEST) tests/python tests/fuzz -k "not ranks and not verify and not examples_in_docs" $(ARGS)
 	$(PYTEST) $(addprefix tests/python/test_,$(addsuffix .py,$(SHORT_RANKS)))
 
-test-all: cpp-tests sanitize ## every test
+test-all: cpp-tests test-install sanitize ## every test
 	$(PYTEST) tests/python tests/fuzz -k "not ranks" $(ARGS)
 	$(PYTEST) tests/python tests/fuzz -k ranks $(ARGS)
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
 	$(PYTEST) --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
 	$(PYTHON) -m pytest -q --device sim tests/python/test_ranks.py -k "two and (1 or 2 or 3) and disk"
+
+# Programs outside the tree, against an installed library: a prefix, the Python package, pkg-config, an archive.
+test-install: cpp-tests ## the C++ library, installed in every way
+	@tools/system_packages.sh clang pkg-config
+	tools/test_install.sh "$$(ls -dt $(BUILD)/cp*-*/ | head -1)" $(PYTHON)
 
 test-torch: system ## the short tests on another release of torch: make test-torch TORCH=2.14.1
 	tools/test_torch.sh $(TORCH)

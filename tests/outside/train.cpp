@@ -1,0 +1,54 @@
+// Trains two steps with states on disk, and compares losses and parameters with plain libtorch.
+//
+//   train DIRECTORY
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
+#include <zeropage/zeropage.h>
+
+#include <iostream>
+
+namespace {
+
+torch::nn::Sequential make_model() {
+  torch::manual_seed(0);
+  return torch::nn::Sequential(torch::nn::Linear(512, 1024), torch::nn::GELU(), torch::nn::Linear(1024, 512),
+                               torch::nn::Linear(512, 1024), torch::nn::GELU(), torch::nn::Linear(1024, 512));
+}
+
+std::vector<double> train(torch::nn::Sequential& model) {
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
+  std::vector<double> losses;
+  for (int step = 0; step < 2; ++step) {
+    const auto x = torch::linspace(-1, 1, 8 * 512).reshape({8, 512});
+    const auto loss = (model->forward(x) - x).square().mean();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    losses.push_back(loss.item<double>());
+  }
+  return losses;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  auto plain = make_model();
+  const auto plain_losses = train(plain);
+
+  const auto space = zeropage::Space::make(
+      {.states = "disk", .disk_path = arguments[1], .device_memory = "8MB", .host_memory = "8MB", .device = "cpu"});
+  torch::nn::Sequential paged;
+  {
+    const auto scope = space->enter();
+    paged = make_model();
+  }
+  bool equal = train(paged) == plain_losses;
+  const auto a = plain->parameters(), b = paged->parameters();
+  for (std::size_t i = 0; i < a.size(); ++i) equal = equal && torch::equal(a[i], b[i]);
+  const auto read = space->report().read_bytes;
+  std::cout << (equal ? "equal" : "NOT equal") << ", read " << read / 1000000 << " MB\n";
+  return equal && read > 0 ? 0 : 1;
+}
