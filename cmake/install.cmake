@@ -3,14 +3,33 @@
 #   the Python package  zeropage/lib/, zeropage/include/, zeropage/share/cmake/zeropage/, zeropage/lib/pkgconfig/
 # scikit-build installs the second one. In its build folder, `cmake --install FOLDER --component development` installs the
 # first one without compiling again.
+
+# libzeropage.so finds torch, and the libgomp that torch ships, by its own run path.
+set(rpath $ORIGIN)
+if(SKBUILD)
+  list(APPEND rpath $ORIGIN/../../torch/lib $ORIGIN/../../torch.libs)
+endif()
+if(NOT SKBUILD OR SKBUILD_STATE STREQUAL "editable")  # a wheel leaves this machine
+  list(APPEND rpath ${zeropage_torch_root}/lib)
+  if(zeropage_torch_openmp)
+    cmake_path(GET zeropage_torch_openmp PARENT_PATH openmp_folder)
+    list(APPEND rpath ${openmp_folder})
+  endif()
+  list(REMOVE_DUPLICATES rpath)
+endif()
+set_target_properties(zeropage PROPERTIES INSTALL_RPATH "${rpath}")
+
+if(NOT ZEROPAGE_INSTALL)
+  return()
+endif()
+
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" zeropage_torch_release "${zeropage_torch_version}")
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/zeropageConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 
-# zeropage_install(COMPONENT TORCH LIB INCLUDE CMAKE [EXCLUDE_FROM_ALL]): TORCH is the folder of torch, to which an
-# installed CMake package and pkg-config file refer.
+# The last two arguments are the folder of torch, as the CMake package and the file for pkg-config name it.
 function(zeropage_install component lib include cmake torch_of_cmake torch_of_pc)
   set(folder ${PROJECT_BINARY_DIR}/${component})
   set(rule COMPONENT ${component} ${ARGN})
@@ -48,21 +67,6 @@ function(zeropage_install component lib include cmake torch_of_cmake torch_of_pc
   configure_file(${PROJECT_SOURCE_DIR}/cmake/zeropage.pc.in ${folder}/zeropage.pc @ONLY)
   install(FILES ${folder}/zeropage.pc DESTINATION ${lib}/pkgconfig ${rule})
 endfunction()
-
-# A program finds libzeropage.so, and libzeropage.so finds torch and the libgomp that torch ships.
-set(rpath $ORIGIN)
-if(SKBUILD)
-  list(APPEND rpath $ORIGIN/../../torch/lib $ORIGIN/../../torch.libs)
-endif()
-if(NOT SKBUILD OR SKBUILD_STATE STREQUAL "editable")  # a wheel leaves this machine
-  list(APPEND rpath ${zeropage_torch_root}/lib)
-  if(zeropage_torch_openmp)
-    cmake_path(GET zeropage_torch_openmp PARENT_PATH openmp_folder)
-    list(APPEND rpath ${openmp_folder})
-  endif()
-  list(REMOVE_DUPLICATES rpath)
-endif()
-set_target_properties(zeropage PROPERTIES INSTALL_RPATH "${rpath}")
 
 if(SKBUILD)
   zeropage_install(python zeropage/lib zeropage/include zeropage/share/cmake/zeropage

@@ -109,7 +109,7 @@ function(_zeropage_torch_of_target result)
     get_target_property(folders torch INTERFACE_INCLUDE_DIRECTORIES)
   endif()
   foreach(folder IN LISTS folders)
-    if(EXISTS "${folder}/torch/headeronly/version.h")
+    if(EXISTS "${folder}/torch/csrc/api/include/torch/version.h")
       cmake_path(GET folder PARENT_PATH root)
       set(${result} "${root}" PARENT_SCOPE)
       return()
@@ -140,7 +140,7 @@ function(_zeropage_torch_of_python result error)
   endif()
 endfunction()
 
-# torch/csrc/api/include/torch/version.h had these macros before torch 2.10.
+# Older releases of torch have these macros in torch/csrc/api/include/torch/version.h.
 function(_zeropage_torch_version root result)
   foreach(header torch/headeronly/version.h torch/csrc/api/include/torch/version.h)
     if(EXISTS "${root}/include/${header}")
