@@ -52,6 +52,9 @@ def config_h(table: Table) -> str:
         f'{wrapped(text_of(s), "  /// ")}\n  std::string {s["name"]} = "{s["default"]}";' for s in table
     )
     return f"""// The settings of a space. {NOTE}
+//
+// A Config is plain data: it checks nothing and opens nothing. Space::make() checks the values, and Space::config()
+// returns those in force.
 // clang-format off
 #pragma once
 
@@ -68,7 +71,8 @@ namespace zeropage {{
 struct Config {{
 {members}
 
-  /// Set a setting by its name. Throws ConfigError for an unknown name, and lists the known ones.
+  /// Sets a setting by its name; Space::make() checks the value. Throws ConfigError for an unknown name, and lists
+  /// the known ones.
   void set(std::string_view name, std::string value);
   /// Name and value of every setting.
   std::vector<std::pair<std::string, std::string>> items() const;

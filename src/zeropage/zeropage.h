@@ -1,4 +1,5 @@
-// zeropage: virtual memory for training state. This header is the table of contents for C++ programs.
+// zeropage: virtual memory for training state. This header is the table of contents for C++ programs: it declares
+// nothing itself. Other headers are internal, except comm/torchrun.h, and change without notice.
 #pragma once
 
 #include "zeropage/base/errors.h"             // ConfigError, BudgetError, DiskError, AccessError

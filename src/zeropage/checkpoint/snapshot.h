@@ -1,6 +1,9 @@
 // Snapshots of tensors, written to files while training goes on.
 //
-// A snapshot copies almost nothing. Pages are frozen in place ([Note: snapshots] in pager/snapshots.h). Small
+// A snapshot is the content of its tensors at one moment. It is no checkpoint: the caller creates the files, and
+// stores names, shapes and offsets. take() returns at once; write() runs on a thread of its own.
+//
+// It copies almost nothing. Pages are frozen in place ([Note: snapshots] in pager/snapshots.h). Small
 // tensors, and those that are not paged, are copied. Updates that optimizers have deferred on a tensor belong to the
 // snapshot. They run when the program needs them, as always, and the tensor is frozen then.
 #pragma once
@@ -21,6 +24,8 @@ namespace zeropage {
 
 class StorageSegment;
 
+/// Blocks no operator, except one that would overwrite a frame before the snapshot has copied it. Dies without effect
+/// if write() is never called.
 class Snapshot : public std::enable_shared_from_this<Snapshot> {
  public:
   struct Item {
@@ -38,9 +43,9 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   /// be called once, on a thread of its own; the program's transfers go first. Throws DiskError, AccessError; the
   /// snapshot is then released and blocks nothing.
   std::vector<std::vector<Piece>> write(const std::vector<std::string>& paths);
-  /// Runs the deferred updates of its tensors, so that write() need not wait.
+  /// Runs the deferred updates of its tensors, so that write() need not wait. Throws the updates' errors.
   void complete();
-  /// Bytes written so far.
+  /// Bytes written so far. Any thread may ask.
   std::uint64_t written() const { return written_; }
 
  private:

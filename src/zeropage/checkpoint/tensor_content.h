@@ -1,6 +1,6 @@
 // A tensor's content as bytes of a file: row after row, in safetensors' order. It is read and written page by page,
 // so only a page of it is in memory. Over ranks, each rank handles its own share. The bytes in the file do not depend
-// on ranks, tiers, page sizes or masters.
+// on ranks, tiers, page sizes or masters. Ordinary tensors are written and read in the same way.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +22,7 @@ struct Piece {
   std::uint32_t crc;
 };
 
+/// A tensor and its place in a file.
 struct Placed {
   at::Tensor tensor;
   std::uint64_t offset;  // of its content in the file
@@ -33,7 +34,7 @@ struct Placed {
 std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, FileWriter& writer);
 
 /// The same for one rank that writes the whole tensor alone. Over ranks the others must pin the tensor too, to gather
-/// it; it is then in memory as a whole.
+/// it; it is then in memory as a whole. Throws DiskError, BudgetError, RankError.
 std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std::uint64_t offset);
 
 /// Loads the tensor from the file's content at `offset`, of `dtype`. The pieces cover it, in order. If dtypes differ,

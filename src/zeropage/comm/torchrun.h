@@ -1,6 +1,7 @@
-// The process group of a C++ program that torchrun started (`torchrun --no-python`). Header only: the backends depend
-// on the headers that the program is built with. Gloo's come with Debian's libgloo-dev; those of NCCL with the CUDA
-// build of torch and NCCL's own.
+// The process group of a C++ program that torchrun started (`torchrun --no-python`), for Groups::shard. A program
+// that another launcher starts makes its group with torch's own classes. zeropage.h does not include it. Header only:
+// the backends depend on the headers that the program is built with. Gloo's come with Debian's libgloo-dev; those of
+// NCCL with the CUDA build of torch and NCCL's own.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -31,6 +32,7 @@ namespace zeropage {
 /// The group of all ranks, from torchrun's environment: Gloo for the CPU, NCCL for `device` if that is a GPU. A
 /// collective gives up after `timeout`. Throws ConfigError if the program was not started by torchrun, or was built
 /// without the headers that the group needs.
+/// Connects to rank 0 and waits for it. Call it once; all ranks do.
 inline c10::intrusive_ptr<c10d::ProcessGroup> torchrun_group(
     c10::Device device = c10::kCPU, std::chrono::milliseconds timeout = std::chrono::minutes(30)) {
   const auto variable = [](const char* name) -> std::string {
