@@ -150,6 +150,8 @@ class Space:
         return self
 
     def __exit__(self, raised: object, *_details: object) -> None:
+        if not self._scopes.entered:
+            raise _core.AccessError("a space's scope is left on another thread than it was entered on")
         self._scopes.entered.pop().leave(failed=raised is not None)
 
     @property

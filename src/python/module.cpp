@@ -291,7 +291,7 @@ void bind_spaces(py::module_& module) {
   py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
 
   py::class_<PythonScope>(module, "Scope")
-      .def("enter", &PythonScope::enter)
+      .def("enter", &PythonScope::enter, py::call_guard<py::gil_scoped_release>())
       .def("leave", &PythonScope::leave, py::arg("failed"), py::call_guard<py::gil_scoped_release>());
 
   py::class_<SavedTensor, std::shared_ptr<SavedTensor>>(module, "SavedTensor")

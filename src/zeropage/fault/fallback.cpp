@@ -71,7 +71,7 @@ bool has_memory_of_torch(const at::Tensor& tensor) {
 /// Pages results inside an init scope that were made from no tensor, or from paged ones without autograd. An argument
 /// that the operator wrote and returns stays as it is.
 void adopt_results(Call& call, bool is_made_here) {
-  const auto& domain = scope_domain();
+  const auto domain = scope_domain();
   if (!domain || !Call::plain_modes()) return;
   if (!is_made_here && call.info.takes_tensors && call.name() != "aten::lift_fresh") return;
   const auto& returns = call.op.schema().returns();
@@ -94,7 +94,7 @@ bool copies_foreign_memory(Call& call) {
 
 /// Gives a factory without a device argument the space's device, inside an init scope.
 void choose_device(Call& call) {
-  const auto& domain = scope_domain();
+  const auto domain = scope_domain();
   if (!domain || domain->device.is_cpu() || call.info.takes_tensors) return;
   for (std::size_t i = 0; i < call.arguments; ++i) {
     if (call.argument(i).isNone() && call.argument_name(i) == "device") call.argument(i) = domain->device;

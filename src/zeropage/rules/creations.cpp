@@ -167,7 +167,7 @@ bool make_converted(Call& call) {
 }
 
 bool make_from_meta(Call& call) {
-  const auto& domain = scope_domain();
+  const auto domain = scope_domain();
   if (!domain || domain->planned_on || !Call::plain_modes() || call.name() != "aten::empty_like") return false;
   const at::Tensor self = call.argument(0).toTensor();
   if (!self.is_meta() || self.dim() == 0 || !self.is_non_overlapping_and_dense()) return false;
@@ -205,7 +205,7 @@ void make_sparse(Call& call) {
 }
 
 bool make_in_scope(Call& call) {
-  const auto& domain = scope_domain();
+  const auto domain = scope_domain();
   // A compiler makes tensors without data, whose sizes are symbols.
   if (!domain || !Call::plain_modes() || !call.argument(0).isIntList()) return false;
   const bool full = call.name() == "aten::full";

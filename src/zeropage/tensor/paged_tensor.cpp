@@ -74,10 +74,7 @@ struct SegmentBuilder {
                                          : ++domain->creations;
       segment->stripes_ = domain->stripes(elements);
       segment->shareable_ = !domain->keeps_whole(elements);
-      if (scope_domain()) {
-        std::lock_guard lock(domain->sharing_mutex);
-        domain->created.push_back(segment->storage());
-      }
+      note_created(*domain, segment->storage());
     }
     if (creation.unallocated) {
       segment->builder_ = std::make_unique<const SegmentBuilder>(*this);
@@ -527,45 +524,6 @@ void TensorPin::let_go(bool failed) {
     begin = end;
   }
   requests_.clear();
-}
-
-namespace {
-thread_local std::shared_ptr<Domain> current_scope;
-}
-
-const std::shared_ptr<Domain>& scope_domain() { return current_scope; }
-
-OutsideScopes::OutsideScopes()
-    : outer_(std::exchange(current_scope, nullptr)),
-      outer_included_(c10::impl::tls_is_dispatch_key_included(kPagedKey)) {
-  if (outer_) c10::impl::tls_set_dispatch_key_included(kPagedKey, false);
-}
-
-OutsideScopes::~OutsideScopes() {
-  if (!outer_) return;
-  c10::impl::tls_set_dispatch_key_included(kPagedKey, outer_included_);
-  current_scope = std::move(outer_);
-}
-
-InitScope::InitScope(std::shared_ptr<Domain> domain)
-    : domain_(domain),
-      outer_(std::exchange(current_scope, std::move(domain))),
-      outer_included_(c10::impl::tls_is_dispatch_key_included(kPagedKey)) {
-  c10::impl::tls_set_dispatch_key_included(kPagedKey, true);
-}
-
-InitScope::~InitScope() noexcept(false) { std::uncaught_exceptions() > 0 ? abandon() : leave(); }
-
-void InitScope::leave() {
-  const auto left = domain_;
-  abandon();
-  if (left) start_equal(*left);
-}
-
-void InitScope::abandon() {
-  if (!std::exchange(domain_, nullptr)) return;
-  c10::impl::tls_set_dispatch_key_included(kPagedKey, outer_included_);
-  current_scope = std::move(outer_);
 }
 
 }  // namespace zeropage

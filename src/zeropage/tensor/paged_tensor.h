@@ -23,6 +23,7 @@
 #include "zeropage/pager/frame_cache.h"
 #include "zeropage/tensor/foreseen_norm.h"
 #include "zeropage/tensor/leaves.h"
+#include "zeropage/tensor/open_scopes.h"
 #include "zeropage/tensor/placement.h"
 
 namespace zeropage {
@@ -182,9 +183,9 @@ struct Domain {
   // Elements of parameters updated in the host and on the device. Counted with a device that has its own memory.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
   std::mutex sharing_mutex;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in a scope; not yet equal on all ranks.
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in no open scope; not yet equal on all ranks.
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number.
-  std::uint64_t creations = 0;
+  std::atomic<std::uint64_t> creations = 0;
   ContractLog contract;  // of tensors that must stay the same on all ranks.
   Leaves leaves;         // that operators have met.
 
@@ -469,42 +470,6 @@ class TensorPin {
   c10::SmallVector<c10::Storage, 8> storages_;   // kept alive: `tensor.data = other` may drop them meanwhile.
   std::uint64_t thread_ = this_thread_number();  // that took the pins.
   std::optional<int> exceptions_;                // uncaught when pinned; nullopt if all requests read.
-};
-
-// --- the init scope: factories on this thread make paged tensors ---
-
-/// Lets factories on this thread make ordinary tensors while it lives.
-class OutsideScopes {
- public:
-  OutsideScopes();
-  ~OutsideScopes();
-  OutsideScopes(const OutsideScopes&) = delete;
-  OutsideScopes& operator=(const OutsideScopes&) = delete;
-
- private:
-  std::shared_ptr<Domain> outer_;
-  bool outer_included_;
-};
-
-/// The domain whose scope this thread has entered, or null.
-const std::shared_ptr<Domain>& scope_domain();
-
-class InitScope {
- public:
-  explicit InitScope(std::shared_ptr<Domain> domain);
-  /// Calls leave(), or, during an exception, abandon(), unless either was called.
-  ~InitScope() noexcept(false);
-  /// Ends the scope, and makes tensors created in it the same on all ranks. Throws RankError.
-  void leave();
-  /// Ends the scope without communication: other ranks may not have come as far. The created tensors are unusable.
-  void abandon();
-  InitScope(const InitScope&) = delete;
-  InitScope& operator=(const InitScope&) = delete;
-
- private:
-  std::shared_ptr<Domain> domain_;  // null: left
-  std::shared_ptr<Domain> outer_;
-  bool outer_included_;
 };
 
 }  // namespace zeropage

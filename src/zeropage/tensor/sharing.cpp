@@ -264,7 +264,7 @@ void StorageSegment::claim_share(Access access) {
 }
 
 void start_equal(Domain& domain) {
-  if (!domain.partition.ranks || scope_domain().get() == &domain) return;
+  if (!domain.partition.ranks || is_in_scope_of(domain)) return;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   c10::NoGradGuard no_grad;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;
