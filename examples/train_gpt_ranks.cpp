@@ -33,10 +33,10 @@ torch::Tensor batch_of(const torch::Tensor& text, const Options& options, int st
 }
 
 Trained train_over_ranks(const Options& options, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  torch::manual_seed(0);
+  torch::manual_seed(group->getRank());  // a scope draws rank 0's numbers on all ranks
   const auto space = zeropage::Space::make(
       {.states = "host", .device_memory = "32MB", .host_memory = "128MB", .stage = options.stage, .device = "cpu"},
-      {.shard = group});
+      {.shard = group, .replica = {}});
   auto scope = space->enter();
   GPT model(options.size);
   scope.leave();  // from here on all ranks have the same
@@ -66,7 +66,7 @@ Trained train_over_ranks(const Options& options, const c10::intrusive_ptr<c10d::
 }
 
 Trained train_alone(const Options& options, int ranks) {
-  torch::manual_seed(0);
+  torch::manual_seed(0);  // as rank 0
   GPT model(options.size);
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(3e-4));
   const auto text = read_text(options.files, options.size);

@@ -104,6 +104,8 @@ def keep_alike(tensor: torch.Tensor, other: torch.Tensor) -> None:
 class Space:
     """An address space: tiers, budgets and its tensors. As a context manager, it pages what its thread creates inside.
 
+    Over ranks, all ranks enter and leave together. PyTorch's default generators draw rank 0's numbers inside.
+
     It lives as long as anything refers to it or to one of its tensors; `close()` ends it at once.
     """
 

@@ -268,10 +268,10 @@ def test_any_group_may_be_given(four):
 
 def fail_in_scope():
     with space() as made:
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="no such model"), made:
+        with pytest.raises(RuntimeError, match="no such model"), made:
+            if dist.get_rank() == 0:
                 nn.Linear(65, 65)
-                raise RuntimeError("no such model")
+            raise RuntimeError("no such model")
         return "went on"
 
 

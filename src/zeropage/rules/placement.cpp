@@ -55,7 +55,7 @@ Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
 /// ranks and are not the program's writes.
 void note_contract(Call& call, std::size_t element, const at::Tensor& written, StorageSegment& segment) {
   ContractLog& log = segment.domain()->contract;
-  if (torch::autograd::get_current_graph_task_id() >= 0 || scope_domain() || !log.samples()) return;
+  if (torch::autograd::get_current_graph_task_id() >= 0 || !log.samples()) return;
   const auto note = [&](double value) {
     log.note(segment.number(), value,
              fmt::format("{} on a {} [{}]", call.name(), name_of(segment.role()), fmt::join(written.sizes(), ", ")));
@@ -92,9 +92,15 @@ bool overwrites_all(Call& call, const at::Tensor& written) {
 bool settle(Call& call, std::size_t element, const at::Tensor& written) {
   auto* segment = segment_of(written);
   if (!segment || !segment->domain()->partition.ranks || segment->is_own()) return false;
+  // In a scope ranks draw the same numbers, and tensors that are not partitioned become rank 0's. But each rank keeps
+  // its share of content that the program copies in, so ranks must copy the same.
+  const bool in_scope = scope_domain() != nullptr;
+  if (in_scope && segment->is_partitioned() && call.name() == "aten::copy_") {
+    note_contract(call, element, written, *segment);
+  }
   const Taken taken = taken_by(call, element, written);
   if (segment->keeps_same() || (segment->is_reduced() && !taken.own_tensor)) {
-    note_contract(call, element, written, *segment);
+    if (!in_scope) note_contract(call, element, written, *segment);
     return false;
   }
   if (!taken.is_own()) return false;

@@ -4,11 +4,13 @@
 
 #include <atomic>
 #include <exception>
+#include <optional>
 #include <vector>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/process.h"
 #include "zeropage/tensor/paged_tensor.h"
+#include "zeropage/tensor/shared_draws.h"
 
 namespace zeropage {
 
@@ -20,6 +22,7 @@ struct OpenScope {
   const bool outer_included = c10::impl::tls_is_dispatch_key_included(kPagedKey);
   const std::uint64_t thread = this_thread_number();
   std::atomic<bool> has_ended = false;
+  std::optional<SharedDraws> draws;                                // of the domain's outermost scope over ranks.
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // over ranks; not yet equal.
 
   OpenScope(std::shared_ptr<Domain> domain_, std::shared_ptr<OpenScope> outer_)
@@ -54,6 +57,7 @@ void drop_ended() {
     const auto scope = innermost;
     innermost = scope->outer;
     c10::impl::tls_set_dispatch_key_included(kPagedKey, scope->outer_included);
+    scope->draws.reset();
     hand_on(*scope);
   }
 }
@@ -107,7 +111,12 @@ OutsideScopes::~OutsideScopes() {
 
 InitScope::InitScope(std::shared_ptr<Domain> domain) : exceptions_(std::uncaught_exceptions()) {
   drop_ended();
-  scope_ = std::make_shared<OpenScope>(std::move(domain), innermost);
+  const bool is_outermost = !is_in_scope_of(*domain);
+  auto scope = std::make_shared<OpenScope>(std::move(domain), innermost);
+  if (is_outermost && scope->domain->partition.world() > 1 && !scope->domain->planned_on) {
+    scope->draws.emplace(*scope->domain);
+  }
+  scope_ = std::move(scope);
   innermost = scope_;
   c10::impl::tls_set_dispatch_key_included(kPagedKey, true);
 }

@@ -14,7 +14,8 @@ struct OpenScope;
 
 class InitScope {
  public:
-  /// Space::enter() makes scopes.
+  /// Space::enter() makes scopes. All ranks enter together, because they then draw the same random numbers
+  /// (tensor/shared_draws.h). Throws RankError if ranks are not together.
   explicit InitScope(std::shared_ptr<Domain> domain);
   /// Calls leave(). If leave() refuses, or an exception is under way, calls abandon() instead. Throws whatever
   /// leave() throws. The thread is in no scope whose object is dead. A destructor that may not throw, such as that of
