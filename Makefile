@@ -13,7 +13,7 @@ UNITY  ?= $(or $(shell sed -n 's/^CMAKE_UNITY_BUILD:[^=]*=//p' $(BUILD)/cp*/CMak
 # Extras of pyproject.toml whose tools `build` installs.
 EXTRAS := all
 
-.PHONY: build test test-all test-torch fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
+.PHONY: build test test-all test-torch check-headers fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
 
 demo: EXTRAS := examples
 demo: build ## train a GPT whose states are on disk
@@ -50,6 +50,10 @@ cpp-tests: build
 	ninja -C $$folder --quiet torch_tests sim
 	cd $$folder && ctest --output-on-failure -R torch
 
+check-headers: build ## each public header alone, and all, without warnings of g++ and clang++
+	@tools/system_packages.sh clang
+	$(PYTHON) tools/check_headers.py
+
 # Random programs of operators beside plain PyTorch, and over 2 ranks beside averaging by hand.
 SEEDS ?= 0:2000
 fuzz: build ## random programs: make fuzz SEEDS=0:20000
@@ -65,7 +69,7 @@ test: cpp-tests ## C++ and Python tests, without the long ones
 	$(PYTEST) tests/python tests/fuzz -k "not ranks and not verify and not examples_in_docs" $(ARGS)
 	$(PYTEST) $(addprefix tests/python/test_,$(addsuffix .py,$(SHORT_RANKS)))
 
-test-all: cpp-tests test-install sanitize ## every test
+test-all: cpp-tests test-install check-headers sanitize ## every test
 	$(PYTEST) tests/python tests/fuzz -k "not ranks" $(ARGS)
 	$(PYTEST) tests/python tests/fuzz -k ranks $(ARGS)
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.

@@ -11,9 +11,13 @@
 #include "zeropage/base/memory_limits.h"
 #include "zeropage/base/trace.h"
 #include "zeropage/base/waits.h"
+#include "zeropage/plan/machine.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/quantised.h"
+#include "zeropage/rules/speculation.h"
+#include "zeropage/space/frontend.h"
+#include "zeropage/train/activations.h"
 #include "zeropage/zeropage.h"
 
 namespace py = pybind11;

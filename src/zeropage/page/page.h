@@ -22,18 +22,13 @@
 #include "zeropage/io/arena.h"
 #include "zeropage/io/free_list.h"
 #include "zeropage/io/io.h"
+#include "zeropage/page/kinds.h"
 #include "zeropage/store/budget.h"
 #include "zeropage/store/device_memory.h"
 #include "zeropage/store/source_file.h"
 #include "zeropage/store/swap_file.h"
 
 namespace zeropage {
-
-enum class Role : std::uint8_t { parameter, gradient, optimizer, activation };
-enum class Tier : std::uint8_t { device, host, disk };
-inline constexpr int kRoles = 4, kTiers = 3;
-std::string_view name_of(Role role);
-std::string_view name_of(Tier tier);
 
 /// The state of a page's bytes. One word, so that no two flags can disagree. In `zero` and `evicted`, a page with a
 /// frame is about to be overwritten there by the holder of the frame's pin.
@@ -46,9 +41,6 @@ enum class Residency : std::uint8_t {
   writing,    // In a frame. The same bytes are being written home.
   rewritten,  // In a frame, newer than the bytes that are being written home.
 };
-
-/// How an operator accesses a page. `overwrite` promises to write every byte, so the cache need not read the page.
-enum class Access : std::uint8_t { read, write, overwrite };
 
 /// Which of a cache's two budgets.
 enum class Pool : std::uint8_t { device, host };

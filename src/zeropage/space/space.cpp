@@ -24,12 +24,16 @@
 #include "zeropage/base/memory_limits.h"
 #include "zeropage/base/process.h"
 #include "zeropage/base/units.h"
+#include "zeropage/plan/machine.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/placement.h"
+#include "zeropage/rules/speculation.h"
 #include "zeropage/space/agreement.h"
 #include "zeropage/space/bandwidth.h"
+#include "zeropage/space/frontend.h"
 #include "zeropage/space/planned_group.h"
 #include "zeropage/space/torch_device.h"
+#include "zeropage/train/activations.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -368,12 +372,15 @@ struct Space::Here {
   std::map<std::string, std::size_t> memory;  // bytes by setting; an automatic size is the least of all ranks
 };
 
+std::shared_ptr<Space> Space::make(const Config& config) { return make(config, {}); }
+
 std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
   return make_on(nullptr, config, groups);
 }
 
 std::shared_ptr<Space> Space::make_planned(const Config& config, const std::shared_ptr<Machine>& machine, int ranks) {
-  return make_on(machine, config, {.shard = ranks > 1 ? make_planned_group(machine, ranks) : nullptr, .replica = {}});
+  const Groups groups{.shard = ranks > 1 ? make_planned_group(machine, ranks) : nullptr, .replica = {}};
+  return make_on(machine, config, groups);
 }
 
 std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, const Config& config,
@@ -520,6 +527,21 @@ void choose_where_to_update(Config& config, const CacheOptions& options, const G
   domain.updates_where_all_fits = config.optimizer_device == "auto";
 }
 
+void know(const at::Tensor& tensor, Domain& domain) {
+  auto* segment = segment_of(tensor);
+  if (!tensor.requires_grad() || !tensor.is_leaf()) return;
+  segment->leaf_known = true;
+  domain.leaves.know(tensor);
+}
+
+/// Does Space::mix() for a floating-point tensor that is paged in the domain.
+void mix_in(const std::shared_ptr<Domain>& domain, at::Tensor& parameter) {
+  const SameValues same;  // all ranks do it together
+  segment_of(parameter)->set_keeps_same(true);
+  give_master(parameter, *domain);
+  know(parameter, *domain);
+}
+
 }  // namespace
 
 std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups, const Here& here) {
@@ -580,13 +602,6 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
 
 namespace {
 
-void know(const at::Tensor& tensor, Domain& domain) {
-  auto* segment = segment_of(tensor);
-  if (!tensor.requires_grad() || !tensor.is_leaf()) return;
-  segment->leaf_known = true;
-  domain.leaves.know(tensor);
-}
-
 /// Does Space::page() for any space.
 bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role role) {
   const bool paged = page_tensor(domain, tensor, role);
@@ -609,10 +624,7 @@ bool Space::page(at::Tensor& tensor, Role role) { return page_in(domain_, tensor
 bool Space::mix(at::Tensor& parameter) {
   auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
-  const SameValues same;  // all ranks do it together
-  segment->set_keeps_same(true);
-  give_master(parameter, *domain_);
-  know(parameter, *domain_);
+  mix_in(domain_, parameter);
   return true;
 }
 
@@ -622,6 +634,12 @@ void Space::keep_whole(at::Tensor& tensor) {
   make_whole(tensor);
   segment_of(tensor)->set_keeps_same(false);
 }
+
+std::vector<std::pair<std::string, std::size_t>> Space::unpaged_operators() const {
+  return domain_->unpaged_operators.counts();
+}
+
+void Space::start_equal() { zeropage::start_equal(*domain_); }
 
 void Space::synchronize() {
   run_deferred(*domain_);
@@ -847,15 +865,30 @@ void settle_gradients(const at::Tensor& parameter) {
   if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).settle();
 }
 
+struct RawPin::Held {
+  TensorPin pin;
+  std::optional<WrittenMasters> written;
+};
+
+RawPin::RawPin() noexcept = default;
+RawPin::RawPin(RawPin&&) noexcept = default;
+
 RawPin::RawPin(const at::Tensor& tensor, Access access) {
   auto* segment = segment_of(tensor);
   if (!segment) return;
+  auto held = std::make_unique<Held>();
   const PinRequest request{segment, access};
   if (access != Access::read) {
     segment->complete();
-    written_.emplace(*segment);
+    held->written.emplace(*segment);
   }
-  pin_ = TensorPin(request);
+  held->pin = TensorPin(request);
+  held_ = std::move(held);
+}
+
+RawPin& RawPin::operator=(RawPin&& other) noexcept {
+  std::swap(held_, other.held_);
+  return *this;
 }
 
 RawPin::~RawPin() {
@@ -866,15 +899,13 @@ RawPin::~RawPin() {
 }
 
 void RawPin::release() {
-  const auto written = std::exchange(written_, std::nullopt);
-  pin_.release();
-  if (written) written->follow();
+  const auto held = std::exchange(held_, nullptr);
+  if (!held) return;
+  held->pin.release();
+  if (held->written) held->written->follow();
 }
 
-void RawPin::drop() {
-  written_.reset();
-  const TensorPin dropped = std::move(pin_);
-}
+void RawPin::drop() { held_.reset(); }
 
 RawPin pin(const at::Tensor& tensor, Access access) { return {tensor, access}; }
 
