@@ -311,7 +311,7 @@ void bind_spaces(py::module_& module) {
              const auto group = [](const std::string& name) {
                return name.empty() ? nullptr : c10d::resolve_process_group(name);
              };
-             return Space::make(config, {group(shard), group(replica), /*keep=*/false});
+             return Space::make(config, {group(shard), group(replica), /*keep=*/false}, Frontend::python);
            }),
            py::arg("config"), py::arg("shard_group") = "", py::arg("replica_group") = "",
            py::call_guard<py::gil_scoped_release>())

@@ -77,7 +77,7 @@ TEST_CASE("an update ahead of the step writes no page that another thread is rea
   Config config = on_disk(directory.path());
   config.compute_dtype = "bfloat16";
   config.early_update = "always";
-  auto space = Space::make(config);
+  auto space = Space::make(config, Frontend::python);  // which SGD with one rate does not need
   torch::nn::Linear layer(torch::nn::LinearOptions(300, 257).bias(false));
   REQUIRE(space->page(layer->weight));
   REQUIRE(space->mix(layer->weight));

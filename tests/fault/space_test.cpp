@@ -41,6 +41,24 @@ TEST_CASE("settings are checked by name and by value") {
   CHECK_THROWS_WITH_AS(Space::make(config), doctest::Contains("parameters = \"cloud\""), ConfigError);
 }
 
+TEST_CASE("settings that need hooks of Python are errors in C++") {
+  TemporaryDirectory directory;
+  const std::tuple<const char*, const char*, const char*> refused[] = {
+      {"activations", "disk", "write \"device\""},     {"activations", "host", "write \"device\""},
+      {"optimizer_dtype", "8bit", "write \"auto\""},   {"optimizer_dtype", "bfloat16", "write \"auto\""},
+      {"async_step", "false", "Space::synchronize()"}, {"early_update", "always", "\"never\""}};
+  for (const auto& [setting, value, remedy] : refused) {
+    Config config;
+    config.device = "cpu", config.states = "disk", config.disk_path = directory.path();
+    config.device_memory = config.host_memory = "4MB";
+    config.set(setting, value);
+    const std::string names = std::string(setting) + " = \"" + value + "\"";
+    CHECK_THROWS_WITH_AS(Space::make(config), doctest::Contains(names.c_str()), ConfigError);
+    CHECK_THROWS_WITH_AS(Space::make(config), doctest::Contains(remedy), ConfigError);
+    CHECK_NOTHROW(Space::make(config, Frontend::python));
+  }
+}
+
 TEST_CASE("a space outlives its owner as long as a tensor of it lives") {
   TemporaryDirectory directory;
   torch::Tensor tensor;

@@ -368,26 +368,27 @@ std::vector<Agreed> settings_of_all_ranks(const Config& given) {
 }  // namespace
 
 struct Space::Here {
-  std::shared_ptr<Machine> planned;           // null: this machine
+  std::shared_ptr<Machine> planned;  // null: this machine
+  Frontend frontend;
   std::map<std::string, std::size_t> memory;  // bytes by setting; an automatic size is the least of all ranks
 };
 
-std::shared_ptr<Space> Space::make(const Config& config) { return make(config, {}); }
+std::shared_ptr<Space> Space::make(const Config& config, Frontend frontend) { return make(config, {}, frontend); }
 
-std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups) {
-  return make_on(nullptr, config, groups);
+std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups, Frontend frontend) {
+  return make_on(nullptr, config, groups, frontend);
 }
 
 std::shared_ptr<Space> Space::make_planned(const Config& config, const std::shared_ptr<Machine>& machine, int ranks) {
   const Groups groups{.shard = ranks > 1 ? make_planned_group(machine, ranks) : nullptr, .replica = {}};
-  return make_on(machine, config, groups);
+  return make_on(machine, config, groups, Frontend::python);
 }
 
 std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, const Config& config,
-                                      const Groups& groups) {
+                                      const Groups& groups, Frontend frontend) {
   if (!groups.shard) {
     const c10::Device device = device_of(config, planned.get());
-    return make_here(config, groups, {planned, memory_of(config, device, false, planned.get())});
+    return make_here(config, groups, {planned, frontend, memory_of(config, device, false, planned.get())});
   }
   const c10::Device device = or_else([&] { return device_of(config, planned.get()); }, c10::Device(c10::kCPU));
   Collectives ranks(groups.shard, device, CheckRanks::never, false);
@@ -402,7 +403,7 @@ std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, c
                        or_else([&] { return memory_of(config, device, true, planned.get()); }, unknown));
   std::shared_ptr<Space> made;
   try {
-    made = make_here(config, groups, {planned, memory});
+    made = make_here(config, groups, {planned, frontend, memory});
   } catch (const Error& error) {
     agreement.confirm(error.what());
     throw;
@@ -527,6 +528,32 @@ void choose_where_to_update(Config& config, const CacheOptions& options, const G
   domain.updates_where_all_fits = config.optimizer_device == "auto";
 }
 
+/// Throws ConfigError for settings that have no effect without Python's hooks.
+void refuse_settings_of_python(const Config& config, const Domain& domain) {
+  if (domain.tiers[static_cast<int>(Role::activation)] != TierChoice::device) {
+    throw ConfigError(fmt::format(
+        "activations = \"{}\" has no effect in C++, where no hook pages saved activations; write \"device\"",
+        config.activations));
+  }
+  if (domain.moments != Moments::as_they_are) {
+    throw ConfigError(fmt::format(
+        "optimizer_dtype = \"{}\" has no effect on torch::optim, because only fused optimizers of Python store their "
+        "moments so; write \"auto\"",
+        config.optimizer_dtype));
+  }
+  if (!domain.async_step) {
+    throw ConfigError(fmt::format(
+        "async_step = \"{}\" has no effect on torch::optim, whose steps have no hooks; write \"true\", and call "
+        "Space::synchronize() after optimizer.step()",
+        config.async_step));
+  }
+  if (config.early_update == "always") {
+    throw ConfigError(
+        "early_update = \"always\" is for optimizers of Python, which announce their numbers; write \"auto\" or "
+        "\"never\"");
+  }
+}
+
 void know(const at::Tensor& tensor, Domain& domain) {
   auto* segment = segment_of(tensor);
   if (!tensor.requires_grad() || !tensor.is_leaf()) return;
@@ -546,7 +573,7 @@ void mix_in(const std::shared_ptr<Domain>& domain, at::Tensor& parameter) {
 
 std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups, const Here& here) {
   Config config = with_states(requested);
-  const auto& [planned, memory] = here;
+  const auto& [planned, frontend, memory] = here;
   const bool over_ranks = groups.shard != nullptr;
   auto domain = std::make_shared<Domain>();
   domain->planned_on = planned;
@@ -557,6 +584,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   CacheOptions options = choose_sizes(config, memory, *domain, separate, over_ranks);
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   choose_handling(config, options, separate, over_ranks, *domain);
+  if (frontend == Frontend::cpp) refuse_settings_of_python(config, *domain);
   const CheckRanks check = check_of(config.check_ranks);
   const std::size_t device_bytes = options.device_bytes;
   const std::size_t gathered_bytes = over_ranks ? gathered_share(device_bytes, *domain, separate) : 0;

@@ -79,18 +79,22 @@ struct Groups {
   bool keep = true;                                // the space keeps them alive: [Note: whose group]
 };
 
+/// The language of the program. Some settings need hooks that only Python has: `activations` in host or on disk,
+/// `optimizer_dtype` in fewer bits, `async_step` = "false" and `early_update` = "always".
+enum class Frontend : std::uint8_t { cpp, python };
+
 class Space : public std::enable_shared_from_this<Space> {
  public:
   /// Makes a space of one process. Creates its swap file, if a role may be on disk, and takes its budgets.
-  /// Throws ConfigError for settings that are malformed or contradict each other, DiskError for an unusable
-  /// disk_path.
-  static std::shared_ptr<Space> make(const Config& config);
+  /// Throws ConfigError for settings that are malformed, contradict each other, or have no effect in the frontend's
+  /// language. Throws DiskError for an unusable disk_path.
+  static std::shared_ptr<Space> make(const Config& config, Frontend frontend = Frontend::cpp);
   /// Makes a space over ranks. All ranks call it together. Automatic sizes become the least that suits any rank. If
   /// one rank fails or has other settings, all throw: RankError on the others.
-  static std::shared_ptr<Space> make(const Config& config, const Groups& groups);
+  static std::shared_ptr<Space> make(const Config& config, const Groups& groups, Frontend frontend = Frontend::cpp);
   /// Makes a space on a planned machine (plan/machine.h). Its tensors are on torch's "meta" device. Only the thread
   /// that has entered the machine's clock may use it. `ranks`: this is the first of as many, and the others behave
-  /// alike.
+  /// alike. Takes the settings of Python.
   static std::shared_ptr<Space> make_planned(const Config& config, const std::shared_ptr<Machine>& machine,
                                              int ranks = 1);
 
@@ -147,7 +151,7 @@ class Space : public std::enable_shared_from_this<Space> {
  private:
   struct Here;  // the values that settings leave to the machine
   static std::shared_ptr<Space> make_on(const std::shared_ptr<Machine>& planned, const Config& config,
-                                        const Groups& groups);
+                                        const Groups& groups, Frontend frontend);
   static std::shared_ptr<Space> make_here(const Config& config, const Groups& groups, const Here& here);
   Space(Config config, std::shared_ptr<Domain> domain) : config_(std::move(config)), domain_(std::move(domain)) {}
   Config config_;
