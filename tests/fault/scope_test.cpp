@@ -1,26 +1,49 @@
-// Init scopes: nesting, threads and exceptions.
+// Init scopes: nesting, threads, exceptions, and mixed precision at their end.
 #include <doctest/doctest.h>
 #include <torch/torch.h>
 
 #include <thread>
 
 #include "temporary_directory.h"
+#include "zeropage/rules/mixed.h"
+#include "zeropage/space/frontend.h"
 #include "zeropage/zeropage.h"
 
 using namespace zeropage;
 
 namespace {
 
-std::shared_ptr<Space> make_space(const TemporaryDirectory& directory) {
+std::shared_ptr<Space> make_space(const TemporaryDirectory& directory, const std::string& compute_dtype = "auto") {
   return Space::make({.states = "disk",
                       .disk_path = directory.path(),
                       .device_memory = "4MB",
                       .host_memory = "4MB",
+                      .compute_dtype = compute_dtype,
                       .device = "cpu",
                       .page_size = "16KiB"});
 }
 
 torch::Tensor make_tensor() { return torch::ones({300, 300}); }
+
+torch::nn::Sequential make_model() {
+  torch::manual_seed(1);
+  return torch::nn::Sequential(torch::nn::Linear(300, 257), torch::nn::Tanh(), torch::nn::Linear(257, 7));
+}
+
+std::vector<float> train(torch::nn::Sequential& model) {
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
+  std::vector<float> losses;
+  for (int step = 0; step < 4; ++step) {
+    torch::manual_seed(step);
+    const auto loss = model->forward(torch::randn({5, 300}).to(at::kBFloat16)).to(at::kFloat).pow(2).sum();
+    losses.push_back(loss.item<float>());
+    loss.backward();
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  return losses;
+}
 
 }  // namespace
 
@@ -105,4 +128,49 @@ TEST_CASE("threads enter a space by themselves, while another thread is in its s
   CHECK(ordinary_inside == 0);
   CHECK(space->holds(make_tensor()));
   for (int i = 0; i < kThreads * kLayers; ++i) CHECK(plain_copy(layers[i]->weight).eq(i).all().item<bool>());
+}
+
+TEST_CASE("the end of a scope gives parameters their masters, and training equals mixing by hand") {
+  TemporaryDirectory directory;
+  const auto space = make_space(directory, "bfloat16");
+  torch::nn::Sequential paged{nullptr}, by_hand = make_model();
+  torch::nn::BatchNorm1d norm{nullptr};
+  {
+    const auto outer = space->enter();
+    {
+      const auto inner = space->enter();
+      paged = make_model();
+    }
+    CHECK((paged->parameters()[0].scalar_type() == at::kFloat));  // a part of the outer scope
+    norm = torch::nn::BatchNorm1d(300);
+  }
+  for (at::Tensor& parameter : by_hand->parameters()) {
+    REQUIRE(space->page(parameter));
+    REQUIRE(space->mix(parameter));
+  }
+  for (const at::Tensor& parameter : paged->parameters()) {
+    CHECK((parameter.scalar_type() == at::kBFloat16));
+    CHECK((most_precise(parameter).scalar_type() == at::kFloat));
+    CHECK(parameter.requires_grad());
+  }
+  CHECK((norm->weight.scalar_type() == at::kBFloat16));
+  CHECK((norm->running_mean.scalar_type() == at::kFloat));
+  CHECK(train(paged) == train(by_hand));
+  for (std::size_t i = 0; i < paged->parameters().size(); ++i) {
+    CHECK(torch::equal(most_precise(paged->parameters()[i]), most_precise(by_hand->parameters()[i])));
+  }
+}
+
+TEST_CASE("parameters that operators made from factories get masters too, and temporaries do not") {
+  TemporaryDirectory directory;
+  const auto space = make_space(directory, "bfloat16");
+  torch::Tensor scaled, frozen;
+  {
+    const auto scope = space->enter();
+    scaled = (torch::randn({300, 300}) * 0.02).requires_grad_();
+    frozen = torch::randn({300, 300});
+    for (int i = 0; i < 3000; ++i) torch::ones({4, 4});
+  }
+  CHECK((scaled.scalar_type() == at::kBFloat16));
+  CHECK((frozen.scalar_type() == at::kFloat));
 }

@@ -236,6 +236,13 @@ void run(Call& call) {
   takes_quantised(call) ? run_dequantised(call, run_paged) : run_paged(call);
 }
 
+/// Tells the scope the tensors that may become parameters. Results are on the stack in place of the arguments.
+void note_results(const Call& call) {
+  for (std::size_t i = call.first; i < call.stack.size(); ++i) {
+    if (call.stack[i].isTensor()) note_result(call.stack[i].toTensor());
+  }
+}
+
 void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const std::size_t arguments = op.schema().arguments().size();
   Call call{op,
@@ -255,6 +262,7 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   } catch (const Error& error) {
     throw_translated(error, describe(call));
   }
+  if (scope_begins_parameters()) note_results(call);
   if (is_traced) Trace::span("operator", call.name(), begin, Trace::Clock::now());
 }
 

@@ -585,6 +585,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   choose_handling(config, options, separate, over_ranks, *domain);
   if (frontend == Frontend::cpp) refuse_settings_of_python(config, *domain);
+  if (frontend == Frontend::cpp && domain->mixes()) domain->begin_parameter = &mix_in;
   const CheckRanks check = check_of(config.check_ranks);
   const std::size_t device_bytes = options.device_bytes;
   const std::size_t gathered_bytes = over_ranks ? gathered_share(device_bytes, *domain, separate) : 0;

@@ -110,7 +110,8 @@ class Space : public std::enable_shared_from_this<Space> {
   bool page(at::Tensor& tensor, Role role = Role::parameter);
   /// Gives an initialised parameter that is paged here a master in master_dtype; operators see it in compute_dtype
   /// from now on. Optimizers, and all else that writes the whole parameter, use the master. False if there is nothing
-  /// to do. Throws BudgetError, DiskError.
+  /// to do. In C++, the end of a scope does this for floating-point parameters made in it that require gradients.
+  /// Call it for other ones: frozen parameters, and tensors that page() paged. Throws BudgetError, DiskError.
   bool mix(at::Tensor& parameter);
   /// Keeps the tensor whole on every rank from now on, whatever the stage. For buffers, which each rank may write
   /// from its own data.

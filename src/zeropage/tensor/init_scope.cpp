@@ -5,6 +5,7 @@
 #include <atomic>
 #include <exception>
 #include <optional>
+#include <unordered_set>
 #include <vector>
 
 #include "zeropage/base/errors.h"
@@ -17,6 +18,8 @@ namespace zeropage {
 /// A scope that a thread has entered. Only that thread uses it, except for `has_ended`: the scope's object may die on
 /// another thread. Each use of the thread's scopes first drops those that have ended.
 struct OpenScope {
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
   const std::shared_ptr<Domain> domain;
   const std::shared_ptr<OpenScope> outer;
   const bool outer_included = c10::impl::tls_is_dispatch_key_included(kPagedKey);
@@ -24,9 +27,22 @@ struct OpenScope {
   std::atomic<bool> has_ended = false;
   std::optional<SharedDraws> draws;                                // of the domain's outermost scope over ranks.
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // over ranks; not yet equal.
+  std::vector<WeakTensor> results;                                 // of operators, without repetitions.
+  std::unordered_set<const c10::TensorImpl*> is_result;
+  std::size_t forget_at = 1024;  // results
 
   OpenScope(std::shared_ptr<Domain> domain_, std::shared_ptr<OpenScope> outer_)
       : domain(std::move(domain_)), outer(std::move(outer_)) {}
+
+  void note(const at::Tensor& tensor) {
+    if (!is_result.insert(tensor.unsafeGetTensorImpl()).second) return;
+    results.emplace_back(tensor.getIntrusivePtr());
+    if (results.size() < forget_at) return;
+    std::erase_if(results, [&](const WeakTensor& result) {
+      return result.expired() && is_result.erase(result._unsafe_get_target()) > 0;
+    });
+    forget_at = std::max<std::size_t>(1024, 2 * results.size());
+  }
 };
 
 namespace {
@@ -43,6 +59,9 @@ OpenScope* scope_of(const Domain& domain, OpenScope* scope) {
 void hand_on(OpenScope& scope) {
   if (OpenScope* const outer = scope_of(*scope.domain, scope.outer.get())) {
     outer->created.insert(outer->created.end(), scope.created.begin(), scope.created.end());
+    for (const auto& result : scope.results) {
+      if (const auto alive = result.lock()) outer->note(at::Tensor(alive));
+    }
   } else {
     std::lock_guard lock(scope.domain->sharing_mutex);
     auto& created = scope.domain->created;
@@ -77,6 +96,18 @@ void check_place(const OpenScope& scope) {
   }
 }
 
+/// Prepares the parameters among a scope's results: leaves that require gradients. Other tensors may be buffers.
+void begin_parameters(const std::shared_ptr<Domain>& domain, const std::vector<OpenScope::WeakTensor>& results) {
+  for (const auto& result : results) {
+    auto alive = result.lock();
+    if (!alive) continue;
+    at::Tensor tensor(std::move(alive));
+    const auto* segment = segment_of(tensor);
+    const bool is_parameter = segment && segment->domain() == domain && tensor.is_leaf() && tensor.requires_grad();
+    if (is_parameter && tensor.is_floating_point()) domain->begin_parameter(domain, tensor);
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Domain> scope_domain() {
@@ -95,6 +126,16 @@ void note_created(Domain& domain, c10::weak_intrusive_ptr<c10::StorageImpl> stor
     std::lock_guard lock(domain.sharing_mutex);
     domain.created.push_back(std::move(storage));
   }
+}
+
+bool scope_begins_parameters() {
+  const auto domain = scope_domain();
+  return domain && domain->begin_parameter;
+}
+
+void note_result(const at::Tensor& tensor) {
+  const auto* segment = segment_of(tensor);
+  if (OpenScope* const scope = segment ? scope_of(*segment->domain(), innermost.get()) : nullptr) scope->note(tensor);
 }
 
 OutsideScopes::OutsideScopes() : outer_included_(c10::impl::tls_is_dispatch_key_included(kPagedKey)) {
@@ -139,7 +180,9 @@ void InitScope::leave() {
   check_place(*scope_);
   const auto scope = scope_;
   abandon();
-  if (!is_in_scope_of(*scope->domain)) start_equal(*scope->domain);
+  if (is_in_scope_of(*scope->domain)) return;
+  start_equal(*scope->domain);
+  if (scope->domain->begin_parameter) begin_parameters(scope->domain, scope->results);
 }
 
 void InitScope::abandon() noexcept {

@@ -21,13 +21,13 @@ class InitScope {
   /// leave() throws. The thread is in no scope whose object is dead. A destructor that may not throw, such as that of
   /// std::unique_ptr, ends the program with the message: call leave() first.
   ~InitScope() noexcept(false);
-  /// Ends the scope. Over ranks, all call it together: tensors made in the scope are then the same on all ranks. Does
-  /// nothing the second time.
+  /// Ends the scope. Over ranks, all call it together: tensors made in the scope are then the same on all ranks. In a
+  /// C++ program with compute_dtype, parameters made in it have masters from now on. Does nothing the second time.
   /// Throws AccessError, and changes nothing, on another thread or while a scope entered later is open. Throws
-  /// RankError if ranks fail; the scope has then ended.
+  /// RankError, BudgetError or DiskError if ranks or masters fail; the scope has then ended.
   void leave();
   /// Ends the scope from any thread and in any order, without communication: other ranks may not have come as far.
-  /// Over ranks, the tensors made in it are unusable.
+  /// Over ranks, the tensors made in it are unusable. In mixed precision, they have no masters.
   void abandon() noexcept;
   InitScope(const InitScope&) = delete;
   InitScope& operator=(const InitScope&) = delete;

@@ -15,6 +15,10 @@ std::shared_ptr<Domain> scope_domain();
 bool is_in_scope_of(const Domain& domain);
 /// Notes a storage made in a scope, which ranks must make equal. Does nothing outside of scopes.
 void note_created(Domain& domain, c10::weak_intrusive_ptr<c10::StorageImpl> storage);
+/// Whether the end of this thread's scope prepares parameters (Domain::begin_parameter).
+bool scope_begins_parameters();
+/// Notes a paged tensor that may become such a parameter.
+void note_result(const at::Tensor& tensor);
 
 /// Lets factories on this thread make ordinary tensors while it lives.
 class OutsideScopes {

@@ -188,6 +188,8 @@ struct Domain {
   std::atomic<std::uint64_t> creations = 0;
   ContractLog contract;  // of tensors that must stay the same on all ranks.
   Leaves leaves;         // that operators have met.
+  /// Prepares a parameter at the end of the scope that made it. Null: the frontend does so itself, or need not.
+  void (*begin_parameter)(const std::shared_ptr<Domain>& domain, at::Tensor& parameter) = nullptr;
 
   /// The file range of a tensor that a loader mapped from a file, if its home may stay there; else empty.
   SourceRange find_source(const at::TensorBase& tensor) const;
