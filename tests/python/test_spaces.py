@@ -210,3 +210,22 @@ def test_a_thread_that_trains_keeps_hooks_of_its_own(config):
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(train).result() == (0, 0)
     space.close()
+
+
+def test_a_scope_that_ends_on_another_thread_says_so(config):
+    space = zeropage.init(config)
+    with space, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(zeropage.AccessError, match="another thread"):
+            pool.submit(space.__exit__, None, None, None).result()
+        assert zeropage.is_paged(nn.Linear(64, 64).weight)
+    assert not zeropage.is_paged(nn.Linear(64, 64).weight)
+
+
+def test_scopes_that_end_in_the_wrong_order_say_so_and_leave_none_open(config):
+    outer, inner = zeropage.init(config), zeropage.init(config)
+    outer.__enter__()
+    with inner:
+        with pytest.raises(zeropage.AccessError, match="reverse order"):
+            outer.__exit__(None, None, None)
+        assert space_of(nn.Linear(64, 64).weight) is inner
+    assert not zeropage.is_paged(nn.Linear(64, 64).weight)
