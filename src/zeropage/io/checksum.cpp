@@ -6,15 +6,23 @@
 namespace zeropage {
 namespace {
 
-constexpr std::uint32_t kPolynomial = 0x82f63b78;  // reflected
+// Polynomials, reflected.
+constexpr std::uint32_t kCastagnoli = 0x82f63b78, kZlib = 0xedb88320;
 
-constexpr auto kTables = [] {
-  std::array<std::array<std::uint32_t, 256>, 8> tables{};
+using Table = std::array<std::uint32_t, 256>;
+
+constexpr Table table_of(std::uint32_t polynomial) {
+  Table table{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     std::uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? kPolynomial : 0);
-    tables[0][byte] = crc;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? polynomial : 0);
+    table[byte] = crc;
   }
+  return table;
+}
+
+constexpr auto kTables = [] {
+  std::array<Table, 8> tables{table_of(kCastagnoli)};
   for (std::size_t i = 1; i < 8; ++i) {
     for (std::size_t byte = 0; byte < 256; ++byte) {
       tables[i][byte] = (tables[i - 1][byte] >> 8) ^ tables[0][tables[i - 1][byte] & 255];
@@ -29,8 +37,8 @@ std::uint64_t load(const std::byte* at) {
   return word;
 }
 
-std::uint32_t step(std::uint32_t crc, std::byte byte) {
-  return (crc >> 8) ^ kTables[0][(crc ^ static_cast<std::uint32_t>(byte)) & 255];
+std::uint32_t step(std::uint32_t crc, std::byte byte, const Table& table = kTables[0]) {
+  return (crc >> 8) ^ table[(crc ^ static_cast<std::uint32_t>(byte)) & 255];
 }
 
 /// Eight bytes at a time by tables.
@@ -70,6 +78,13 @@ Extend fastest() {
 std::uint32_t crc32c(std::uint32_t crc, std::span<const std::byte> data) {
   static const Extend extend = fastest();
   return ~extend(~crc, data.data(), data.size());
+}
+
+std::uint32_t crc32(std::uint32_t crc, std::span<const std::byte> data) {
+  static constexpr Table table = table_of(kZlib);
+  crc = ~crc;
+  for (const std::byte byte : data) crc = step(crc, byte, table);
+  return ~crc;
 }
 
 }  // namespace zeropage
