@@ -32,6 +32,12 @@ namespace c10d {
 class ProcessGroup;
 }
 
+namespace torch::nn {
+class Module;
+template <typename Contained>
+class ModuleHolder;
+}  // namespace torch::nn
+
 namespace zeropage {
 
 class Activations;
@@ -108,6 +114,14 @@ class Space : public std::enable_shared_from_this<Space> {
   /// it is too small or of a kind that cannot be paged. Over ranks, call start_equal() after the last one; each rank
   /// keeps its own content of a partitioned tensor's share. Throws BudgetError, DiskError, AccessError, RankError.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
+  /// Pages all parameters, buffers and gradients of a module, in place, and calls mix() for its parameters. The module
+  /// may be built inside or outside a scope. Over ranks, all ranks call it together, with equal content.
+  void page(torch::nn::Module& module);
+  /// The same for a holder, such as torch::nn::Sequential.
+  template <class Contained>
+  void page(const torch::nn::ModuleHolder<Contained>& module) {
+    page(*module.ptr());
+  }
   /// Gives an initialised parameter that is paged here a master in master_dtype; operators see it in compute_dtype
   /// from now on. Optimizers, and all else that writes the whole parameter, use the master. False if there is nothing
   /// to do. In C++, the end of a scope does this for floating-point parameters made in it that require gradients.
