@@ -738,7 +738,9 @@ Report Space::report() const {
                 .wasted_bytes = domain_->wasted_bytes.load(),
                 .collectives = traffic.collectives,
                 .io = std::string(cache.io_name()),
-                .unpaged_operators = domain_->unpaged_operators.counts()};
+                .unpaged_operators = domain_->unpaged_operators.counts(),
+                .seconds = std::chrono::duration<double>(Clock::now() - made_).count(),
+                .disk_endurance = std::stoull(config_.disk_endurance)};
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
       if (stats.home_peak[role][tier] == 0) continue;

@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iosfwd>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/page/kinds.h"
 #include "zeropage/space/config.h"
 #include "zeropage/tensor/init_scope.h"
@@ -72,8 +74,22 @@ struct Report {
   std::size_t collectives;                       // that moved data.
   std::string io;
   std::vector<std::pair<std::string, std::size_t>>
-      unpaged_operators;  // operators that a rule could have run, with counts
+      unpaged_operators;           // operators that a rule could have run, with counts
+  double seconds = 0;              // since the space was made.
+  std::size_t disk_endurance = 0;  // the setting: bytes that may be written over the drive's life; 0: unknown.
 };
+
+/// The cause of most waits: "disk", "upload", "gather" or "memory", or "compute" if none reaches 5 % of the time.
+struct Bound {
+  std::string cause;
+  double share;  // of the time. Several threads that wait at once count each.
+  std::string advice;
+};
+Bound bound_by(const Report& report);
+
+/// Tables for people to read, with the cause of most waits and advice. Python prints the same.
+std::string to_string(const Report& report);
+std::ostream& operator<<(std::ostream& out, const Report& report);
 
 /// The ranks that share a space's tensors. Any c10d groups serve, so that zeropage combines with other parallelism.
 /// To fill one in, a program includes torch's ProcessGroup.hpp. With a replica group, tensors are partitioned inside
@@ -171,6 +187,7 @@ class Space : public std::enable_shared_from_this<Space> {
   Space(Config config, std::shared_ptr<Domain> domain) : config_(std::move(config)), domain_(std::move(domain)) {}
   Config config_;
   std::shared_ptr<Domain> domain_;
+  const Clock::time_point made_ = Clock::now();
 };
 
 bool is_paged(const at::Tensor& tensor);

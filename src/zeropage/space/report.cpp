@@ -1,0 +1,160 @@
+// The text of a report: tables, the cause of most waits, and advice. Python's _report.py prints the same, and also
+// differences and shares of reports; a test compares the two.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <ostream>
+
+#include "zeropage/space/space.h"
+
+namespace zeropage {
+namespace {
+
+using Row = std::vector<std::string>;
+
+constexpr double kSecondsOfDay = 86'400, kDaysOfYear = 365.25;
+
+/// Puts commas between thousands: "1234.5" -> "1,234.5".
+std::string with_commas(std::string number) {
+  for (std::size_t i = std::min(number.find('.'), number.size()); i > 3;) number.insert(i -= 3, 1, ',');
+  return number;
+}
+std::string counted(std::size_t count) { return with_commas(std::to_string(count)); }
+std::string megabytes(std::size_t bytes) {
+  return with_commas(fmt::format("{:.1f}", static_cast<double>(bytes) / 1e6)) + " MB";
+}
+
+/// A table as Python's tabulate prints it. The columns from `numbers` on are at the right.
+std::string table(const Row& headers, const std::vector<Row>& rows, std::size_t numbers) {
+  std::vector<std::size_t> widths;
+  for (const std::string& header : headers) widths.push_back(header.size() + 2);
+  for (const Row& row : rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  Row lines;
+  const auto add_line = [&](const Row& row, char fill) {
+    std::string line;
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const std::string blanks(widths[i] - row[i].size(), fill);
+      const bool is_number = i >= numbers && !rows.empty();
+      line += (i > 0 ? "  " : "") + (is_number ? blanks + row[i] : row[i] + blanks);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    lines.push_back(std::move(line));
+  };
+  add_line(headers, ' ');
+  add_line(Row(headers.size()), '-');
+  for (const Row& row : rows) add_line(row, ' ');
+  return fmt::format("{}", fmt::join(lines, "\n"));
+}
+
+double written_per_day(const Report& report) {
+  return report.seconds > 0 ? static_cast<double>(report.written_bytes) / report.seconds * kSecondsOfDay : 0;
+}
+
+/// Years until the drive is worn at the rate of this report; 0 if that is unknown.
+double disk_years(const Report& report) {
+  if (report.disk_endurance == 0 || report.written_bytes == 0) return 0;
+  return static_cast<double>(report.disk_endurance) / written_per_day(report) / kDaysOfYear;
+}
+
+std::string wear_warning(double years) {
+  if (years == 0 || years >= 1) return "";
+  return fmt::format(
+      "WARNING: at this rate training uses up disk_endurance in {:.0f} days; keep more states in the host "
+      "(optimizer=\"host\"), or shrink them (optimizer_dtype=\"8bit\")",
+      years * kDaysOfYear);
+}
+
+std::vector<Row> moved(const Report& report) {
+  std::vector<Row> rows{
+      {"faults", counted(report.faults)},
+      {"evictions", counted(report.evictions)},
+      {"read from disk", megabytes(report.read_bytes)},
+      {"written to disk", megabytes(report.written_bytes)},
+      {"written to disk a day, at this rate",
+       with_commas(fmt::format("{:.2f}", written_per_day(report) / 1e12)) + " TB"},
+      {"copied to the device", megabytes(report.uploaded_bytes)},
+      {"copied from the device", megabytes(report.downloaded_bytes)},
+      {"swap file", megabytes(report.swap_bytes)},
+      {"waited, all causes", fmt::format("{:.2f} s", report.waited_total)},
+      {"waited for the disk", fmt::format("{:.2f} s", report.waited_for_disk)},
+      {"I/O by", report.io},
+  };
+  const auto add = [&](const char* name, std::string value) { rows.push_back({name, std::move(value)}); };
+  if (const double years = disk_years(report)) {
+    add("the drive is worn after, at this rate", fmt::format("{:.2g} years", years));
+  }
+  if (report.file_bytes) add("in files of a loader", megabytes(report.file_bytes));
+  if (report.updated_in_host || report.updated_on_device) {
+    add("elements updated in the host", counted(report.updated_in_host));
+    add("elements updated on the device", counted(report.updated_on_device));
+  }
+  if (report.early_updates) {
+    add("early updates of a parameter", counted(report.early_updates));
+    add("early updates that the step accepted", counted(report.updates_committed));
+    add("wasted by the other early updates", megabytes(report.wasted_bytes));
+  }
+  if (report.nonfinite_grads) add("values in gradients that were not finite", counted(report.nonfinite_grads));
+  if (report.ranks > 1) {
+    add("ranks", std::to_string(report.ranks));
+    add("sent in all-gathers", megabytes(report.gathered_bytes));
+    add("sent in sums of gradients", megabytes(report.reduced_bytes));
+    add("sent to start equal", megabytes(report.broadcast_bytes));
+    add("sent in checks and norms", megabytes(report.control_bytes));
+    add("collectives", counted(report.collectives));
+  }
+  return rows;
+}
+
+}  // namespace
+
+Bound bound_by(const Report& report) {
+  const std::pair<double, Bound> waits[] = {
+      {report.waited_for_disk,
+       {"disk", 0,
+        "raise host_memory; store fewer bytes (compute_dtype, master_dtype='float32_split', optimizer_dtype); use "
+        "more tokens a step; add disks to disk_path"}},
+      {report.waited_for_upload,
+       {"upload", 0,
+        "raise device_memory; set compute_dtype, which halves the traffic; set optimizer_device='host'; use more "
+        "tokens a step"}},
+      {report.waited_for_gather,
+       {"gather", 0,
+        "use more tokens a step; raise device_memory, so that gathered tensors stay; set stage=2, or use a shard "
+        "group of fewer ranks"}},
+      {report.waited_for_memory,
+       {"memory", 0, "raise device_memory and host_memory: reads wait until other pages have left memory"}}};
+  const auto& most = *std::ranges::max_element(waits, {}, [](const auto& wait) { return wait.first; });
+  const double share = report.seconds > 0 ? most.first / report.seconds : 0;
+  if (share < 0.05) return {"compute", 1 - share, "transfers are hidden behind it"};
+  return {most.second.cause, share, most.second.advice};
+}
+
+std::string to_string(const Report& report) {
+  std::vector<Row> homes, budgets;
+  for (const auto& [role, tier, now, peak] : report.homes) {
+    homes.push_back({role, tier, megabytes(now), megabytes(peak)});
+  }
+  for (const auto& [name, now, peak, limit] : report.budgets) {
+    budgets.push_back({name, megabytes(now), megabytes(peak), megabytes(limit)});
+  }
+  const Bound bound = bound_by(report);
+  Row parts{table({"role", "tier", "now", "peak"}, homes, 2), table({"budget", "now", "peak", "limit"}, budgets, 1),
+            table({"moved", ""}, moved(report), 1),
+            fmt::format("bound by {}: {:.0f}% of {:.1f} s; {}", bound.cause, 100 * bound.share, report.seconds,
+                        bound.advice)};
+  if (const std::string warning = wear_warning(disk_years(report)); !warning.empty()) parts.push_back(warning);
+  if (!report.unpaged_operators.empty()) {
+    auto calls = report.unpaged_operators;
+    std::ranges::stable_sort(calls, std::ranges::greater(), &std::pair<std::string, std::size_t>::second);
+    std::vector<Row> rows;
+    for (const auto& [name, count] : calls) rows.push_back({name, std::to_string(count)});
+    parts.push_back(table({"operator that loaded complete tensors", "calls"}, rows, 1));
+  }
+  return fmt::format("{}", fmt::join(parts, "\n\n"));
+}
+
+std::ostream& operator<<(std::ostream& out, const Report& report) { return out << to_string(report); }
+
+}  // namespace zeropage
