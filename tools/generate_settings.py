@@ -71,6 +71,9 @@ namespace zeropage {{
 struct Config {{
 {members}
 
+  /// Reads the file of one JSON object that Python's zeropage.init(path) reads. Throws ConfigError, with the file, for
+  /// one that cannot be read or is no such object, and for an unknown name.
+  static Config from_file(const std::string& path);
   /// Sets a setting by its name; Space::make() checks the value. Throws ConfigError for an unknown name, and lists
   /// the known ones.
   void set(std::string_view name, std::string value);

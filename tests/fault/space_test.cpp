@@ -1,6 +1,9 @@
 #include <doctest/doctest.h>
 #include <torch/torch.h>
 
+#include <fstream>
+#include <sstream>
+
 #include "temporary_directory.h"
 #include "zeropage/rules/windows.h"
 #include "zeropage/zeropage.h"
@@ -104,4 +107,38 @@ TEST_CASE("a page whose first window was overwritten has its old content if the 
     for_each_window(operands, Chunking::vectors, write, &progress);
     CHECK(all_are(5.0f));
   }
+}
+
+TEST_CASE("settings come from a file of JSON") {
+  TemporaryDirectory directory;
+  const std::string path = directory.path() + "/settings.json";
+  const auto read = [&](const std::string& text) {
+    std::ofstream(path) << text;
+    return Config::from_file(path);
+  };
+  const Config config =
+      read(R"({"states": "disk", "device_memory": 4000000, "lazy_load": false, "disk_path": ["/a", "/b"]})");
+  CHECK(config.states == "disk");
+  CHECK(config.device_memory == "4000000");
+  CHECK(config.lazy_load == "false");
+  CHECK(config.disk_path == "/a:/b");
+  CHECK_THROWS_WITH_AS(read("{\n \"states\" \"disk\"}"),
+                       doctest::Contains("settings.json' is not JSON: ':' is missing at line 2"), ConfigError);
+  CHECK_THROWS_WITH_AS(read("[]"), doctest::Contains("must hold one JSON object"), ConfigError);
+  CHECK_THROWS_WITH_AS(read(R"({"colour": 1})"), doctest::Contains("settings.json', \"colour\": "), ConfigError);
+  CHECK_THROWS_WITH_AS(read(R"({"states": {}})"), doctest::Contains("\"states\": a setting is"), ConfigError);
+  CHECK_THROWS_WITH_AS(Config::from_file(directory.path() + "/none"), doctest::Contains("No such file"), ConfigError);
+  CHECK_THROWS_WITH_AS(Config::from_file(directory.path()), doctest::Contains("Is a directory"), ConfigError);
+}
+
+TEST_CASE("a report prints tables and advice") {
+  TemporaryDirectory directory;
+  const auto space = make_small_space(directory);
+  torch::nn::Linear module(200, 200);
+  space->page(module);
+  CHECK(is_paged(module->weight));
+  std::ostringstream text;
+  text << space->report();
+  CHECK(text.str().find("parameter  host") != std::string::npos);
+  CHECK(text.str().find("bound by ") != std::string::npos);
 }
