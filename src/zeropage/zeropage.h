@@ -3,6 +3,7 @@
 #pragma once
 
 #include "zeropage/base/errors.h"             // ConfigError, BudgetError, DiskError, AccessError
+#include "zeropage/checkpoint/checkpoint.h"   // save, load: a module and its optimizer, as in Python
 #include "zeropage/checkpoint/snapshot.h"     // Snapshot: present content of tensors, written while training goes on
 #include "zeropage/checkpoint/tensor_file.h"  // TensorFileWriter, TensorFolderReader: tensors in files, page by page
 #include "zeropage/space/config.h"            // Config: tiers of each role, budgets

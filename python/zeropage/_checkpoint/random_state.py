@@ -20,7 +20,9 @@ def get() -> dict[str, Any]:
 
 
 def set(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
+    """Restore the generators whose states are there: C++ saves only those of torch."""
+    if "python" in state:
+        random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(state["numpy"])
