@@ -18,6 +18,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/space/frontend.h"
 #include "zeropage/space/space.h"
 #include "zeropage/store/file_memory.h"
 #include "zeropage/tensor/leaves.h"

@@ -14,6 +14,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/speculation.h"
+#include "zeropage/space/frontend.h"
 #include "zeropage/space/space.h"
 
 namespace zeropage {
