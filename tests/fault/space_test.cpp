@@ -47,9 +47,10 @@ TEST_CASE("settings are checked by name and by value") {
 TEST_CASE("settings that need hooks of Python are errors in C++") {
   TemporaryDirectory directory;
   const std::tuple<const char*, const char*, const char*> refused[] = {
-      {"activations", "disk", "write \"device\""},     {"activations", "host", "write \"device\""},
-      {"optimizer_dtype", "8bit", "write \"auto\""},   {"optimizer_dtype", "bfloat16", "write \"auto\""},
-      {"async_step", "false", "Space::synchronize()"}, {"early_update", "always", "\"never\""}};
+      {"activations", "disk", "write \"device\""},
+      {"activations", "host", "write \"device\""},
+      {"optimizer_dtype", "8bit", "write \"auto\""},
+      {"optimizer_dtype", "bfloat16", "write \"auto\""}};
   for (const auto& [setting, value, remedy] : refused) {
     Config config;
     config.device = "cpu", config.states = "disk", config.disk_path = directory.path();
@@ -60,6 +61,26 @@ TEST_CASE("settings that need hooks of Python are errors in C++") {
     CHECK_THROWS_WITH_AS(Space::make(config), doctest::Contains(remedy), ConfigError);
     CHECK_NOTHROW(Space::make(config, Frontend::python));
   }
+}
+
+TEST_CASE("async_step = false leaves no pending update behind a step of libtorch's") {
+  TemporaryDirectory directory;
+  const auto space = Space::make({.states = "disk",
+                                  .disk_path = directory.path(),
+                                  .device_memory = "4MB",
+                                  .host_memory = "4MB",
+                                  .device = "cpu",
+                                  .async_step = "false"});
+  torch::Tensor weight;
+  {
+    const auto scope = space->enter();
+    weight = torch::ones({500, 400}).requires_grad_();
+  }
+  torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.5));
+  weight.sum().backward();
+  optimizer.step();
+  CHECK_FALSE(segment_of(weight)->is_deferred());
+  CHECK(weight.mean().item<float>() == 0.5f);
 }
 
 TEST_CASE("a space outlives its owner as long as a tensor of it lives") {

@@ -158,9 +158,12 @@ def test_cpp_loads_what_python_saved_and_gives_it_back(kind, cpp, disk):
     assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_mixed_precision_moves_masters(cpp, disk):
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("master_dtype", ["float32", "float32_split"])
+def test_mixed_precision_moves_masters(master_dtype, ranks, cpp, disk):
+    mixed = {"compute_dtype": "bfloat16", "master_dtype": master_dtype}
     folder = pathlib.Path(disk) / "checkpoint"
-    saved = cpp("train", folder, "AdamW", compute_dtype="bfloat16")
+    saved = cpp("train", folder, "AdamW", ranks, **mixed)
     assert saved["model/0.weight"].dtype == torch.float32
     plain = build_model(norm=torch.nn.LayerNorm)
     optimizer = OPTIMIZERS["AdamW"](list(plain.parameters()))
@@ -168,7 +171,7 @@ def test_mixed_precision_moves_masters(cpp, disk):
     assert_same(saved, dump_of(plain, optimizer))
     train(plain, optimizer)
     zeropage.save(folder, plain, optimizer)
-    assert_same(cpp("load", folder, "AdamW", compute_dtype="bfloat16"), dump_of(plain, optimizer))
+    assert_same(cpp("load", folder, "AdamW", ranks, **mixed), dump_of(plain, optimizer))
 
 
 def arrays_of(model, optimizer):

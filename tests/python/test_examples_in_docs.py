@@ -202,7 +202,8 @@ def run_on_a_rank(code, folder):
 
 def test_the_program_in_the_page_on_cpp_builds_and_runs(tmp_path, disk):
     page = (ROOT / "docs/guides/cpp.md").read_text()
-    (program,) = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)
+    program, checkpoints = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)
+    program = program.replace("  space->synchronize();", f"{checkpoints}  space->synchronize();")
     (project,) = re.findall(r"```cmake\n(.*?)```", page, re.DOTALL)
     (tmp_path / "train.cpp").write_text(program.replace("/var/tmp", str(disk)))
     (tmp_path / "CMakeLists.txt").write_text(project)
@@ -212,8 +213,9 @@ def test_the_program_in_the_page_on_cpp_builds_and_runs(tmp_path, disk):
         ["cmake", "--build", tmp_path / "build"],
         [tmp_path / "build/train"],
     ):
-        ran = subprocess.run(command, capture_output=True, text=True)
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=disk)
         assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    assert zeropage.latest_checkpoint(pathlib.Path(disk) / "runs/a").name == "step-1000"
     losses = [float(line.split()[1]) for line in ran.stdout.splitlines()]
     assert len(losses) == 10 and losses[-1] < losses[0]
 

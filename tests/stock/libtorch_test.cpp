@@ -32,7 +32,7 @@ std::shared_ptr<Space> make_space(const char* device_memory = "8MB", const char*
   return Space::make(config);
 }
 
-torch::nn::Sequential make_model() {
+torch::nn::Sequential make_network() {
   return torch::nn::Sequential(torch::nn::Linear(256, 512), torch::nn::GELU(), torch::nn::Linear(512, 256),
                                torch::nn::BatchNorm1d(256));
 }
@@ -75,7 +75,7 @@ const auto options = torch::optim::AdamWOptions(1e-3).weight_decay(0.1);
 TEST_CASE("stock archives of a paged module and its optimizer resume to the bit, and all stays paged") {
   const Folder folder;
   torch::manual_seed(1);
-  auto plain = make_model();
+  auto plain = make_network();
   torch::optim::AdamW plain_optimizer(plain->parameters(), options);
   train(plain, plain_optimizer, 0, 6);
 
@@ -85,7 +85,7 @@ TEST_CASE("stock archives of a paged module and its optimizer resume to the bit,
     torch::manual_seed(1);
     auto model = [&] {
       const auto scope = space->enter();
-      return make_model();
+      return make_network();
     }();
     torch::optim::AdamW optimizer(model->parameters(), options);
     train(model, optimizer, 0, 3);
@@ -101,7 +101,7 @@ TEST_CASE("stock archives of a paged module and its optimizer resume to the bit,
     torch::manual_seed(2);
     auto model = [&] {
       const auto scope = space->enter();
-      return make_model();
+      return make_network();
     }();
     torch::optim::AdamW optimizer(model->parameters(), options);
     const auto load = [&] {
@@ -121,7 +121,7 @@ TEST_CASE("stock archives of a paged module and its optimizer resume to the bit,
     CHECK(are_equal(*plain, *model));
   }
   // A plain program reads what the paged one wrote.
-  auto other = make_model();
+  auto other = make_network();
   torch::optim::AdamW other_optimizer(other->parameters(), options);
   torch::load(other, folder.file("model.pt"));
   torch::load(other_optimizer, folder.file("optimizer.pt"));
@@ -157,10 +157,10 @@ TEST_CASE("Module::to and set_data keep tensors in their space") {
   torch::manual_seed(1);
   {
     const auto scope = space->enter();
-    model = make_model();
+    model = make_network();
   }
   torch::manual_seed(1);
-  auto plain = make_model();
+  auto plain = make_network();
   for (const auto dtype : {torch::kDouble, torch::kBFloat16, torch::kFloat}) {
     model->to(dtype);
     plain->to(dtype);

@@ -8,6 +8,7 @@
 #include "zeropage/base/errors.h"
 #include "zeropage/base/json.h"
 #include "zeropage/base/units.h"
+#include "zeropage/space/frontend.h"
 #include "zeropage/space/space.h"
 
 namespace zeropage {

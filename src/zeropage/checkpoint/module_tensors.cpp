@@ -9,6 +9,7 @@
 
 #include <map>
 
+#include "zeropage/space/frontend.h"
 #include "zeropage/space/space.h"
 
 namespace zeropage {

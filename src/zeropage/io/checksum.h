@@ -1,5 +1,6 @@
 // Checksums of checkpoints, so that a changed byte is an error and not a wrong number. CRC-32C (Castagnoli) covers
-// tensors. iSCSI, ext4 and most storage formats use it: RFC 3720, appendix B.4. CRC-32, as in zlib, covers small files.
+// tensors. iSCSI, ext4 and most storage formats use it: RFC 3720, appendix B.4. CRC-32, as in zlib, covers small
+// files.
 #pragma once
 
 #include <cstddef>

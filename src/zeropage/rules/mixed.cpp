@@ -71,7 +71,8 @@ void materialise(const at::Tensor& tensor, const at::Tensor& master) {
 }
 
 bool is_norm(const Call& call) {
-  return call.name() == "aten::linalg_vector_norm" || call.name() == "aten::norm" || call.name() == "aten::_foreach_norm";
+  return call.name() == "aten::linalg_vector_norm" || call.name() == "aten::norm" ||
+         call.name() == "aten::_foreach_norm";
 }
 
 /// Whether a call that writes none of its arguments must run on masters: if it needs only metadata, or if another

@@ -218,7 +218,8 @@ bool run_norm(Call& call) {
   if (!segment || call.needs_autograd()) return false;
   const bool is_short = call.arguments == 2;
   if (!is_short && (!call.argument(2).isNone() || call.argument(3).toBool())) return false;
-  if (is_short && !at::isFloatingType(self.scalar_type()) && !self.is_complex()) return false;  // its error is torch's
+  if (is_short && !at::isFloatingType(self.scalar_type()) && !self.is_complex())
+    return false;  // its error is torch's
   const double ord = call.argument(1).toScalar().toDouble();
   const auto dtype = is_short ? std::nullopt : call.argument(4).toOptional<c10::ScalarType>();
   double norm = 0;

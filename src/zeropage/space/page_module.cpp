@@ -1,6 +1,7 @@
 #include <torch/nn/module.h>
 
 #include "zeropage/space/space.h"
+#include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
 

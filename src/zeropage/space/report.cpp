@@ -1,6 +1,7 @@
 // The text of a report: tables, the cause of most waits, and advice. Python's _report.py prints the same, and also
 // differences and shares of reports; a test compares the two.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <ostream>

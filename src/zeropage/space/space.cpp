@@ -409,12 +409,6 @@ std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, c
     throw;
   }
   agreement.confirm("");
-  // [Note: interposition] in stock/libtorch.cpp.
-  if (!has_error_translator() && !defines_first("_ZNK2at10TensorBase8set_dataERKS0_")) {
-    TORCH_WARN_ONCE(
-        "zeropage is linked after torch: torch::load, Module::to and set_data take tensors out of the budgets, and "
-        "torch::save throws; name zeropage::zeropage before torch's libraries in the link line");
-  }
   return made;
 }
 
@@ -528,6 +522,9 @@ void choose_where_to_update(Config& config, const CacheOptions& options, const G
   domain.updates_where_all_fits = config.optimizer_device == "auto";
 }
 
+/// Whether libtorch calls the functions of stock/ ([Note: interposition] in stock/libtorch.cpp).
+bool is_before_torch() { return defines_first("_ZNK2at10TensorBase8set_dataERKS0_"); }
+
 /// Throws ConfigError for settings that have no effect without Python's hooks.
 void refuse_settings_of_python(const Config& config, const Domain& domain) {
   if (domain.tiers[static_cast<int>(Role::activation)] != TierChoice::device) {
@@ -541,16 +538,10 @@ void refuse_settings_of_python(const Config& config, const Domain& domain) {
         "moments so; write \"auto\"",
         config.optimizer_dtype));
   }
-  if (!domain.async_step) {
+  if (!is_before_torch() && (!domain.async_step || config.early_update == "always")) {
     throw ConfigError(fmt::format(
-        "async_step = \"{}\" has no effect on torch::optim, whose steps have no hooks; write \"true\", and call "
-        "Space::synchronize() after optimizer.step()",
-        config.async_step));
-  }
-  if (config.early_update == "always") {
-    throw ConfigError(
-        "early_update = \"always\" is for optimizers of Python, which announce their numbers; write \"auto\" or "
-        "\"never\"");
+        "{} has no effect, because zeropage is linked after torch: name zeropage::zeropage before torch's libraries",
+        domain.async_step ? "early_update = \"always\"" : "async_step = \"false\""));
   }
 }
 
@@ -585,6 +576,11 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   choose_handling(config, options, separate, over_ranks, *domain);
   if (frontend == Frontend::cpp) refuse_settings_of_python(config, *domain);
+  if (frontend == Frontend::cpp && !is_before_torch()) {
+    TORCH_WARN_ONCE(
+        "zeropage is linked after torch: torch::load, Module::to and set_data take tensors out of the budgets, and "
+        "torch::save throws; name zeropage::zeropage before torch's libraries in the link line");
+  }
   if (frontend == Frontend::cpp && domain->mixes()) domain->begin_parameter = &mix_in;
   const CheckRanks check = check_of(config.check_ranks);
   const std::size_t device_bytes = options.device_bytes;

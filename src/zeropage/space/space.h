@@ -130,8 +130,8 @@ class Space : public std::enable_shared_from_this<Space> {
   /// it is too small or of a kind that cannot be paged. Over ranks, call start_equal() after the last one; each rank
   /// keeps its own content of a partitioned tensor's share. Throws BudgetError, DiskError, AccessError, RankError.
   bool page(at::Tensor& tensor, Role role = Role::parameter);
-  /// Pages all parameters, buffers and gradients of a module, in place, and calls mix() for its parameters. The module
-  /// may be built inside or outside a scope. Over ranks, all ranks call it together, with equal content.
+  /// Pages all parameters, buffers and gradients of a module, in place, and calls mix() for its parameters. The
+  /// module may be built inside or outside a scope. Over ranks, all ranks call it together, with equal content.
   void page(torch::nn::Module& module);
   /// The same for a holder, such as torch::nn::Sequential.
   template <class Contained>
