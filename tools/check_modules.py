@@ -17,8 +17,8 @@ MAY_USE = {
     "rules": ["base", "page", "comm", "plan", "pager", "kernels", "tensor"],
     "train": ["base", "page", "comm", "plan", "pager", "tensor", "rules"],
     "fault": ["base", "store", "page", "comm", "pager", "tensor", "rules", "train"],
-    "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules"],
     "space": ["base", "io", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules", "train", "fault"],
+    "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules", "space"],
     "stock": ["base", "store", "page", "pager", "tensor", "rules", "train", "fault", "space"],
 }
 WITHOUT_TORCH = ["io", "plan", "store", "page", "pager", "kernels"]

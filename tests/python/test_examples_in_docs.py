@@ -202,8 +202,10 @@ def run_on_a_rank(code, folder):
 
 def test_the_program_in_the_page_on_cpp_builds_and_runs(tmp_path, disk):
     page = (ROOT / "docs/guides/cpp.md").read_text()
-    program, checkpoints = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)
+    program, checkpoints, ranks, files = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)
     program = program.replace("  space->synchronize();", f"{checkpoints}  space->synchronize();")
+    (pathlib.Path(disk) / "block.bin").write_bytes(bytes(1 << 20))
+    program = ranks + files + program.replace("int main() {", 'int main() {\n  read_a_block("block.bin");')
     (project,) = re.findall(r"```cmake\n(.*?)```", page, re.DOTALL)
     (tmp_path / "train.cpp").write_text(program.replace("/var/tmp", str(disk)))
     (tmp_path / "CMakeLists.txt").write_text(project)
