@@ -118,6 +118,11 @@ void bind_exceptions(py::module_& module) {
 class PythonScope {
  public:
   explicit PythonScope(std::shared_ptr<Space> space) : space_(std::move(space)) {}
+  ~PythonScope() {
+    if (scope_) scope_->abandon();  // nobody has left it: the program ends, or its __enter__ failed
+  }
+  PythonScope(PythonScope&&) = default;
+  PythonScope& operator=(PythonScope&&) = default;
   void enter() { scope_ = std::unique_ptr<InitScope>(new InitScope(space_->enter())); }
   void leave(bool failed) {
     const auto scope = std::exchange(scope_, nullptr);

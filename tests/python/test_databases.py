@@ -315,6 +315,13 @@ def train_with(info, inputs, dtype, space=None):
     return [p.detach() for p in model.parameters()], optimizer.state_dict()["state"]
 
 
+def is_unsteady(plain, expected, actual):
+    """Whether plain PyTorch differs from itself, as fused SGD does in 16 bits, and also gives `actual`."""
+    others = [plain() for _ in range(24)]
+    differs_from_itself = any(difference(expected, other) for other in others)
+    return differs_from_itself and any(not difference(other, actual) for other in others)
+
+
 @cases(("shared", torch.float32), ("own", torch.bfloat16), ("own", torch.complex64), dtypes=DTYPES[:3])
 def test_optimizers_give_the_bits_of_plain_pytorch(dtype, twins):
     wrong, ran = {}, 0
@@ -329,7 +336,8 @@ def test_optimizers_give_the_bits_of_plain_pytorch(dtype, twins):
                     wrong[name] = f"{actual!r} instead of {expected!r}"
                 continue
             ran += 1
-            if outcome := difference(expected, actual):
+            outcome = difference(expected, actual)
+            if outcome and not is_unsteady(lambda: train_with(info, inputs, dtype), expected, actual):
                 wrong[name] = outcome
     assert not wrong
     assert ran >= 5 * len(optim_db)

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "zeropage/space/frontend.h"
 #include "zeropage/zeropage.h"
 
 using namespace zeropage;
@@ -20,7 +21,8 @@ struct Folder {
   std::string file(const char* name) const { return path / name; }
 };
 
-std::shared_ptr<Space> make_space(const char* device_memory = "8MB", const char* host_memory = "4MB") {
+std::shared_ptr<Space> make_space(const char* device_memory = "8MB", const char* host_memory = "4MB",
+                                  const char* compute_dtype = "auto") {
   Config config;
   config.states = "disk";
   config.disk_path = "/var/tmp";
@@ -28,6 +30,7 @@ std::shared_ptr<Space> make_space(const char* device_memory = "8MB", const char*
   config.device_memory = device_memory;
   config.host_memory = host_memory;
   config.tiling = "exact";
+  config.compute_dtype = compute_dtype;
   config.min_page_bytes = "4KB";
   return Space::make(config);
 }
@@ -151,6 +154,47 @@ TEST_CASE("a tensor larger than device_memory is saved and loaded by stock calls
         large.slice(0, 5'000'000, 5'100'000).sum().item<double>());
 }
 
+TEST_CASE("an archive in float32 becomes masters under compute_dtype, and torch::save refuses to lose masters") {
+  const Folder folder;
+  torch::manual_seed(1);
+  auto plain = make_network();
+  torch::save(plain, folder.file("float32.pt"));
+  const auto space = make_space("8MB", "4MB", "bfloat16");
+  torch::nn::Sequential model;
+  {
+    const auto scope = space->enter();
+    model = make_network();
+  }
+  torch::load(model, folder.file("float32.pt"));
+  const auto parameters = model->parameters(), expected = plain->parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    CAPTURE(i);
+    CHECK((parameters[i].scalar_type() == torch::kBFloat16));
+    CHECK(torch::equal(plain_copy(saved(parameters[i])), expected[i]));
+  }
+  CHECK_THROWS_WITH_AS(torch::save(model, folder.file("lost.pt")), doctest::Contains("zeropage::save"), Error);
+}
+
+TEST_CASE("states that an optimizer loads into a space in the host are paged at its next step") {
+  const Folder folder;
+  Config config;
+  config.states = "host", config.device = "cpu", config.min_page_bytes = "4KB";
+  config.device_memory = config.host_memory = "32MB";
+  const auto space = Space::make(config);
+  torch::nn::Sequential model;
+  {
+    const auto scope = space->enter();
+    model = make_network();
+  }
+  torch::optim::AdamW optimizer(model->parameters(), options), loaded(model->parameters(), options);
+  train(model, optimizer, 0, 1);
+  torch::save(optimizer, folder.file("optimizer.pt"));
+  torch::load(loaded, folder.file("optimizer.pt"));
+  CHECK(paged_states(loaded) == 0);
+  train(model, loaded, 1, 2);
+  CHECK(paged_states(loaded) == 4);
+}
+
 TEST_CASE("Module::to and set_data keep tensors in their space") {
   const auto space = make_space();
   torch::nn::Sequential model;
@@ -177,8 +221,11 @@ TEST_CASE("Module::to and set_data keep tensors in their space") {
   const auto shared = torch::ones({512, 256});
   const auto view = shared.view({-1});
   weight.set_data(shared);
-  CHECK(is_paged(weight));
-  CHECK(weight.sum().item<double>() == 512 * 256);
+  CHECK_FALSE(is_paged(weight));  // with a warning: paging would end the sharing
+  view.fill_(5);
+  CHECK(weight.sum().item<double>() == 5 * 512 * 256);
+  weight.set_data(torch::full({512, 256}, 2.0));
+  CHECK(weight.sum().item<double>() == 2 * 512 * 256);
 }
 
 TEST_CASE("TorchScript modules that are loaded in a scope are paged, train and are saved") {

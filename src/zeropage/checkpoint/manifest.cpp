@@ -107,7 +107,7 @@ std::optional<Names> Manifest::names_in(const std::filesystem::path& folder) {
 }
 
 std::filesystem::path find_checkpoint(const std::filesystem::path& folder) {
-  const std::filesystem::path place = std::filesystem::absolute(folder).lexically_normal();
+  const std::filesystem::path place = std::filesystem::weakly_canonical(std::filesystem::absolute(folder));
   // A trailing slash would leave the last name empty.
   recover(place.has_filename() ? place.parent_path() : place.parent_path().parent_path(),
           (place.has_filename() ? place : place.parent_path()).filename().string());

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/base/json.h"
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -28,10 +27,16 @@ std::vector<std::string> RankTalk::gather(const std::string& mine) {
   const Subject subject{"checkpoint"};
   const std::vector<std::string> group = ranks_->all_gather_text(mine, subject);
   if (!replicas_) return group;
-  const Json::Array texts(group.begin(), group.end());
+  std::string texts;  // each after its length and a colon
+  for (const std::string& text : group) texts += fmt::format("{}:{}", text.size(), text);
   std::vector<std::string> all;
-  for (const std::string& one : replicas_->all_gather_text(Json(texts).dump(), subject)) {
-    for (const Json& text : Json::parse(one).array()) all.push_back(text.text());
+  for (const std::string& one : replicas_->all_gather_text(texts, subject)) {
+    for (std::size_t at = 0; at < one.size();) {
+      std::size_t digits = 0;
+      const std::size_t length = std::stoul(one.substr(at), &digits);
+      all.push_back(one.substr(at + digits + 1, length));
+      at += digits + 1 + length;
+    }
   }
   return all;
 }
@@ -44,6 +49,9 @@ void RankTalk::together(c10::function_ref<void()> work) {
   } catch (const std::exception& error) {
     failure = std::current_exception();
     text = *error.what() ? error.what() : "an error without a text";
+  } catch (...) {
+    failure = std::current_exception();
+    text = "an error of an unknown kind";
   }
   const std::vector<std::string> texts = gather(text);
   if (failure) std::rethrow_exception(failure);

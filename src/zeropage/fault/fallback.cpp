@@ -1,7 +1,7 @@
 // The page fault: a boxed fallback on kPagedKey. It runs before autograd and autocast for every operator that touches
 // a paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header: linking the
 // library registers it.
-#include <c10/core/Allocator.h>
+#include <ATen/core/VariableHooksInterface.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -57,15 +57,6 @@ c10::SmallVector<LeafHold, 4> hook_leaves(const Call& call) {
     if (argument.tensor.requires_grad() && argument.tensor.is_leaf()) holds.push_back(hook_gradient(argument.tensor));
   }
   return holds;
-}
-
-/// Whether torch's own allocator made the tensor's memory. Memory that from_numpy() shares belongs to its array.
-bool has_memory_of_torch(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) return false;
-  const auto& data =
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  const auto made_by_torch = c10::GetAllocator(tensor.device().type())->raw_deleter();
-  return !made_by_torch || data.get_deleter() == made_by_torch;
 }
 
 /// Pages results inside an init scope that were made from no tensor, or from paged ones without autograd. An argument
@@ -133,12 +124,19 @@ void set_storage(Call& call) {
   const auto domain = before && !has_error_translator() ? before->domain() : nullptr;
   const Role role = before ? before->role() : Role::parameter;
   const std::uint64_t number = before ? before->number() : 0;
-  call.run_whole();
+  if (domain && before->master().defined() && source.defined() && source.scalar_type() != tensor.scalar_type()) {
+    // An archive of the module as it was built, which set_() would take for the bits of compute_dtype.
+    at::impl::GetVariableHooks()->set_data(tensor, source);
+    call.return_value(tensor);
+  } else {
+    call.run_whole();
+  }
   auto& impl = *tensor.unsafeGetTensorImpl();
   if (impl.has_storage() && segment_of(*impl.unsafe_storage().unsafeGetStorageImpl())) {
     compat::add_key(impl, kPagedKey);
-  } else if (domain && page_data(domain, tensor, source, role, number)) {
-    if (FileMemory* const memory = archived(source)) memory->leave_memory();
+  } else if (domain) {
+    page_data(domain, tensor, source, role, number, /*may_copy=*/archived(source) != nullptr);
+    if (FileMemory* const memory = archived(source)) memory->leave_memory();  // it was copied
   }
 }
 
@@ -209,25 +207,9 @@ void run_paged(Call& call) {
   run_general(call);
 }
 
-/// Pages optimizer states that torch::load() has read, when an operator first writes one together with a paged
-/// tensor.
-void page_loaded(Call& call) {
-  const auto domain = call.paged[0].segment->domain();
-  bool any = false;
-  for (std::size_t i = 0; i < call.arguments; ++i) {
-    if (!call.info.writes[i] || !call.argument(i).isTensor()) continue;
-    const at::Tensor tensor = call.argument(i).toTensor();
-    any |= archived(tensor) && adopt(domain, tensor, Role::optimizer);
-  }
-  if (!any) return;
-  call.paged.clear();
-  call.find_paged();
-}
-
 void run(Call& call) {
   if (call.has_lazy && LazyProduct::run(call)) return;
   if (call.paged.empty()) return run_ordinary(call);
-  if (FileMemory::alive() > 0) page_loaded(call);
   // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
     call.paged[0].segment->domain()->cache->check_usable();

@@ -59,8 +59,10 @@ class StaysPaged {
     if (!domain_ || segment_of(self)) return;
     at::Tensor tensor(self);
     if (domain_->partition.ranks) take_data(tensor);
-    if (!segment_of(tensor)) page_data(domain_, tensor, at::Tensor(data), role_, number_);
-    if (FileMemory* const memory = file_memory_of(data)) memory->leave_memory();
+    if (!segment_of(tensor)) {
+      page_data(domain_, tensor, at::Tensor(data), role_, number_, /*may_copy=*/file_memory_of(data) != nullptr);
+    }
+    if (FileMemory* const memory = file_memory_of(data)) memory->leave_memory();  // it was copied
   }
 
  private:
@@ -93,6 +95,15 @@ at::Tensor bytes_of(const at::Tensor& tensor) {
   return at::from_blob(at, {bytes}, [memory](void*) {}, options);
 }
 
+/// Throws Error if an archive would hold only the rounded copy of a parameter that has a master.
+void refuse_to_lose_master(const at::Tensor& tensor) {
+  const auto& segment = *segment_of(tensor);
+  if (!segment.master().defined() || !segment.domain()->saves_masters) return;
+  throw Error(std::string("torch::save would write the ") + c10::toString(tensor.scalar_type()) +
+              " copy of a parameter and lose its master: use zeropage::save, or set state_dict = \"compute\" to save "
+              "such copies");
+}
+
 /// Pages loaded tensors, inside a scope.
 class Loaded {
  public:
@@ -105,7 +116,7 @@ class Loaded {
       if (!value.isTensor()) return false;
       at::Tensor tensor = value.toTensor();
       if (!tensor.defined() || !seen_.insert(tensor.unsafeGetTensorImpl()).second) return true;
-      page_data(domain_, tensor, {}, role_, /*number=*/0);
+      page_data(domain_, tensor, {}, role_, /*number=*/0, /*may_copy=*/true);
       return true;
     });
   }
@@ -143,6 +154,7 @@ torch::jit::WriteableTensorData torch::jit::getWriteableTensorData(const at::Ten
   if (!zeropage::is_paged(tensor)) {
     return zeropage::of_torch<Gets>("_ZN5torch3jit22getWriteableTensorDataERKN2at6TensorEb")(tensor, to_cpu);
   }
+  zeropage::refuse_to_lose_master(tensor);
   torch::jit::WriteableTensorData result;
   result.size_ = tensor.storage().nbytes();
   result.tensor_ = zeropage::bytes_of(tensor);
@@ -162,7 +174,12 @@ std::tuple<at::DataPtr, std::size_t> caffe2::serialize::PyTorchStreamReader::get
   if (!domain || domain->archive_folder.empty() || name.ends_with(".debug_pkl")) return get(this, name, allocator);
   const std::size_t bytes = getRecordSize(name);
   if (bytes < std::max<std::size_t>(domain->min_page_bytes, 1)) return get(this, name, allocator);
-  auto memory = std::make_unique<zeropage::FileMemory>(domain->archive_folder, bytes);
+  std::unique_ptr<zeropage::FileMemory> memory;
+  try {
+    memory = std::make_unique<zeropage::FileMemory>(domain->archive_folder, bytes);
+  } catch (const zeropage::DiskError&) {  // the archive may have nothing to do with that space
+    return get(this, name, allocator);
+  }
   auto* const begin = static_cast<char*>(memory->address());
   std::vector<char> chunk(std::min(bytes, zeropage::kChunk));
   const auto write = [&](void* to, const void* from, std::size_t length) {

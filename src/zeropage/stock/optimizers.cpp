@@ -16,6 +16,7 @@
 #include "zeropage/rules/speculation.h"
 #include "zeropage/space/frontend.h"
 #include "zeropage/space/space.h"
+#include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
 namespace {
@@ -103,6 +104,32 @@ double steps_of(Optimizer& optimizer, const OptimizerParamGroup& group) {
   return 1;
 }
 
+using Tensors = std::vector<at::Tensor*>;
+template <class State>
+Tensors tensors_of(State& state) {
+  if constexpr (requires { state.exp_avg(); })
+    return {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()};
+  else if constexpr (requires { state.square_avg(); })
+    return {&state.square_avg(), &state.momentum_buffer(), &state.grad_avg()};
+  else if constexpr (requires { state.momentum_buffer(); })
+    return {&state.momentum_buffer()};
+  else
+    return {&state.sum()};
+}
+
+/// Pages states of paged parameters that are ordinary, as after torch::load().
+template <class State>
+void page_states(Optimizer& optimizer, const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    if (found == optimizer.state().end()) continue;
+    for (at::Tensor* const tensor : tensors_of(static_cast<State&>(*found->second))) {
+      if (!tensor->defined() || is_paged(*tensor) || tensor->sizes() != parameter.sizes()) continue;
+      page_tensor(segment_of(parameter)->domain(), *tensor, Role::optimizer);
+    }
+  }
+}
+
 template <class Options, class State>
 void note(Optimizer& optimizer) {
   constexpr std::size_t kGroups = 64;  // of one optimizer that have keys of their own
@@ -135,6 +162,7 @@ at::Tensor step(Kind& optimizer, Optimizer::LossClosure closure, const char* nam
     loss = closure();  // before gradients are averaged, as it makes them
   }
   before_step(parameters);
+  page_states<State>(optimizer, parameters);
   (void)of_torch(&optimizer, nullptr);
   note<Options, State>(optimizer);
   step_ended(parameters);

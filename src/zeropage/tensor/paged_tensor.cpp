@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/VariableHooksInterface.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -405,6 +406,14 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
 
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role) {
   return adopt(domain, tensor, role, /*number=*/0);
+}
+
+bool has_memory_of_torch(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return false;
+  const auto& data =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  const auto made_by_torch = c10::GetAllocator(tensor.device().type())->raw_deleter();
+  return !made_by_torch || data.get_deleter() == made_by_torch;
 }
 
 bool adopt_both(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, const at::Tensor& twin, Role role) {

@@ -434,6 +434,8 @@ void start_equal(Domain& domain);
 /// Pages an existing tensor in place and moves its content home. True: it is paged now. False: it stays as it is,
 /// because it is too small, on another device, not strided, a subclass, or shares its storage with unknown tensors.
 bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role role);
+/// Whether torch's own allocator made the tensor's memory. Memory that from_numpy() shares belongs to its array.
+bool has_memory_of_torch(const at::Tensor& tensor);
 /// Does the same for two tensors that share one storage, if nothing else does: they still share it afterwards.
 bool adopt_both(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, const at::Tensor& twin, Role role);
 /// Does the same, and gives a tensor that shares its storage a storage of its own, as Module::to does. Moves a tensor

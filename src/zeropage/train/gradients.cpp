@@ -192,8 +192,16 @@ bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
 }
 
 bool page_data(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, const at::Tensor& data, Role role,
-               std::uint64_t number) {
-  const bool shares = data.defined() && !domain->partition.ranks && adopt_both(domain, tensor, data, role);
+               std::uint64_t number, bool may_copy) {
+  const bool is_free = may_copy || !data.defined() || has_memory_of_torch(data);
+  const bool shares = is_free && data.defined() && !domain->partition.ranks && adopt_both(domain, tensor, data, role);
+  if (!shares && !may_copy && data.defined() && !domain->partition.ranks && domain->pages(tensor.nbytes())) {
+    TORCH_WARN_ONCE(
+        "a paged tensor now has memory that other tensors or the program share, and is no longer paged: pass a copy "
+        "to "
+        "set_data() to keep it in its budget");
+    return false;
+  }
   if (!shares && !page_tensor(domain, tensor, role, number)) return false;
   StorageSegment& segment = *segment_of(tensor);
   if (role != Role::parameter || !tensor.is_leaf() || !tensor.requires_grad()) return true;

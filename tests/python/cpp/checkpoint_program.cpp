@@ -9,6 +9,7 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/torch.h>
 #include <zeropage/comm/torchrun.h>
+#include <zeropage/space/frontend.h>
 #include <zeropage/zeropage.h>
 
 #include <csignal>
