@@ -337,7 +337,7 @@ def test_optimizers_give_the_bits_of_plain_pytorch(dtype, twins):
                 continue
             ran += 1
             outcome = difference(expected, actual)
-            if outcome and not is_unsteady(lambda: train_with(info, inputs, dtype), expected, actual):
+            if outcome and not is_unsteady(functools.partial(train_with, info, inputs, dtype), expected, actual):
                 wrong[name] = outcome
     assert not wrong
     assert ran >= 5 * len(optim_db)
