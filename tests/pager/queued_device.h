@@ -94,9 +94,11 @@ class QueuedDevice final : public DeviceMemory {
     std::unique_lock lock(mutex_);
     if (!event) return;
     const auto& point = *std::static_pointer_cast<Point>(event);
-    point.queue->run_until(point.position);
+    ++waits_;
+    point.queue->run_until(point.position);  // whose work may wait too
+    const bool is_outermost = --waits_ == 0;
     lock.unlock();
-    if (on_waited) on_waited();
+    if (is_outermost && on_waited) on_waited();
   }
   bool registers_host() const override { return true; }
   std::shared_ptr<void> register_host(std::span<std::byte> memory) override {
@@ -105,6 +107,7 @@ class QueuedDevice final : public DeviceMemory {
   }
 
  private:
+  int waits_ = 0;               // within each other
   std::recursive_mutex mutex_;  // transfers start on threads of the Io too
   struct Queue {
     std::deque<std::function<void()>> work;

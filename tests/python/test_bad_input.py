@@ -98,6 +98,11 @@ def test_a_file_system_without_o_direct_is_named(tmp_path, config, unmount):
         zeropage.init(config.replace(disk_path=path))
 
 
+def test_a_disk_path_in_memory_is_refused(config):
+    with pytest.raises(zeropage.DiskError, match=r'"/dev/shm" is in memory|file system without O_DIRECT'):
+        zeropage.init(config.replace(disk_path="/dev/shm"))
+
+
 def test_a_read_only_disk_is_named(disk, config, unmount):
     path = mounted(pathlib.Path(disk) / "ro", "--bind", disk)
     unmount(path)

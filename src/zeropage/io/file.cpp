@@ -2,8 +2,10 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -92,6 +94,14 @@ File File::make_unnamed(const std::string& directory) {
   File file(open_unnamed(directory, O_DIRECT), fmt::format("the swap file in \"{}\"", directory));
   if (file.descriptor() < 0) throw_cannot_page_to(directory, errno);
   if (!writes_direct(file.descriptor())) throw_cannot_page_to(directory, EINVAL);
+  struct statfs system {};
+  if (::fstatfs(file.descriptor(), &system) == 0 && system.f_type == TMPFS_MAGIC) {  // Linux 6.6 gives it O_DIRECT
+    throw DiskError(
+        fmt::format("disk_path \"{}\" is in memory (tmpfs): set disk_path to a directory on a local disk, or "
+                    "states to \"host\"",
+                    directory),
+        EINVAL, directory);
+  }
   return file;
 }
 
