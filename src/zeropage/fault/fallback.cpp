@@ -19,7 +19,6 @@
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/rules/rules.h"
-#include "zeropage/store/file_memory.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -106,14 +105,6 @@ TensorPin pin_cuts(Call& call) {
   return segment ? TensorPin(PinRequest{segment, Access::read}) : TensorPin();
 }
 
-/// The memory of a tensor that libtorch has read from an archive; null for any other.
-FileMemory* archived(const at::Tensor& tensor) {
-  if (FileMemory::alive() == 0 || !tensor.defined() || !tensor.has_storage()) return nullptr;
-  const auto& data =
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  return data.get_deleter() == &FileMemory::free ? static_cast<FileMemory*>(data.get_context()) : nullptr;
-}
-
 /// Runs set_(): the tensor may drop its segment, and an ordinary tensor may get another's. In C++, where nobody
 /// watches the program's parameters, a tensor that was paged stays paged.
 void set_storage(Call& call) {
@@ -135,8 +126,7 @@ void set_storage(Call& call) {
   if (impl.has_storage() && segment_of(*impl.unsafe_storage().unsafeGetStorageImpl())) {
     compat::add_key(impl, kPagedKey);
   } else if (domain) {
-    page_data(domain, tensor, source, role, number, /*may_copy=*/archived(source) != nullptr);
-    if (FileMemory* const memory = archived(source)) memory->leave_memory();  // it was copied
+    page_data(domain, tensor, source, role, number);
   }
 }
 

@@ -9,7 +9,6 @@
 #include <ATen/core/VariableHooksInterface.h>
 #include <ATen/ops/from_blob.h>
 #include <caffe2/serialize/inline_container.h>
-#include <dlfcn.h>
 #include <torch/csrc/jit/serialization/import_read.h>
 #include <torch/csrc/jit/serialization/pickler_helper.h>
 
@@ -20,6 +19,7 @@
 #include "zeropage/base/units.h"
 #include "zeropage/space/frontend.h"
 #include "zeropage/space/space.h"
+#include "zeropage/stock/of_torch.h"
 #include "zeropage/store/file_memory.h"
 #include "zeropage/tensor/leaves.h"
 #include "zeropage/tensor/paged_tensor.h"
@@ -29,20 +29,6 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kChunk = 4 * kMiB;
-
-/// torch's own definition of a name that this file defines.
-template <class Function>
-Function* of_torch(const char* name) {
-  void* const found = ::dlsym(RTLD_NEXT, name);
-  if (!found) throw Error(std::string("libtorch has no ") + name + ": link zeropage before torch");
-  return reinterpret_cast<Function*>(found);
-}
-
-FileMemory* file_memory_of(const at::TensorBase& tensor) {
-  if (FileMemory::alive() == 0 || !tensor.defined() || !tensor.has_storage()) return nullptr;
-  const auto& data = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  return data.get_deleter() == &FileMemory::free ? static_cast<FileMemory*>(data.get_context()) : nullptr;
-}
 
 /// Keeps a paged tensor in its space when the program gives it other data.
 class StaysPaged {
@@ -59,10 +45,7 @@ class StaysPaged {
     if (!domain_ || segment_of(self)) return;
     at::Tensor tensor(self);
     if (domain_->partition.ranks) take_data(tensor);
-    if (!segment_of(tensor)) {
-      page_data(domain_, tensor, at::Tensor(data), role_, number_, /*may_copy=*/file_memory_of(data) != nullptr);
-    }
-    if (FileMemory* const memory = file_memory_of(data)) memory->leave_memory();  // it was copied
+    page_data(domain_, tensor, at::Tensor(data), role_, number_);
   }
 
  private:
@@ -116,7 +99,7 @@ class Loaded {
       if (!value.isTensor()) return false;
       at::Tensor tensor = value.toTensor();
       if (!tensor.defined() || !seen_.insert(tensor.unsafeGetTensorImpl()).second) return true;
-      page_data(domain_, tensor, {}, role_, /*number=*/0, /*may_copy=*/true);
+      page_data(domain_, tensor, {}, role_, /*number=*/0);
       return true;
     });
   }

@@ -1,7 +1,6 @@
 // The steps of libtorch's optimizers, which C++ programs call ([Note: interposition] in libtorch.cpp). A step
 // averages gradients that the program has set, tells early updates its numbers, and ends pending updates if
 // async_step is off.
-#include <dlfcn.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -12,10 +11,10 @@
 #include <map>
 #include <mutex>
 
-#include "zeropage/base/errors.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/space/frontend.h"
 #include "zeropage/space/space.h"
+#include "zeropage/stock/of_torch.h"
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -149,13 +148,12 @@ void note(Optimizer& optimizer) {
 template <class Kind, class Options, class State>
 at::Tensor step(Kind& optimizer, Optimizer::LossClosure closure, const char* name) {
   using Steps = at::Tensor(Kind*, Optimizer::LossClosure);
-  auto* const of_torch = reinterpret_cast<Steps*>(::dlsym(RTLD_NEXT, name));
-  if (!of_torch) throw Error(std::string("libtorch has no ") + name + ": link zeropage before torch");
+  static auto* const torchs_step = of_torch<Steps>(name);  // one for each Kind
   std::vector<at::Tensor> parameters;
   for (const auto& group : optimizer.param_groups()) {
     std::ranges::copy_if(group.params(), std::back_inserter(parameters), &is_paged);
   }
-  if (parameters.empty()) return of_torch(&optimizer, std::move(closure));
+  if (parameters.empty()) return torchs_step(&optimizer, std::move(closure));
   at::Tensor loss;
   if (closure) {
     const at::AutoGradMode with_grad(true);
@@ -163,7 +161,7 @@ at::Tensor step(Kind& optimizer, Optimizer::LossClosure closure, const char* nam
   }
   before_step(parameters);
   page_states<State>(optimizer, parameters);
-  (void)of_torch(&optimizer, nullptr);
+  (void)torchs_step(&optimizer, nullptr);
   note<Options, State>(optimizer);
   step_ended(parameters);
   return loss;

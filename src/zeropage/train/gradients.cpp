@@ -17,6 +17,7 @@
 #include "zeropage/rules/speculation.h"
 #include "zeropage/rules/widened.h"
 #include "zeropage/rules/windows.h"
+#include "zeropage/store/file_memory.h"
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -191,18 +192,33 @@ bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
   return true;
 }
 
+namespace {
+
+/// The memory of a tensor that libtorch has read from an archive; null for any other.
+FileMemory* archived(const at::Tensor& tensor) {
+  if (FileMemory::alive() == 0 || !tensor.defined() || !tensor.has_storage()) return nullptr;
+  const auto& data =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return data.get_deleter() == &FileMemory::free ? static_cast<FileMemory*>(data.get_context()) : nullptr;
+}
+
+}  // namespace
+
 bool page_data(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, const at::Tensor& data, Role role,
-               std::uint64_t number, bool may_copy) {
-  const bool is_free = may_copy || !data.defined() || has_memory_of_torch(data);
-  const bool shares = is_free && data.defined() && !domain->partition.ranks && adopt_both(domain, tensor, data, role);
-  if (!shares && !may_copy && data.defined() && !domain->partition.ranks && domain->pages(tensor.nbytes())) {
+               std::uint64_t number) {
+  const bool may_copy = !data.defined() || domain->partition.ranks || archived(data);
+  const bool shares = data.defined() && !domain->partition.ranks && (archived(data) || has_memory_of_torch(data)) &&
+                      adopt_both(domain, tensor, data, role);
+  if (!shares && !may_copy && domain->pages(tensor.nbytes())) {
     TORCH_WARN_ONCE(
-        "a paged tensor now has memory that other tensors or the program share, and is no longer paged: pass a copy "
-        "to "
-        "set_data() to keep it in its budget");
+        "a paged tensor now has memory that other tensors or the program share, so it is no longer paged; pass "
+        "set_data() a copy to keep it in its budget");
     return false;
   }
-  if (!shares && !page_tensor(domain, tensor, role, number)) return false;
+  const bool was_paged = segment_of(tensor) && !shares;  // by take_data()
+  if (!shares && !was_paged && !page_tensor(domain, tensor, role, number)) return false;
+  if (FileMemory* const memory = archived(data)) memory->leave_memory();  // its content was copied
+  if (was_paged) return true;
   StorageSegment& segment = *segment_of(tensor);
   if (role != Role::parameter || !tensor.is_leaf() || !tensor.requires_grad()) return true;
   segment.set_keeps_same(true);

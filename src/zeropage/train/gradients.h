@@ -22,10 +22,11 @@ caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf);
 bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain);
 
 /// Pages a tensor whose data is now that of the ordinary tensor `data`, which keeps sharing it if nothing else does.
-/// `number`: what the tensor was before, on all ranks; 0: one process. `may_copy`: nobody else will write the data.
-/// False, with a warning, if paging would end the sharing of memory; false if the tensor cannot be paged.
+/// Undefined `data`: nobody shares it. `number`: the tensor's earlier number on all ranks; 0: one process. Returns
+/// false, with a warning, if paging would end the sharing of memory; false if the tensor cannot be paged. Throws
+/// BudgetError or DiskError; the tensor then keeps the new data and is not paged.
 bool page_data(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, const at::Tensor& data, Role role,
-               std::uint64_t number, bool may_copy);
+               std::uint64_t number);
 
 /// Keeps a leaf's hook alive until the operator that met the leaf has made its own edge to the node. The leaf holds
 /// the node weakly, so without this the node would die at once. Held longer, it would keep the parameter alive.
