@@ -87,10 +87,12 @@ endfunction()
 
 # zeropage_link_first(TARGET LIBRARY) puts LIBRARY, then torch's libraries, before all other libraries of a program that
 # links TARGET. The order of the project's own target_link_libraries() does not matter then. The dynamic linker must
-# search libzeropage.so before libtorch_cpu.so. A linker that drops unused libraries must keep libtorch.so, which loads
-# torch's CUDA libraries, and libgomp, which only torch's folder may have.
+# search libzeropage.so before libtorch_cpu.so, and libstdc++ before both libtorch.so and libtorch_cpu.so: torch 2.11
+# exports parts of another libstdc++, and programs crash in its std::filesystem. -lstdc++ may find libstdc++.a alone;
+# with two of them in a process, streams read no numbers. A linker that drops unused libraries must keep libtorch.so,
+# which loads torch's CUDA libraries, and libgomp, which only torch's folder may have.
 function(zeropage_link_first target library)
-  set(libraries "\"${library}\"")
+  set(libraries "\"${library}\" -l:libstdc++.so.6")
   foreach(path "${zeropage_torch_root}/lib/libtorch.so" "${zeropage_torch_root}/lib/libtorch_cpu.so"
       "${zeropage_torch_root}/lib/libc10.so" ${zeropage_torch_openmp})
     string(APPEND libraries " \"${path}\"")

@@ -17,11 +17,11 @@ quiet() { # quiet COMMAND...: prints the output of a command that fails
   "$@" > "$work/log" 2>&1 || { cat "$work/log" >&2; echo "failed: $*" >&2; return 1; }
 }
 
-check() { # check FOLDER: the programs in it find all libraries by themselves, and libzeropage before torch's
+check() { # check FOLDER: the programs in it find all libraries by themselves, libzeropage first, and libstdc++ before torch's
   local program order
   for program in files train; do
-    order=$(readelf -d "$1/$program" | sed -n 's/.*NEEDED.*\[\(libzeropage\|libtorch\|libc10\).*/\1/p' | head -1)
-    [ "$order" = libzeropage ] || { echo "$1/$program does not load libzeropage.so first" >&2; return 1; }
+    order=$(readelf -d "$1/$program" | sed -n 's/.*NEEDED.*\[\(libzeropage\|libstdc++\|libtorch\|libc10\).*/\1/p' | head -2 | xargs)
+    [ "$order" = "libzeropage libstdc++" ] || { echo "$1/$program loads $order first" >&2; return 1; }
     mkdir -p "$work/disk"
     env -i "$1/$program" "$work/disk" || { echo "$1/$program failed" >&2; return 1; }
   done

@@ -10,6 +10,7 @@ import sysconfig
 import pytest
 
 import zeropage
+from zeropage import _core
 
 EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 
@@ -70,3 +71,12 @@ def test_a_libtorch_program_over_ranks_equals_one_process(stage, examples):
 def test_without_torchrun_it_says_so(examples):
     ran = run(examples / "train_gpt_ranks")
     assert ran.returncode == 1 and "torchrun --no-python" in ran.stderr
+
+
+def test_libstdcxx_comes_before_torchs_libraries():
+    """Torch exports parts of the libstdc++ that it was built with: with torch 2.11 std::filesystem crashes."""
+    package = pathlib.Path(_core.__file__).parent
+    for library in (package / "lib" / "libzeropage.so", pathlib.Path(_core.__file__)):
+        said = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+        needed = re.findall(r"NEEDED.*\[(libstdc\+\+|libtorch|libc10)", said)
+        assert needed[0] == "libstdc++", (library, needed)
