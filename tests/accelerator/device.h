@@ -129,7 +129,8 @@ void* shadow(const void* device_memory);
 c10::Allocator* device_allocator();
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
 /// Memory that transfers may reach while the host goes on.
-bool is_pinned(const void* host_memory);
+/// Throws unless one registered piece holds all of the bytes, or none holds any: cudaMemcpyAsync refuses such copies.
+bool is_pinned(const void* host_memory, std::size_t bytes = 1);
 c10::Allocator* pinned_allocator();
 
 // --- generator.cpp ---

@@ -301,12 +301,18 @@ void record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
   if (data.get()) memory().record(data.get(), queue_of(stream));
 }
 
-bool is_pinned(const void* at) {
+bool is_pinned(const void* at, std::size_t bytes) {
   std::lock_guard lock(pinned().mutex);
-  const auto after = pinned().ranges.upper_bound(static_cast<const char*>(at));
-  if (after == pinned().ranges.begin()) return false;
-  const auto& [begin, bytes] = *std::prev(after);
-  return at < begin + bytes;
+  const char* const begin = static_cast<const char*>(at);
+  const char* const end = begin + bytes;
+  const auto next = pinned().ranges.upper_bound(begin);
+  const char* of_last = nullptr;  // the end of the range that begins before
+  if (next != pinned().ranges.begin()) of_last = std::prev(next)->first + std::prev(next)->second;
+  const bool is_inside = begin < of_last;
+  TORCH_CHECK(!is_inside || end <= of_last, "sim: invalid argument: a copy passes the end of registered memory");
+  TORCH_CHECK(is_inside || next == pinned().ranges.end() || end <= next->first,
+              "sim: invalid argument: a copy passes the start of registered memory");
+  return is_inside;
 }
 
 c10::Allocator* pinned_allocator() {

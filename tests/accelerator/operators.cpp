@@ -308,6 +308,11 @@ at::Tensor reachable(const at::Tensor& host) {
       host.data_ptr(), host.sizes(), host.strides(), [](void*) {}, at::TensorOptions().dtype(host.dtype()));
 }
 
+/// Bytes from the first element to the end of the last.
+std::size_t extent(const at::Tensor& tensor) {
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   Queue& queue = current_queue();
@@ -317,7 +322,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   if (on_device(to)) {
     // The call reads unpinned memory before it returns. The stream reads pinned memory when it reaches the copy.
-    const bool pinned = is_pinned(from.data_ptr());
+    const bool pinned = is_pinned(from.data_ptr(), extent(from));
     queue.push([to = shadow_of(to), from = pinned ? reachable(from) : from.detach().clone()] {
       cross_link(Way::upload, to.nbytes());
       to.copy_(from);
@@ -325,7 +330,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     if (pinned && !non_blocking) queue.wait(queue.asked());
     return to;
   }
-  const bool pinned = is_pinned(to.data_ptr());
+  const bool pinned = is_pinned(to.data_ptr(), extent(to));
   queue.push([to = reachable(to), from = shadow_of(from)] {
     cross_link(Way::download, from.nbytes());
     to.copy_(from);

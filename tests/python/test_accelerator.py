@@ -236,6 +236,22 @@ def test_where_updates_run_is_said_and_measured(config):
         zeropage.init(config.replace(optimizer_device="both"))
 
 
+def test_transfers_cross_the_pieces_in_which_memory_is_registered():
+    """The host's memory is registered in slabs of 64 MiB, and CUDA copies within one registered piece at a time."""
+    elements = 25_000_000
+    space = zeropage.init(
+        device="sim", parameters="host", device_memory="256MB", host_memory="512MB", page_size="16MiB"
+    )
+    with space:
+        parameters = [torch.nn.Parameter(torch.arange(elements, dtype=torch.float32) + i) for i in range(2)]
+    for i, parameter in enumerate(parameters):
+        with torch.no_grad():
+            parameter.add_(1)
+        zeropage.page_out(parameter)
+        assert torch.equal(parameter, torch.arange(elements, dtype=torch.float32) + i + 1)
+    space.close()
+
+
 @pytest.mark.parametrize("host_memory", ["64KiB", "80KiB", "128KiB"])
 def test_an_update_goes_on_on_the_device_where_the_host_has_no_room(host_memory, config):
     plain = trained(None)

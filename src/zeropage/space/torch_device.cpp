@@ -10,7 +10,9 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -44,6 +46,34 @@ struct HostRegistration {
     function = reinterpret_cast<Function*>(::dlsym(RTLD_DEFAULT, name.c_str()));
   }
   explicit operator bool() const { return add && remove && last_error; }
+};
+
+/// The pieces of host memory that are registered. cudaMemcpyAsync refuses a copy that is not within one of them, or
+/// outside all.
+class Registered {
+ public:
+  void add(const std::byte* begin, std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    pieces_[begin] = bytes;
+  }
+  void remove(const std::byte* begin) {
+    std::lock_guard lock(mutex_);
+    pieces_.erase(begin);
+  }
+  /// The bytes from `at` on, at most `bytes`, that one copy may move.
+  std::size_t one_copy(const std::byte* at, std::size_t bytes) const {
+    std::lock_guard lock(mutex_);
+    const auto next = pieces_.upper_bound(at);
+    if (next != pieces_.begin()) {
+      const auto& [begin, size] = *std::prev(next);
+      if (at < begin + size) return std::min(bytes, static_cast<std::size_t>(begin + size - at));
+    }
+    return next == pieces_.end() ? bytes : std::min(bytes, static_cast<std::size_t>(next->first - at));
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<const std::byte*, std::size_t> pieces_;
 };
 
 class TorchDevice final : public DeviceMemory {
@@ -87,14 +117,22 @@ class TorchDevice final : public DeviceMemory {
     Ordinary ordinary;
     wait_for_retired({to, bytes}, uploads_);
     c10::StreamGuard on(uploads_);
-    on_device(to, bytes).copy_(in_host(const_cast<std::byte*>(from_host), bytes), /*non_blocking=*/true);
+    for (std::size_t done = 0, part = 0; done < bytes; done += part) {
+      part = registered_->one_copy(from_host + done, bytes - done);
+      on_device(to + done, part)
+          .copy_(in_host(const_cast<std::byte*>(from_host) + done, part), /*non_blocking=*/true);
+    }
     return record(uploads_);
   }
   Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) override {
     Ordinary ordinary;
     stream_wait(after, downloads_);
     c10::StreamGuard on(downloads_);
-    in_host(to_host, bytes).copy_(on_device(const_cast<std::byte*>(from), bytes), /*non_blocking=*/true);
+    for (std::size_t done = 0, part = 0; done < bytes; done += part) {
+      part = registered_->one_copy(to_host + done, bytes - done);
+      in_host(to_host + done, part)
+          .copy_(on_device(const_cast<std::byte*>(from) + done, part), /*non_blocking=*/true);
+    }
     return record(downloads_);
   }
 
@@ -120,7 +158,9 @@ class TorchDevice final : public DeviceMemory {
       registration.last_error();
       return nullptr;
     }
-    return {memory.data(), [](void* data) {
+    registered_->add(memory.data(), memory.size());
+    return {memory.data(), [pieces = registered_](std::byte* data) {
+              pieces->remove(data);
               if (registration.remove(data) != 0) registration.last_error();
             }};
   }
@@ -173,6 +213,7 @@ class TorchDevice final : public DeviceMemory {
   std::span<std::byte> region_;
   std::mutex mutex_;
   std::vector<Retired> retired_;
+  std::shared_ptr<Registered> registered_ = std::make_shared<Registered>();
 };
 
 /// Operators on the CPU finish before they return, so nothing needs an event.
