@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("cpu"):
                 item.add_marker(pytest.mark.skip(reason=f"not for {device}"))
+            if device == "cuda" and _is_of_fused_adagrad(item):
+                item.add_marker(pytest.mark.skip(reason="torch has no fused Adagrad for CUDA"))
+
+
+def _is_of_fused_adagrad(item):
+    return "Adagrad-fused" in item.nodeid or ("[Adagrad" in item.nodeid and "gradients_that_are_alive" in item.nodeid)
 
 
 def pytest_configure(config):
@@ -93,13 +99,23 @@ def config(disk, request):
 
 
 @pytest.fixture(autouse=True)
+def environment_of_its_own():
+    """Lightning leaves a launcher's variables, with which later programs would join a group."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        of_pytest = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_")}
+        os.environ.clear()
+        os.environ.update(before | of_pytest)
+
+
+@pytest.fixture(autouse=True)
 def deterministic(request):
     torch.manual_seed(0)
     if (device := request.config.getoption("--device")) != "cpu":
         torch.set_default_device(device)
         torch.backends.cudnn.deterministic = True
-        # Either half of the tests: bits are the same.
-        devices.optimizer_device = ["host", "device"][zlib.crc32(request.node.nodeid.encode()) % 2]
+        devices.place_updates(zlib.crc32(request.node.nodeid.encode()))
     yield
     torch.set_default_dtype(torch.float32)
 

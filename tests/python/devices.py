@@ -12,6 +12,11 @@ LONGEST_DELAY = 2000  # microseconds
 optimizer_device = "auto"  # of configurations that do not say, on a device with memory of its own
 
 
+def computes_as_the_host(name: str | None = None) -> bool:
+    """Whether updates have the same bits on the device and in the host. A GPU's kernels round otherwise."""
+    return (name or NAME).startswith(("cpu", "sim"))
+
+
 def choose(name: str, seed: int) -> None:
     """For this process and those it starts."""
     global NAME, SEED
@@ -50,6 +55,12 @@ def use(name: str, seed: int) -> None:
     if name != "cpu":
         torch.set_default_device(name)
         _choose_where_updates_run()
+
+
+def place_updates(seed: int) -> None:
+    """Half of the tests, or of the ranks, update in the host, where bits are the same."""
+    global optimizer_device
+    optimizer_device = ["host", "device"][seed % 2] if computes_as_the_host() else "device"
 
 
 def generator_of(seed: int) -> torch.Generator:

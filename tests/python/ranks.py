@@ -37,7 +37,7 @@ def _serve(rank, size, port, timeout, pipe):
     )
     torch.set_num_threads(1)
     devices.use(devices.NAME, devices.SEED and devices.SEED + rank)
-    devices.optimizer_device = ["host", "device"][rank % 2]  # each for itself: bits are the same
+    devices.place_updates(rank)
     join(timeout)
     pipe.send((True, None))
     while True:

@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 
+import devices
 import pytest
 import torch
 from devices import generator_of
@@ -102,6 +103,42 @@ class Uneven(torch.nn.Module):
 def uneven_loss(model, step):
     x = torch.randn(5, 257, generator=generator_of(step))
     return model(x).pow(2).sum()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_updates_in_the_host_give_the_bits_of_a_cpus_optimizer(fused, config):
+    """On a GPU its own kernels round otherwise: the reference moves gradients to the CPU and parameters back."""
+    if devices.NAME == "cpu":
+        pytest.skip("updates run where the model is")
+    space = zeropage.init(
+        config.replace(optimizer_device="host", parameters="device", device_memory="16MB", host_memory="32MB")
+    )
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(256, 300, bias=False), torch.nn.Linear(300, 256, bias=False))
+
+    plain = make()
+    with space:
+        paged = make()
+    masters = [parameter.detach().cpu() for parameter in plain.parameters()]
+    theirs = torch.optim.AdamW(masters, lr=1e-2, fused=fused)
+    ours = torch.optim.AdamW(paged.parameters(), lr=1e-2, fused=fused)
+    for step in range(3):
+        for model in (plain, paged):
+            model.zero_grad()
+            model(torch.randn(4, 256, generator=generator_of(step))).pow(2).mean().backward()
+        ours.step()
+        for master, parameter in zip(masters, plain.parameters(), strict=True):
+            master.grad = parameter.grad.cpu()
+        theirs.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, plain.parameters(), strict=True):
+                parameter.copy_(master)
+    for a, b in zip(plain.parameters(), paged.parameters(), strict=True):
+        assert torch.equal(a, b)
+    report = space.report()
+    assert (report.updated_in_host, report.updated_on_device) == (3 * 2 * 256 * 300, 0)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
