@@ -100,6 +100,7 @@ lint: build docs ## formatting, types, functions' lengths, which module uses whi
 	$(PYTHON) -m ruff check python tests examples bench tools
 	$(PYTHON) -m ruff format --check python tests examples bench tools
 	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --config-file bench/mypy.ini
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(PYTHON) -m lizard -l cpp -T length=70 -C 1000 -a 100 -w src
 	$(PYTHON) tools/check_modules.py

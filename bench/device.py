@@ -17,7 +17,7 @@ import time
 import torch
 from _common import finish, turns
 from _gpt import GPT, SHAPES
-from step import Paged, Plain
+from step import CLIPPING, Paged, Plain
 
 import zeropage
 
@@ -65,7 +65,8 @@ def main() -> None:
         host_memory=18 * parameters * 5 // 4,
         **dict.fromkeys(["parameters", "gradients", "optimizer"], "host"),
     )
-    programs = {"plain": Plain(shape), "paged": Paged(shape, space)}
+    most = CLIPPING["asleep"]
+    programs = {"plain": Plain(shape, True, most), "paged": Paged(shape, space, most)}
     generator = torch.Generator(device).manual_seed(1)
 
     def step(name: str) -> float:
@@ -90,6 +91,7 @@ def main() -> None:
     plain, paged = (statistics.median(seconds[name]) for name in programs)
     limit = max(plain, max(up, down) / rate)
     rows = [["plain on the device, s", plain], ["paged, s", paged], ["limit, s", limit], ["link, GB/s", rate / 1e9]]
+    rows += [["paged / plain", paged / plain], ["updates in the", space.config.optimizer_device]]
     rows += [["up, bytes a parameter", up / parameters], ["down, bytes a parameter", down / parameters]]
     figures = {"ratio": round(paged / limit, 4)}
     if of_link:

@@ -80,7 +80,8 @@ def work(args: argparse.Namespace) -> None:
         text, target = next(batches)
         dist.barrier()
         start = time.perf_counter()
-        losses[name].append(step(*made[name], text, target))
+        model, optimizer = made[name]
+        losses[name].append(step(model, optimizer, text, target))
         dist.barrier()
         seconds[name].append(time.perf_counter() - start)
     peak = torch.tensor(train_gpt.resident("VmHWM") - train_gpt.BASELINE)

@@ -13,7 +13,7 @@ import time
 import torch
 from _common import finish, median_ratio, turns
 from _gpt import GPT, SHAPES
-from step import Paged
+from step import CLIPPING, Paged
 
 import zeropage
 
@@ -43,7 +43,7 @@ def main() -> None:
                 **dict.fromkeys(["parameters", "gradients", "optimizer"], "disk"),
             )
             stack.callback(space.close)
-            programs[memory] = Paged(shape, space)
+            programs[memory] = Paged(shape, space, CLIPPING["asleep"])
         seconds: dict[str, list[float]] = {memory: [] for memory in MEMORIES}
         for i, memory in enumerate(turns(args.rounds + 3, MEMORIES)):
             text = torch.randint(0, shape.vocabulary, (args.batch, shape.length + 1), generator=generator)

@@ -60,7 +60,7 @@ def main() -> None:
         for _ in tqdm(range(args.saves), unit="save", leave=False):
             without += [step() for _ in range(args.between)]
             begin = time.perf_counter()
-            saving = zeropage.save(Path(directory) / "checkpoint", model, optimizer, wait=args.blocking)
+            saving = zeropage.save(Path(directory) / "checkpoint", model, optimizer, background=not args.blocking)
             blocked.append(time.perf_counter() - begin)
             first = len(beside)
             while not saving.done:
