@@ -18,7 +18,7 @@ run() {  # name, command
   said=$("$@" 2>&1) || { result=FAILED; failed=1; }
   echo "$said" >> build/check_gpu.log
   rows+=("$name|$result|$((SECONDS - start)) s|$(echo "$said" | grep -E 'passed|failed|^\{' | tail -1 | cut -c1-90)")
-  echo "$name: $result" >&2
+  echo "$name: $result, $((SECONDS - start)) s, ${rows[-1]##*|}" >&2
 }
 for suite in tensors rules programs mixed quantised step equality hazards bad_input hugging_face accelerator; do
   run "$suite" timeout 300 $python -m pytest -q $processes "tests/python/test_$suite.py" --device "$device" --timeout 240
