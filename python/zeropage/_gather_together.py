@@ -94,7 +94,8 @@ class _Backward:
             return
         self._held.release()
         self._held = None
-        parameter = next(self._module.parameters(), None)
+        # One whose data the program has replaced belongs to no space.
+        parameter = next((p for p in self._module.parameters() if _core.is_paged(p)), None)
         if parameter is not None:
             _core.settle_gradients(parameter)
 

@@ -167,6 +167,53 @@ def test_a_mixture_of_experts_that_is_not_marked_is_told_to_be(pair):
     assert all("zeropage.gather_together(module)" in text for text in said), said
 
 
+class OnOneRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.all, self.some = nn.Linear(96, 64, bias=False), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.all(x)
+        return x + torch.tanh(self.some(x)) if dist.get_rank() == 0 else x
+
+
+def assign_what_all_ranks_use_first(stage):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(3, ranks, 8, 96, generator=generator_of(0))
+
+    def run(scope, average):
+        torch.manual_seed(1)
+        with scope:
+            model = OnOneRank()
+        if not average:
+            zeropage.gather_together(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(x[step, rank]).pow(2).mean().backward()
+            for parameter in model.parameters() if average else ():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= ranks
+            optimizer.step()
+            optimizer.zero_grad()
+            # The first parameter is not stale then, so its use gathers none of what the step left stale.
+            model.all.weight.data = torch.full((64, 96), 0.01 * step)
+        return model
+
+    with space(stage=stage) as made:
+        paged, plain = run(made, False), run(contextlib.nullcontext(), True)
+        for (name, a), b in zip(paged.named_parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_one_rank_alone_uses_is_refreshed_by_all_when_marked(stage, pair):
+    pair.start(assign_what_all_ranks_use_first, stage)
+    for rank in range(2):
+        ok, said = pair.answer(rank, timeout=60)
+        assert ok, said
+
+
 def start_from_different_seeds(stage):
     rank = dist.get_rank()
     torch.manual_seed(rank)

@@ -466,3 +466,25 @@ def test_complex_weights_and_tangents_are_taken_whole_or_refused(config):
     ordinary = torch.randn(4, 128, device=weight.device)
     _, tangent = torch.func.jvp(layer, (ordinary,), (ordinary,))
     assert torch.allclose(tangent, layer(ordinary) - layer.bias, atol=1e-4)
+
+
+VECTORS = {
+    "a row by itself": lambda w: w[:1] @ w[:1].t(),
+    "a row by a matrix": lambda w: w[:1].contiguous() @ w.t(),
+    "a matrix by a column": lambda w: w @ w[:1].t().contiguous(),
+    "linear of one row": lambda w: F.linear(torch.ones(w.shape[1]), w),
+    "linear to one output": lambda w: F.linear(torch.ones(5, w.shape[1]), w[:1]),
+    "addmm": lambda w: torch.addmm(torch.ones(w.shape[0]), torch.ones(1, w.shape[1]), w.t()),
+}
+
+
+@pytest.mark.parametrize("product", VECTORS.values(), ids=VECTORS.keys())
+def test_exact_tiles_leave_products_of_vectors_whole(product, config):
+    """PyTorch sums a vector's product in an order of its own, which no tile gives."""
+    torch.manual_seed(0)
+    plain = torch.randn(3, 70_000)
+    paged = plain.clone()
+    small = {"tiling": "exact", "tile_above": "100kB", "device_memory": "8MB", "host_memory": "8MB"}
+    space = zeropage.init(config.replace(**small))
+    space.page(paged)
+    assert torch.equal(product(paged), product(plain))

@@ -37,9 +37,12 @@ bool is_alike(const at::Tensor& cast, const at::Tensor& x, const at::Tensor& wei
 
 /// Whether exact tiles would sum in another order: they multiply matrices, and PyTorch sums a vector's product
 /// differently.
-bool is_sum_of_its_own(const at::Tensor& x, const at::Tensor& weight) {
+bool is_sum_of_its_own(std::int64_t rows, std::int64_t outputs, const at::Tensor& weight) {
   const bool exact = paged_segment(weight).domain()->tiling == Tiling::exact;
-  return exact && (x.size(1) == 1 || weight.size(2) == 1) && fits_in_memory(weight);
+  return exact && (rows == 1 || outputs == 1) && fits_in_memory(weight);
+}
+std::int64_t rows_of(const at::Tensor& x) {
+  return x.dim() == 0 ? 1 : c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
 }
 
 /// Computes x [..., k] · weightᵀ if `transposed`, else x · weight, plus an optional bias of the outputs.
@@ -65,6 +68,7 @@ bool tile_linear(Call& call) {
   const at::Tensor x = call.argument(0).toTensor(), weight = call.argument(1).toTensor();
   const auto bias = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   if (form_of(weight) == Form::none || !is_plain(x, weight) || !fits_in_memory(x)) return false;
+  if (is_sum_of_its_own(rows_of(x), weight.size(0), weight)) return false;
   if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
   // PyTorch adds the bias inside the product if x is a matrix or can be viewed as one; else in a separate addition.
   const bool adds_inside = x.dim() == 2 || x.is_contiguous();
@@ -77,10 +81,12 @@ bool tile_mm(Call& call) {
   const at::Tensor x = call.argument(0).toTensor(), weight = call.argument(1).toTensor();
   if (!is_plain(x, weight)) return false;
   if (form_of(weight) != Form::none && fits_in_memory(x)) {
+    if (is_sum_of_its_own(rows_of(x), weight.size(1), weight)) return false;
     call.return_value(tiled_product(x, weight, {}, /*transposed=*/false));
     return true;
   }
   if (form_of(x) == Form::none || !fits_in_memory(weight)) return false;
+  if (weight.dim() == 2 && is_sum_of_its_own(weight.size(1), x.size(0), x)) return false;
   call.return_value(tiled_product(weight.t(), x, {}, /*transposed=*/true).t().contiguous());
   return true;
 }
@@ -89,6 +95,7 @@ bool tile_addmm(Call& call) {
   const at::Tensor bias = call.argument(0).toTensor(), x = call.argument(1).toTensor();
   const at::Tensor weight = call.argument(2).toTensor();
   if (form_of(weight) == Form::none || !is_plain(x, weight) || !fits_in_memory(x)) return false;
+  if (is_sum_of_its_own(rows_of(x), weight.size(1), weight)) return false;
   const bool plain = call.argument(3).toScalar().equal(1) && call.argument(4).toScalar().equal(1);
   if (!plain || bias.dim() != 1 || bias.size(0) != weight.size(1)) return false;
   call.return_value(tiled_product(x, weight, bias, /*transposed=*/false));
@@ -104,7 +111,7 @@ bool tile_bmm(Call& call) {
   const bool fits = x.size(0) == weight.size(0) && x.size(2) == weight.size(1);
   const bool by_rows = weight.is_contiguous();
   const at::Tensor cast = as_autocast(x);
-  if (!is_alike(cast, x, weight) || is_sum_of_its_own(x, weight)) return false;
+  if (!is_alike(cast, x, weight) || is_sum_of_its_own(x.size(1), weight.size(2), weight)) return false;
   if (!fits || !(by_rows || weight.transpose(1, 2).is_contiguous())) return false;
   call.return_value(differentiable_product(cast, by_rows ? weight : weight.transpose(1, 2), std::nullopt, !by_rows,
                                            cast.scalar_type()));

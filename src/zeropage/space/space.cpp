@@ -882,7 +882,9 @@ TensorPin hold(c10::ArrayRef<at::Tensor> tensors) {
   std::vector<PinRequest> requests;
   for (const at::Tensor& tensor : tensors) {
     auto* segment = segment_of(tensor);
-    if (segment && segment->is_partitioned()) requests.push_back({segment, Access::read});
+    if (!segment || !segment->domain()->partition.ranks) continue;
+    segment->refresh(Access::read);  // with all ranks, because the module may use it on one
+    if (segment->is_partitioned()) requests.push_back({segment, Access::read});
   }
   return TensorPin(requests);
 }
