@@ -241,6 +241,7 @@ def test_small_parts_of_a_huge_weight_are_read_in_inference_mode(settings):
         assert weight[3].sum() == 1024
 
 
+@pytest.mark.skipif(not hasattr(torch, "_foreach_mm"), reason="torch 2.11 has none")
 def test_products_of_lists_are_no_elementwise_operators(paged):
     a = torch.randn(64, 64)
     assert torch.equal(torch._foreach_mm([paged(a.clone())], [paged(a.clone())])[0], a @ a)

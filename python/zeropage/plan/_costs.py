@@ -39,13 +39,31 @@ _FREE = {
 }
 _LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
+
+def _with_all_heads(count: Callable[..., int]) -> Callable[..., int]:
+    """Count as if keys had the queries' heads: kernels broadcast them, and torch 2.11's formulas do not know it."""
+
+    def counted(*args: Any, **kwargs: Any) -> int:
+        heads = max(t.shape[1] for t in args[:4] if isinstance(t, torch.Tensor) and t.dim() == 4)
+        whole = [
+            t.new_empty((t.shape[0], heads, *t.shape[2:]), device="meta")
+            if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[1] < heads
+            else t
+            for t in args[:4]
+        ]
+        return count(*whole, *args[4:], **kwargs)
+
+    return counted
+
+
+_ATTENTION = [
+    (f"_scaled_dot_product_{kind}_attention{end}", f"_scaled_dot_product_{kind}_attention{suffix}{end}")
+    for end in ("", "_backward")
+    for kind, suffix in [("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", "")]
+]
 #: The CPU's attention kernels do the same operations as a GPU's.
-_OPERATIONS = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
+_OPERATIONS = flop_registry | {
+    getattr(aten, name): _with_all_heads(flop_registry[getattr(aten, counted)]) for counted, name in _ATTENTION
 }
 
 
