@@ -135,3 +135,42 @@ def test_an_attribute_that_another_library_has_replaced_since_is_left_alone(monk
     if not _integrations.in_force():  # no other test's space is left
         assert torch.Tensor.tolist is not ours
     assert torch.ones(2).tolist() == [1.0, 1.0]
+
+
+ORDERS = """
+import contextlib, importlib, json, sys
+import zeropage
+from zeropage import _integrations
+
+def bring_in():
+    for name in json.loads(sys.argv[1]):
+        importlib.import_module(name)
+
+if sys.argv[2] == "before":
+    bring_in()
+space = zeropage.init(device="cpu", device_memory="8MB", host_memory="8MB")
+first = _integrations.in_force()
+if sys.argv[2] == "after":
+    bring_in()
+inside = _integrations.in_force()
+space.close()
+print(json.dumps([sorted(first), sorted(inside), sorted(_integrations.in_force())]))
+"""
+
+
+def test_a_library_that_comes_after_the_first_space_is_changed_alike():
+    libraries = [
+        *("transformers.trainer", "transformers.modeling_utils", "peft", "peft.tuners.tuners_utils"),
+        *("accelerate.checkpointing", "safetensors.torch", "torch.distributed.checkpoint", "lightning.pytorch"),
+    ]
+    said = {}
+    for order in ("before", "after"):
+        command = [sys.executable, "-c", ORDERS, json.dumps(libraries), order]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        said[order] = json.loads(ran.stdout.splitlines()[-1])
+    (_, before, left_before), (first, after, left_after) = said["before"], said["after"]
+    assert left_before == left_after == []
+    own_steps = {name for name in {*before, *after} if name.endswith(".step")}  # of optimizer classes that exist
+    assert set(before) - own_steps == set(after) - own_steps
+    assert len(set(after) - set(first)) > 5
