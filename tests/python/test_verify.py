@@ -249,6 +249,37 @@ def test_a_script_for_trainer_is_equal(verify):
     assert status == 0 and "equal to the bit over 3 steps" in said and "3 clipped norms" in said, said
 
 
+SFT = """
+    import tempfile
+    import tokenizers
+    import torch
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    torch.manual_seed(0)
+    words = {word: i for i, word in enumerate(["[PAD]", "</s>", "[UNK]", *"abcdefghij"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", eos_token="</s>", unk_token="[UNK]"
+    )
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape))
+    dataset = Dataset.from_dict({"text": [" ".join("abcdefghij"[i:] + "cab"[: i % 3]) for i in range(10)]})
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SFTConfig(folder, optim="adamw_torch_fused", max_steps=3, use_cpu=True, report_to=[], max_length=32,
+                             per_device_train_batch_size=2, save_strategy="no", disable_tqdm=True)
+        SFTTrainer(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer).train()
+"""
+
+
+def test_supervised_fine_tuning_by_trl_is_equal(verify):
+    pytest.importorskip("trl")
+    status, said = verify(SFT, "--steps", "3")
+    assert status == 0 and "equal to the bit over 3 steps" in said and "3 clipped norms" in said, said
+
+
 SMALL_GPT = ["--width", "64", "--layers", "2", "--heads", "2", "--length", "32", "--json"]
 
 
