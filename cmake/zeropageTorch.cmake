@@ -85,6 +85,17 @@ function(zeropage_find_torch)
   endforeach()
 endfunction()
 
+# zeropage_find_libstdcxx(RESULT) sets RESULT to the linker's option for the shared libstdc++.
+function(zeropage_find_libstdcxx result)
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" -print-file-name=libstdc++.so.6
+    OUTPUT_VARIABLE path OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  if(IS_ABSOLUTE "${path}" AND EXISTS "${path}")
+    set(${result} "-l:libstdc++.so.6" PARENT_SCOPE)
+  else()
+    set(${result} "-lstdc++" PARENT_SCOPE)
+  endif()
+endfunction()
+
 # zeropage_link_first(TARGET LIBRARY) puts LIBRARY, then torch's libraries, before all other libraries of a program that
 # links TARGET. The order of the project's own target_link_libraries() does not matter then. The dynamic linker must
 # search libzeropage.so before libtorch_cpu.so, and libstdc++ before both libtorch.so and libtorch_cpu.so: torch 2.11
@@ -92,7 +103,8 @@ endfunction()
 # with two of them in a process, streams read no numbers. A linker that drops unused libraries must keep libtorch.so,
 # which loads torch's CUDA libraries, and libgomp, which only torch's folder may have.
 function(zeropage_link_first target library)
-  set(libraries "\"${library}\" -l:libstdc++.so.6")
+  zeropage_find_libstdcxx(libstdcxx)
+  set(libraries "\"${library}\" ${libstdcxx}")
   foreach(path "${zeropage_torch_root}/lib/libtorch.so" "${zeropage_torch_root}/lib/libtorch_cpu.so"
       "${zeropage_torch_root}/lib/libc10.so" ${zeropage_torch_openmp})
     string(APPEND libraries " \"${path}\"")

@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("cpu"):
                 item.add_marker(pytest.mark.skip(reason=f"not for {device}"))
-            if device == "cuda" and _is_of_fused_adagrad(item):
+            if device.startswith("cuda") and _is_of_fused_adagrad(item):
                 item.add_marker(pytest.mark.skip(reason="torch has no fused Adagrad for CUDA"))
 
 
@@ -103,10 +103,11 @@ def environment_of_its_own():
     """Lightning leaves a launcher's variables, with which later programs would join a group."""
     before = dict(os.environ)
     yield
-    if os.environ != before:
-        of_pytest = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_")}
-        os.environ.clear()
-        os.environ.update(before | of_pytest)
+    for name in {*before, *os.environ}:
+        if before.get(name) != os.environ.get(name) and not name.startswith("PYTEST_"):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -74,8 +73,7 @@ class Runner:
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(pathlib.Path(__file__).parent), str(folder / "task.json")]
-        environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.match(name)}
-        environment["PYTHONHASHSEED"] = "0"
+        environment = os.environ | {"PYTHONHASHSEED": "0"}
         if self.over_ranks:  # as torchrun does, also for one process: the number of threads orders sums
             environment.setdefault("OMP_NUM_THREADS", "1")
         records = folder / "rank0.jsonl"
@@ -92,12 +90,6 @@ class Runner:
                     process.terminate()
                     process.wait(10)
         return process.returncode
-
-
-# A launcher's variables, or those that Lightning left in this process, would make a script join other ranks.
-_OF_LAUNCHERS = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(\w+_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)$"
-)
 
 
 def _steps_in(records: pathlib.Path) -> int:

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 
 #include <algorithm>
+#include <map>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/call.h"
@@ -35,11 +36,16 @@ bool is_alike(const at::Tensor& cast, const at::Tensor& x, const at::Tensor& wei
   return cast.scalar_type() == weight.scalar_type() || cast.scalar_type() != x.scalar_type() || autocasts(x);
 }
 
-/// Whether exact tiles would sum in another order: they multiply matrices, and PyTorch sums a vector's product
-/// differently.
-bool is_sum_of_its_own(std::int64_t rows, std::int64_t outputs, const at::Tensor& weight) {
-  const bool exact = paged_segment(weight).domain()->tiling == Tiling::exact;
-  return exact && (rows == 1 || outputs == 1) && fits_in_memory(weight);
+/// Whether exact tiles would sum in another order, and there is room for the whole product: they multiply matrices,
+/// and PyTorch sums a vector's product differently. Half of the memory is left for homes and for what else is in use.
+bool is_sum_of_its_own(const Call& call, std::int64_t rows, std::int64_t outputs, const at::Tensor& weight) {
+  const StorageSegment& segment = paged_segment(weight);
+  if (segment.domain()->tiling != Tiling::exact || (rows != 1 && outputs != 1)) return false;
+  std::map<const StorageSegment*, std::size_t> operands;
+  for (const PagedArgument& argument : call.paged) operands[argument.segment] = argument.tensor.storage().nbytes();
+  std::size_t bytes = 0;
+  for (const auto& [_, size] : operands) bytes += size;
+  return bytes <= segment.frame_limit() / 2;
 }
 std::int64_t rows_of(const at::Tensor& x) {
   return x.dim() == 0 ? 1 : c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
@@ -68,7 +74,7 @@ bool tile_linear(Call& call) {
   const at::Tensor x = call.argument(0).toTensor(), weight = call.argument(1).toTensor();
   const auto bias = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   if (form_of(weight) == Form::none || !is_plain(x, weight) || !fits_in_memory(x)) return false;
-  if (is_sum_of_its_own(rows_of(x), weight.size(0), weight)) return false;
+  if (is_sum_of_its_own(call, rows_of(x), weight.size(0), weight)) return false;
   if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) return false;
   // PyTorch adds the bias inside the product if x is a matrix or can be viewed as one; else in a separate addition.
   const bool adds_inside = x.dim() == 2 || x.is_contiguous();
@@ -79,14 +85,14 @@ bool tile_linear(Call& call) {
 
 bool tile_mm(Call& call) {
   const at::Tensor x = call.argument(0).toTensor(), weight = call.argument(1).toTensor();
-  if (!is_plain(x, weight)) return false;
+  if (!is_plain(x, weight) || x.dim() != 2 || weight.dim() != 2) return false;
   if (form_of(weight) != Form::none && fits_in_memory(x)) {
-    if (is_sum_of_its_own(rows_of(x), weight.size(1), weight)) return false;
+    if (is_sum_of_its_own(call, x.size(0), weight.size(1), weight)) return false;
     call.return_value(tiled_product(x, weight, {}, /*transposed=*/false));
     return true;
   }
   if (form_of(x) == Form::none || !fits_in_memory(weight)) return false;
-  if (weight.dim() == 2 && is_sum_of_its_own(weight.size(1), x.size(0), x)) return false;
+  if (is_sum_of_its_own(call, weight.size(1), x.size(0), x)) return false;
   call.return_value(tiled_product(weight.t(), x, {}, /*transposed=*/true).t().contiguous());
   return true;
 }
@@ -94,8 +100,8 @@ bool tile_mm(Call& call) {
 bool tile_addmm(Call& call) {
   const at::Tensor bias = call.argument(0).toTensor(), x = call.argument(1).toTensor();
   const at::Tensor weight = call.argument(2).toTensor();
-  if (form_of(weight) == Form::none || !is_plain(x, weight) || !fits_in_memory(x)) return false;
-  if (is_sum_of_its_own(rows_of(x), weight.size(1), weight)) return false;
+  if (form_of(weight) == Form::none || !is_plain(x, weight) || x.dim() != 2 || !fits_in_memory(x)) return false;
+  if (is_sum_of_its_own(call, x.size(0), weight.size(1), weight)) return false;
   const bool plain = call.argument(3).toScalar().equal(1) && call.argument(4).toScalar().equal(1);
   if (!plain || bias.dim() != 1 || bias.size(0) != weight.size(1)) return false;
   call.return_value(tiled_product(x, weight, bias, /*transposed=*/false));
@@ -111,7 +117,7 @@ bool tile_bmm(Call& call) {
   const bool fits = x.size(0) == weight.size(0) && x.size(2) == weight.size(1);
   const bool by_rows = weight.is_contiguous();
   const at::Tensor cast = as_autocast(x);
-  if (!is_alike(cast, x, weight) || is_sum_of_its_own(x.size(1), weight.size(2), weight)) return false;
+  if (!is_alike(cast, x, weight) || is_sum_of_its_own(call, x.size(1), weight.size(2), weight)) return false;
   if (!fits || !(by_rows || weight.transpose(1, 2).is_contiguous())) return false;
   call.return_value(differentiable_product(cast, by_rows ? weight : weight.transpose(1, 2), std::nullopt, !by_rows,
                                            cast.scalar_type()));

@@ -28,7 +28,8 @@ bool before_step(c10::ArrayRef<at::Tensor> parameters);
 void step_ended(c10::ArrayRef<at::Tensor> parameters);
 
 /// Holds tensors whole, for reading, while it lives. All ranks call it together before some of them use some of the
-/// tensors. It ignores tensors that every rank has whole.
+/// tensors. Brings what a step left stale up to date first, also of tensors that every rank has whole. Throws
+/// RankError, BudgetError, DiskError.
 TensorPin hold(c10::ArrayRef<at::Tensor> tensors);
 /// Sums the gradients that came so far over ranks, with zeros for those that this rank lacks. All ranks call it
 /// together.

@@ -117,22 +117,18 @@ class TorchDevice final : public DeviceMemory {
     Ordinary ordinary;
     wait_for_retired({to, bytes}, uploads_);
     c10::StreamGuard on(uploads_);
-    for (std::size_t done = 0, part = 0; done < bytes; done += part) {
-      part = registered_->one_copy(from_host + done, bytes - done);
-      on_device(to + done, part)
-          .copy_(in_host(const_cast<std::byte*>(from_host) + done, part), /*non_blocking=*/true);
-    }
+    in_parts(from_host, bytes, uploads_, [&](std::size_t at, std::size_t part) {
+      on_device(to + at, part).copy_(in_host(const_cast<std::byte*>(from_host) + at, part), /*non_blocking=*/true);
+    });
     return record(uploads_);
   }
   Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) override {
     Ordinary ordinary;
     stream_wait(after, downloads_);
     c10::StreamGuard on(downloads_);
-    for (std::size_t done = 0, part = 0; done < bytes; done += part) {
-      part = registered_->one_copy(to_host + done, bytes - done);
-      in_host(to_host + done, part)
-          .copy_(on_device(const_cast<std::byte*>(from) + done, part), /*non_blocking=*/true);
-    }
+    in_parts(to_host, bytes, downloads_, [&](std::size_t at, std::size_t part) {
+      in_host(to_host + at, part).copy_(on_device(const_cast<std::byte*>(from) + at, part), /*non_blocking=*/true);
+    });
     return record(downloads_);
   }
 
@@ -158,11 +154,12 @@ class TorchDevice final : public DeviceMemory {
       registration.last_error();
       return nullptr;
     }
+    std::shared_ptr<void> handle(memory.data(), [pieces = registered_](void* data) {
+      pieces->remove(static_cast<std::byte*>(data));
+      if (registration.remove(data) != 0) registration.last_error();
+    });
     registered_->add(memory.data(), memory.size());
-    return {memory.data(), [pieces = registered_](std::byte* data) {
-              pieces->remove(data);
-              if (registration.remove(data) != 0) registration.last_error();
-            }};
+    return handle;
   }
 
  private:
@@ -178,6 +175,20 @@ class TorchDevice final : public DeviceMemory {
     std::span<std::byte> memory;
     Event event;
   };
+  /// Calls copy(offset, bytes) for each part of the host's memory that one copy may move. If it throws, no part
+  /// before is under way any more: the memory may be used otherwise then.
+  template <class Copy>
+  void in_parts(const std::byte* host, std::size_t bytes, const c10::Stream& stream, const Copy& copy) {
+    try {
+      for (std::size_t done = 0, part = 0; done < bytes; done += part) {
+        part = registered_->one_copy(host + done, bytes - done);
+        copy(done, part);
+      }
+    } catch (...) {
+      stream.synchronize();
+      throw;
+    }
+  }
   /// Makes `stream` wait for retired memory. Entries stay for other streams until their event is done.
   void wait_for_retired(std::span<std::byte> memory, const c10::Stream& stream) {
     std::lock_guard lock(mutex_);
