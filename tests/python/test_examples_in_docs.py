@@ -16,6 +16,7 @@ import types
 import pytest
 import torch
 import torch.nn as nn
+from test_integrations import group_of_one
 
 import zeropage
 
@@ -176,7 +177,8 @@ def test_the_example_runs(page, code, disk, saved_model, monkeypatch, request):
     if "SFTTrainer" in code:
         pytest.importorskip("trl")
     names = around(code, saved_model)
-    run(small(code, disk, saved_model), disk, names)
+    with group_of_one():
+        run(small(code, disk, saved_model), disk, names)
 
 
 def run_on_a_rank(code, folder):
