@@ -129,7 +129,8 @@ void* shadow(const void* device_memory);
 c10::Allocator* device_allocator();
 void record_stream(const c10::DataPtr& data, const c10::Stream& stream);
 /// Memory that transfers may reach while the host goes on.
-/// Throws unless one registered piece holds all of the bytes, or none holds any: cudaMemcpyAsync refuses such copies.
+/// Throws if some of the bytes are registered and others are not, or if two registered pieces hold them:
+/// cudaMemcpyAsync refuses to copy those.
 bool is_pinned(const void* host_memory, std::size_t bytes = 1);
 c10::Allocator* pinned_allocator();
 

@@ -138,7 +138,7 @@ def test_an_attribute_that_another_library_has_replaced_since_is_left_alone(monk
 
 
 ORDERS = """
-import contextlib, importlib, json, sys
+import importlib, json, sys
 import zeropage
 from zeropage import _integrations
 

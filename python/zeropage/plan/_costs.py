@@ -44,7 +44,7 @@ def _with_all_heads(count: Callable[..., int]) -> Callable[..., int]:
     """Count as if keys had the queries' heads: kernels broadcast them, and torch 2.11's formulas do not know it."""
 
     def counted(*args: Any, **kwargs: Any) -> int:
-        heads = max(t.shape[1] for t in args[:4] if isinstance(t, torch.Tensor) and t.dim() == 4)
+        heads = max((t.shape[1] for t in args[:4] if isinstance(t, torch.Tensor) and t.dim() == 4), default=0)
         whole = [
             t.new_empty((t.shape[0], heads, *t.shape[2:]), device="meta")
             if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[1] < heads
