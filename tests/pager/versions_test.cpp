@@ -165,7 +165,8 @@ TEST_CASE_FIXTURE(VersionsFixture, "what fails while a version is written harms 
 
 TEST_CASE("space to spare is none that tensors left behind, and theirs when the disk is full") {
   const TemporaryDirectory directory;
-  SwapFile file({directory.path()}, {1});
+  const auto swap_file = SwapFile::make({directory.path()}, {1});
+  SwapFile& file = *swap_file;
   constexpr std::size_t kBytes = kMiB;
   std::vector<Extent> tensors;
   tensors.push_back(file.allocate(kBytes));

@@ -56,13 +56,15 @@ std::size_t bytes_of_files(const SwapFile& swap, std::uint64_t offset) {
 
 TEST_CASE("extents are blocks of the file, and the dead ones are used again") {
   TemporaryDirectory directory;
-  SwapFile swap({directory.path()}, {1});
+  const auto swap_file = SwapFile::make({directory.path()}, {1});
+  SwapFile& swap = *swap_file;
   std::size_t size = 0;
   {
     Extent a = swap.allocate(5000), b = swap.allocate(10 * kMiB);
     CHECK(a.bytes() == 2 * kBlockBytes);
-    CHECK(a.offset() % kBlockBytes == 0);
-    CHECK((a.offset() + a.bytes() <= b.offset() || b.offset() + b.bytes() <= a.offset()));
+    CHECK(a.ranges()[0].offset % kBlockBytes == 0);
+    CHECK((a.ranges()[0].offset + a.bytes() <= b.ranges()[0].offset ||
+           b.ranges()[0].offset + b.bytes() <= a.ranges()[0].offset));
     CHECK(swap.used() == a.bytes() + b.bytes());
     size = swap.size();
   }
@@ -73,7 +75,8 @@ TEST_CASE("extents are blocks of the file, and the dead ones are used again") {
 
 TEST_CASE("a disk that cannot grow the file is an error at creation, with sizes, and what was there stays") {
   TemporaryDirectory directory;
-  SwapFile swap({directory.path()}, {1});
+  const auto swap_file = SwapFile::make({directory.path()}, {1});
+  SwapFile& swap = *swap_file;
   Extent first = swap.allocate(kMiB);
   {
     const LargestFile limit(100 * kMiB);
@@ -81,6 +84,30 @@ TEST_CASE("a disk that cannot grow the file is an error at creation, with sizes,
     CHECK(swap.allocate(kMiB));  // what fits still goes
   }
   CHECK(swap.allocate(200 * kMiB));
+}
+
+TEST_CASE("free space serves any extent, however it is scattered") {
+  TemporaryDirectory directory;
+  const auto swap_file = SwapFile::make({directory.path()}, {1});
+  SwapFile& swap = *swap_file;
+  std::vector<Extent> small, large;
+  swap.grow(64 * kMiB);
+  const std::size_t size = swap.size();
+  while (swap.used() + 4 * kMiB <= size) {
+    large.push_back(swap.allocate(3 * kMiB));
+    small.push_back(swap.allocate(kMiB));
+  }
+  large.clear();
+  const LargestFile limit(size);
+  const Extent extent = swap.allocate(10 * kMiB);  // no hole has more than 3 MiB
+  CHECK(extent.bytes() == 10 * kMiB);
+  std::size_t covered = 0;
+  swap.for_each_piece(extent, extent.bytes(), [&](const SwapFile::Piece& piece) {
+    CHECK(piece.at == covered);
+    covered += piece.bytes;
+  });
+  CHECK(covered == 10 * kMiB);
+  CHECK(swap.used() == small.size() * kMiB + 10 * kMiB);
 }
 
 namespace {
@@ -93,11 +120,12 @@ struct TwoDisks {
 }  // namespace
 
 TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes in proportion to speed, and each byte is in one place") {
-  SwapFile swap(paths, {3.1, 1});
+  const auto swap_file = SwapFile::make(paths, {3.1, 1});
+  SwapFile& swap = *swap_file;
   const Extent extent = swap.allocate(70 * kMiB + kBlockBytes);  // the files end within a period
   std::map<const File*, std::map<std::uint64_t, std::size_t>> places;
   std::size_t covered = 0;
-  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece& piece) {
+  swap.for_each_piece(extent.ranges()[0].offset, extent.bytes(), [&](const SwapFile::Piece& piece) {
     CHECK(piece.at == covered);
     covered += piece.bytes;
     CHECK(places[piece.file].emplace(piece.offset, piece.bytes).second);
@@ -122,15 +150,16 @@ TEST_CASE_FIXTURE(TwoDisks, "several disks get stripes in proportion to speed, a
 }
 
 TEST_CASE_FIXTURE(TwoDisks, "a part of a range is where the whole range says") {
-  SwapFile swap(paths, {3, 1});
+  const auto swap_file = SwapFile::make(paths, {3, 1});
+  SwapFile& swap = *swap_file;
   const Extent extent = swap.allocate(8 * kMiB);
   const auto place_of = [&](std::uint64_t offset) {
     std::pair<const File*, std::uint64_t> place;
     swap.for_each_piece(offset, kBlockBytes, [&](const SwapFile::Piece& p) { place = {p.file, p.offset}; });
     return place;
   };
-  swap.for_each_piece(extent.offset() + 3 * kBlockBytes, 5 * kMiB, [&](const SwapFile::Piece& piece) {
-    const auto at = extent.offset() + 3 * kBlockBytes + piece.at;
+  swap.for_each_piece(extent.ranges()[0].offset + 3 * kBlockBytes, 5 * kMiB, [&](const SwapFile::Piece& piece) {
+    const auto at = extent.ranges()[0].offset + 3 * kBlockBytes + piece.at;
     CHECK(place_of(at) == std::pair(piece.file, piece.offset));
     CHECK(place_of(at + piece.bytes - kBlockBytes) ==
           std::pair(piece.file, piece.offset + piece.bytes - kBlockBytes));
@@ -138,43 +167,48 @@ TEST_CASE_FIXTURE(TwoDisks, "a part of a range is where the whole range says") {
 }
 
 TEST_CASE_FIXTURE(TwoDisks, "a disk that is too slow for a stripe is left out, and one named twice is an error") {
-  SwapFile swap(paths, {1000, 1});
+  const auto swap_file = SwapFile::make(paths, {1000, 1});
+  SwapFile& swap = *swap_file;
   const Extent extent = swap.allocate(100 * kMiB);
   std::size_t pieces = 0;
-  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece&) { ++pieces; });
+  swap.for_each_piece(extent.ranges()[0].offset, extent.bytes(), [&](const SwapFile::Piece&) { ++pieces; });
   CHECK(pieces == 1);
-  CHECK_THROWS_WITH_AS(SwapFile({a.path(), a.path() + "/."}, {1, 1}), doctest::Contains("twice"), DiskError);
-  CHECK_THROWS_WITH_AS(SwapFile({}, {}), doctest::Contains("names no directory"), DiskError);
+  CHECK_THROWS_WITH_AS(SwapFile::make({a.path(), a.path() + "/."}, {1, 1}), doctest::Contains("twice"), DiskError);
+  CHECK_THROWS_WITH_AS(SwapFile::make(std::vector<std::string>(), {}), doctest::Contains("names no directory"),
+                       DiskError);
   const Extent spare = swap.try_allocate_spare(kMiB);
   CHECK(spare);
 }
 
 TEST_CASE_FIXTURE(TwoDisks, "disks that are named are measured") {
   const auto io = make_io();
-  SwapFile swap(a.path() + ":" + b.path(), *io);
+  const auto swap_file = SwapFile::make(a.path() + ":" + b.path(), *io);
+  SwapFile& swap = *swap_file;
   const Extent extent = swap.allocate(64 * kMiB);
   std::map<const File*, std::size_t> bytes;
-  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece& p) { bytes[p.file] += p.bytes; });
+  swap.for_each_piece(extent.ranges()[0].offset, extent.bytes(),
+                      [&](const SwapFile::Piece& p) { bytes[p.file] += p.bytes; });
   REQUIRE(bytes.size() == 2);  // they are one disk
   for (const auto& [_, n] : bytes) CHECK(n > 16 * kMiB);
-  CHECK_THROWS_WITH_AS(SwapFile(a.path() + ":/missing", *io), doctest::Contains("/missing"), DiskError);
+  CHECK_THROWS_WITH_AS(SwapFile::make(a.path() + ":/missing", *io), doctest::Contains("/missing"), DiskError);
 }
 
 TEST_CASE_FIXTURE(TwoDisks, "where one disk is full none grows, and what fits still goes") {
-  SwapFile swap(paths, {1, 3});
+  const auto swap_file = SwapFile::make(paths, {1, 3});
+  SwapFile& swap = *swap_file;
   const Extent first = swap.allocate(kMiB);
   const std::size_t before = swap.size();
   {
     const LargestFile limit(120 * kMiB);
     CHECK_THROWS_WITH_AS(swap.allocate(200 * kMiB), doctest::Contains("its share of 209.7 MB"), DiskError);
     CHECK(swap.size() == before);
-    CHECK(bytes_of_files(swap, first.offset()) <= before);
+    CHECK(bytes_of_files(swap, first.ranges()[0].offset) <= before);
     CHECK(swap.allocate(70 * kMiB));
     CHECK(swap.size() > before);
   }
   const Extent large = swap.allocate(200 * kMiB);
   std::size_t covered = 0;
-  swap.for_each_piece(large.offset(), large.bytes(), [&](const SwapFile::Piece& piece) {
+  swap.for_each_piece(large.ranges()[0].offset, large.bytes(), [&](const SwapFile::Piece& piece) {
     struct stat info {};
     REQUIRE(::fstat(piece.file->descriptor(), &info) == 0);
     CHECK(piece.offset + piece.bytes <= static_cast<std::size_t>(info.st_size));
@@ -192,10 +226,11 @@ TEST_CASE_FIXTURE(TwoDisks, "the faster disk gets more") {
     std::this_thread::sleep_for(std::chrono::milliseconds(t.file == first ? 0 : 20));
     return 1L;
   });
-  SwapFile swap(a.path() + ":" + b.path(), io);
+  const auto swap_file = SwapFile::make(a.path() + ":" + b.path(), io);
+  SwapFile& swap = *swap_file;
   const Extent extent = swap.allocate(64 * kMiB);
   std::vector<std::pair<const File*, std::size_t>> bytes;
-  swap.for_each_piece(extent.offset(), extent.bytes(), [&](const SwapFile::Piece& p) {
+  swap.for_each_piece(extent.ranges()[0].offset, extent.bytes(), [&](const SwapFile::Piece& p) {
     const auto known = std::ranges::find(bytes, p.file, &std::pair<const File*, std::size_t>::first);
     known == bytes.end() ? void(bytes.emplace_back(p.file, p.bytes)) : void(known->second += p.bytes);
   });

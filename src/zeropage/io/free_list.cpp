@@ -21,10 +21,10 @@ void FreeList::insert(std::size_t offset, std::size_t bytes, Entry entry) noexce
   free_bytes_ += bytes;
 }
 
-void FreeList::erase(std::map<std::size_t, std::size_t>::iterator range) {
+FreeList::Entry FreeList::extract(std::map<std::size_t, std::size_t>::iterator range) noexcept {
   free_bytes_ -= range->second;
-  by_size_.erase({range->second, range->first});
-  by_offset_.erase(range);
+  auto by_size = by_size_.extract({range->second, range->first});
+  return {by_offset_.extract(range), std::move(by_size)};
 }
 
 void FreeList::release(std::size_t offset, std::size_t bytes, Entry entry) noexcept {
@@ -32,21 +32,20 @@ void FreeList::release(std::size_t offset, std::size_t bytes, Entry entry) noexc
   auto next = by_offset_.lower_bound(offset);
   if (next != by_offset_.end() && next->first == offset + bytes) {
     bytes += next->second;
-    auto merged = next++;
-    erase(merged);
+    (void)extract(next++);
   }
   if (next != by_offset_.begin()) {
     auto previous = std::prev(next);
     if (previous->first + previous->second == offset) {
       offset = previous->first;
       bytes += previous->second;
-      erase(previous);
+      (void)extract(previous);
     }
   }
   insert(offset, bytes, std::move(entry));
 }
 
-std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) {
+std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) noexcept {
   if (bytes == 0 || largest() < bytes) return std::nullopt;
   auto range = by_offset_.end();
   if (side == Side::bottom) {
@@ -56,12 +55,12 @@ std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) {
     while (range->second < bytes);
   }
   const auto [offset, size] = *range;
-  erase(range);
+  Entry rest = extract(range);
   if (side == Side::bottom) {
-    if (size > bytes) insert(offset + bytes, size - bytes, make_entry());
+    if (size > bytes) insert(offset + bytes, size - bytes, std::move(rest));
     return offset;
   }
-  if (size > bytes) insert(offset, size - bytes, make_entry());
+  if (size > bytes) insert(offset, size - bytes, std::move(rest));
   return offset + size - bytes;
 }
 
@@ -73,9 +72,10 @@ void FreeList::visit_largest(const std::function<bool(std::size_t, std::size_t)>
 void FreeList::take_at(std::size_t offset, std::size_t bytes) {
   const auto range = std::prev(by_offset_.upper_bound(offset));
   const auto [begin, length] = *range;
-  erase(range);
-  if (offset > begin) insert(begin, offset - begin, make_entry());
-  if (begin + length > offset + bytes) insert(offset + bytes, begin + length - offset - bytes, make_entry());
+  Entry rest = make_entry();
+  Entry first = extract(range);
+  if (offset > begin) insert(begin, offset - begin, std::move(first));
+  if (begin + length > offset + bytes) insert(offset + bytes, begin + length - offset - bytes, std::move(rest));
 }
 
 }  // namespace zeropage

@@ -30,7 +30,7 @@ class FreeList {
   /// Takes `bytes` from the smallest range that holds them. Side::top takes them from the end of the highest range
   /// that holds them, which separates long-lived allocations from short-lived ones. Empty if no range is large
   /// enough.
-  std::optional<std::size_t> take(std::size_t bytes, Side side = Side::bottom);
+  std::optional<std::size_t> take(std::size_t bytes, Side side = Side::bottom) noexcept;
 
   /// Takes [offset, offset + bytes), which must be free.
   void take_at(std::size_t offset, std::size_t bytes);
@@ -44,7 +44,7 @@ class FreeList {
 
  private:
   void insert(std::size_t offset, std::size_t bytes, Entry entry) noexcept;
-  void erase(std::map<std::size_t, std::size_t>::iterator range);
+  Entry extract(std::map<std::size_t, std::size_t>::iterator range) noexcept;
 
   std::map<std::size_t, std::size_t> by_offset_;           // offset -> bytes
   std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset)

@@ -25,8 +25,7 @@
 #include "zeropage/page/kinds.h"
 #include "zeropage/store/budget.h"
 #include "zeropage/store/device_memory.h"
-#include "zeropage/store/source_file.h"
-#include "zeropage/store/swap_file.h"
+#include "zeropage/store/slot.h"
 
 namespace zeropage {
 
@@ -57,32 +56,21 @@ struct Share {
   mutable int users = 0;   // transfers that use the segment without a lock; it must outlive them
 };
 
-/// The place of some of a run's pages on disk: an extent of the swap file, or a file that is only read. While a
-/// checkpoint that is being written shares a backing, the cache does not write to it.
-struct Backing {
-  Extent extent;
-  SourceRange source;     // used if there is no extent
-  std::size_t pages = 0;  // pages of the run whose home content is here
-};
-
 /// The content of a run at one moment, until a checkpoint has it (pager/snapshots.h).
 struct Frozen {
   enum class Place : std::uint8_t {
     nowhere,  // zeros
-    home,     // in a backing
+    home,     // in a slot
     frame,    // only in a frame, or being written home. The page may not be written
     copying,  // the same, and the checkpoint is copying it
   };
   struct Page {
     Place place = Place::nowhere;
-    const Backing* backing = nullptr;
+    SlotRef slot = nullptr;
     bool older_on_its_way = false;  // if a write home is in flight, it carries an older content than the frame's
   };
   Run* run;  // null: the run died, and the content that only its frames held died too
-  std::size_t page_bytes;
   std::vector<Page> pages;
-  std::vector<std::shared_ptr<Backing>> backings;  // of these pages
-  std::shared_ptr<Backing> closing;  // target of writes home of frame content; null: the frames are homes
 };
 
 /// Memory that holds consecutive pages of one run: all of them while an operator needs the whole tensor, one while a
@@ -126,7 +114,9 @@ struct Page {
   bool is_new = false;        // belongs to the open second version (pager/versions.h).
   bool write_failed = false;  // the latest write home failed.
   Frame* frame = nullptr;
-  Backing* home = nullptr;  // for a run on disk: holds the home content, or is the target of a write in flight.
+  // For a run on disk:
+  SlotRef home;    // holds the home content. Null: none yet
+  SlotRef target;  // takes the next write home. Null: `home` does. With is_new it holds the second version
 };
 
 struct Run {
@@ -139,9 +129,7 @@ struct Run {
   std::vector<Page> pages;
   Home* home = nullptr;  // null: its frame is its home
   bool is_on_disk = false;
-  std::shared_ptr<Backing> own;                    // target of writes home; null until there is something to write.
-  std::vector<std::shared_ptr<Backing>> others;    // older backings that still hold pages.
-  std::shared_ptr<Backing> next;                   // of a second version, while one is open.
+  bool has_version = false;                        // a second version is open
   std::thread::id writer;                          // the only thread that may pin the run then.
   std::shared_ptr<Frozen> frozen;                  // null: no checkpoint needs the content of its pages.
   std::unique_ptr<Segment> below;                  // in a lower cache.
@@ -173,13 +161,19 @@ struct Run {
   bool shares_page() const { return slots || packed(); }
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
-  const Backing& backing_of(std::size_t page) const { return pages[page].is_new ? *next : *pages[page].home; }
-  /// From now on `backing` holds the page's home content. Backings without pages are released.
-  void place(std::size_t page, const std::shared_ptr<Backing>& backing);
+  /// The slot with the page's newest content on disk, and the one that takes its next write. For a run on disk.
+  const Slot& slot_of(std::size_t page) const { return pages[page].is_new ? *pages[page].target : *pages[page].home; }
+  const Slot& slot_to_write(std::size_t page) const {
+    return pages[page].target ? *pages[page].target : *pages[page].home;
+  }
+  /// Whether a write of the page has a slot to go to.
+  bool has_slot_to_write(std::size_t page) const {
+    return !is_on_disk || pages[page].target || is_sole_and_writable(pages[page].home);
+  }
   /// Whether a checkpoint still needs the content of the page's frame. Then nothing may write it.
   bool is_owed(std::size_t page) const { return frozen && frozen->pages[page].place >= Frozen::Place::frame; }
   /// Whether another thread has a version open.
-  bool is_closed_to_this_thread() const { return next && writer != std::this_thread::get_id(); }
+  bool is_closed_to_this_thread() const { return has_version && writer != std::this_thread::get_id(); }
   Frame* whole_frame() const {
     Frame* frame = pages[0].frame;
     return frame && frame->pages == pages.size() && !frame->assembling ? frame : nullptr;

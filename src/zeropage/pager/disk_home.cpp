@@ -13,33 +13,29 @@ class DiskHome final : public Home {
  public:
   DiskHome(Io& io, SwapFile& file) : io_(io), file_(file) {}
 
-  std::shared_ptr<Backing> allocate(std::size_t bytes) override {
-    auto backing = std::make_shared<Backing>();
-    backing->extent = file_.allocate(bytes);
-    return backing;
+  SlotRef try_allocate(std::size_t bytes) override {
+    Extent extent = file_.try_allocate(bytes);
+    return extent ? std::make_shared<Slot>(std::move(extent)) : nullptr;
   }
+  void grow(std::size_t bytes) override { file_.grow(bytes); }
 
   std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
                               Done done) override {
-    return read_backing(run.backing_of(page), page * run.page_bytes, run.bytes_of(page), into, priority,
-                        std::move(done));
+    return read_slot(run.slot_of(page), run.bytes_of(page), into, priority, std::move(done));
   }
 
   std::optional<Outcome> write(const Run& run, std::size_t page, const std::byte* from, const DeviceMemory::Event&,
                                Priority priority, Done done) override {
-    const std::uint64_t offset = run.backing_of(page).extent.offset() + page * run.page_bytes;
-    return start(Direction::write, offset, run.bytes_of(page), const_cast<std::byte*>(from), priority,
-                 std::move(done));
+    return start(Direction::write, run.slot_to_write(page).extent, run.bytes_of(page), const_cast<std::byte*>(from),
+                 priority, std::move(done));
   }
 
-  std::optional<Outcome> read_backing(const Backing& backing, std::uint64_t offset, std::size_t bytes,
-                                      std::byte* into, Priority priority, Done done) override {
-    if (!backing.source) {
-      return start(Direction::read, backing.extent.offset() + offset, bytes, into, priority, std::move(done));
-    }
+  std::optional<Outcome> read_slot(const Slot& slot, std::size_t bytes, std::byte* into, Priority priority,
+                                   Done done) override {
+    if (slot.extent) return start(Direction::read, slot.extent, bytes, into, priority, std::move(done));
     // Reads exactly these bytes, wherever they begin.
-    const auto& file = backing.source.file;
-    offset += backing.source.offset;
+    const auto& file = slot.source.file;
+    const std::uint64_t offset = slot.source.offset;
     io_.start({Direction::read, &file->file_for(offset, bytes), offset, into, bytes}, priority,
               [file, done = std::move(done)](std::exception_ptr error) {
                 try {
@@ -57,10 +53,10 @@ class DiskHome final : public Home {
   bool blocks() const override { return false; }
 
  private:
-  std::optional<Outcome> start(Direction direction, std::uint64_t offset, std::size_t bytes, std::byte* at,
+  std::optional<Outcome> start(Direction direction, const Extent& extent, std::size_t bytes, std::byte* at,
                                Priority priority, Done done) {
     std::vector<SwapFile::Piece> pieces;
-    file_.for_each_piece(offset, round_up(bytes, kBlockBytes),
+    file_.for_each_piece(extent, round_up(bytes, kBlockBytes),
                          [&](const SwapFile::Piece& piece) { pieces.push_back(piece); });
     const auto all = std::make_shared<Pieces>(pieces.size(), std::move(done));
     for (std::size_t i = 0; i < pieces.size(); ++i) {

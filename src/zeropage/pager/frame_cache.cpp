@@ -52,7 +52,7 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
                                               : make_io(options.io)),
       swap_(!io_             ? nullptr
             : options.hollow ? SwapFile::make_hollow(options.hollow->disk_bytes)
-                             : std::make_unique<SwapFile>(options.disk_path, *io_)),
+                             : SwapFile::make(options.disk_path, *io_)),
       home_(lower_ ? std::make_unique<LowerCacheHome>(*lower_, *options.device)
             : io_  ? make_disk_home(*io_, *swap_)
                    : nullptr) {
@@ -95,7 +95,8 @@ FrameCache::~FrameCache() {
     lower_pins_.abandon();
     memory_.abandon();
     new auto(std::move(registered_));
-    (void)home_.release(), (void)io_.release(), (void)swap_.release();
+    (void)home_.release(), (void)io_.release();
+    new auto(std::move(swap_));
     return;
   }
   close();

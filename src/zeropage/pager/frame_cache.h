@@ -244,7 +244,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::shared_ptr<FrameCache> lower_;  // the host's, under a device's; of this rank's shares, under the gathered
   std::shared_ptr<Ranks> ranks_;       // null except for the gathered cache
   std::unique_ptr<Io> io_;
-  std::unique_ptr<SwapFile> swap_;
+  std::shared_ptr<SwapFile> swap_;
   std::unique_ptr<Home> home_;  // of runs without a frame of their own
   MappedFiles mapped_files_;
   Timeline timeline_;

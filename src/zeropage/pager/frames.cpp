@@ -101,7 +101,7 @@ void Frames::evict(Frame& frame) {
 void Frames::promise(Run& run, std::size_t page) {
   const Residency state = run.pages[page].state;
   Frame& frame = *run.pages[page].frame;
-  if (frame.permanent || run.next || (state != Residency::evicted && state != Residency::zero)) return;
+  if (frame.permanent || run.has_version || (state != Residency::evicted && state != Residency::zero)) return;
   frame.promised.resize(frame.pages, Residency::clean);
   frame.promised[page - frame.first_page] = state;
 }

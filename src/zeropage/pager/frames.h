@@ -42,7 +42,7 @@ class Frames {
   static void mark(Run& run, std::size_t page, Access access) {
     if (access == Access::read) return;
     ++run.changes;
-    if (run.next) run.pages[page].is_new = true;
+    if (run.has_version) run.pages[page].is_new = true;
     Residency& state = run.pages[page].state;
     state = state == Residency::writing || state == Residency::rewritten ? Residency::rewritten : Residency::dirty;
   }

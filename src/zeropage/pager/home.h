@@ -27,11 +27,13 @@ class Home {
 
   virtual ~Home() = default;
 
-  /// For a run on disk: allocates room for its pages. Throws DiskError if the disk is full.
-  virtual std::shared_ptr<Backing> allocate(std::size_t) { return nullptr; }
-  /// For a run on disk: starts to read from a backing that holds or held its pages.
-  [[nodiscard]] virtual std::optional<Outcome> read_backing(const Backing&, std::uint64_t /*offset*/,
-                                                            std::size_t /*bytes*/, std::byte*, Priority, Done) {
+  /// For a run on disk: a slot for a page of `bytes`. Null if grow() must first make room. It never blocks.
+  virtual SlotRef try_allocate(std::size_t) { return nullptr; }
+  /// Makes room on the disk. Throws DiskError if it is full. Not under a lock.
+  virtual void grow(std::size_t) {}
+  /// For a run on disk: starts to read a slot of `bytes`.
+  [[nodiscard]] virtual std::optional<Outcome> read_slot(const Slot&, std::size_t /*bytes*/, std::byte*, Priority,
+                                                         Done) {
     return Outcome{};
   }
   /// Starts to read a page into `into`. Returns an outcome if the read has ended already; then `done` is not called.

@@ -79,21 +79,32 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
       throw ConfigError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
     run.is_on_disk = true;
     run.home = homes_.home;
-    if (spec.source) {
-      const auto backing = std::make_shared<Backing>();
-      backing->source = spec.source;
-      for (std::size_t i = 0; i < run.pages.size(); ++i) {
-        run.place(i, backing);
-        run.pages[i].state = Residency::evicted;
-      }
-    } else {
-      run.own = transfers_.allocate(lock, run.bytes);
-    }
+    take_slots(lock, run, spec.source);
   } else {
     make_permanent(lock, run);
   }
   runs_.add(std::move(owned));
   return run;
+}
+
+/// Gives each page its slot: a part of the file, or free space on disk.
+void HomeAllocator::take_slots(Lock& lock, Run& run, const SourceRange& source) {
+  for (std::size_t i = 0; source && i < run.pages.size(); ++i) {
+    run.pages[i].home = std::make_shared<Slot>(SourceRange{source.file, source.offset + i * run.page_bytes});
+    run.pages[i].state = Residency::evicted;
+  }
+  std::size_t next = 0, missing = source ? 0 : run.bytes;
+  while (missing > 0) {
+    {
+      const Inside inside(monitor_);
+      const Unlocked unlocked(lock);  // no other thread knows the run yet
+      for (; missing > 0; missing -= run.bytes_of(next++)) {
+        if (!(run.pages[next].home = run.home->try_allocate(run.bytes_of(next)))) break;
+      }
+    }
+    monitor_.check_usable();
+    if (missing > 0) transfers_.grow(lock, missing);
+  }
 }
 
 /// A segment that died during its download still takes room until tidy() sees the end of that transfer.

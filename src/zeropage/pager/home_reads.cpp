@@ -8,7 +8,7 @@ namespace zeropage {
 namespace {
 
 bool is_at_home_alone(const Run& run, std::size_t page) {
-  return run.is_on_disk && !run.next && !run.slots && run.pages[page].state == Residency::evicted &&
+  return run.is_on_disk && !run.has_version && !run.slots && run.pages[page].state == Residency::evicted &&
          run.pages[page].frame == nullptr;
 }
 
@@ -77,9 +77,9 @@ HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* i
   return read;
 }
 
-HomeRead HomeReads::start_frozen(const Backing& backing, std::uint64_t offset, std::size_t bytes, std::byte* into) {
+HomeRead HomeReads::start_frozen(const Slot& slot, std::size_t bytes, std::byte* into) {
   return start(bytes, [&](Home::Done done) {
-    return home_->read_backing(backing, offset, bytes, into, Priority::background, std::move(done));
+    return home_->read_slot(slot, bytes, into, Priority::background, std::move(done));
   });
 }
 

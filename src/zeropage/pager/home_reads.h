@@ -43,7 +43,7 @@ class HomeReads {
   std::size_t bytes() const;
   /// Reads content that nothing writes (pager/snapshots.h). Transfers that a program waits for go first. Under the
   /// lock.
-  HomeRead start_frozen(const Backing& backing, std::uint64_t offset, std::size_t bytes, std::byte* into);
+  HomeRead start_frozen(const Slot& slot, std::size_t bytes, std::byte* into);
 
  private:
   friend class HomeRead;

@@ -49,7 +49,7 @@ void Runs::count_home(const Run& run, bool created) {
 std::size_t Runs::source_bytes() const {
   std::size_t bytes = 0;
   for (const auto& [run, _] : runs_) {
-    for (std::size_t i = 0; i < run->pages.size() && !run->others.empty(); ++i) {
+    for (std::size_t i = 0; run->is_on_disk && i < run->pages.size(); ++i) {
       const Page& page = run->pages[i];
       if (page.home && page.home->source && page.state != Residency::zero) bytes += run->bytes_of(i);
     }
@@ -88,9 +88,7 @@ void Runs::forget_home_bytes() noexcept {
 
 void Runs::give_back_homes() noexcept {
   for (auto& [_, run] : runs_) {
-    for (Page& page : run->pages) page.home = nullptr;
-    run->own = run->next = nullptr;
-    run->others.clear();
+    for (Page& page : run->pages) page.home = page.target = nullptr;
     if (const auto frozen = std::exchange(run->frozen, nullptr)) frozen->run = nullptr;
     if (run->below) {
       run->home->forget(*run);

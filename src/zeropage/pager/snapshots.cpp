@@ -24,20 +24,13 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   Run& run = *segment.run();
   if (run.slots || run.gathered()) throw AccessError("a page that tensors share is not frozen for one of them");
   transfers_.wait_until(lock, [&] { return run.lent == 0 && !run.frozen; });
-  if (run.next) throw VersionOpen();
+  if (run.has_version) throw VersionOpen();
   auto frozen = std::make_shared<Frozen>();
   frozen->run = &run;
-  frozen->page_bytes = run.page_bytes;
   frozen->pages.resize(run.pages.size());
-  const bool any_newer = std::ranges::any_of(run.pages, is_newer_in_frame);
-  // Does not wait: another run of this checkpoint may hold the room.
-  if (any_newer && !transfers_.try_make_room_at_home(run)) {
-    throw DiskError("the disk has no room for both a checkpoint and training's writes; make room, or save with wait",
-                    ENOSPC);
-  }
-  frozen->backings.reserve(run.others.size() + 1);
-  alive_.reserve(alive_.size() + 1);
-  run.others.reserve(run.others.size() + 1);
+  FrozenSegment result;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) result.sizes_.push_back(run.bytes_of(i));
+  alive_.push_back(frozen);
   // Nothing throws from here on.
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
@@ -48,22 +41,11 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
       frozen->pages[i] = {In::home, page.home};
     }
   }
-  frozen->backings = run.others;
-  if (run.own) {
-    frozen->backings.push_back(run.own);
-    frozen->closing = run.own;
-    if (run.own->pages > 0) run.others.push_back(run.own);
-    run.own = nullptr;
-  }
   run.frozen = frozen;
   transfers_.count_frozen(/*begins=*/true);
-  std::erase_if(alive_, [](const auto& weak) { return weak.expired(); });
-  alive_.push_back(frozen);
-  FrozenSegment result;
   result.snapshots_ = this;
   result.cache_ = std::move(cache);
   result.segment_ = &segment;
-  for (std::size_t i = 0; i < run.pages.size(); ++i) result.sizes_.push_back(run.bytes_of(i));
   result.frozen_ = std::move(frozen);
   // Writes newer pages home soon, so that no thread has to wait for them.
   for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
@@ -97,8 +79,7 @@ void Snapshots::let_go(FrozenSegment& segment) noexcept {
   const Lock lock(monitor_.mutex());
   const auto frozen = std::move(segment.frozen_);
   if (frozen->run) frozen->run->frozen = nullptr;
-  frozen->backings.clear();
-  frozen->closing = nullptr;
+  frozen->pages.clear();
   transfers_.count_frozen(/*begins=*/false);
   monitor_.changed().notify_all();
 }
@@ -106,8 +87,7 @@ void Snapshots::let_go(FrozenSegment& segment) noexcept {
 void Snapshots::close() noexcept {
   for (const auto& weak : alive_) {
     if (const auto frozen = weak.lock()) {
-      frozen->backings.clear();
-      frozen->closing = nullptr;
+      for (Frozen::Page& page : frozen->pages) page.slot = nullptr;
     }
   }
 }
@@ -136,8 +116,7 @@ HomeRead FrozenSegment::read(std::size_t page, std::byte* into) const {
   snapshots_->monitor_.check_usable();
   const Monitor::Lock lock(snapshots_->monitor_.mutex());
   snapshots_->monitor_.check_usable();
-  const std::uint64_t offset = page * frozen_->page_bytes;
-  return snapshots_->home_reads_.start_frozen(*frozen_->pages[page].backing, offset, sizes_[page], into);
+  return snapshots_->home_reads_.start_frozen(*frozen_->pages[page].slot, sizes_[page], into);
 }
 
 bool FrozenSegment::begin_copy(std::size_t page) const {

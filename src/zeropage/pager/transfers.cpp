@@ -11,12 +11,8 @@
 namespace zeropage {
 namespace {
 
-/// Most older backings of a run that is partly written between snapshots.
-constexpr std::size_t kMostOthers = 4;
 /// How long background writes and reads ahead pause after a failed write.
 constexpr std::chrono::seconds kRest{1};
-/// Longest wait for a checkpoint in progress to release the room of one more tensor.
-constexpr std::chrono::seconds kLongestCheckpoint{60};
 
 thread_local int takes_checkpoint = 0;
 
@@ -98,15 +94,12 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     pages.push_back(i);
   }
   if (pages.empty()) return false;
-  if (!has_room_at_home(run)) {
-    if (priority != Priority::demanded) return false;
-    wait_for_room(lock, frame);
-    return true;  // the lock was given up: the caller must look again
-  }
   if (frames_.is_gathered()) memory_.order_after(frame);
   const bool is_held = frame.pins > 0;
   frames_.add_pin(frame);  // keeps the frame while the lock is given up
   for (const std::size_t i : pages) {
+    // If only the run uses the slot by now, the page is written in place.
+    if (!run.has_version && is_sole_and_writable(run.pages[i].home)) run.pages[i].target = nullptr;
     // The holder of a pin may be about to write it.
     run.pages[i].state = is_held ? Residency::rewritten : Residency::writing;
     ++frame.transfers, ++run.transfers;
@@ -126,7 +119,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     std::optional<Home::Outcome> outcome;
     try {
       monitor_.check_usable();
-      place_for_write(run, i);
+      if (!try_reserve_slot(run, i)) throw DiskError("the disk has no room for a page", ENOSPC);
       std::optional<Unlocked> unlocked;
       if (blocks) unlocked.emplace(lock);
       outcome = home_->write(run, i, from, after, priority, std::move(done));
@@ -157,6 +150,7 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
   } else {
     runs_.note_write(page, /*failed=*/false);
     page.state = page.state == Residency::rewritten ? Residency::dirty : Residency::clean;
+    if (page.target && !page.is_new) page.home = std::exchange(page.target, nullptr);
     if (run.frozen && run.frozen->pages[index].place == Frozen::Place::frame) {
       Frozen::Page& frozen = run.frozen->pages[index];
       if (!std::exchange(frozen.older_on_its_way, false)) frozen = {Frozen::Place::home, page.home};
@@ -167,84 +161,38 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
   transfer_ended(run);
 }
 
-/// An open version has room of its own, so nothing to do then.
-bool Transfers::try_make_room_at_home(Run& run) {
-  if (!run.is_on_disk || run.own || run.next) return true;
-  const auto is_free = [](const auto& backing) { return backing.use_count() == 1 && backing->extent; };
-  if (const auto free = std::ranges::find_if(run.others, is_free); free != run.others.end()) {
-    run.own = std::move(*free);  // no checkpoint holds it any more
-    run.others.erase(free);
-    return true;
-  }
-  if (run.frozen && run.others.size() >= kMostOthers) return false;
-  try {
-    run.own = home_->allocate(run.bytes);
-    return true;
-  } catch (const DiskError&) {
-    if (frozen_ == 0) throw;
-    return false;
-  }
+/// False if the disk must grow first.
+bool Transfers::try_reserve_slot(Run& run, std::size_t page) {
+  if (run.has_slot_to_write(page)) return true;
+  run.pages[page].target = home_->try_allocate(run.bytes_of(page));
+  return run.pages[page].target != nullptr;
 }
 
-/// Returns when a checkpoint has released room. Throws DiskError after kLongestCheckpoint: the waiting thread may be
-/// the one that must write the checkpoint.
-void Transfers::wait_for_a_checkpoint(Lock& lock) {
-  const std::size_t before = thawed_;
-  const auto is_done = [&] { return thawed_ != before || frozen_ == 0 || monitor_.closed(); };
-  const auto give_up_at = Clock::now() + (takes_checkpoint > 0 ? std::chrono::seconds(0) : kLongestCheckpoint);
+void Transfers::grow(Lock& lock, std::size_t bytes) {
+  std::exception_ptr full;
   {
-    const Waiting waiting(monitor_, Cause::other);
     const Inside inside(monitor_);
-    while (!is_done() && Clock::now() < give_up_at) {
-      monitor_.changed().wait_until(lock, give_up_at, is_done);
+    const Unlocked unlocked(lock);
+    try {
+      home_->grow(bytes);
+    } catch (const DiskError&) {
+      full = std::current_exception();
     }
   }
   monitor_.check_usable();
-  if (is_done()) return;
-  throw DiskError(
-      "the disk has no room until the checkpoint that is being written is done, and that gets no further; "
-      "make room on the disk",
-      ENOSPC);
+  if (full) wait_for_a_checkpoint(lock, std::move(full));
 }
 
-void Transfers::make_room_at_home(Lock& lock, Run& run) {
-  while (!try_make_room_at_home(run)) wait_for_a_checkpoint(lock);
-}
-
-std::shared_ptr<Backing> Transfers::allocate(Lock& lock, std::size_t bytes) {
-  while (true) {
-    try {
-      return home_->allocate(bytes);
-    } catch (const DiskError&) {
-      if (frozen_ == 0) throw;
-    }
-    wait_for_a_checkpoint(lock);
+/// Returns when a checkpoint has released slots. Throws the error if none is in progress, or if this thread is the
+/// one that must write it.
+void Transfers::wait_for_a_checkpoint(Lock& lock, std::exception_ptr full) {
+  if (frozen_ == 0) std::rethrow_exception(full);
+  if (takes_checkpoint > 0) {
+    throw DiskError("the disk has no room for both a checkpoint and training's writes; make room, or save with wait",
+                    ENOSPC);
   }
-}
-
-/// Whether a page of the run can be written home now. True on an error, which the write itself then books.
-bool Transfers::has_room_at_home(Run& run) {
-  try {
-    return (run.frozen && run.frozen->closing) || try_make_room_at_home(run);
-  } catch (const DiskError&) {
-    return true;
-  }
-}
-
-/// Waits, for a frame that must be written, until a checkpoint has released room.
-void Transfers::wait_for_room(Lock& lock, Frame& frame) {
-  Run& run = *frame.run;
-  frames_.add_pin(frame);
-  ++run.transfers;  // keeps the run, although its tensors may die
-  try {
-    wait_for_a_checkpoint(lock);
-  } catch (...) {
-    frames_.drop_pin(frame);
-    transfer_ended(run);
-    throw;
-  }
-  frames_.drop_pin(frame);
-  transfer_ended(run);
+  const std::size_t before = thawed_;
+  wait_until(lock, [&] { return thawed_ != before || frozen_ == 0; });
 }
 
 void Transfers::make_writable(Lock& lock, Run& run, std::size_t index) {
@@ -259,26 +207,11 @@ void Transfers::make_writable(Lock& lock, Run& run, std::size_t index) {
     wait_until(lock, [&] { return !run.is_owed(index) || can_go_home(); });
     throw_failed_write(failed_before);
   }
-  make_room_at_home(lock, run);
+  while (!try_reserve_slot(run, index)) grow(lock, run.bytes_of(index));
 }
 
 bool Transfers::try_make_writable(Run& run, std::size_t page) {
-  if (run.is_owed(page)) return false;
-  try {
-    return try_make_room_at_home(run);
-  } catch (const DiskError&) {
-    return false;  // make_writable() throws the error to a thread that waits
-  }
-}
-
-/// Picks the backing for a write home. If a checkpoint needs the page, this is the one that the checkpoint reads.
-void Transfers::place_for_write(Run& run, std::size_t page) {
-  if (!run.is_on_disk || run.pages[page].is_new) return;
-  if (run.is_owed(page)) return run.place(page, run.frozen->closing);
-  if (!try_make_room_at_home(run)) {
-    throw DiskError("the disk has no room for a page, until the checkpoint that is being written has its content");
-  }
-  run.place(page, run.own);
+  return !run.is_owed(page) && try_reserve_slot(run, page);
 }
 
 bool Transfers::has_failed_write() const {

@@ -40,15 +40,14 @@ class Transfers {
   /// started nothing, or all that it could.
   bool write_back(Lock& lock, Frame& frame, Priority priority);
 
-  /// Prepares a page to be written: waits until no checkpoint needs its frame's content, and reserves room for it at
-  /// home. Throws DiskError; the page is then unchanged.
+  /// Prepares a page to be written: waits until no checkpoint needs its frame's content, and reserves a slot for its
+  /// next write home. Throws DiskError; the page is then unchanged.
   void make_writable(Lock& lock, Run& run, std::size_t page);
   /// The same without waiting; false if it would have to wait.
   bool try_make_writable(Run& run, std::size_t page);
-  /// Reserves room at home for writes of a run on disk. False if a checkpoint must end first. Throws DiskError.
-  bool try_make_room_at_home(Run& run);
-  /// Allocates room for a new run on disk. If the disk is full, waits for checkpoints in progress. Throws DiskError.
-  std::shared_ptr<Backing> allocate(Lock& lock, std::size_t bytes);
+  /// Makes room for `bytes` more on the disk. If it is full, waits for a checkpoint in progress. Throws DiskError.
+  /// Gives the lock up.
+  void grow(Lock& lock, std::size_t bytes);
   /// Counts runs that a checkpoint in progress needs: one more, or one fewer.
   void count_frozen(bool begins) { begins ? ++frozen_ : (--frozen_, ++thawed_); }
 
@@ -81,11 +80,8 @@ class Transfers {
   std::size_t written_bytes() const { return written_bytes_; }
 
  private:
-  void make_room_at_home(Lock& lock, Run& run);
-  void wait_for_a_checkpoint(Lock& lock);
-  bool has_room_at_home(Run& run);
-  void wait_for_room(Lock& lock, Frame& frame);
-  void place_for_write(Run& run, std::size_t page);
+  bool try_reserve_slot(Run& run, std::size_t page);
+  void wait_for_a_checkpoint(Lock& lock, std::exception_ptr full);
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
   void transfer_ended(Run& run);

@@ -16,15 +16,28 @@ bool is_at_home(const Page& page) {
 bool Versions::open(Segment& segment, bool write_first) {
   monitor_.check_usable();
   if (!swap_ || !segment.run()->is_on_disk) return false;
-  auto next = std::make_shared<Backing>();
-  next->extent = swap_->try_allocate_spare(segment.run()->bytes);
-  if (!next->extent) return false;
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
   if (write_first) write_home(lock, run);
-  if (run.slots || run.assembled || run.next || !std::ranges::all_of(run.pages, is_at_home)) return false;
-  run.next = std::move(next);
+  const auto may_open = [&] {
+    return !run.slots && !run.assembled && !run.has_version && std::ranges::all_of(run.pages, is_at_home);
+  };
+  if (!may_open()) return false;
+  const Inside inside(monitor_);
+  std::vector<SlotRef> slots(run.pages.size());
+  {
+    const Unlocked unlocked(lock);
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      Extent extent = swap_->try_allocate_spare(run.bytes_of(i));
+      if (!extent) return false;
+      slots[i] = std::make_shared<Slot>(std::move(extent));
+    }
+  }
+  monitor_.check_usable();
+  if (!may_open()) return false;
+  for (std::size_t i = 0; i < slots.size(); ++i) run.pages[i].target = std::move(slots[i]);
+  run.has_version = true;
   run.writer = std::this_thread::get_id();
   return true;
 }
@@ -63,17 +76,14 @@ bool Versions::commit(std::span<Segment* const> segments) {
   if (!std::ranges::all_of(segments, is_whole)) return false;
   for (Segment* segment : segments) {
     Run& run = *segment->run();
-    // No transfer uses the earlier backing: each page had been read before it was written. It is released unless a
-    // checkpoint holds it.
-    const auto has_extent = [](const auto& backing) { return backing && backing->extent; };
-    const auto frozen = std::ranges::find_if(run.others, has_extent);
-    const auto before = run.own ? run.own : frozen != run.others.end() ? *frozen : nullptr;
-    run.own = std::exchange(run.next, nullptr);
-    before ? run.own->extent.replace(before->extent) : run.own->extent.keep();
-    for (std::size_t i = 0; i < run.pages.size(); ++i) {
-      run.pages[i].is_new = false;
-      run.place(i, run.own);
+    // No transfer uses the earlier slots: each page had been read before it was written. A checkpoint may hold them.
+    for (Page& page : run.pages) {
+      const bool had_content = page.home && page.home->extent;
+      had_content ? page.target->extent.replace(page.home->extent) : page.target->extent.keep();
+      page.home = std::exchange(page.target, nullptr);
+      page.is_new = false;
     }
+    run.has_version = false;
     ++run.changes;
   }
   return true;
@@ -82,13 +92,14 @@ bool Versions::commit(std::span<Segment* const> segments) {
 void Versions::discard(Segment& segment) {
   if (monitor_.in_forked_child()) return;  // it belongs to the parent
   Lock lock(monitor_.mutex());
-  if (monitor_.closed() || !segment.run() || !segment.run()->next) return;
+  if (monitor_.closed() || !segment.run() || !segment.run()->has_version) return;
   Run& run = *segment.run();
   const auto is_busy = [](const Page& page) {
     return page.is_new && page.frame && (page.frame->transfers > 0 || page.frame->pins > 0);
   };
   transfers_.wait_until(lock, [&] { return std::ranges::none_of(run.pages, is_busy); });
   for (Page& page : run.pages) {
+    page.target = nullptr;
     if (!std::exchange(page.is_new, false) || !page.frame) continue;
     // The frame's other pages are new too, or unchanged from home.
     for (std::size_t i = page.frame->first_page; i < page.frame->first_page + page.frame->pages; ++i) {
@@ -96,7 +107,7 @@ void Versions::discard(Segment& segment) {
     }
     frames_.evict(*page.frame);
   }
-  run.next = nullptr;
+  run.has_version = false;
   ++run.changes;
 }
 

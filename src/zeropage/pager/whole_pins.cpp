@@ -11,7 +11,9 @@ namespace {
 
 /// Whether no page must first be saved for a checkpoint or get room at home.
 bool is_writable(const Run& run) {
-  if (run.is_on_disk && !run.own && !run.next) return false;
+  for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
+    if (!run.has_slot_to_write(i)) return false;
+  }
   for (std::size_t i = 0; run.frozen && i < run.pages.size(); ++i) {
     if (run.is_owed(i)) return false;
   }
@@ -235,7 +237,7 @@ void WholePins::fill(Hold& hold) {
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
   memory_.order_after(frame);
-  const bool promises = !hold.read && !run.next;  // [Note: overwriting]
+  const bool promises = !hold.read && !run.has_version;  // [Note: overwriting]
   if (promises) frame.promised.resize(run.pages.size(), Residency::clean);
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];

@@ -102,7 +102,13 @@ std::vector<Stripe> make_pattern(std::vector<double> speeds) {
 }  // namespace
 
 Extent::~Extent() {
-  if (file_) file_->release(offset_, bytes_, is_spare_);
+  if (file_) file_->release(ranges_, is_spare_);
+}
+
+std::size_t Extent::bytes() const {
+  std::size_t sum = 0;
+  for (const Range& range : ranges_) sum += range.bytes;
+  return sum;
 }
 
 std::vector<std::string> split_disk_path(std::string_view disk_path) {
@@ -150,44 +156,80 @@ SwapFile::SwapFile(std::size_t hollow_capacity) : hollow_capacity_(hollow_capaci
   pattern_ = make_pattern<Stripe>({1.0});
 }
 
-std::unique_ptr<SwapFile> SwapFile::make_hollow(std::size_t capacity) {
-  return std::unique_ptr<SwapFile>(new SwapFile(capacity));
+std::shared_ptr<SwapFile> SwapFile::make(std::string_view disk_path, Io& io) {
+  return std::shared_ptr<SwapFile>(new SwapFile(disk_path, io));
+}
+
+std::shared_ptr<SwapFile> SwapFile::make(const std::vector<std::string>& directories,
+                                         const std::vector<double>& speeds) {
+  return std::shared_ptr<SwapFile>(new SwapFile(directories, speeds));
+}
+
+std::shared_ptr<SwapFile> SwapFile::make_hollow(std::size_t capacity) {
+  return std::shared_ptr<SwapFile>(new SwapFile(capacity));
+}
+
+/// Under mutex_. Empty if there is not enough free space.
+Extent SwapFile::take(std::size_t bytes, bool is_spare) {
+  if (free_.free_bytes() < bytes) return {};
+  std::vector<Extent::Range> ranges;
+  try {
+    while (bytes > 0) {
+      const std::size_t part = std::min(bytes, free_.largest());
+      ranges.push_back({0, 0, FreeList::make_entry()});
+      ranges.back().offset = free_.take(part).value();
+      ranges.back().bytes = part;
+      bytes -= part;
+    }
+    return Extent(shared_from_this(), std::move(ranges), is_spare);
+  } catch (...) {
+    for (auto& range : ranges) free_.release(range.offset, range.bytes, std::move(range.entry));
+    throw;
+  }
+}
+
+Extent SwapFile::try_allocate(std::size_t bytes) {
+  bytes = round_up(std::max<std::size_t>(bytes, 1), kBlockBytes);
+  std::lock_guard lock(mutex_);
+  Extent taken = take(bytes, /*is_spare=*/false);
+  spare_bytes_ = std::min(spare_bytes_, free_.free_bytes());
+  return taken;
 }
 
 Extent SwapFile::allocate(std::size_t bytes) {
-  bytes = round_up(std::max<std::size_t>(bytes, 1), kBlockBytes);
-  std::lock_guard lock(mutex_);
-  auto offset = free_.take(bytes);
-  if (!offset) {
+  while (true) {
+    if (Extent taken = try_allocate(bytes)) return taken;
     grow(bytes);
-    offset = free_.take(bytes);
   }
-  spare_bytes_ = std::min(spare_bytes_, free_.free_bytes());
-  return Extent(this, *offset, bytes, /*is_spare=*/false);
 }
 
 Extent SwapFile::try_allocate_spare(std::size_t bytes) noexcept try {
   bytes = round_up(std::max<std::size_t>(bytes, 1), kBlockBytes);
-  std::lock_guard lock(mutex_);
-  auto offset = spare_bytes_ >= bytes ? free_.take(bytes) : std::nullopt;
-  if (!offset) {
-    if (!has_spare(std::max(bytes, kGrowBytes))) return {};
-    const std::size_t before = size_;
-    grow(bytes);
-    spare_bytes_ += size_ - before;
-    offset = free_.take(bytes);
+  std::unique_lock lock(mutex_);
+  if (spare_bytes_ < bytes) {
+    lock.unlock();
+    {
+      const std::lock_guard growing(growing_);
+      if (!has_spare(std::max(bytes, kGrowBytes))) return {};
+    }
+    const std::size_t more = grow_once(bytes);
+    lock.lock();
+    spare_bytes_ = std::min(spare_bytes_ + more, free_.free_bytes());
+    if (spare_bytes_ < bytes) return {};
   }
-  spare_bytes_ -= bytes;
-  return Extent(this, *offset, bytes, /*is_spare=*/true);
+  Extent taken = take(bytes, /*is_spare=*/true);
+  if (taken) spare_bytes_ -= bytes;
+  return taken;
 } catch (...) {
   return {};
 }
 
 bool SwapFile::has_spare(std::size_t bytes) const {
-  if (hollow_capacity_) return static_cast<double>(size_ + bytes) <= (1 - kSpare) * *hollow_capacity_;
+  const std::size_t now = size();
+  if (hollow_capacity_) return static_cast<double>(now + bytes) <= (1 - kSpare) * *hollow_capacity_;
   std::map<dev_t, std::size_t> more_on;  // several directories may share a file system
   for (std::size_t i = 0; i < disks_.size(); ++i) {
-    more_on[disks_[i].device] += bytes_on(i, size_ + bytes) - disks_[i].size;
+    more_on[disks_[i].device] += bytes_on(i, now + bytes) - disks_[i].size;
   }
   for (const Disk& it : disks_) {
     const std::size_t more = more_on[it.device];
@@ -219,6 +261,7 @@ int SwapFile::try_grow_to(std::size_t size, const Disk*& failed) {
     disks_[0].size = size;
     return 0;
   }
+  const std::size_t before = this->size();
   for (std::size_t i = 0; i < disks_.size(); ++i) {
     Disk& disk = disks_[i];
     const std::size_t needed = bytes_on(i, size);
@@ -232,7 +275,7 @@ int SwapFile::try_grow_to(std::size_t size, const Disk*& failed) {
       const int error = errno;
       failed = &disk;
       for (std::size_t j = 0; j <= i; ++j) {
-        disks_[j].size = bytes_on(j, size_);
+        disks_[j].size = bytes_on(j, before);
         (void)::ftruncate(disks_[j].file.descriptor(), static_cast<off_t>(disks_[j].size));
       }
       return error;
@@ -242,24 +285,30 @@ int SwapFile::try_grow_to(std::size_t size, const Disk*& failed) {
   return 0;
 }
 
-void SwapFile::grow(std::size_t bytes) {
+void SwapFile::grow(std::size_t bytes) { (void)grow_once(round_up(std::max<std::size_t>(bytes, 1), kBlockBytes)); }
+
+/// Returns the bytes by which the file grew.
+std::size_t SwapFile::grow_once(std::size_t bytes) {
+  const std::lock_guard growing(growing_);
+  const std::size_t now = size();  // changes only under growing_
   int error = 0;
   const Disk* failed = nullptr;
   for (const std::size_t step : {std::max(bytes, kGrowBytes), bytes}) {
-    error = try_grow_to(size_ + step, failed);
-    if (error == 0) {
-      free_.release(size_, step);
-      size_ += step;
-      return;
-    }
+    error = try_grow_to(now + step, failed);
+    if (error != 0) continue;
+    FreeList::Entry entry = FreeList::make_entry();
+    std::lock_guard lock(mutex_);
+    free_.release(size_, step, std::move(entry));
+    size_ += step;
+    return step;
   }
   if (hollow_capacity_) {
     throw DiskError(fmt::format("the planned disk of {} cannot hold {} more: it has {} already; plan with a larger "
                                 "disk, or move a role to another tier",
-                                format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(size_)),
+                                format_bytes(*hollow_capacity_), format_bytes(bytes), format_bytes(now)),
                     ENOSPC);
   }
-  const std::size_t share = bytes_on(static_cast<std::size_t>(failed - disks_.data()), size_ + bytes) - failed->size;
+  const std::size_t share = bytes_on(static_cast<std::size_t>(failed - disks_.data()), now + bytes) - failed->size;
   struct statvfs disk {};
   const std::size_t available = ::fstatvfs(failed->file.descriptor(), &disk) == 0 ? disk.f_bavail * disk.f_frsize : 0;
   throw DiskError(
@@ -291,10 +340,25 @@ void SwapFile::for_each_piece(std::uint64_t offset, std::size_t bytes,
   if (piece.file) visit(piece);
 }
 
-void SwapFile::release(std::uint64_t offset, std::size_t bytes, bool is_spare) {
+void SwapFile::for_each_piece(const Extent& extent, std::size_t bytes,
+                              const std::function<void(const Piece&)>& visit) const {
+  std::size_t begin = 0;
+  for (const Extent::Range& range : extent.ranges()) {
+    const std::size_t part = std::min(range.bytes, bytes - begin);
+    for_each_piece(range.offset, part, [&](Piece piece) {
+      piece.at += begin;
+      visit(piece);
+    });
+    begin += part;
+  }
+}
+
+void SwapFile::release(std::vector<Extent::Range>& ranges, bool is_spare) noexcept {
   std::lock_guard lock(mutex_);
-  free_.release(offset, bytes);
-  if (is_spare) spare_bytes_ += bytes;
+  for (auto& range : ranges) {
+    free_.release(range.offset, range.bytes, std::move(range.entry));
+    if (is_spare) spare_bytes_ += range.bytes;
+  }
 }
 
 std::size_t SwapFile::size() const {

@@ -27,15 +27,21 @@ namespace zeropage {
 
 class SwapFile;
 
-/// A part of the range, freed by its destructor. Offset and bytes are multiples of 4 KiB.
+/// A place of some bytes in the range, freed by its destructor. It is one piece where a hole is large enough, else
+/// several: free space never fragments. Offsets and bytes are multiples of 4 KiB.
 class Extent {
  public:
+  struct Range {
+    std::uint64_t offset;
+    std::size_t bytes;
+    FreeList::Entry entry;  // makes freeing it allocate nothing
+  };
+
   Extent() = default;
   Extent(Extent&& other) noexcept { *this = std::move(other); }
   Extent& operator=(Extent&& other) noexcept {
     std::swap(file_, other.file_);
-    std::swap(offset_, other.offset_);
-    std::swap(bytes_, other.bytes_);
+    std::swap(ranges_, other.ranges_);
     std::swap(is_spare_, other.is_spare_);
     return *this;
   }
@@ -44,34 +50,37 @@ class Extent {
   /// Marks its content as needed.
   void keep() noexcept { is_spare_ = false; }
   ~Extent();
-  std::uint64_t offset() const { return offset_; }
-  std::size_t bytes() const { return bytes_; }
+  const std::vector<Range>& ranges() const { return ranges_; }
+  std::size_t bytes() const;
   explicit operator bool() const { return file_ != nullptr; }
 
  private:
   friend class SwapFile;
-  Extent(SwapFile* file, std::uint64_t offset, std::size_t bytes, bool is_spare)
-      : file_(file), offset_(offset), bytes_(bytes), is_spare_(is_spare) {}
-  SwapFile* file_ = nullptr;
-  std::uint64_t offset_ = 0;
-  std::size_t bytes_ = 0;
+  Extent(std::shared_ptr<SwapFile> file, std::vector<Range> ranges, bool is_spare)
+      : file_(std::move(file)), ranges_(std::move(ranges)), is_spare_(is_spare) {}
+  std::shared_ptr<SwapFile> file_;  // outlives its extents
+  std::vector<Range> ranges_;
   bool is_spare_ = false;
 };
 
-class SwapFile {
+class SwapFile : public std::enable_shared_from_this<SwapFile> {
  public:
   static constexpr double kSpare = 0.05;  // of the disk
 
   /// Measures the speeds of several disks, writing 32 MiB to each and reading it again. Throws DiskError if a
   /// directory is missing, cannot be written, has no O_DIRECT, or fails.
-  SwapFile(std::string_view disk_path, Io& io);
+  static std::shared_ptr<SwapFile> make(std::string_view disk_path, Io& io);
   /// `speeds`: one per directory, in any unit.
-  SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds);
-
+  static std::shared_ptr<SwapFile> make(const std::vector<std::string>& directories,
+                                        const std::vector<double>& speeds);
   /// A range without a file, of at most `capacity` bytes: for planning.
-  static std::unique_ptr<SwapFile> make_hollow(std::size_t capacity);
+  static std::shared_ptr<SwapFile> make_hollow(std::size_t capacity);
 
-  /// Allocates space on the disk now. Throws DiskError, with sizes, when the disk is full.
+  /// Takes free space. Empty if the file has too little: grow() then. It calls no system function.
+  Extent try_allocate(std::size_t bytes);
+  /// Takes `bytes` more from the disk, for try_allocate(). Throws DiskError, with sizes, when the disk is full.
+  void grow(std::size_t bytes);
+  /// Grows the file if that is needed.
   Extent allocate(std::size_t bytes);
   /// Allocates space for content that can be discarded. The file grows for it, unless that would use the last kSpare
   /// of the disk. Space that dead tensors left is not used: new tensors will want it. Returns none if there is no
@@ -85,7 +94,9 @@ class SwapFile {
     std::size_t at;        // in the range
     std::size_t bytes;
   };
-  /// The range's pieces, in order.
+  /// The pieces of the extent's first `bytes`, in order.
+  void for_each_piece(const Extent& extent, std::size_t bytes, const std::function<void(const Piece&)>& visit) const;
+  /// Those of a part of the whole range.
   void for_each_piece(std::uint64_t offset, std::size_t bytes, const std::function<void(const Piece&)>& visit) const;
 
   std::size_t size() const;  // bytes of all files
@@ -93,9 +104,12 @@ class SwapFile {
 
  private:
   friend class Extent;
+  SwapFile(std::string_view disk_path, Io& io);
+  SwapFile(const std::vector<std::string>& directories, const std::vector<double>& speeds);
   explicit SwapFile(std::size_t hollow_capacity);
-  void release(std::uint64_t offset, std::size_t bytes, bool is_spare);
-  void grow(std::size_t bytes);
+  Extent take(std::size_t bytes, bool is_spare);
+  void release(std::vector<Extent::Range>& ranges, bool is_spare) noexcept;
+  std::size_t grow_once(std::size_t bytes);
   bool has_spare(std::size_t bytes) const;
 
   struct Disk {
@@ -114,9 +128,10 @@ class SwapFile {
   int try_grow_to(std::size_t size, const Disk*& failed);
 
   const std::optional<std::size_t> hollow_capacity_;  // set if there is no file
-  mutable std::mutex mutex_;
+  std::mutex growing_;                                // guards the disks' sizes; held during system calls
   std::vector<Disk> disks_;
   std::vector<Stripe> pattern_;  // of one period
+  mutable std::mutex mutex_;     // guards what follows; taken after growing_, and never held for long
   std::size_t size_ = 0;
   FreeList free_;
   std::size_t spare_bytes_ = 0;  // free bytes reserved for try_allocate_spare()
