@@ -3,13 +3,16 @@
 #include <algorithm>
 #include <utility>
 
+#include "zeropage/base/mutex.h"
+
 namespace zeropage {
 
 thread_local VirtualClock* VirtualClock::current_ = nullptr;
 
 Clock::time_point Clock::now() noexcept {
-  const VirtualClock* const planned = VirtualClock::current();
-  return planned ? planned->now() : std::chrono::steady_clock::now();
+  if (const VirtualClock* const planned = VirtualClock::current()) return planned->now();
+  if (const Scheduler* const scheduler = Scheduler::current()) return scheduler->now();
+  return std::chrono::steady_clock::now();
 }
 
 void VirtualClock::at(Time when, std::function<void()> event) {

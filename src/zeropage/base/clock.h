@@ -1,5 +1,6 @@
 // The clock of waits, rates and timelines: the system's steady clock or, on a thread that plans, a virtual one. Hours
-// of virtual time pass as fast as the plan's decisions are made.
+// of virtual time pass as fast as the plan's decisions are made. On a simulation's threads it is their scheduler's
+// (base/mutex.h).
 //
 // [Note: virtual time] A plan runs on one thread, and nothing runs concurrently. The end of work by a modelled disk,
 // link or group of ranks is an event. It runs on this thread when the clock reaches it: when the thread computes

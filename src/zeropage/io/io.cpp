@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdio>
 #include <mutex>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/base/mutex.h"
 #include "zeropage/base/process.h"
 #include "zeropage/io/transfer_queue.h"
 
@@ -50,8 +50,8 @@ class OfOneProcess final : public Io {
 }  // namespace
 
 struct Ticket::State {
-  std::mutex mutex;
-  std::condition_variable ended;
+  Mutex mutex;
+  Condition ended;
   std::atomic<bool> done = false;  // changes under the lock
   std::exception_ptr error;        // set before `done`, and never again
   const std::uint64_t process = process_generation();

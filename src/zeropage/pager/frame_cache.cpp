@@ -17,7 +17,8 @@ Arena::SlabHook register_slab(const CacheOptions& options, std::vector<std::shar
 }
 
 /// The host's cache under a device's: [Note: two memories].
-std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_ptr<Io> io) {
+std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_ptr<Io> io,
+                                      std::unique_ptr<SwapFile> swap) {
   CacheOptions host = options;
   host.device = nullptr;
   host.device_bytes = 0;
@@ -27,13 +28,14 @@ std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_p
       return memory->register_host(slab);
     };
   }
-  return FrameCache::make(host, std::move(io));
+  return FrameCache::make(host, std::move(io), std::move(swap));
 }
 
 }  // namespace
 
-std::shared_ptr<FrameCache> FrameCache::make(const CacheOptions& options, std::unique_ptr<Io> io) {
-  return std::shared_ptr<FrameCache>(new FrameCache(options, std::move(io)));
+std::shared_ptr<FrameCache> FrameCache::make(const CacheOptions& options, std::unique_ptr<Io> io,
+                                             std::unique_ptr<SwapFile> swap) {
+  return std::shared_ptr<FrameCache>(new FrameCache(options, std::move(io), std::move(swap)));
 }
 
 std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks,
@@ -41,16 +43,17 @@ std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache
   return std::shared_ptr<FrameCache>(new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device)));
 }
 
-FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io)
+FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::unique_ptr<SwapFile> swap)
     : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
       memory_(options.device_bytes + (options.device ? 0 : options.host_bytes), options.device,
               register_slab(options, registered_), options.hollow),
       budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false),
-      lower_(options.device ? make_host(options, std::move(io)) : nullptr),
+      lower_(options.device ? make_host(options, std::move(io), std::move(swap)) : nullptr),
       io_(lower_ || options.disk_path.empty() ? nullptr
           : io                                ? std::move(io)
                                               : make_io(options.io)),
       swap_(!io_             ? nullptr
+            : swap           ? std::move(swap)
             : options.hollow ? SwapFile::make_hollow(options.hollow->disk_bytes)
                              : SwapFile::make(options.disk_path, *io_)),
       home_(lower_ ? std::make_unique<LowerCacheHome>(*lower_, *options.device)

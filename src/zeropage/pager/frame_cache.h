@@ -99,8 +99,10 @@ struct CacheStats {
 
 class FrameCache : public std::enable_shared_from_this<FrameCache> {
  public:
-  /// `io` replaces the engine of the options, for tests. Throws ConfigError, BudgetError, DiskError.
-  static std::shared_ptr<FrameCache> make(const CacheOptions& options, std::unique_ptr<Io> io = nullptr);
+  /// `io` replaces the engine of the options, and `swap` its swap file, for tests. Throws ConfigError, BudgetError,
+  /// DiskError.
+  static std::shared_ptr<FrameCache> make(const CacheOptions& options, std::unique_ptr<Io> io = nullptr,
+                                          std::unique_ptr<SwapFile> swap = nullptr);
   /// The cache of gathered tensors whose shares `local` holds. `device` is null if operators run on the CPU, else it
   /// has memory of `bytes`.
   static std::shared_ptr<FrameCache> make_gathered(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks,
@@ -225,7 +227,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
  private:
   using Lock = Monitor::Lock;
 
-  explicit FrameCache(const CacheOptions& options, std::unique_ptr<Io> io);
+  FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::unique_ptr<SwapFile> swap);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);

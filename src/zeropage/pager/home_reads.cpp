@@ -1,8 +1,9 @@
 #include "zeropage/pager/home_reads.h"
 
-#include <condition_variable>
 #include <mutex>
 #include <utility>
+
+#include "zeropage/base/mutex.h"
 
 namespace zeropage {
 namespace {
@@ -19,8 +20,8 @@ struct HomeRead::State {
   const Run* run = nullptr;  // null: the content read cannot change
   std::size_t page = 0;
   std::uint64_t changes = 0;
-  std::mutex mutex;
-  std::condition_variable ended;
+  Mutex mutex;
+  Condition ended;
   bool done = false;
   std::exception_ptr error;
 

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "zeropage/base/mutex.h"
 #include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
@@ -46,7 +47,7 @@ class LowerCacheHome final : public Home {
 
   FrameCache& lower_;
   DeviceMemory& device_;
-  std::mutex mutex_;                                             // never held while waiting
+  Mutex mutex_;                                                  // never held while waiting
   std::deque<UnderWay> uploads_, downloads_;                     // oldest first
   std::map<Key, PagePin> ready_;                                 // pages found ready, until their transfers start
   std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the next page of each

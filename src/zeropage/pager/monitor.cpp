@@ -19,7 +19,7 @@ void Monitor::check_usable() const {
 
 /// [Note: virtual time] in base/clock.h.
 void Monitor::sleep(Lock& lock) {
-  if (!planned_) return changed_->wait(lock);
+  if (!planned_) return changed_.wait(lock);
   const Unlocked unlocked(lock);
   if (!planned_->run_next()) throw Error("a planned run waits for what never comes: nothing is under way");
 }

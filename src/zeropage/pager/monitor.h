@@ -7,16 +7,15 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <string_view>
 
 #include "zeropage/base/clock.h"
 #include "zeropage/base/current_activity.h"
+#include "zeropage/base/mutex.h"
 #include "zeropage/base/process.h"
 #include "zeropage/base/trace.h"
 #include "zeropage/base/waits.h"
@@ -29,21 +28,17 @@ inline constexpr int kCauses = 3;
 
 class Monitor {
  public:
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = std::unique_lock<Mutex>;
 
   /// `on_left` is called under the lock, after close(), whenever a frame's last pin is dropped or a thread comes back
   /// that gave the lock up. It must not throw.
   explicit Monitor(std::function<void()> on_left) : on_left_(std::move(on_left)) {}
-  ~Monitor() {
-    // In a forked child, the parent's waiting threads seem to wait forever, and the destructor would wait for them.
-    if (in_forked_child()) (void)changed_.release();
-  }
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
 
-  std::mutex& mutex() const { return mutex_; }
+  Mutex& mutex() const { return mutex_; }
   /// Notified when a page's state, a pin or free memory changes.
-  std::condition_variable& changed() { return *changed_; }
+  Condition& changed() { return changed_; }
   /// The lock, for readers. Throws AccessError in a forked child, where a thread of the parent may hold it.
   [[nodiscard]] Lock look() const {
     check_not_forked();
@@ -73,7 +68,7 @@ class Monitor {
   /// Under the lock.
   void close() {
     closed_ = true;
-    changed_->notify_all();
+    changed_.notify_all();
   }
   /// To be called when a pin of a closed cache was dropped.
   void left() const { on_left_(); }
@@ -94,8 +89,8 @@ class Monitor {
   friend class Inside;
   friend class Waiting;
   VirtualClock* const planned_ = VirtualClock::current();  // its clock, if made for a planned run
-  mutable std::mutex mutex_;
-  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
+  mutable Mutex mutex_{Mutex::Holding::measured};
+  Condition changed_;
   const std::uint64_t generation_ = process_generation();
   std::atomic<bool> closed_ = false;
   int inside_ = 0;

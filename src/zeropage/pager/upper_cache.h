@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "zeropage/base/clock.h"
+#include "zeropage/base/mutex.h"
 
 namespace zeropage {
 
@@ -48,7 +49,7 @@ class UpperCache {
 
  private:
   bool serves_ = false;
-  std::mutex mutex_;  // never taken under a cache's lock
+  Mutex mutex_;  // never taken under a cache's lock
   std::atomic<bool> connected_ = false;
   std::function<void()> progress_;
   std::function<bool()> tidy_;
