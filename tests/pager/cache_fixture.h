@@ -29,6 +29,7 @@ struct CacheFixture {
   TemporaryDirectory directory;
   FailingIo* io = nullptr;  // owned by the pager
   std::shared_ptr<FrameCache> cache;
+  std::chrono::milliseconds memory_timeout{60'000};
 
   void make(std::size_t device_bytes, std::size_t host_bytes, std::size_t page_bytes = 4 * kBlockBytes,
             bool failing = false, std::shared_ptr<DeviceMemory> device = nullptr) {
@@ -43,6 +44,7 @@ struct CacheFixture {
                               .disk_path = directory.path(),
                               .page_bytes = page_bytes,
                               .io = {},
+                              .memory_timeout = memory_timeout,
                               .device = std::move(device)},
                              std::move(engine));
   }

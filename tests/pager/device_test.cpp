@@ -12,6 +12,7 @@
 using namespace zeropage;
 
 TEST_CASE_FIXTURE(DeviceFixture, "a frame for which other threads' pins leave no hole is refused, and later had") {
+  memory_timeout = std::chrono::milliseconds(50);
   make_apart(20 * kPage, 60 * kPage);
   std::vector<std::unique_ptr<TestSegment>> segments;  // of 4 pages and of 1, in turns
   for (unsigned i = 0; i < 7; ++i) {
@@ -21,7 +22,8 @@ TEST_CASE_FIXTURE(DeviceFixture, "a frame for which other threads' pins leave no
   auto large = segment(6 * kPage);
   const PinRequest held[] = {
       {segments[1].get(), Access::read}, {segments[3].get(), Access::read}, {segments[5].get(), Access::read}};
-  cache->pin(held);
+  const PinOptions lasting{.lasting = true};
+  cache->pin(held, lasting);
   bool refused = false;
   std::thread([&] {
     const PinRequest wanted{large.get(), Access::overwrite};
@@ -32,7 +34,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a frame for which other threads' pins leave no
       refused = true;
     }
   }).join();
-  cache->unpin(held);
+  cache->unpin(held, lasting);
   CHECK(refused);
   write_later(*large, 7);
   check_later(*large, 7);

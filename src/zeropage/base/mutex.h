@@ -136,6 +136,8 @@ class Condition {
   void wait(Lock& lock, Predicate is_done) {
     while (!is_done()) wait(lock);
   }
+  /// Waits once. False if the deadline came.
+  bool wait_until(Lock& lock, Clock::time_point deadline) { return wait_once(*lock.mutex(), deadline); }
   /// False if `is_done` was still false at the deadline.
   template <class Predicate>
   bool wait_until(Lock& lock, Clock::time_point deadline, Predicate is_done) {

@@ -9,15 +9,22 @@
 
 namespace zeropage {
 
-void Budgets::refuse(std::size_t bytes) const {
+void Budgets::refuse(std::size_t bytes, const std::string& more) const {
   throw BudgetError(fmt::format(
-      "{} = {} cannot hold the {} that it needs at once{}; raise {}",
+      "{} = {} cannot hold the {} that it needs at once{}; raise {}{}",
       gathered_ ? "device_memory's part for gathered tensors" : "device_memory", format_bytes(device_limit_),
       format_bytes(bytes),
       held_bytes_ + homes_in(Tier::device) > 0
           ? fmt::format(" plus the {} that are homes or in use", format_bytes(held_bytes_ + homes_in(Tier::device)))
           : "",
-      "device_memory"));
+      "device_memory", more));
+}
+
+void Budgets::refuse_pages(std::size_t bytes, std::size_t in_use, const std::string& more) const {
+  throw BudgetError(fmt::format(
+      "device_memory = {} and host_memory = {} cannot hold {} more at once: {} are homes and {} in use; raise {}{}",
+      format_bytes(device_limit_), format_bytes(host_limit_), format_bytes(bytes), format_bytes(all_homes()),
+      format_bytes(in_use), host_limit_ > 0 ? "host_memory" : "device_memory", more));
 }
 
 /// [Note: one memory]

@@ -24,13 +24,16 @@ class Budgets {
   std::size_t held_bytes() const { return held_bytes_; }
   /// Whether operators can hold `more` in addition.
   bool can_hold(std::size_t more) const { return held_bytes_ + homes_in(Tier::device) + more <= device_limit_; }
-  /// Throws the BudgetError of operators that need `bytes` at once.
-  [[noreturn]] void refuse(std::size_t bytes) const;
+  /// Throws the BudgetError of operators that need `bytes` at once. `more`: the end of its message.
+  [[noreturn]] void refuse(std::size_t bytes, const std::string& more = {}) const;
+  /// The same for pages of `bytes`, when `in_use` are pinned.
+  [[noreturn]] void refuse_pages(std::size_t bytes, std::size_t in_use, const std::string& more) const;
 
   /// A frame of `bytes` becomes a home, or ceases to be one.
   void add_home(Tier tier, std::size_t bytes) { permanent_bytes_[static_cast<int>(tier)] += bytes; }
   void remove_home(Tier tier, std::size_t bytes) { permanent_bytes_[static_cast<int>(tier)] -= bytes; }
   std::size_t homes_in(Tier tier) const { return permanent_bytes_[static_cast<int>(tier)]; }
+  std::size_t all_homes() const { return homes_in(Tier::device) + homes_in(Tier::host) + homes_in(Tier::disk); }
 
   /// Updates the peaks; to be called after each change.
   void note_usage();

@@ -18,7 +18,7 @@ Arena::SlabHook register_slab(const CacheOptions& options, std::vector<std::shar
 
 /// The host's cache under a device's: [Note: two memories].
 std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_ptr<Io> io,
-                                      std::unique_ptr<SwapFile> swap) {
+                                      std::shared_ptr<SwapFile> swap) {
   CacheOptions host = options;
   host.device = nullptr;
   host.device_bytes = 0;
@@ -34,7 +34,7 @@ std::shared_ptr<FrameCache> make_host(const CacheOptions& options, std::unique_p
 }  // namespace
 
 std::shared_ptr<FrameCache> FrameCache::make(const CacheOptions& options, std::unique_ptr<Io> io,
-                                             std::unique_ptr<SwapFile> swap) {
+                                             std::shared_ptr<SwapFile> swap) {
   return std::shared_ptr<FrameCache>(new FrameCache(options, std::move(io), std::move(swap)));
 }
 
@@ -43,8 +43,9 @@ std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache
   return std::shared_ptr<FrameCache>(new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device)));
 }
 
-FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::unique_ptr<SwapFile> swap)
+FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::shared_ptr<SwapFile> swap)
     : page_bytes_(std::max(round_down(options.page_bytes, kBlockBytes), kBlockBytes)),
+      longest_wait_(options.memory_timeout),
       memory_(options.device_bytes + (options.device ? 0 : options.host_bytes), options.device,
               register_slab(options, registered_), options.hollow),
       budgets_(memory_, options.device_bytes, options.device ? 0 : options.host_bytes, /*gathered=*/false),
@@ -69,6 +70,7 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std:
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
                        std::shared_ptr<DeviceMemory> device)
     : page_bytes_(local->page_bytes_),
+      longest_wait_(local->longest_wait_),
       memory_(bytes, device, {}, local->memory_.hollow()),
       budgets_(memory_, bytes, 0, /*gathered=*/true),
       lower_(std::move(local)),
@@ -170,7 +172,6 @@ void FrameCache::bind_once(Segment& segment, const SegmentSpec& spec) {
     attach(segment, run, offset, spec.bytes);
     if (!run.slots) run.only = &segment;
     used_before = run.slots && run.pages[0].state != Residency::zero;
-    ahead_.resume(lock);
   }
   if (!used_before) return;
   try {
@@ -231,6 +232,25 @@ FrozenSegment FrameCache::freeze(Segment& segment) {
   const Unlocked unlocked(lock);
   run.home->forget(run);  // drops pages that are ready there for transfers
   return lower_->freeze(*run.below);
+}
+
+MemoryClaim FrameCache::claim(std::span<const PinRequest> requests) {
+  check_usable();
+  Lock lock(monitor_.mutex());
+  check_usable();
+  Grants::Claim claim = page_pins_.claim(lock, requests);
+  MemoryClaim kept;
+  kept.cache_ = shared_from_this();
+  kept.bytes_ = claim.bytes();
+  kept.thread_ = this_thread_number();
+  claim.leave();
+  return kept;
+}
+
+MemoryClaim::~MemoryClaim() {
+  if (!cache_ || cache_->monitor_.in_forked_child()) return;
+  const Monitor::Lock lock(cache_->monitor_.mutex());
+  cache_->frames_.end_claim(bytes_, thread_);
 }
 
 std::uint64_t FrameCache::changes(const Segment& segment) const {

@@ -14,6 +14,8 @@
 //   Frames                pins, the life of a frame, the next victim
 //   Runs                  the living runs, and their bytes at home
 //   Transfers             reads and writes in flight; each calls go_on when it ends
+//   Gate                  what stands in the way of a page, and waiting for it
+//   Grants                memory for all that an operator pins, in turn
 //   Room                  memory for new frames, and eviction to free it
 //   ReadAhead             prefetches along the plan
 //   WholePins, PagePins   the pins of operators and of rules
@@ -52,10 +54,12 @@
 #include "zeropage/pager/contents.h"
 #include "zeropage/pager/frame_memory.h"
 #include "zeropage/pager/frames.h"
+#include "zeropage/pager/grants.h"
 #include "zeropage/pager/home.h"
 #include "zeropage/pager/home_allocator.h"
 #include "zeropage/pager/home_reads.h"
 #include "zeropage/pager/lower_pins.h"
+#include "zeropage/pager/memory_claim.h"
 #include "zeropage/pager/monitor.h"
 #include "zeropage/pager/page_pins.h"
 #include "zeropage/pager/read_ahead.h"
@@ -77,7 +81,8 @@ struct CacheOptions {
   std::string disk_path;  // one or several, as split_disk_path() takes them; empty: no disk tier
   std::size_t page_bytes = 4 * kMiB;
   IoOptions io = {};
-  std::shared_ptr<DeviceMemory> device = nullptr;  // null: operators run on the CPU
+  std::chrono::milliseconds memory_timeout{60'000};  // longest wait for memory that others' lasting pins hold
+  std::shared_ptr<DeviceMemory> device = nullptr;    // null: operators run on the CPU
   /// Called when a slab of host memory is first used. The cache keeps the handle as long as the slab.
   std::function<std::shared_ptr<void>(std::span<std::byte>)> register_memory = nullptr;
   std::optional<Hollow> hollow = std::nullopt;  // stores nothing; needs an engine that only models time
@@ -102,7 +107,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// `io` replaces the engine of the options, and `swap` its swap file, for tests. Throws ConfigError, BudgetError,
   /// DiskError.
   static std::shared_ptr<FrameCache> make(const CacheOptions& options, std::unique_ptr<Io> io = nullptr,
-                                          std::unique_ptr<SwapFile> swap = nullptr);
+                                          std::shared_ptr<SwapFile> swap = nullptr);
   /// The cache of gathered tensors whose shares `local` holds. `device` is null if operators run on the CPU, else it
   /// has memory of `bytes`.
   static std::shared_ptr<FrameCache> make_gathered(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks,
@@ -125,15 +130,20 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
   /// Reads all segments into memory, each in one piece, and exposes them: all, or none and an exception. A segment
   /// may be named twice. pin() and pin_page() throw VersionOpen (timeline.h) if another thread has opened a version.
-  void pin(std::span<const PinRequest> requests) { whole_pins_.pin(requests); }
+  void pin(std::span<const PinRequest> requests, const PinOptions& options = {}) {
+    whole_pins_.pin(requests, options);
+  }
   /// `thread` is the one that took the pins; any thread may drop them. `failed`: the operator threw, and segments
   /// that it was to overwrite keep their content.
-  void unpin(std::span<const PinRequest> requests, std::uint64_t thread = this_thread_number(),
-             bool failed = false) noexcept {
-    whole_pins_.unpin(requests, thread, failed);
+  void unpin(std::span<const PinRequest> requests, const PinOptions& options = {},
+             std::uint64_t thread = this_thread_number(), bool failed = false) noexcept {
+    whole_pins_.unpin(requests, options, thread, failed);
   }
   /// Announces one use in the plan: the caller will now use these segments page by page, in turns.
   void announce(std::span<const PinRequest> requests) { page_pins_.announce(requests); }
+  /// Keeps memory for a walk over these segments, which pins up to two pages of each at a time. Waits for it. A
+  /// thread that pins several pages at once claims them first: it must not wait for memory while it holds some.
+  [[nodiscard]] MemoryClaim claim(std::span<const PinRequest> requests);
   /// One page, for a rule.
   [[nodiscard]] PagePin pin_page(Segment& segment, std::size_t page, Access access) {
     return page_pins_.pin(segment, page, access);
@@ -150,6 +160,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   bool reaches_below(const Segment& segment) const { return lower_pins_.reaches(segment); }
   /// Like announce(), for the cache below.
   void announce_below(std::span<const PinRequest> requests) { lower_pins_.announce(requests); }
+  /// The same for claim().
+  [[nodiscard]] MemoryClaim claim_below(std::span<const PinRequest> requests) { return lower_pins_.claim(requests); }
   /// A page in host memory. A newer content on the device is downloaded first, and the device uploads the page again
   /// at its next use. Returns an empty pin, without waiting, if something uses the page on the device.
   [[nodiscard]] PagePin pin_page_below(Segment& segment, std::size_t page, Access access) {
@@ -225,9 +237,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   std::size_t swap_bytes() const;
 
  private:
+  friend class MemoryClaim;
   using Lock = Monitor::Lock;
 
-  FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::unique_ptr<SwapFile> swap);
+  FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::shared_ptr<SwapFile> swap);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
              std::shared_ptr<DeviceMemory> device);
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
@@ -240,6 +253,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   mutable Monitor monitor_{[this] { finish_close(); }};
   bool drained_ = false;  // closed, and no transfer is in flight
   std::size_t page_bytes_;
+  const std::chrono::milliseconds longest_wait_;
   std::vector<std::shared_ptr<void>> registered_;  // slabs of the arena
   FrameMemory memory_;
   Budgets budgets_;
@@ -254,19 +268,20 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Runs runs_{frames_, budgets_, timeline_};
   UpperCache upper_;
   Transfers transfers_{monitor_, memory_, frames_, runs_, home_.get(), [this](Lock& lock) { go_on(lock); }};
-  Room room_{monitor_, memory_, timeline_, frames_, transfers_, upper_};
+  Grants grants_{monitor_, budgets_, memory_, frames_, upper_, longest_wait_};
+  Room room_{monitor_, memory_, timeline_, frames_, transfers_, grants_};
   ReadAhead ahead_{monitor_, memory_, timeline_, frames_, runs_, transfers_, room_, page_bytes_};
-  WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
-  PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, room_, ahead_};
+  WholePins whole_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, grants_, room_, ahead_};
+  PagePins page_pins_{monitor_, memory_, budgets_, timeline_, frames_, transfers_, grants_, room_, ahead_};
   LowerPins lower_pins_{monitor_, memory_, timeline_, frames_, transfers_, runs_, ranks_ ? nullptr : lower_.get()};
   Versions versions_{monitor_, frames_, transfers_, swap_.get()};
   HomeReads home_reads_{monitor_, swap_ ? home_.get() : nullptr};
   Snapshots snapshots_{monitor_, transfers_, home_reads_};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
-  HomeAllocator home_allocator_{
-      monitor_,   memory_,    budgets_, frames_,
-      runs_,      transfers_, room_,    {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
-      page_bytes_};
+  HomeAllocator home_allocator_{monitor_,   memory_, budgets_,
+                                frames_,    runs_,   transfers_,
+                                grants_,    room_,   {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
+                                page_bytes_};
 };
 
 }  // namespace zeropage

@@ -46,12 +46,12 @@ void poison(std::byte* at, std::size_t bytes) {
 
 }  // namespace
 
-Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented) {
+Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented) {
   const std::size_t bytes = bytes_of(run, first_page, pages);
   fragmented = false;
   Reservation charge = budget_.try_reserve(bytes);
   if (!charge) return nullptr;
-  auto memory = arena_->try_allocate(bytes, permanent ? FreeList::Side::top : FreeList::Side::bottom);
+  auto memory = arena_->try_allocate(bytes, for_long ? FreeList::Side::top : FreeList::Side::bottom);
   if (!memory) {
     fragmented = true;
     return nullptr;
@@ -66,10 +66,9 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   frame->pages = pages;
   frame->memory = std::move(*memory);
   frame->charge = std::move(charge);
-  frame->permanent = permanent;
   frame->pins = 1;
   if (device_) device_->reuse({frame->memory.data(), frame->memory.bytes()});
-  if (is_poisoned() && !device_ && !hollow_ && !permanent) poison(frame->memory.data(), frame->memory.bytes());
+  if (is_poisoned() && !device_ && !hollow_ && !for_long) poison(frame->memory.data(), frame->memory.bytes());
   Frame* made = frame.get();
   std::set<Frame*> place{made};
   frame->place = place.extract(place.begin());

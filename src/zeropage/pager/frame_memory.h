@@ -23,7 +23,8 @@ class FrameMemory {
               std::optional<Hollow> hollow);
 
   /// A frame with one pin. Null if the budget does not allow it, or if no hole is large enough (then `fragmented`).
-  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
+  /// `for_long`: apart from frames that come and go.
+  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented);
   void drop(Frame& frame) noexcept;
   /// Neighbouring frames that make `bytes` together with the holes between them: the group whose earliest next use is
   /// latest. `may_leave` tells which frames count. Empty if there is none.

@@ -4,28 +4,69 @@
 
 namespace zeropage {
 
-Frame* Frames::try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented) {
-  Frame* const frame = memory_.try_make(run, first_page, pages, permanent, fragmented);
+Frame* Frames::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented) {
+  Frame* const frame = memory_.try_make(run, first_page, pages, for_long, fragmented);
   if (!frame) return nullptr;
-  count_pin();
+  count_pin(*frame, /*is_first=*/true);
   budgets_.note_usage();
   return frame;
 }
 
-std::size_t Frames::pins_of_this_thread() const {
-  const auto mine = std::ranges::find(thread_pins_, this_thread_number(), &ThreadPins::first);
-  return mine == thread_pins_.end() ? 0 : mine->second;
+Frames::ThreadUse* Frames::find_use(std::uint64_t thread) noexcept {
+  const auto found = std::ranges::find(uses_, thread, &ThreadUse::thread);
+  return found == uses_.end() ? nullptr : &*found;
 }
 
-void Frames::count_pin() {
-  const std::uint64_t thread = this_thread_number();
-  const auto mine = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
-  mine == thread_pins_.end() ? void(thread_pins_.emplace_back(thread, 1)) : void(++mine->second);
-  ++pins_;
+Frames::ThreadUse Frames::use_of_this_thread() const {
+  const auto found = std::ranges::find(uses_, this_thread_number(), &ThreadUse::thread);
+  return found == uses_.end() ? ThreadUse{this_thread_number()} : *found;
+}
+
+Frames::ThreadUse& Frames::entry_of_this_thread() {
+  ThreadUse* const known = find_use(this_thread_number());
+  return known ? *known : uses_.emplace_back(ThreadUse{this_thread_number()});
+}
+
+void Frames::drop_if_unused(ThreadUse& use) noexcept {
+  if (use.pins > 0 || use.claimed > 0 || use.lasting > 0) return;
+  use = uses_.back();
+  uses_.pop_back();
+}
+
+void Frames::claim(std::size_t bytes) {
+  if (bytes == 0) return;
+  ThreadUse& use = entry_of_this_thread();
+  if (use.claimed == 0) use.before = use.pinned;
+  use.claimed += bytes;
+}
+
+void Frames::end_claim(std::size_t bytes, std::uint64_t thread) noexcept {
+  ThreadUse* const use = find_use(thread);
+  if (!use) return;
+  use->claimed -= std::min(use->claimed, bytes);
+  drop_if_unused(*use);
+  monitor_.changed().notify_all();
+}
+
+void Frames::count_lasting(std::size_t pins) { entry_of_this_thread().lasting += pins; }
+
+void Frames::end_lasting(std::size_t pins, std::uint64_t thread) noexcept {
+  ThreadUse* const use = find_use(thread);
+  if (!use) return;
+  use->lasting -= std::min(use->lasting, pins);
+  drop_if_unused(*use);
+}
+
+void Frames::count_pin(const Frame& frame, bool is_first) {
+  ThreadUse& use = entry_of_this_thread();
+  ++use.pins, ++pins_;
+  if (!is_first || frame.permanent) return;
+  pinned_bytes_ += frame.memory.bytes();
+  use.pinned += frame.memory.bytes();
 }
 
 void Frames::add_pin(Frame& frame) {
-  count_pin();
+  count_pin(frame, frame.pins == 0);
   if (std::exchange(frame.ahead, false)) ahead_bytes_ -= frame.memory.bytes();
   victims_.remove(frame);
   ++frame.pins;
@@ -33,12 +74,14 @@ void Frames::add_pin(Frame& frame) {
 
 void Frames::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
   --pins_;
-  const auto owner = std::ranges::find(thread_pins_, thread, &ThreadPins::first);
-  if (owner != thread_pins_.end() && --owner->second == 0) {
-    *owner = thread_pins_.back();
-    thread_pins_.pop_back();
+  if (ThreadUse* const use = find_use(thread)) {
+    // Also if other pins of the frame remain: then more is kept for the claim than it needs.
+    if (!frame.permanent) use->pinned -= std::min(use->pinned, frame.memory.bytes());
+    --use->pins;
+    drop_if_unused(*use);
   }
   if (--frame.pins > 0) return;
+  if (!frame.permanent) pinned_bytes_ -= frame.memory.bytes();
   break_promises(frame);
   frame.last_use = timeline_.now();
   if (frame.transfers == 0) settle(frame);

@@ -29,12 +29,33 @@ class Frames {
       : monitor_(monitor), memory_(memory), budgets_(budgets), timeline_(timeline), gathered_(gathered) {}
 
   /// A frame with one pin of this thread; null in the cases of FrameMemory::try_make().
-  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool permanent, bool& fragmented);
+  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented);
   void add_pin(Frame& frame);
   /// `thread` is the one that took the pin. Whether others hold pins decides whether a thread waits for them.
   void drop_pin(Frame& frame, std::uint64_t thread = this_thread_number()) noexcept;
   std::size_t pins() const { return pins_; }
-  std::size_t pins_of_this_thread() const;
+  /// Bytes of frames that are pinned and may leave memory otherwise.
+  std::size_t pinned_bytes() const { return pinned_bytes_; }
+
+  /// One thread's part in the use of memory.
+  struct ThreadUse {
+    std::uint64_t thread;
+    std::size_t pins = 0;     // that it took
+    std::size_t lasting = 0;  // of these: held while the program does other things
+    std::size_t pinned = 0;   // bytes, by pins of frames that no other pin held
+    std::size_t claimed = 0;  // bytes that it may pin without waiting for other threads' pins
+    std::size_t before = 0;   // bytes that it had pinned when it claimed
+    std::size_t unspent() const { return claimed - std::min(claimed, pinned - std::min(pinned, before)); }
+  };
+  /// Threads with a pin or a claim.
+  const std::vector<ThreadUse>& uses() const { return uses_; }
+  /// This thread's entry; all zeros if it uses nothing.
+  ThreadUse use_of_this_thread() const;
+  /// Changes this thread's claimed bytes or lasting pins.
+  void claim(std::size_t bytes);
+  void end_claim(std::size_t bytes, std::uint64_t thread) noexcept;
+  void count_lasting(std::size_t pins);
+  void end_lasting(std::size_t pins, std::uint64_t thread) noexcept;
 
   static bool is_dirty(const Frame& frame);
   static bool is_reading(const Frame& frame);
@@ -57,6 +78,12 @@ class Frames {
   /// Forgets that state: the operator has written the page.
   static void keep_promise(Frame& frame, std::size_t page);
 
+  /// Makes a pinned frame its run's home, or ends that.
+  void set_permanent(Frame& frame, bool permanent) noexcept {
+    if (frame.permanent == permanent) return;
+    frame.permanent = permanent;
+    if (frame.pins > 0) permanent ? pinned_bytes_ -= frame.memory.bytes() : pinned_bytes_ += frame.memory.bytes();
+  }
   /// Drops or queues a frame without a pin or transfer.
   void settle(Frame& frame) noexcept;
   /// Deletes a frame that its pages do not need.
@@ -87,11 +114,12 @@ class Frames {
   bool is_gathered() const { return gathered_; }
 
  private:
-  using ThreadPins = std::pair<std::uint64_t, std::size_t>;
-
   /// Restores the earlier states of pages that no operator has written. The frame has no pin.
   static void break_promises(Frame& frame) noexcept;
-  void count_pin();
+  void count_pin(const Frame& frame, bool is_first);
+  ThreadUse& entry_of_this_thread();
+  ThreadUse* find_use(std::uint64_t thread) noexcept;
+  void drop_if_unused(ThreadUse& use) noexcept;
   void consider(Frame& frame) noexcept;
 
   Monitor& monitor_;
@@ -102,8 +130,8 @@ class Frames {
   VictimQueue victims_;
   std::uint64_t planned_at_ = 0;  // surprises when the victims were last ordered
   std::uint64_t uses_when_planned_ = 0;
-  std::size_t pins_ = 0;
-  std::vector<ThreadPins> thread_pins_;  // pins by the thread that took them; no zeros
+  std::size_t pins_ = 0, pinned_bytes_ = 0;
+  std::vector<ThreadUse> uses_;
   std::size_t ahead_bytes_ = 0;
   LookedAhead looked_ahead_;
   std::size_t evictions_ = 0;

@@ -133,17 +133,23 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
   };
   if (used + bytes > limit) refuse_home();
   try {
-    Frame& frame = room_.make_frame(lock, run, 0, run.pages.size(), /*permanent=*/true);
-    if (budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0) + bytes >
-        limit) {  // another thread was quicker
-      frame.permanent = false;
+    const Grants::Claim claim = grants_.wait_for(lock, [&] { return Grants::Need{bytes, on_device ? bytes : 0}; });
+    Frame& frame = room_.make_frame(lock, run, 0, run.pages.size(), /*for_long=*/true);
+    if (budgets_.homes_in(run.tier) + bytes > limit) {  // another thread was quicker
       frame.assembling = true;
       frames_.drop_pin(frame);
       refuse_home();
     }
-    if (!run.is_staging) memory_.clear(frame.memory.data(), frame.memory.bytes());
-    if (memory_.device()) frame.ready = memory_.device()->record();
+    if (memory_.device()) {
+      if (!run.is_staging) memory_.clear(frame.memory.data(), frame.memory.bytes());
+      frame.ready = memory_.device()->record();
+    } else if (!run.is_staging) {
+      const Inside inside(monitor_);
+      const Unlocked unlocked(lock);
+      memory_.clear(frame.memory.data(), frame.memory.bytes());
+    }
     for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
+    frames_.set_permanent(frame, true);
     frames_.drop_pin(frame);
   } catch (const Shortage&) {
     refuse_home();

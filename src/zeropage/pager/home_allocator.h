@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "zeropage/comm/ranks.h"
+#include "zeropage/pager/grants.h"
 #include "zeropage/pager/room.h"
 
 namespace zeropage {
@@ -28,13 +29,14 @@ class HomeAllocator {
   using Lock = Monitor::Lock;
 
   HomeAllocator(Monitor& monitor, FrameMemory& memory, Budgets& budgets, Frames& frames, Runs& runs,
-                Transfers& transfers, Room& room, const Homes& homes, std::size_t page_bytes)
+                Transfers& transfers, Grants& grants, Room& room, const Homes& homes, std::size_t page_bytes)
       : monitor_(monitor),
         memory_(memory),
         budgets_(budgets),
         frames_(frames),
         runs_(runs),
         transfers_(transfers),
+        grants_(grants),
         room_(room),
         homes_(homes),
         page_bytes_(page_bytes) {}
@@ -60,6 +62,7 @@ class HomeAllocator {
   Frames& frames_;
   Runs& runs_;
   Transfers& transfers_;
+  Grants& grants_;
   Room& room_;
   const Homes homes_;
   const std::size_t page_bytes_;

@@ -4,16 +4,9 @@
 #include <utility>
 
 #include "zeropage/base/mutex.h"
+#include "zeropage/pager/gate.h"
 
 namespace zeropage {
-namespace {
-
-bool is_at_home_alone(const Run& run, std::size_t page) {
-  return run.is_on_disk && !run.has_version && !run.slots && run.pages[page].state == Residency::evicted &&
-         run.pages[page].frame == nullptr;
-}
-
-}  // namespace
 
 struct HomeRead::State {
   Monitor* monitor;
@@ -59,7 +52,8 @@ bool HomeRead::wait() {
   if (!state->run) return true;
   Monitor::Lock lock(state->monitor->mutex());
   state->monitor->check_usable();
-  return is_at_home_alone(*state->run, state->page) && state->run->changes == state->changes;
+  return obstacle(*state->run, state->page, Intent::bypass) == Obstacle::none &&
+         state->run->changes == state->changes;
 }
 
 HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* into) {
@@ -68,7 +62,7 @@ HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* i
   Monitor::Lock lock(monitor_.mutex());
   monitor_.check_usable();
   const Run& run = *segment.run();
-  if (!is_at_home_alone(run, page)) return {};
+  if (obstacle(run, page, Intent::bypass) != Obstacle::none) return {};
   HomeRead read = start(run.bytes_of(page), [&](Home::Done done) {
     return home_->read(run, page, into, Priority::ahead, std::move(done));
   });

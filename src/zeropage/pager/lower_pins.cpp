@@ -4,6 +4,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/pager/gate.h"
 #include "zeropage/pager/lower_segment.h"
 
 namespace zeropage {
@@ -56,19 +57,27 @@ bool LowerPins::reaches(const Segment& segment) const {
   return lower_ && !frames_.is_gathered() && !segment.run()->shares_page();
 }
 
-void LowerPins::announce(std::span<const PinRequest> requests) {
+/// The segments below those that have one.
+std::vector<PinRequest> LowerPins::requests_below(std::span<const PinRequest> requests) {
   monitor_.check_usable();
-  Lock lock(monitor_.mutex());
+  const Lock lock(monitor_.mutex());
   monitor_.check_usable();
   std::vector<PinRequest> below;
   for (const PinRequest& request : requests) {
-    Segment* const segment = request.segment->run()->below.get();
-    if (segment) below.push_back({segment, request.access});
+    if (Segment* const segment = request.segment->run()->below.get()) below.push_back({segment, request.access});
   }
-  if (below.empty()) return;
-  const Inside inside(monitor_);
-  const Unlocked unlocked(lock);
-  lower_->announce(below);
+  return below;
+}
+
+// The caller's segments keep the runs below alive.
+
+void LowerPins::announce(std::span<const PinRequest> requests) {
+  if (const auto below = requests_below(requests); !below.empty()) lower_->announce(below);
+}
+
+MemoryClaim LowerPins::claim(std::span<const PinRequest> requests) {
+  const auto below = requests_below(requests);
+  return below.empty() ? MemoryClaim() : lower_->claim(below);
 }
 
 PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
@@ -92,21 +101,24 @@ PagePin LowerPins::pin(Segment& segment, std::size_t index, Access access) {
 /// Returns when the page below is the newest copy and, unless it is only read, the only one. False if it is in use
 /// above.
 bool LowerPins::bring_home(Lock& lock, Run& run, std::size_t index, Access access) {
-  Page& page = run.pages[index];
+  const Page& page = run.pages[index];
   while (true) {
     monitor_.check_usable();
-    if (run.assembled || page.lent) return false;
+    const Obstacle in_the_way = obstacle(run, index, Intent::lend);
+    const bool is_free = in_the_way == Obstacle::none || in_the_way == Obstacle::newer;
+    if (!is_free && in_the_way != Obstacle::moving) return false;
     if (!page.frame) return true;
     Frame& frame = *page.frame;
-    if (frame.transfers > 0) {
-      transfers_.wait_for_reads(lock, frame);
+    const auto wait_for_transfers = [&] {
       transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
-    } else if (frame.pins > 0) {
-      return false;
+    };
+    if (in_the_way == Obstacle::moving) {
+      transfers_.wait_for_reads(lock, frame);
+      wait_for_transfers();
     } else if (Frames::is_dirty(frame)) {
       const std::size_t failed_before = transfers_.failed_writes();
       transfers_.write_back(lock, frame, Priority::demanded);
-      transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+      wait_for_transfers();
       transfers_.throw_failed_write(failed_before);
     } else if (access == Access::read) {
       return true;

@@ -8,6 +8,7 @@
 
 #include <deque>
 
+#include "zeropage/pager/memory_claim.h"
 #include "zeropage/pager/page_pins.h"
 
 namespace zeropage {
@@ -28,6 +29,7 @@ class LowerPins {
   // See FrameCache.
   bool reaches(const Segment& segment) const;
   void announce(std::span<const PinRequest> requests);
+  [[nodiscard]] MemoryClaim claim(std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
   void bring_down(Segment& segment) noexcept;
   /// Releases host memory whose upload has ended; waits for the oldest upload if `wait`. True if there was one. Not
@@ -49,6 +51,7 @@ class LowerPins {
   class Loan;
   class StagedLoan;
 
+  std::vector<PinRequest> requests_below(std::span<const PinRequest> requests);
   bool bring_home(Lock& lock, Run& run, std::size_t index, Access access);
   static void lend(Run& run, std::size_t index);
   void take_back(Run& run, std::size_t index) noexcept;

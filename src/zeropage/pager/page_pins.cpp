@@ -1,10 +1,7 @@
 #include "zeropage/pager/page_pins.h"
 
-#include <fmt/format.h>
-
 #include <exception>
 
-#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
@@ -18,67 +15,90 @@ void PagePins::announce(std::span<const PinRequest> requests) {
   if (!frames_.is_gathered()) ahead_.run(lock);
 }
 
+Grants::Claim PagePins::claim(Lock& lock, std::span<const PinRequest> requests) {
+  // A walk holds two pages of each where it crosses an edge. A run that is whole in memory is held whole.
+  const auto need = [&] {
+    std::size_t bytes = 0;
+    for (const PinRequest& request : requests) {
+      const Run& run = *request.segment->run();
+      if (!run.home) continue;
+      const bool is_whole = run.pages.size() <= 2 || run.whole_frame();
+      bytes += is_whole ? round_up(run.bytes, kBlockBytes) : 2 * round_up(run.page_bytes, kBlockBytes);
+    }
+    // A smaller memory may do. Where it does not, a pin says so.
+    const std::size_t most = memory_.budget().limit(),
+                      taken = budgets_.all_homes() + frames_.use_of_this_thread().pinned;
+    return Grants::Need{std::min(bytes, most - std::min(most, taken)), 0};
+  };
+  // With pins already, the caller asks for each page instead of waiting here.
+  if (frames_.use_of_this_thread().pins > 0 && !grants_.fits(need())) return {};
+  return grants_.wait_for(lock, need);
+}
+
+/// What a pin of the page adds to the bytes in use.
+Grants::Need PagePins::need_of(const Run& run, std::size_t index) {
+  if (const Frame* const frame = run.pages[index].frame) {
+    return {frame->pins > 0 || frame->permanent ? 0 : frame->memory.bytes(), 0};
+  }
+  return {FrameMemory::bytes_of(run, index, 1), 0};
+}
+
 PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   Run& run = *segment.run();
   Page& page = run.pages[index];
-  Frame* held = nullptr;
   timeline_.note_page(run, index);
   if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   try {
     while (true) {
       monitor_.check_usable();
-      if (run.is_closed_to_this_thread()) throw VersionOpen();
-      if (page.lent) {
-        transfers_.wait_until(lock, [&] { return !page.lent; });
-        continue;
+      pass(transfers_, lock, run, index, Intent::pin);
+      const Grants::Claim claim = grants_.wait_for(lock, [&] { return need_of(run, index); });
+      if (obstacle(run, index, Intent::pin) != Obstacle::none) continue;
+      const bool is_claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
+      Frame* frame = page.frame;
+      if (frame) {
+        frames_.add_pin(*frame);
+      } else {
+        frame = &room_.make_frame(lock, run, index, 1);
+        if (page.frame || obstacle(run, index, Intent::pin) != Obstacle::none) {  // another thread was quicker
+          frame->assembling = true;
+          frames_.drop_pin(*frame);
+          continue;
+        }
+        ++faults_;
+        page.frame = frame;
+        frame->claimer = std::this_thread::get_id();
       }
-      const bool claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
-      if (claimed && page.frame->claimer != std::this_thread::get_id()) {
-        transfers_.wait_until(lock, [&] { return !page.frame || page.frame->claimer == std::thread::id(); });
-        continue;
+      if ((is_claimed || frame->claimer == std::this_thread::get_id()) && access != Access::overwrite) {
+        bring_claimed(lock, run, index);
       }
-      if (page.frame) {
-        frames_.add_pin(*(held = page.frame));
-        if (claimed && access != Access::overwrite) bring_claimed(lock, run, index);
-        break;
-      }
-      Frame& frame = room_.make_frame(lock, run, index, 1);
-      if (page.frame || page.lent) {  // another thread was quicker
-        frame.assembling = true;
-        frames_.drop_pin(frame);
-        continue;
-      }
-      ++faults_;
-      page.frame = held = &frame;
-      frame.claimer = std::this_thread::get_id();
-      if (access != Access::overwrite) bring_claimed(lock, run, index);
-      ahead_.resume(lock);
-      break;
+      return take_pin(*frame, segment, index, access);
     }
   } catch (const Shortage&) {
-    throw BudgetError(
-        fmt::format("device_memory = {} and host_memory = {} cannot hold a page of {} more: all is homes "
-                    "or in use at once; raise {}",
-                    format_bytes(budgets_.device_limit()), format_bytes(budgets_.host_limit()),
-                    format_bytes(FrameMemory::bytes_of(run, index, 1)),
-                    budgets_.host_limit() > 0 ? "host_memory" : "device_memory"));
+    budgets_.refuse_pages(FrameMemory::bytes_of(run, index, 1), frames_.pinned_bytes(), "");
   }
-  return take_pin(*held, segment, index, access);
 }
 
-/// Reads or clears a page that this thread has claimed: its content is needed after all.
+/// Reads or clears a page that this thread has claimed and pinned: its content is needed after all.
 void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   Page& page = run.pages[index];
   Frame& frame = *page.frame;
-  frame.claimer = {};
   if (page.state == Residency::zero) {
-    memory_.clear(frame.memory.data(), frame.memory.bytes());
-    if (memory_.device()) frame.ready = memory_.device()->record();
+    if (memory_.device()) {
+      memory_.clear(frame.memory.data(), frame.memory.bytes());
+      frame.ready = memory_.device()->record();
+    } else {
+      const Inside inside(monitor_);
+      const Unlocked unlocked(lock);  // other threads wait for the claim
+      memory_.clear(frame.memory.data(), frame.memory.bytes());
+    }
     page.state = run.gathered() ? Residency::clean : Residency::dirty;
+    frame.claimer = {};
     monitor_.changed().notify_all();
   } else if (page.state == Residency::evicted) {
+    frame.claimer = {};
     transfers_.start_reads(lock, frame, Priority::demanded);
   }
 }
@@ -104,16 +124,16 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
   monitor_.check_usable();
   Run& run = *segment.run();
   Page& page = run.pages[index];
-  if (run.is_closed_to_this_thread()) return {};
+  if (obstacle(run, index, Intent::pin) != Obstacle::none || !grants_.fits(need_of(run, index))) return {};
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
   if (access != Access::read && !transfers_.try_make_writable(run, index)) return {};
-  if (page.frame && !page.lent && !absent && page.state != Residency::reading) {
+  if (page.frame && !absent && page.state != Residency::reading) {
     timeline_.note_page(run, index);
     frames_.add_pin(*page.frame);
     return take_pin(*page.frame, segment, index, access);
   }
-  if (page.frame || page.lent || run.assembled) return {};
+  if (page.frame || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // reading ahead reads it
   Frame* const frame = room_.try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};

@@ -9,6 +9,8 @@
 #include <span>
 #include <utility>
 
+#include "zeropage/pager/gate.h"
+#include "zeropage/pager/grants.h"
 #include "zeropage/pager/read_ahead.h"
 
 namespace zeropage {
@@ -82,18 +84,20 @@ class PagePin {
 class PagePins {
  public:
   PagePins(Monitor& monitor, FrameMemory& memory, Budgets& budgets, Timeline& timeline, Frames& frames,
-           Transfers& transfers, Room& room, ReadAhead& ahead)
+           Transfers& transfers, Grants& grants, Room& room, ReadAhead& ahead)
       : monitor_(monitor),
         memory_(memory),
         budgets_(budgets),
         timeline_(timeline),
         frames_(frames),
         transfers_(transfers),
+        grants_(grants),
         room_(room),
         ahead_(ahead) {}
 
   // See FrameCache.
   void announce(std::span<const PinRequest> requests);
+  [[nodiscard]] Grants::Claim claim(Monitor::Lock& lock, std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
   [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access);
   /// Pins that met a page without a frame.
@@ -103,6 +107,7 @@ class PagePins {
   friend class PagePin;
   using Lock = Monitor::Lock;
 
+  static Grants::Need need_of(const Run& run, std::size_t index);
   PagePin take_pin(Frame& frame, Segment& segment, std::size_t index, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t index);
   void let_go(PagePin& pin, bool failed) noexcept;
@@ -116,6 +121,7 @@ class PagePins {
   Timeline& timeline_;
   Frames& frames_;
   Transfers& transfers_;
+  Grants& grants_;
   Room& room_;
   ReadAhead& ahead_;
   std::size_t faults_ = 0;

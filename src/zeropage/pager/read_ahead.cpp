@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "zeropage/base/units.h"
+#include "zeropage/pager/gate.h"
 
 namespace zeropage {
 namespace {
@@ -87,7 +88,6 @@ void ReadAhead::run(Lock& lock) {
     bool all = false;  // all uses that come soon were looked at
     const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
     while (!monitor_.closed()) {
-      if ((rested_ = room_.is_demanded())) break;
       const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
       if (wanted >= most && (wanted >= latest || !hurries())) break;
       if (frames_.looked_ahead().again) restart();
@@ -158,7 +158,7 @@ void ReadAhead::advance() {
 
 /// Whether its pages can be read now, and would still be current at their use.
 bool ReadAhead::may_bring(const Run& run) const {
-  return run.home && !run.dead && !run.assembled && run.lent == 0 && !is_about_to_change(run);
+  return obstacle(run, Intent::prefetch) == Obstacle::none && !is_about_to_change(run);
 }
 
 /// Whether such a use needs the home content.
@@ -247,7 +247,8 @@ void ReadAhead::write_behind(std::size_t most, Lock& lock) {
 ReadAhead::Result ReadAhead::make_room(std::size_t bytes, AccessPlan::Time time, Lock& lock) {
   const std::size_t failed_before = transfers_.failed_writes();
   const auto lacking = [&] {
-    return static_cast<std::int64_t>(bytes) + kept_bytes_ - static_cast<std::int64_t>(memory_.free());
+    return static_cast<std::int64_t>(bytes + room_.demanded_bytes()) + kept_bytes_ -
+           static_cast<std::int64_t>(memory_.free());
   };
   while (lacking() > 0) {
     Frame* const victim = frames_.victims().best(timeline_.now(), time);

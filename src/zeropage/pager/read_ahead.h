@@ -44,11 +44,6 @@ class ReadAhead {
 
   /// Starts the transfers that are due. Gives the lock up only where a transfer of gathered tensors does.
   void run(Lock& lock);
-  /// Resumes if it paused for a thread that waited for memory, and no thread does now. Not on a device: uploads hold
-  /// pages below that other threads may wait for.
-  void resume(Lock& lock) {
-    if (rested_ && !memory_.device()) run(lock);
-  }
   /// Restarts after a change of plan.
   void restart();
 
@@ -99,7 +94,6 @@ class ReadAhead {
   std::deque<Kept> kept_;
   std::int64_t kept_bytes_ = 0;
   bool running_ = false;
-  bool rested_ = false;                        // paused for a thread that waited for memory
   std::uint64_t asked_at_ = 0, asked_of_ = 0;  // uses and group_ at the last would_be_late()
   bool late_ = false;                          // its result
   std::uint64_t scan_ = 0;                     // its number of calls

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
@@ -10,48 +9,53 @@ namespace {
 
 /// The share of memory kept clean or being written if no plan says which frame leaves next.
 constexpr std::size_t kBehindShare = 4;  // a quarter
-/// Longest wait for memory that other threads have pinned.
-constexpr std::chrono::seconds kLongestWait{5};
-/// How often that wait looks for ended transfers of other threads to and from a device, which signal nothing.
-constexpr std::chrono::milliseconds kUntilTidied{5};
-
-/// While it lives, a thread claims the memory that it frees.
-struct Demand {
-  explicit Demand(int& demands) : count(demands) { ++count; }
-  ~Demand() { --count; }
-  Demand(const Demand&) = delete;
-  Demand& operator=(const Demand&) = delete;
-  int& count;
-};
-
 }  // namespace
 
-/// State of one make_frame() call.
+/// One make_frame() call.
 struct Room::Making {
   std::size_t bytes, failed_before;
   bool fragmented = false, needs_window = false;
   bool clearing = false;  // its neighbours are being written
-  Clock::time_point give_up_at = {};
 };
 
-Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent) {
-  const Demand demand(demands_);
+std::size_t Room::demanded_bytes() const {
+  std::size_t bytes = 0;
+  for (const Making* making : demands_) bytes += making->bytes;
+  return frames_.is_gathered() ? 0 : bytes;
+}
+
+Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool for_long) {
   Making making{FrameMemory::bytes_of(run, first_page, pages), transfers_.failed_writes()};
   if (making.bytes > memory_.budget().limit()) throw Shortage{};
+  struct Demand {
+    Room& room;
+    std::list<const Making*>::iterator place;
+    ~Demand() {
+      room.demands_.erase(place);
+      if (!room.demands_.empty()) room.monitor_.changed().notify_all();
+    }
+  } demand{*this, demands_.insert(demands_.end(), &making)};
   while (true) {
     monitor_.check_usable();
+    if (wait_for_turn(lock, making)) continue;
     making.fragmented = false;
-    if (Frame* frame = frames_.try_make(run, first_page, pages, permanent, making.fragmented)) return *frame;
+    if (Frame* frame = frames_.try_make(run, first_page, pages, for_long, making.fragmented)) return *frame;
     making.needs_window = making.fragmented && !memory_.joins_holes();
     if (give_up_clean(making)) continue;
     frames_.plan_anew();
     if (making.needs_window ? clear_neighbours(lock, making) : send_victim_home(lock, making)) continue;
-    if (wait_for_gather(lock) || wait_for_transfers(lock, making) || tidy_above(lock) ||
-        wait_for_pins(lock, making)) {
-      continue;
-    }
+    if (wait_for_gather(lock) || wait_for_transfers(lock, making) || grants_.tidy_above(lock)) continue;
+    // Threads that move pages hold frames for a moment.
+    if (!making.needs_window && grants_.wait_for_others(lock)) continue;
     throw Shortage{};
   }
+}
+
+/// Freed bytes go to the oldest demand. Over ranks a thread waits for gathers that others complete.
+bool Room::wait_for_turn(Lock& lock, const Making& making) {
+  if (demands_.front() == &making || frames_.is_gathered()) return false;
+  transfers_.wait_until(lock, [&] { return demands_.front() == &making; }, Cause::memory);
+  return true;
 }
 
 /// After a write has failed: evicts a clean frame, or throws the write's error if there is none.
@@ -115,38 +119,10 @@ bool Room::wait_for_transfers(Lock& lock, const Making& making) {
   return true;
 }
 
-/// Ends transfers of the cache above, which pin pages here and may have finished without a signal.
-bool Room::tidy_above(Lock& lock) {
-  if (!upper_.connected()) return false;
-  const std::size_t pins = frames_.pins(), queued = frames_.victims().size(), free = memory_.free();
-  bool ended = false;
-  {
-    const Unlocked unlocked(lock);
-    ended = upper_.tidy();
-  }
-  // Other threads may have unpinned frames, or begun to write them, while this one had no lock.
-  return ended || frames_.pins() != pins || frames_.victims().size() != queued || memory_.free() != free ||
-         transfers_.writing_bytes() > 0 || transfers_.reading_bytes() > 0;
-}
-
-/// Waits until another thread unpins a frame. Gives up after kLongestWait: that thread may be waiting for this one.
-bool Room::wait_for_pins(Lock& lock, Making& making) {
-  // If refused, ShardedHome frees what its gathers hold.
-  if ((upper_.serves() && !upper_.connected()) || frames_.pins() <= frames_.pins_of_this_thread()) return false;
-  const auto now = Clock::now();
-  if (making.give_up_at == Clock::time_point{}) making.give_up_at = now + kLongestWait;
-  const auto until = upper_.connected() ? std::min(making.give_up_at, now + kUntilTidied) : making.give_up_at;
-  const std::size_t pins = frames_.pins(), queued = frames_.victims().size();
-  const Waiting waiting(monitor_, Cause::memory);
-  const bool more = monitor_.changed().wait_until(
-      lock, until, [&] { return frames_.pins() < pins || frames_.victims().size() > queued || monitor_.closed(); });
-  if (frames_.victims().size() > queued) making.give_up_at = {};
-  return more || until < making.give_up_at;
-}
-
 Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages,
                             AccessPlan::Time before) {
-  if (is_demanded()) return nullptr;
+  const std::size_t demanded = demanded_bytes();
+  if (demanded > 0 && memory_.free() < demanded + FrameMemory::bytes_of(run, first_page, pages)) return nullptr;
   bool fragmented = false;
   Frame* frame = frames_.try_make(run, first_page, pages, false, fragmented);
   if (!frame && fragmented && !memory_.joins_holes() &&
@@ -163,7 +139,6 @@ Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::s
 }
 
 void Room::empty(Lock& lock) {
-  const Demand demand(demands_);
   const std::size_t failed_before = transfers_.failed_writes();
   while (true) {
     if (Frame* victim = frames_.victims().best(timeline_.now())) {

@@ -1,12 +1,16 @@
-// Memory for new frames, and eviction when memory is short. make_frame() shows how demanded bytes wait for memory;
-// read_ahead.cpp shows it for bytes that are read ahead.
+// Memory for new frames, and eviction when memory is short. The bytes that an operator pins were granted to it
+// (grants.h), so only frames that nothing holds must leave. Freed bytes go to the oldest demand; prefetches use what
+// is left. make_frame() shows how demanded bytes wait for memory; read_ahead.cpp shows it for bytes that are read
+// ahead.
 //
 // Contract: under the cache's lock, which it gives up while a thread waits. A dirty frame leaves only after its write
 // has succeeded.
 #pragma once
 
+#include <list>
+
+#include "zeropage/pager/grants.h"
 #include "zeropage/pager/transfers.h"
-#include "zeropage/pager/upper_cache.h"
 
 namespace zeropage {
 
@@ -18,24 +22,23 @@ class Room {
   using Lock = Monitor::Lock;
 
   Room(Monitor& monitor, FrameMemory& memory, const Timeline& timeline, Frames& frames, Transfers& transfers,
-       UpperCache& upper)
+       Grants& grants)
       : monitor_(monitor),
         memory_(memory),
         timeline_(timeline),
         frames_(frames),
         transfers_(transfers),
-        upper_(upper) {}
+        grants_(grants) {}
 
-  /// A frame with one pin. Waits for writes, and for pins of other threads. Throws Shortage if no frame is left that
-  /// could leave, DiskError if a frame that should leave cannot be written.
-  Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool permanent = false);
+  /// A frame with one pin. Waits for transfers. Throws Shortage if no frame is left that could leave, DiskError if a
+  /// frame that should leave cannot be written.
+  Frame& make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, bool for_long = false);
   /// The same without waiting: evicts only clean frames that are used later than `before`. Null if that is not
-  /// enough, or is_demanded().
+  /// enough, or if threads wait for these bytes.
   Frame* try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time before);
-  /// Whether a thread is in make_frame() or empty(). It needs the memory that it frees, so reading ahead pauses: each
-  /// transfer's end starts the next, which could go on for ever. False over ranks, where prefetches must not depend
+  /// Bytes that threads wait for. Reading ahead leaves them free. None over ranks, where prefetches must not depend
   /// on threads.
-  bool is_demanded() const { return demands_ > 0 && !frames_.is_gathered(); }
+  std::size_t demanded_bytes() const;
 
   /// Evicts every frame that can leave. Throws DiskError.
   void empty(Lock& lock);
@@ -52,8 +55,7 @@ class Room {
   bool send_victim_home(Lock& lock, const Making& making);
   bool wait_for_gather(Lock& lock);
   bool wait_for_transfers(Lock& lock, const Making& making);
-  bool tidy_above(Lock& lock);
-  bool wait_for_pins(Lock& lock, Making& making);
+  bool wait_for_turn(Lock& lock, const Making& making);
   bool clear_window(std::size_t bytes, AccessPlan::Time before, bool clean_only, Lock& lock);
 
   Monitor& monitor_;
@@ -61,8 +63,8 @@ class Room {
   const Timeline& timeline_;
   Frames& frames_;
   Transfers& transfers_;
-  UpperCache& upper_;
-  int demands_ = 0;  // threads in make_frame or empty
+  Grants& grants_;
+  std::list<const Making*> demands_;  // oldest first
 };
 
 }  // namespace zeropage

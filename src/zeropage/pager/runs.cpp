@@ -74,7 +74,7 @@ void Runs::remove(Run& run) {
     if (!frame) continue;
     Frames::forget(*frame);
     frame->run = nullptr;
-    frame->permanent = false;
+    frames_.set_permanent(*frame, false);
     if (frame->pins == 0) frames_.settle(*frame);  // else the last pin does
   }
   if (run.below) run.home->forget(run);

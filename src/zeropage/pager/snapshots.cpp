@@ -5,6 +5,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/pager/frame_cache.h"
+#include "zeropage/pager/gate.h"
 
 namespace zeropage {
 namespace {
@@ -23,8 +24,7 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   monitor_.check_usable();
   Run& run = *segment.run();
   if (run.slots || run.gathered()) throw AccessError("a page that tensors share is not frozen for one of them");
-  transfers_.wait_until(lock, [&] { return run.lent == 0 && !run.frozen; });
-  if (run.has_version) throw VersionOpen();
+  pass(transfers_, lock, run, Intent::freeze);
   auto frozen = std::make_shared<Frozen>();
   frozen->run = &run;
   frozen->pages.resize(run.pages.size());

@@ -2,17 +2,9 @@
 
 #include <algorithm>
 
+#include "zeropage/pager/gate.h"
+
 namespace zeropage {
-namespace {
-
-/// Whether the content is at home, and no operator holds the page.
-bool is_at_home(const Page& page) {
-  if (page.lent || (page.frame && page.frame->pins > 0)) return false;
-  return page.state == Residency::evicted || page.state == Residency::reading || page.state == Residency::clean;
-}
-
-}  // namespace
-
 bool Versions::open(Segment& segment, bool write_first) {
   monitor_.check_usable();
   if (!swap_ || !segment.run()->is_on_disk) return false;
@@ -20,9 +12,7 @@ bool Versions::open(Segment& segment, bool write_first) {
   monitor_.check_usable();
   Run& run = *segment.run();
   if (write_first) write_home(lock, run);
-  const auto may_open = [&] {
-    return !run.slots && !run.assembled && !run.has_version && std::ranges::all_of(run.pages, is_at_home);
-  };
+  const auto may_open = [&] { return obstacle(run, Intent::open_version) == Obstacle::none; };
   if (!may_open()) return false;
   const Inside inside(monitor_);
   std::vector<SlotRef> slots(run.pages.size());

@@ -29,6 +29,7 @@ struct WholePins::Hold {
   bool write;
   Frame* frame = nullptr;
   bool is_new = false;
+  std::vector<Frame*> sources = {};  // other frames with pages of the run, pinned until the new one has their content
 };
 
 std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> requests) const {
@@ -64,22 +65,41 @@ bool WholePins::is_of_one_rank(std::span<const PinRequest> requests) const {
          });
 }
 
-/// Whether each is in one usable frame, and the budget lets operators hold all of them.
+/// Whether each is in one usable frame.
 bool WholePins::is_resident(std::span<const PinRequest> requests) const {
-  std::size_t more = 0;
-  for (const PinRequest& request : requests) {
+  return std::ranges::all_of(requests, [](const PinRequest& request) {
     const Run& run = *request.segment->run_;
     const Frame* frame = run.whole_frame();
     if (!frame || frame->failure || run.lent > 0) return false;
     if (request.access != Access::read && !is_writable(run)) return false;
-    if (frame->permanent) continue;
-    if (frame->transfers > 0) return false;
-    if (frame->whole_pins == 0) more += frame->memory.bytes();
-  }
-  return more == 0 || budgets_.can_hold(more);
+    return frame->permanent || frame->transfers == 0;
+  });
 }
 
-void WholePins::pin(std::span<const PinRequest> requests) {
+/// What pinning adds to the bytes in use. Throws VersionOpen if another thread has a second version open.
+Grants::Need WholePins::need_of(std::span<const PinRequest> requests, std::size_t extra) const {
+  Grants::Need need;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    const Run& run = *requests[i].segment->run_;
+    if (run.is_closed_to_this_thread()) throw VersionOpen();
+    const auto is_same = [&](const PinRequest& other) { return other.segment->run_ == &run; };
+    if (!run.home || std::ranges::any_of(requests.first(i), is_same)) continue;
+    const Frame* const frame = run.whole_frame();
+    const std::size_t bytes = round_up(run.bytes, kBlockBytes);
+    if (!frame || frame->pins == 0) need.bytes += bytes;
+    if (!frame || frame->whole_pins == 0) need.held += bytes;
+    for (std::size_t page = 0; !frame && page < run.pages.size(); ++page) {  // pinned while their content is copied
+      if (const Frame* other = run.pages[page].frame; other && other->pins == 0) need.bytes += run.bytes_of(page);
+    }
+  }
+  // With less, the thread's later pins may have to wait.
+  const std::size_t most = memory_.budget().limit();
+  const std::size_t taken = budgets_.all_homes() + frames_.use_of_this_thread().pinned + need.bytes;
+  need.bytes += std::min(extra, most - std::min(most, taken));
+  return need;
+}
+
+void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& options) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
@@ -89,36 +109,55 @@ void WholePins::pin(std::span<const PinRequest> requests) {
   if (counts && timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   std::vector<Hold> holds;
-  if (!is_resident(requests)) {
+  Grants::Claim claim;
+  for (bool is_alone = false;;) {
+    claim = grants_.wait_for(lock, [&] { return need_of(requests, options.extra); });
+    if (is_resident(requests)) break;
     holds = holds_for(requests);
     try {
       hold(lock, holds);
+      break;
     } catch (const Shortage&) {
-      // Frames that this operator holds may split the memory it needs. Move everything out and place it anew.
+      // Memory is in pieces, and frames in use keep them apart. Waits for those of other threads; then moves all else
+      // out and places everything anew.
       let_go(holds);
-      for (Hold& hold : holds) hold = {hold.run, hold.read, hold.write};
-      try {
-        room_.empty(lock);
-        hold(lock, holds);
-      } catch (const Shortage&) {
-        let_go(holds);
-        std::size_t needed = 0;
-        for (const Hold& hold : holds) needed += hold.run->home ? round_up(hold.run->bytes, kBlockBytes) : 0;
-        budgets_.refuse(needed);
-      } catch (...) {
-        let_go(holds);
-        throw;
-      }
+      claim = {};
+      if (grants_.wait_for_others(lock)) continue;
+      if (std::exchange(is_alone, true)) budgets_.refuse(need_of(requests, options.extra).bytes);
+      room_.empty(lock);
     } catch (...) {
       let_go(holds);
       throw;
     }
-    for (Hold& hold : holds) commit(hold);
-    // A missed page had no frame; a late one was being read.
-    if (begin != Trace::Time()) {
-      const bool missed = std::any_of(holds.begin(), holds.end(), [](const Hold& hold) { return hold.is_new; });
-      Trace::span("fault", missed ? "missed" : "late", begin, Trace::Clock::now());
+  }
+  for (Hold& hold : holds) commit(hold);
+  // A missed page had no frame; a late one was being read.
+  if (begin != Trace::Time() && !holds.empty()) {
+    const bool missed = std::any_of(holds.begin(), holds.end(), [](const Hold& hold) { return hold.is_new; });
+    Trace::span("fault", missed ? "missed" : "late", begin, Trace::Clock::now());
+  }
+  expose(requests, options, holds);
+  claim = {};
+  budgets_.note_usage();
+  if (counts) ahead_.run(lock);
+}
+
+/// Hands the frames to the operator, all or none.
+void WholePins::expose(std::span<const PinRequest> requests, const PinOptions& options, std::vector<Hold>& holds) {
+  std::size_t done = 0;
+  try {
+    for (const PinRequest& request : requests) {
+      Frame& frame = *request.segment->run_->whole_frame();
+      memory_.order_after(frame);
+      frames_.add_pin(frame);
+      ++done;
     }
+    if (options.lasting) frames_.count_lasting(requests.size());
+    frames_.claim(options.extra);
+  } catch (...) {
+    for (std::size_t i = 0; i < done; ++i) frames_.drop_pin(*requests[i].segment->run_->whole_frame());
+    let_go(holds);
+    throw;
   }
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;
@@ -129,14 +168,10 @@ void WholePins::pin(std::span<const PinRequest> requests) {
     } else if (request.access != Access::read) {
       ++run.changes;
     }
-    memory_.order_after(frame);
-    frames_.add_pin(frame);
     if (frame.whole_pins++ == 0 && !frame.permanent) budgets_.hold(frame.memory.bytes());
     if (segment.pins_++ == 0) segment.expose(frame.memory.data() + segment.offset_);
   }
   for (Hold& hold : holds) frames_.drop_pin(*hold.frame);
-  budgets_.note_usage();
-  if (counts) ahead_.run(lock);
 }
 
 void WholePins::write_again(Segment& segment) {
@@ -163,18 +198,13 @@ void WholePins::hold(Lock& lock, std::vector<Hold>& holds) {
     if (hold.read) transfers_.start_reads(lock, *hold.frame, Priority::demanded);
   }
   wait_for_content(lock, holds);
-  // The budget limits what operators hold at once, even if more memory is free.
-  std::size_t more = 0;
-  for (const Hold& hold : holds)
-    more += hold.run->home && hold.frame->whole_pins == 0 ? hold.frame->memory.bytes() : 0;
-  if (!budgets_.can_hold(more)) throw Shortage{};
-  for (Hold& hold : holds) fill(hold);
+  fill(lock, holds);
 }
 
 void WholePins::take_frame(Lock& lock, Hold& hold) {
   Run& run = *hold.run;
   while (true) {
-    transfers_.wait_until(lock, [&] { return run.assembled == nullptr && run.lent == 0; });
+    pass(transfers_, lock, run, Intent::assemble);
     if (Frame* frame = run.whole_frame()) {
       frames_.add_pin(*frame);
       hold.frame = frame;
@@ -182,7 +212,7 @@ void WholePins::take_frame(Lock& lock, Hold& hold) {
     }
     Frame& frame = room_.make_frame(lock, run, 0, run.pages.size());
     frame.assembling = true;
-    if (run.assembled || run.lent > 0 || run.whole_frame()) {  // another thread was quicker
+    if (run.whole_frame() || obstacle(run, Intent::assemble) != Obstacle::none) {  // another thread was quicker
       frames_.drop_pin(frame);
       continue;
     }
@@ -230,29 +260,61 @@ void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   }
 }
 
-/// Fills a new frame from other frames, or with zeros. All that can fail happens here, before any page's state
-/// changes.
-void WholePins::fill(Hold& hold) {
-  if (!hold.is_new) return;
-  Run& run = *hold.run;
-  Frame& frame = *hold.frame;
-  memory_.order_after(frame);
-  const bool promises = !hold.read && !run.has_version;  // [Note: overwriting]
-  if (promises) frame.promised.resize(run.pages.size(), Residency::clean);
-  for (std::size_t i = 0; i < run.pages.size(); ++i) {
-    const Page& page = run.pages[i];
-    if (promises && !page.frame) frame.promised[i] = page.state;
-    std::byte* const into = frame.memory.data() + i * run.page_bytes;
-    if (page.frame == &frame) continue;
-    if (page.frame) {
-      memory_.order_after(*page.frame);
-      memory_.copy(into, FrameMemory::address(run, i), run.bytes_of(i));
-      memory_.mark_used(*page.frame);
-    } else if (page.state == Residency::zero && hold.read) {
-      memory_.clear(into, run.bytes_of(i));
+/// Fills new frames from other frames, or with zeros, without the lock. All that can fail happens here, before any
+/// page's state changes.
+void WholePins::fill(Lock& lock, std::vector<Hold>& holds) {
+  struct Piece {
+    std::byte* to;
+    const std::byte* from;  // null: zeros
+    std::size_t bytes;
+  };
+  std::vector<Piece> pieces;
+  for (Hold& hold : holds) {
+    if (!hold.is_new) continue;
+    Run& run = *hold.run;
+    Frame& frame = *hold.frame;
+    memory_.order_after(frame);
+    const bool promises = !hold.read && !run.has_version;  // [Note: overwriting]
+    if (promises) frame.promised.resize(run.pages.size(), Residency::clean);
+    hold.sources.reserve(run.pages.size());
+    for (std::size_t i = 0; i < run.pages.size(); ++i) {
+      const Page& page = run.pages[i];
+      if (promises && !page.frame) frame.promised[i] = page.state;
+      std::byte* const into = frame.memory.data() + i * run.page_bytes;
+      if (page.frame == &frame) continue;
+      if (page.frame) {
+        if (hold.sources.empty() || hold.sources.back() != page.frame) {
+          frames_.add_pin(*page.frame);
+          hold.sources.push_back(page.frame);
+        }
+        pieces.push_back({into, FrameMemory::address(run, i), run.bytes_of(i)});
+      } else if (page.state == Residency::zero && hold.read) {
+        pieces.push_back({into, nullptr, run.bytes_of(i)});
+      }
     }
   }
-  if (memory_.device()) frame.ready = memory_.device()->record();
+  for (Hold& hold : holds) {
+    for (Frame* source : hold.sources) memory_.order_after(*source);
+  }
+  const auto copy = [&] {
+    for (const Piece& piece : pieces) {
+      piece.from ? memory_.copy(piece.to, piece.from, piece.bytes) : memory_.clear(piece.to, piece.bytes);
+    }
+  };
+  if (memory_.device() || pieces.empty()) {
+    copy();
+  } else {
+    for (Hold& hold : holds) hold.run->is_filling = hold.is_new;
+    const Inside inside(monitor_);
+    const Unlocked unlocked(lock);
+    copy();
+  }
+  for (Hold& hold : holds) {
+    hold.run->is_filling = false;
+    for (Frame* source : hold.sources) memory_.mark_used(*source);
+    if (hold.is_new && memory_.device()) hold.frame->ready = memory_.device()->record();
+  }
+  monitor_.check_usable();
 }
 
 /// Moves all pages of the run to its new frame.
@@ -260,20 +322,19 @@ void WholePins::commit(Hold& hold) noexcept {
   if (!hold.is_new) return;
   Run& run = *hold.run;
   Frame& frame = *hold.frame;
-  for (std::size_t i = 0; i < run.pages.size(); ++i) {
-    Page& page = run.pages[i];
+  for (Page& page : run.pages) {
     if (page.frame == &frame) continue;
-    Frame* const other = std::exchange(page.frame, &frame);
-    if (other) {
-      const auto behind = run.pages.begin() + static_cast<std::ptrdiff_t>(i) + 1;
-      const auto end = run.pages.begin() + static_cast<std::ptrdiff_t>(other->first_page + other->pages);
-      if (std::none_of(behind, end, [&](const Page& p) { return p.frame == other; })) frames_.drop(*other);
-    } else if (page.state == Residency::zero) {
-      page.state = run.gathered() ? Residency::clean : Residency::dirty;
-    } else {
-      page.state = Residency::clean;  // it is about to be overwritten
+    if (!std::exchange(page.frame, &frame)) {
+      const bool is_new_content = page.state == Residency::zero && !run.gathered();
+      page.state =
+          is_new_content ? Residency::dirty : Residency::clean;  // an evicted page is about to be overwritten
     }
   }
+  for (Frame* source : hold.sources) {
+    source->assembling = true;  // no page needs it any more
+    frames_.drop_pin(*source);
+  }
+  hold.sources.clear();
   frame.assembling = false;
   run.assembled = nullptr;
   monitor_.changed().notify_all();
@@ -281,16 +342,21 @@ void WholePins::commit(Hold& hold) noexcept {
 
 void WholePins::let_go(std::vector<Hold>& holds) noexcept {
   for (Hold& hold : holds) {
+    for (Frame* source : hold.sources) frames_.drop_pin(*source);
+    hold.sources.clear();
     if (!hold.frame) continue;
-    if (hold.is_new) hold.run->assembled = nullptr;  // the frame stays `assembling`, so it is dropped
+    if (std::exchange(hold.is_new, false)) hold.run->assembled = nullptr;  // the frame is `assembling`: it is dropped
     frames_.drop_pin(*std::exchange(hold.frame, nullptr));
   }
   monitor_.changed().notify_all();
 }
 
-void WholePins::unpin(std::span<const PinRequest> requests, std::uint64_t thread, bool failed) noexcept {
+void WholePins::unpin(std::span<const PinRequest> requests, const PinOptions& options, std::uint64_t thread,
+                      bool failed) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
+  if (options.lasting) frames_.end_lasting(requests.size(), thread);
+  if (options.extra > 0) frames_.end_claim(options.extra, thread);
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;
     if (--segment.pins_ == 0) segment.hide();

@@ -25,6 +25,7 @@ class PagesInTurn {
     segment_.complete();
     segment_.refresh(access);
     const PinRequest whole{&segment_, access};
+    claim_ = segment_.cache()->claim({&whole, 1});
     // A partial use must not count as a use of all its pages.
     if (begin_ == 0 && end_ == segment_.bytes()) segment_.cache()->announce({&whole, 1});
   }
@@ -72,6 +73,7 @@ class PagesInTurn {
   const Access access_;
   const std::size_t item_bytes_;
   std::size_t begin_, end_;
+  MemoryClaim claim_;  // ends after the pins
   std::deque<Held> held_;
 };
 
@@ -111,7 +113,8 @@ Rows Rows::elements(const at::Tensor& tensor, std::size_t begin, std::int64_t n)
 Scratch::Scratch(const std::shared_ptr<Domain>& domain, std::int64_t elements, at::ScalarType dtype)
     : paged_(make_paged(domain, elements, 1, c10::scalarTypeToTypeMeta(dtype), Role::activation,
                         {.alone = true, .is_local = true})),
-      pin_(PinRequest{segment_of(paged_), Access::overwrite}),
+      // Its user walks over the pages of two operands meanwhile.
+      pin_(PinRequest{segment_of(paged_), Access::overwrite}, {.extra = 4 * domain->cache->page_bytes()}),
       tensor_(
           at::from_blob(paged_.storage().mutable_data(), elements, [](void*) {}, paged_.options(), domain->device)) {}
 

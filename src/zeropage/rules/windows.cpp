@@ -256,12 +256,15 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* shared) {
   return reach;
 }
 
-/// Announces to each cache the segments that the walk uses page by page.
-void announce(const Reach& reach, Where where) {
+/// Announces to each cache the segments that the walk uses page by page, and claims the memory of its pages.
+std::vector<MemoryClaim> announce(const Reach& reach, Where where) {
+  std::vector<MemoryClaim> claims;
   c10::SmallVector<PinRequest, 8> requests;
   FrameCache* cache = nullptr;
   const auto say = [&] {
-    if (cache) where == Where::in_host ? cache->announce_below(requests) : cache->announce(requests);
+    if (!cache) return;
+    claims.push_back(where == Where::in_host ? cache->claim_below(requests) : cache->claim(requests));
+    where == Where::in_host ? cache->announce_below(requests) : cache->announce(requests);
     requests.clear();
   };
   for (const Operand& operand : reach.operands) {
@@ -271,6 +274,7 @@ void announce(const Reach& reach, Where where) {
     requests.push_back({operand.segment, operand.access});
   }
   say();
+  return claims;
 }
 
 /// Loads the pages of a window. False if the host cannot hold them.
@@ -295,7 +299,7 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
 /// caller resumes at `progress`.
 void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes, bool keeps,
                  Where where) {
-  announce(reach, where);
+  const auto claims = announce(reach, where);
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
   const auto& operands = reach.operands;
   Cursors cursors;

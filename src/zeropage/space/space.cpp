@@ -841,7 +841,7 @@ RegionPin::RegionPin(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>&
     if (tensor.is_leaf() && tensor.requires_grad()) leaves_.push_back(hook_gradient(tensor));
     requests.push_back({segment, writes[i] ? Access::write : Access::read});
   }
-  pin_ = TensorPin(requests);
+  pin_ = TensorPin(requests, {.lasting = true});
 }
 
 void RegionPin::release() { pin_.release(); }
@@ -886,7 +886,7 @@ TensorPin hold(c10::ArrayRef<at::Tensor> tensors) {
     segment->refresh(Access::read);  // with all ranks, because the module may use it on one
     if (segment->is_partitioned()) requests.push_back({segment, Access::read});
   }
-  return TensorPin(requests);
+  return TensorPin(requests, {.lasting = true});
 }
 
 void settle_gradients(const at::Tensor& parameter) {
@@ -911,7 +911,7 @@ RawPin::RawPin(const at::Tensor& tensor, Access access) {
     segment->complete();
     held->written.emplace(*segment);
   }
-  held->pin = TensorPin(request);
+  held->pin = TensorPin(request, {.lasting = true});
   held_ = std::move(held);
 }
 

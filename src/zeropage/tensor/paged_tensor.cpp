@@ -314,6 +314,17 @@ void StorageSegment::run_deferred() {
   if (const auto deferred = deferred_) deferred->run();
 }
 
+std::size_t StorageSegment::deferred_bytes() const {
+  std::lock_guard lock(domain_->deferral_mutex);
+  std::size_t bytes = 0;
+  if (!deferred_) return bytes;
+  deferred_->for_each_segment([&](const StorageSegment& operand) {
+    if (&operand == this || operand.is_unallocated() || operand.cache() != cache()) return;
+    bytes += std::min(operand.bytes(), 2 * operand.page_bytes());
+  });
+  return bytes;
+}
+
 const std::shared_ptr<NormHabit>& StorageSegment::norm_habit() {
   std::lock_guard lock(domain_->sharing_mutex);
   if (!norm_habit_) norm_habit_ = std::make_shared<NormHabit>();
@@ -450,7 +461,7 @@ bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role
   return true;
 }
 
-TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
+TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked, const PinOptions& options) : options_(options) {
   // Deferred operators run in the frame that the tensor's next operator will use, and may overwrite all of it.
   c10::SmallVector<PinRequest, 8> requests(asked.begin(), asked.end());
   c10::SmallVector<PinRequest*, 4> deferred;
@@ -479,6 +490,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
   c10::SmallVector<Segment*, 4> written;  // by the caller, after the deferred operators
   for (PinRequest* request : deferred) {
     const auto* segment = static_cast<StorageSegment*>(request->segment);
+    options_.extra += segment->deferred_bytes();
     if (request->access == Access::write) written.push_back(request->segment);
     if (segment->deferred_access() != Access::overwrite) continue;
     request->access = Access::overwrite;
@@ -492,7 +504,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked) {
     try {
       while (true) {
         try {
-          cache.pin({requests.data() + begin, end - begin});
+          cache.pin({requests.data() + begin, end - begin}, options_of(begin));
           break;
         } catch (const VersionOpen&) {  // opened since settle() above
           for (std::size_t i = begin; i < end; ++i) static_cast<StorageSegment*>(requests[i].segment)->settle();
@@ -529,7 +541,7 @@ void TensorPin::let_go(bool failed) {
     FrameCache& cache = *requests_[begin].segment->cache();
     std::size_t end = begin + 1;
     while (end < requests_.size() && requests_[end].segment->cache().get() == &cache) ++end;
-    cache.unpin({requests_.data() + begin, end - begin}, thread_, failed);
+    cache.unpin({requests_.data() + begin, end - begin}, options_of(begin), thread_, failed);
     begin = end;
   }
   requests_.clear();

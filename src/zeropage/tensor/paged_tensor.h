@@ -248,6 +248,8 @@ class StorageSegment final : public Segment {
   bool await_deferred(std::shared_ptr<Awaiter> awaiter);
   /// How deferred operators access its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
+  /// Bytes that run_deferred() pins at once, page by page, in this segment's cache.
+  std::size_t deferred_bytes() const;
   /// Commits or discards an early update's shadow copy. Called before an operator takes or pins the segment.
   void settle();
   void set_written_ahead(std::shared_ptr<WrittenAhead> ahead);
@@ -446,9 +448,11 @@ bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role
 class TensorPin {
  public:
   TensorPin() = default;
-  explicit TensorPin(c10::ArrayRef<PinRequest> requests);
+  /// See PinOptions in pager/whole_pins.h.
+  explicit TensorPin(c10::ArrayRef<PinRequest> requests, const PinOptions& options = {});
   TensorPin(TensorPin&& other) noexcept
       : requests_(std::move(other.requests_)),
+        options_(other.options_),
         storages_(std::move(other.storages_)),
         thread_(other.thread_),
         exceptions_(other.exceptions_) {
@@ -456,6 +460,7 @@ class TensorPin {
   }
   TensorPin& operator=(TensorPin&& other) noexcept {
     std::swap(requests_, other.requests_);
+    std::swap(options_, other.options_);
     std::swap(storages_, other.storages_);
     std::swap(thread_, other.thread_);
     std::swap(exceptions_, other.exceptions_);
@@ -470,7 +475,9 @@ class TensorPin {
 
  private:
   void let_go(bool failed);
+  PinOptions options_of(std::size_t begin) const { return {options_.lasting, begin == 0 ? options_.extra : 0}; }
   c10::SmallVector<PinRequest, 8> requests_;     // grouped by cache.
+  PinOptions options_;                           // `extra` counts in the first cache.
   c10::SmallVector<c10::Storage, 8> storages_;   // kept alive: `tensor.data = other` may drop them meanwhile.
   std::uint64_t thread_ = this_thread_number();  // that took the pins.
   std::optional<int> exceptions_;                // uncaught when pinned; nullopt if all requests read.

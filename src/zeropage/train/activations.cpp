@@ -184,7 +184,7 @@ at::Tensor SavedTensor::open() const {
     std::shared_ptr<const at::Tensor> content;
   };
   const PinRequest request{segment_of(*content_), Access::read};
-  auto held = std::make_shared<Held>(Held{TensorPin(request), content_});
+  auto held = std::make_shared<Held>(Held{TensorPin(request, {.lasting = true}), content_});
   void* const data = content_->storage().mutable_data();
   const at::Tensor opened = at::from_blob(data, sizes_, strides_, [held](void*) {}, options_, options_.device());
   if (at::Tensor wide = widened(opened); wide.defined()) return wide;

@@ -1,0 +1,166 @@
+#include "zeropage/pager/grants.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "zeropage/base/errors.h"
+#include "zeropage/base/units.h"
+
+namespace zeropage {
+namespace {
+
+/// How often a thread looks for ended transfers to and from a device, which signal nothing.
+constexpr std::chrono::milliseconds kUntilTidied{5};
+
+}  // namespace
+
+std::size_t Grants::unspent() const {
+  std::size_t sum = 0;
+  for (const auto& use : frames_.uses()) sum += use.unspent();
+  return sum;
+}
+
+/// The bytes that the thread has not claimed yet.
+std::size_t Grants::beyond_claim(const Need& need) const {
+  return need.bytes - std::min(need.bytes, frames_.use_of_this_thread().unspent());
+}
+
+bool Grants::fits_beside_others(const Need& need) const {
+  if (need.held > 0 && !budgets_.can_hold(need.held)) return false;
+  const std::size_t more = beyond_claim(need);
+  return more == 0 || frames_.pinned_bytes() + budgets_.all_homes() + unspent() + more <= memory_.budget().limit();
+}
+
+bool Grants::fits(const Need& need) const {
+  const auto use = frames_.use_of_this_thread();
+  const bool is_its_turn = use.pins > 0 || use.claimed > 0 || std::ranges::all_of(waiting_, &Ticket::blocked);
+  return (is_its_turn || (beyond_claim(need) == 0 && need.held == 0)) && fits_beside_others(need);
+}
+
+bool Grants::is_waiting(std::uint64_t thread) const {
+  return std::ranges::any_of(waiting_, [&](const Ticket& ticket) { return ticket.thread == thread; });
+}
+
+bool Grants::is_first(const Ticket& ticket) const {
+  for (const Ticket& other : waiting_) {
+    if (&other == &ticket) return true;
+    if (!other.blocked) return false;
+  }
+  return false;
+}
+
+/// Whether another thread that does not wait here has pins or claims that end with its operator.
+bool Grants::some_will_let_go(std::uint64_t but) const {
+  return std::ranges::any_of(frames_.uses(), [&](const auto& use) {
+    return (use.pins > use.lasting || use.claimed > 0) && use.thread != but && !is_waiting(use.thread);
+  });
+}
+
+bool Grants::some_hold_lastingly(std::uint64_t but) const {
+  return std::ranges::any_of(frames_.uses(), [&](const auto& use) {
+    return use.lasting > 0 && use.thread != but && !is_waiting(use.thread);
+  });
+}
+
+bool Grants::wait_for_others(Lock& lock) {
+  const auto pins_of_others = [&] { return frames_.pins() - frames_.use_of_this_thread().pins; };
+  const bool will_let_go = some_will_let_go(this_thread_number());
+  // If refused, ShardedHome frees what its gathers hold.
+  if ((!will_let_go && !some_hold_lastingly(this_thread_number())) || (upper_.serves() && !upper_.connected()))
+    return false;
+  const std::size_t before = pins_of_others(), queued = frames_.victims().size();
+  const Waiting waiting(monitor_, Cause::memory);
+  const Inside inside(monitor_);
+  const auto is_over = [&] {
+    return pins_of_others() < before || frames_.victims().size() != queued || monitor_.closed();
+  };
+  const auto until = Clock::now() + (will_let_go ? std::chrono::hours(24 * 365) : longest_wait_);
+  const bool over = monitor_.changed().wait_until(lock, until, is_over);
+  monitor_.check_usable();
+  return over;
+}
+
+bool Grants::tidy_above(Lock& lock) {
+  if (!upper_.connected()) return false;
+  const std::size_t pins = frames_.pins(), queued = frames_.victims().size(), free = memory_.free();
+  bool ended = false;
+  {
+    const Inside inside(monitor_);
+    const Unlocked unlocked(lock);
+    ended = upper_.tidy();
+  }
+  monitor_.check_usable();
+  // Other threads may have unpinned frames, or begun to write them, while this one had no lock.
+  return ended || frames_.pins() != pins || frames_.victims().size() != queued || memory_.free() != free;
+}
+
+Grants::Claim Grants::wait_for(Lock& lock, const std::function<Need()>& need) {
+  if (!fits(need())) wait_in_turn(lock, need);
+  const Need wanted = need();
+  const std::size_t more = beyond_claim(wanted);
+  frames_.claim(more);
+  budgets_.hold(wanted.held);
+  return Claim(*this, more, wanted.held);
+}
+
+void Grants::end(std::size_t bytes, std::size_t held, std::uint64_t thread) noexcept {
+  budgets_.let_go(held);
+  frames_.end_claim(bytes, thread);
+}
+
+void Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need) {
+  const auto use = frames_.use_of_this_thread();
+  const bool holds = use.pins > 0 || use.claimed > 0;
+  const auto place = std::ranges::find_if(waiting_, [&](const Ticket& other) { return holds && !other.holds; });
+  struct Waits {
+    Grants& grants;
+    std::list<Ticket>::iterator ticket;
+    ~Waits() {
+      grants.waiting_.erase(ticket);
+      grants.monitor_.changed().notify_all();
+    }
+  } waits{*this, waiting_.insert(place, {this_thread_number(), holds})};
+  Ticket& ticket = *waits.ticket;
+  monitor_.changed().notify_all();  // the others' turn may have changed
+  const Waiting waiting(monitor_, Cause::memory);
+  const Inside inside(monitor_);
+  Clock::time_point give_up_at = Clock::time_point::max();
+  while (true) {
+    monitor_.check_usable();
+    const Need wanted = need();
+    if (is_first(ticket)) {
+      if (fits_beside_others(wanted)) return;
+      if (tidy_above(lock)) continue;
+      const bool others_run = some_will_let_go(this_thread_number());
+      // Over ranks, ShardedHome frees what its gathers hold.
+      if (upper_.serves() && !upper_.connected()) refuse(wanted);
+      ticket.blocked = !others_run && some_hold_lastingly(this_thread_number());
+      if (!others_run && !ticket.blocked) refuse(wanted);
+      if (!ticket.blocked) give_up_at = Clock::time_point::max();
+      if (ticket.blocked && give_up_at == Clock::time_point::max()) {
+        give_up_at = Clock::now() + longest_wait_;
+        monitor_.changed().notify_all();
+      }
+      if (Clock::now() >= give_up_at) refuse(wanted);
+    }
+    auto until = give_up_at;
+    if (upper_.connected()) until = std::min(until, Clock::now() + kUntilTidied);
+    until == Clock::time_point::max() ? monitor_.sleep(lock) : void(monitor_.changed().wait_until(lock, until));
+  }
+}
+
+void Grants::refuse(const Need& need) const {
+  std::size_t lasting = 0;
+  for (const auto& use : frames_.uses()) lasting += use.lasting;
+  const std::string of_lasting =
+      lasting > 0 ? fmt::format(
+                        ". {} pins last (zeropage.pinned() or saved activations that are in use): let go of them, or "
+                        "set memory_timeout to wait longer than {:.3g} s",
+                        lasting, std::chrono::duration<double>(longest_wait_).count())
+                  : "";
+  if (need.held > 0 && !budgets_.can_hold(need.held)) budgets_.refuse(need.held, of_lasting);
+  budgets_.refuse_pages(need.bytes, frames_.pinned_bytes() + unspent(), of_lasting);
+}
+
+}  // namespace zeropage

@@ -1,0 +1,105 @@
+// Grants of memory to operators. An operator asks once for all that it will pin. It waits, while it holds nothing,
+// until that fits beside the pins and claims of others; then nothing that it pins waits for another thread. So no two
+// threads can wait for each other.
+//
+// Requests are granted in the order in which they came. A thread that holds memory and needs more asks out of turn:
+// it may be all that the others wait for. If every thread that could release memory waits here too, the request
+// fails. Lasting pins, such as those of zeropage.pinned(), are held by threads that do other things meanwhile; a
+// request waits for them no longer than `longest_wait`.
+//
+// Contract: under the cache's lock, which it gives up while it waits.
+#pragma once
+
+#include <functional>
+#include <list>
+
+#include "zeropage/pager/frames.h"
+#include "zeropage/pager/upper_cache.h"
+
+namespace zeropage {
+
+class Grants {
+ public:
+  using Lock = Monitor::Lock;
+
+  Grants(Monitor& monitor, Budgets& budgets, const FrameMemory& memory, Frames& frames, UpperCache& upper,
+         std::chrono::milliseconds longest_wait)
+      : monitor_(monitor),
+        budgets_(budgets),
+        memory_(memory),
+        frames_(frames),
+        upper_(upper),
+        longest_wait_(longest_wait) {}
+
+  /// What a request will pin in addition to the present pins.
+  struct Need {
+    std::size_t bytes = 0;  // of frames
+    std::size_t held = 0;   // the part that operators hold whole, which device_memory limits
+  };
+
+  /// Bytes kept for this thread's later pins. Move-only; constructed and destroyed under the lock.
+  class Claim {
+   public:
+    Claim() = default;
+    Claim(Claim&& other) noexcept { *this = std::move(other); }
+    Claim& operator=(Claim&& other) noexcept {
+      std::swap(grants_, other.grants_);
+      std::swap(bytes_, other.bytes_);
+      std::swap(held_, other.held_);
+      std::swap(thread_, other.thread_);
+      return *this;
+    }
+    ~Claim() {
+      if (grants_) grants_->end(bytes_, held_, thread_);
+    }
+    std::size_t bytes() const { return bytes_; }
+    /// The caller ends it by end_claim().
+    void leave() { grants_ = nullptr; }
+
+   private:
+    friend class Grants;
+    Claim(Grants& grants, std::size_t bytes, std::size_t held) : grants_(&grants), bytes_(bytes), held_(held) {}
+    Grants* grants_ = nullptr;
+    std::size_t bytes_ = 0, held_ = 0;
+    std::uint64_t thread_ = this_thread_number();
+  };
+
+  /// Returns when `need()` fits, with a claim on it beyond what the thread has claimed already. `need` is called
+  /// under the lock, again after each wait, and may throw. Throws BudgetError if it can never be granted.
+  [[nodiscard]] Claim wait_for(Lock& lock, const std::function<Need()>& need);
+  /// Whether it fits now, and is this thread's turn.
+  bool fits(const Need& need) const;
+  /// For frames that keep free memory apart: returns true when another thread has dropped a pin, or a frame could
+  /// leave; false if that is not to be expected.
+  bool wait_for_others(Lock& lock);
+  /// Ends transfers of the cache above, which pin pages here and may have finished without a signal.
+  bool tidy_above(Lock& lock);
+
+ private:
+  struct Ticket {
+    std::uint64_t thread;
+    bool holds;            // pins or a claim
+    bool blocked = false;  // by lasting pins alone: later tickets need not wait for it
+  };
+
+  void end(std::size_t bytes, std::size_t held, std::uint64_t thread) noexcept;
+  std::size_t beyond_claim(const Need& need) const;
+  bool fits_beside_others(const Need& need) const;
+  void wait_in_turn(Lock& lock, const std::function<Need()>& need);
+  std::size_t unspent() const;
+  bool is_waiting(std::uint64_t thread) const;
+  bool is_first(const Ticket& ticket) const;
+  bool some_will_let_go(std::uint64_t but) const;
+  bool some_hold_lastingly(std::uint64_t but) const;
+  [[noreturn]] void refuse(const Need& need) const;
+
+  Monitor& monitor_;
+  Budgets& budgets_;
+  const FrameMemory& memory_;
+  Frames& frames_;
+  UpperCache& upper_;
+  const std::chrono::milliseconds longest_wait_;
+  std::list<Ticket> waiting_;  // in the order in which they are granted
+};
+
+}  // namespace zeropage
