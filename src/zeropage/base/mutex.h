@@ -27,9 +27,9 @@ class Scheduler {
   virtual ~Scheduler() = default;
   /// Returns when the calling thread has locked mutex.native().
   virtual void lock(Mutex& mutex) noexcept = 0;
-  /// Called when the thread has unlocked mutex.native(), or has tried to lock it.
+  /// Called when the thread has unlocked mutex.native(), or has tried to lock it without waiting.
   virtual void unlocked(Mutex& mutex) noexcept = 0;
-  virtual void tried(Mutex& mutex) noexcept = 0;
+  virtual void tried(Mutex& mutex, bool locked) noexcept = 0;
   /// Unlocks `mutex`, waits for a notification or until `deadline`, and locks it again. False if the deadline came.
   virtual bool wait(Condition& condition, Mutex& mutex, std::optional<Time> deadline) noexcept = 0;
   virtual void notify(Condition& condition, bool all) noexcept = 0;
@@ -93,7 +93,7 @@ class Mutex {
     const bool locked = native_.try_lock();
     if (locked) begin_hold();
     if (Scheduler* const scheduler = Scheduler::current()) [[unlikely]]
-      scheduler->tried(*this);
+      scheduler->tried(*this, locked);
     return locked;
   }
   void unlock() {
