@@ -38,6 +38,7 @@ class Budget {
 
   /// Returns an empty reservation if it would exceed the limit.
   [[nodiscard]] Reservation try_reserve(std::size_t bytes) {
+    if (forgets_one_in > 0 && ++asked_ % forgets_one_in == 0) [[unlikely]] return Reservation(this, 0);
     std::size_t used = used_.load();
     do {
       if (bytes > limit_ || used > limit_ - bytes) return {};
@@ -47,6 +48,9 @@ class Budget {
     }
     return Reservation(this, bytes);
   }
+
+  /// A fault for tests to find: one in so many reservations charges nothing; 0: none.
+  inline static std::size_t forgets_one_in = 0;
 
   const std::string& name() const { return name_; }
   std::size_t limit() const { return limit_; }
@@ -58,6 +62,7 @@ class Budget {
   std::string name_;
   std::size_t limit_;
   std::atomic<std::size_t> used_{0}, peak_{0};
+  std::size_t asked_ = 0;  // only counted while forgets_one_in is set
 };
 
 Reservation::~Reservation() {

@@ -1,0 +1,228 @@
+#include "simulate/world.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace zeropage::simulate {
+namespace {
+
+constexpr int kMostThreads = 32;
+
+bool is_small(const SegmentSpec& spec, std::size_t page_bytes) {
+  return !spec.alone && spec.bytes <= std::max(page_bytes / 4, kBlockBytes) / 4;
+}
+
+}  // namespace
+
+Setup Setup::of(std::uint64_t seed, Random& random) {
+  Setup setup;
+  setup.page_bytes = (std::size_t{4} << below(random, 3)) * kKiB;
+  setup.owners = 1 + static_cast<int>(below(random, 4));
+  setup.segments = 3 + below(random, 5);
+  setup.most_pages = 2 + below(random, 6);
+  setup.cycle = 4 + below(random, 10);
+  setup.cycles = 3 + static_cast<int>(below(random, 6));
+  setup.is_tight = seed % 4 == 1;
+  setup.closes_early = seed % 16 == 7;
+  setup.has_small_disk = seed % 8 == 3;
+  const std::size_t largest = setup.most_pages * setup.page_bytes;
+  setup.quota = largest * (1 + below(random, 2));
+  setup.device_homes = one_in(random, 3) ? largest : 0;
+  setup.host_homes = one_in(random, 2) ? largest : 0;
+  const auto owners = static_cast<std::size_t>(setup.owners);
+  const std::size_t asked = owners * setup.quota + largest;  // a checkpoint pins too
+  const std::size_t shared_homes = owners * setup.segments * kBlockBytes;
+  setup.device_bytes = (setup.is_tight ? std::max(asked * (4 + below(random, 4)) / 10, setup.quota + largest) : asked) +
+                       owners * setup.device_homes + (setup.device_homes ? shared_homes : 0);
+  setup.host_bytes = owners * setup.host_homes + (setup.host_homes ? shared_homes : 0) +
+                     (one_in(random, 2) ? below(random, 12) * setup.page_bytes : 0);
+  setup.device_bytes = round_up(setup.device_bytes, kBlockBytes);
+  setup.disk_bytes = setup.has_small_disk
+                         ? owners * setup.segments * largest / 2 + (one_in(random, 3) ? 140 * kMiB : 0)
+                         : kGiB;
+  DiskProfile& disk = setup.disk;
+  disk.threads = 1 + static_cast<int>(below(random, 2));
+  disk.latency = std::chrono::microseconds(10 << below(random, 7));
+  disk.is_serial = one_in(random, 3);
+  disk.slow_in = one_in(random, 3) ? 20 : 0;
+  if (seed % 2 == 0) return setup;
+  if (one_in(random, 3)) disk.refused_in = 20 + below(random, 60);
+  if (one_in(random, 2)) disk.failed_in = 10 + below(random, 60);
+  if (one_in(random, 3)) disk.short_in = 20 + below(random, 60);
+  return setup;
+}
+
+std::string Setup::describe() const {
+  return fmt::format(
+      "{} threads, {} segments of up to {} pages of {} each, {}device {}, host {}, {} server(s), latency {} us{}{}{}, "
+      "fails one in {}/{}/{}",
+      owners, segments, most_pages, page_bytes, is_tight ? "tight " : "", device_bytes, host_bytes, disk.threads,
+      disk.latency.count() / 1000, disk.is_serial ? ", serial" : "", has_small_disk ? ", small disk" : "",
+      closes_early ? ", closed early" : "", disk.refused_in, disk.failed_in, disk.short_in);
+}
+
+World::World(Threads& t, Result& r, const Setup& s)
+    : threads(t), result(r), setup(s), most_whole_(kMostThreads), most_asked_(kMostThreads) {
+  segments.resize(static_cast<std::size_t>(setup.owners));
+}
+
+std::shared_ptr<SimulatedSegment> World::make_segment(int owner, const SegmentSpec& spec) {
+  auto made = std::shared_ptr<SimulatedSegment>(new SimulatedSegment(++ids_, owner), [this](SimulatedSegment* dead) {
+    if (dead->cache()) count_home(dead->spec, -1);  // first, since its memory is free soon
+    delete dead;
+  });
+  made->spec = spec;
+  cache->bind(*made, spec);
+  made->model.resize(made->pages());
+  count_home(spec, +1);
+  return made;
+}
+
+void World::count_home(const SegmentSpec& spec, int change) {
+  if (spec.tier == Tier::disk) return;
+  if (is_small(spec, setup.page_bytes)) {
+    sharing_[static_cast<std::size_t>(spec.role)][static_cast<std::size_t>(spec.tier)] += change;
+    return;
+  }
+  const std::size_t bytes = round_up(spec.bytes, kBlockBytes);
+  std::size_t& sum = alone_bytes_[static_cast<int>(spec.tier)];
+  sum = change > 0 ? sum + bytes : sum - bytes;
+}
+
+std::size_t World::least_home_bytes() const {
+  std::size_t bytes = alone_bytes_[0] + alone_bytes_[1];
+  for (const auto& tiers : sharing_) {
+    for (const int segments_there : tiers) bytes += segments_there > 0 ? kBlockBytes : 0;
+  }
+  return bytes;
+}
+
+void World::check(const SimulatedSegment& segment, std::size_t page, PageModel& model, const std::byte* at,
+                  const char* where) {
+  const std::size_t bytes = segment.bytes_of(page);
+  ++result.checked_pages;
+  if (is_filled(at, bytes, model.stamp)) {
+    model.other.reset();
+    return;
+  }
+  if (model.other && is_filled(at, bytes, *model.other)) {
+    model.stamp = *std::exchange(model.other, std::nullopt);
+    return;
+  }
+  threads.fail(fmt::format("{}: page {} of segment {} (owner {}, {} on {}) holds {}; it must hold {}", where, page,
+                           segment.id(), segment.owner(), segment.bytes(), name_of(segment.spec.tier),
+                           describe(at, bytes), model.stamp >> 24));
+}
+
+void World::begin_operation() {
+  most_whole_[static_cast<std::size_t>(threads.self())] = whole_;
+  most_asked_[static_cast<std::size_t>(threads.self())] = whole_ + pages_;
+}
+
+void World::begin_asking(std::size_t whole_bytes, std::size_t page_bytes) {
+  whole_ += whole_bytes, pages_ += page_bytes;
+  for (std::size_t i = 0; i < most_whole_.size(); ++i) {
+    most_whole_[i] = std::max(most_whole_[i], whole_);
+    most_asked_[i] = std::max(most_asked_[i], whole_ + pages_);
+  }
+}
+
+void World::end_asking(std::size_t whole_bytes, std::size_t page_bytes) {
+  whole_ -= whole_bytes, pages_ -= page_bytes;
+}
+
+void World::judge(const BudgetError& error, std::size_t more, bool is_whole) {
+  ++result.budget_errors;
+  const auto self = static_cast<std::size_t>(threads.self());
+  const auto owners = static_cast<std::size_t>(setup.owners);
+  // Homes at their most, since they may have come and gone during the operation.
+  const std::size_t shared = owners * setup.segments * kBlockBytes;
+  const std::size_t device_homes = setup.device_homes ? owners * setup.device_homes + shared : 0;
+  const std::size_t host_homes = setup.host_homes ? owners * setup.host_homes + shared : 0;
+  const std::size_t whole = most_whole_[self] + more, asked = most_asked_[self] + more;
+  if (is_whole && whole + device_homes > setup.device_bytes) return;
+  if (asked + device_homes + host_homes > setup.device_bytes + setup.host_bytes) return;
+  threads.fail(fmt::format(
+      "a BudgetError, although at most {} were asked for whole and {} in all, and homes have at most {} and {}, of {} "
+      "and {}: {}",
+      whole, asked, device_homes, host_homes, setup.device_bytes, setup.host_bytes, error.what()));
+}
+
+void World::judge(const DiskError& error) {
+  ++result.disk_errors;
+  if (setup.has_disk_faults()) return;
+  threads.fail(fmt::format("a DiskError without a fault: {}", error.what()));
+}
+
+void World::hold(const SimulatedSegment& segment, std::size_t page, const std::byte* at, std::size_t bytes) {
+  std::size_t held = bytes;
+  for (const Grant& other : grants_) {
+    const bool is_same = other.segment == &segment && other.page == page;
+    if (is_same && other.at != at) threads.fail("two pins of one page have different addresses");
+    const bool overlaps = other.at < at + bytes && at < other.at + other.bytes;
+    if (!is_same && overlaps) {
+      threads.fail(fmt::format("page {} of segment {} and page {} of segment {} have the same memory", page,
+                               segment.id(), other.page, other.segment->id()));
+    }
+    if (is_same) held = 0;
+  }
+  grants_.push_back({&segment, page, at, bytes, segment.spec.tier != Tier::disk});
+  // Pinned pages, whole blocks each, and homes never exceed the sum of the budgets.
+  std::set<const std::byte*> seen;
+  std::size_t sum = least_home_bytes();
+  for (const Grant& grant : grants_) {
+    if (!grant.is_home && seen.insert(grant.at).second) sum += grant.bytes;
+  }
+  if (sum > setup.device_bytes + setup.host_bytes) {
+    threads.fail(fmt::format("pins and homes have {} bytes of {} + {}", sum, setup.device_bytes, setup.host_bytes));
+  }
+}
+
+void World::let_go(const SimulatedSegment& segment, std::size_t page, const std::byte* at) {
+  const auto same = [&](const Grant& g) { return g.segment == &segment && g.page == page && g.at == at; };
+  const auto found = std::ranges::find_if(grants_, same);
+  if (found == grants_.end()) threads.fail("a pin ends twice");
+  grants_.erase(found);
+}
+
+void World::check_budgets() {
+  if (!cache) return;
+  std::size_t used = 0;
+  for (const Pool pool : {Pool::device, Pool::host}) {
+    const FrameCache::Usage usage = cache->usage(pool);
+    used += usage.now;
+    if (usage.now > usage.limit || usage.peak > usage.limit) {
+      threads.fail(fmt::format("{} is exceeded: {} now, {} at the peak, of {}", usage.name, usage.now, usage.peak,
+                               usage.limit));
+    }
+  }
+  if (is_closing) return;
+  std::size_t pinned = 0;
+  std::set<const std::byte*> seen;
+  for (const Grant& grant : grants_) {
+    if (!grant.is_home && seen.insert(grant.at).second) pinned += grant.bytes;
+  }
+  if (pinned + alone_bytes_[0] + alone_bytes_[1] > used) {
+    threads.fail(fmt::format("{} bytes are pinned and {} are homes, but only {} are charged", pinned,
+                             alone_bytes_[0] + alone_bytes_[1], used));
+  }
+}
+
+void World::check_rest(const char* when) {
+  const std::size_t used = cache->usage(Pool::device).now + cache->usage(Pool::host).now;
+  std::size_t most = alone_bytes_[0] + alone_bytes_[1];
+  for (const auto& tiers : sharing_) {
+    for (const int there : tiers) most += static_cast<std::size_t>(there) * kBlockBytes;
+  }
+  if (used >= least_home_bytes() && used <= most) return;
+  threads.fail(fmt::format("{}: {} bytes of memory are in use, and homes have {} to {}", when, used,
+                           least_home_bytes(), most));
+}
+
+void World::check_closed() {
+  const std::size_t used = cache->usage(Pool::device).now + cache->usage(Pool::host).now;
+  if (used > 0) threads.fail(fmt::format("a closed cache still uses {} bytes of memory", used));
+}
+
+}  // namespace zeropage::simulate

@@ -1,0 +1,155 @@
+// The data that a simulation's threads share: the cache, the segments, and the books of what threads ask for and hold.
+// The baton guards it.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "simulate/model.h"
+#include "simulate/scheduler.h"
+#include "simulate/simulated_io.h"
+#include "zeropage/base/errors.h"
+
+namespace zeropage::simulate {
+
+/// The kinds of operations, for --skip.
+enum class Kind : std::uint8_t {
+  whole, stream, read_others, zero, evict, read_home, version, write_behind, freeze, wait, bind, compute,
+};
+inline constexpr const char* kKinds[] = {"whole",   "stream",       "read_others", "zero", "evict", "read_home",
+                                         "version", "write_behind", "freeze",      "wait", "bind",  "compute"};
+inline constexpr std::size_t kKindsCount = std::size(kKinds);
+
+/// What a seed decides before a run.
+struct Setup {
+  std::size_t page_bytes = 8 * kKiB;
+  int owners = 2;                // program threads
+  std::size_t segments = 5;      // of each
+  std::size_t most_pages = 4;    // of a segment
+  std::size_t cycle = 8;         // operations that a thread repeats
+  int cycles = 6;
+  std::size_t device_bytes = 0, host_bytes = 0, disk_bytes = 0;
+  std::size_t device_homes = 0, host_homes = 0;  // most bytes of each owner
+  std::size_t quota = 0;                         // bytes that an operation may pin
+  bool is_tight = false;                         // threads may ask for more than there is
+  bool closes_early = false;
+  bool has_small_disk = false;
+  DiskProfile disk;
+  std::set<Kind> skipped;
+
+  static Setup of(std::uint64_t seed, Random& random);
+  bool has_disk_faults() const {
+    return disk.refused_in > 0 || disk.failed_in > 0 || disk.short_in > 0 || has_small_disk;
+  }
+  std::string describe() const;
+};
+
+/// Content that a checkpoint is to write.
+struct SavedSegment {
+  std::shared_ptr<SimulatedSegment> segment;
+  std::vector<PageModel> model;
+  FrozenSegment frozen;  // destroyed first
+};
+
+class World {
+ public:
+  World(Threads& threads, Result& result, const Setup& setup);
+
+  Threads& threads;
+  Result& result;
+  const Setup setup;
+  SimulatedIo* io = nullptr;  // owned by the cache
+  std::shared_ptr<FrameCache> cache;
+  std::vector<std::vector<std::shared_ptr<SimulatedSegment>>> segments;  // by owner
+  bool is_closing = false;
+  bool faults_over = false;
+
+  // The checkpoint's queue:
+  Mutex mutex;
+  Condition changed;
+  std::deque<SavedSegment> to_save;
+  bool no_more = false;
+
+  Stamp next_stamp(const SimulatedSegment& segment, std::size_t page) {
+    return ++stamps_ << 24 | static_cast<Stamp>(segment.id()) << 12 | page;
+  }
+  std::shared_ptr<SimulatedSegment> make_segment(int owner, const SegmentSpec& spec);
+
+  /// Fails unless `at` holds the page of a model. A page of which two contents are possible becomes certain.
+  void check(const SimulatedSegment& segment, std::size_t page, PageModel& model, const std::byte* at,
+             const char* where);
+  /// Whether a reader may compare the segment's content.
+  static bool is_quiet(const SimulatedSegment& segment) { return segment.busy == 0; }
+
+  void begin_asking(std::size_t whole_bytes, std::size_t page_bytes);
+  void end_asking(std::size_t whole_bytes, std::size_t page_bytes);
+  /// Fails unless what was asked for since the operation began exceeded the budget.
+  void judge(const BudgetError& error, std::size_t more = 0, bool is_whole = true);
+  void judge(const DiskError& error);
+  void begin_operation();
+
+  /// A pin was granted, or ends.
+  void hold(const SimulatedSegment& segment, std::size_t page, const std::byte* at, std::size_t bytes);
+  void let_go(const SimulatedSegment& segment, std::size_t page, const std::byte* at);
+
+  /// After each event.
+  void check_budgets();
+  void count_home(const SegmentSpec& spec, int change);
+  /// At rest: all memory in use is homes.
+  void check_rest(const char* when);
+  /// After close(): no memory is in use.
+  void check_closed();
+
+ private:
+  struct Grant {
+    const SimulatedSegment* segment;
+    std::size_t page;
+    const std::byte* at;
+    std::size_t bytes;
+    bool is_home;
+  };
+  std::size_t least_home_bytes() const;
+
+  Stamp stamps_ = 0;
+  int ids_ = 0;
+  std::size_t whole_ = 0, pages_ = 0;                  // bytes that threads ask for or hold
+  std::vector<std::size_t> most_whole_, most_asked_;  // during each thread's operation
+  std::vector<Grant> grants_;
+  std::array<std::array<int, kTiers>, kRoles> sharing_{};  // segments that share pages
+  std::size_t alone_bytes_[kTiers] = {};                   // permanent homes of their own
+};
+
+/// A charge in the books of what threads ask for.
+class Asking {
+ public:
+  Asking(World& world, std::size_t whole, std::size_t pages) : world_(world), whole_(whole), pages_(pages) {
+    world_.begin_asking(whole_, pages_);
+  }
+  ~Asking() { world_.end_asking(whole_, pages_); }
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+
+ private:
+  World& world_;
+  const std::size_t whole_, pages_;
+};
+
+/// Marks a segment whose content is changing.
+class Busy {
+ public:
+  explicit Busy(std::shared_ptr<SimulatedSegment> segment) : segment_(std::move(segment)) { ++segment_->busy; }
+  Busy(Busy&& other) noexcept : segment_(std::move(other.segment_)) {}
+  Busy& operator=(Busy&&) = delete;
+  ~Busy() {
+    if (segment_) --segment_->busy;
+  }
+
+ private:
+  std::shared_ptr<SimulatedSegment> segment_;
+};
+
+}  // namespace zeropage::simulate
