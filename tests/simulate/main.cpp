@@ -42,8 +42,8 @@ void simulate_seed(std::uint64_t seed, const Arguments& arguments, Result& resul
     setup.disk.refused_in = setup.disk.failed_in = setup.disk.short_in = 0;
     setup.has_small_disk = false, setup.disk_bytes = kGiB;
   }
-  SchedulerOptions options{.seed = seed, .long_waits_fail = arguments.long_waits_fail,
-                           .is_verbose = arguments.is_verbose};
+  SchedulerOptions options{
+      .seed = seed, .long_waits_fail = arguments.long_waits_fail, .is_verbose = arguments.is_verbose};
   if (arguments.plant == Plant::lost_wakeup) options.dropped_notification = 1 + below(random, 200);
   if (arguments.plant == Plant::lost_write) setup.disk.lost_write = 1 + below(random, 20);
   if (arguments.plant == Plant::double_grant) Budget::forgets_one_in = 4;
@@ -63,8 +63,7 @@ void simulate_seed(std::uint64_t seed, const Arguments& arguments, Result& resul
     std::vector<int> running;
     for (int i = 0; i < setup.owners; ++i) {
       owners.push_back(std::make_unique<Owner>(world, i, random()));
-      running.push_back(
-          threads.spawn(fmt::format("owner {}", i), [owner = owners.back().get()] { owner->run(); }));
+      running.push_back(threads.spawn(fmt::format("owner {}", i), [owner = owners.back().get()] { owner->run(); }));
     }
     const int saver = threads.spawn("checkpoint", [&] { save_all(world); });
     if (setup.closes_early) {
@@ -186,15 +185,16 @@ int main(int count, char** values) {
   if (const int now = ::personality(0xffffffff); now >= 0 && (now & ADDR_NO_RANDOMIZE) == 0) {
     if (::personality(static_cast<unsigned long>(now) | ADDR_NO_RANDOMIZE) >= 0) ::execv("/proc/self/exe", values);
   }
-  void* const memory =
-      ::mmap(nullptr, sizeof(Result), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* const memory = ::mmap(nullptr, sizeof(Result), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return 2;
   Result& result = *new (memory) Result;
   Result sum;
   std::vector<std::pair<std::uint64_t, std::string>> failures;
   const auto start = std::chrono::steady_clock::now();
   auto told = start;
-  const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
+  const auto seconds = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
   for (std::uint64_t seed = arguments.first; seed < arguments.end; ++seed) {
     if (!run_seed(seed, arguments, result)) failures.emplace_back(seed, result.failure.data());
     add(sum, result);

@@ -1,6 +1,7 @@
 // What each page of a simulated program must hold. A page holds one stamp, repeated; zeros before its first write.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -16,7 +17,14 @@ using Stamp = std::uint64_t;
 
 struct PageModel {
   Stamp stamp = 0;
-  std::optional<Stamp> other = std::nullopt;  // after a failed overwrite, the page may hold this one
+  std::vector<Stamp> others = {};  // after failed overwrites, the page may hold one of these
+
+  /// A write of the page that succeeds, or that fails and may be undone.
+  void write(Stamp next, bool fails) {
+    fails ? others.push_back(stamp) : others.clear();
+    stamp = next;
+  }
+  bool may_be(Stamp content) const { return stamp == content || std::ranges::find(others, content) != others.end(); }
 };
 
 /// A segment, its owner thread and its model. Only the owner changes it. Others read it, and compare it while it is
@@ -30,7 +38,7 @@ class SimulatedSegment final : public Segment {
 
   std::byte* data = nullptr;  // null outside pins of the whole segment
   std::vector<PageModel> model;
-  int busy = 0;           // operations of the owner that write
+  int busy = 0;  // operations of the owner that write
   bool in_version = false;
   SegmentSpec spec{};
 
@@ -47,7 +55,8 @@ class SimulatedSegment final : public Segment {
 };
 
 inline void fill(std::byte* at, std::size_t bytes, Stamp stamp) {
-  for (std::size_t i = 0; i < bytes; i += sizeof stamp) std::memcpy(at + i, &stamp, std::min(bytes - i, sizeof stamp));
+  for (std::size_t i = 0; i < bytes; i += sizeof stamp)
+    std::memcpy(at + i, &stamp, std::min(bytes - i, sizeof stamp));
 }
 
 inline bool is_filled(const std::byte* at, std::size_t bytes, Stamp stamp) {

@@ -50,8 +50,7 @@ std::size_t Owner::rounded_bytes(const SimulatedSegment& segment) const {
 SegmentSpec Owner::random_spec(std::size_t index) {
   const std::size_t page = world_.setup.page_bytes;
   SegmentSpec spec{};
-  spec.bytes = one_in(random_, 4) ? 1 + below(random_, 1000)
-                                  : 1 + below(random_, world_.setup.most_pages * page);
+  spec.bytes = one_in(random_, 4) ? 1 + below(random_, 1000) : 1 + below(random_, world_.setup.most_pages * page);
   if (one_in(random_, 3)) spec.bytes = round_up(spec.bytes, page);
   spec.row_bytes = one_in(random_, 3) ? 8 * (1 + below(random_, 100)) : 0;
   spec.page_bytes = one_in(random_, 8) ? kBlockBytes : 0;
@@ -107,11 +106,12 @@ void Owner::do_step(const Step& step) {
   try {
     perform(step);
   } catch (const Planned&) {
+    world_.threads.doing("failed on purpose");
   } catch (const DiskError& error) {
+    world_.threads.doing(error.what());
     world_.judge(error);
   } catch (const BudgetError& error) {
-    world_.judge(error, step.kind == Kind::bind ? world_.setup.most_pages * world_.setup.page_bytes : 0,
-                 step.kind == Kind::whole || step.kind == Kind::bind || step.kind == Kind::read_others);
+    world_.judge(error, step.kind == Kind::whole || step.kind == Kind::bind || step.kind == Kind::read_others);
   } catch (const VersionOpen& error) {
     if (step.kind != Kind::read_others) world_.threads.fail(error.what());
   } catch (const AccessError& error) {
@@ -213,8 +213,8 @@ void Owner::compute_on(const std::vector<Shared>& members, const std::vector<Acc
       fill(segment.at(page) + half, bytes - half, stamp);
       PageModel& model = segment.model[page];
       // After a failed overwrite a page has either content.
-      model.other = fails && access[i] == Access::overwrite ? std::optional(model.stamp) : std::nullopt;
-      model.stamp = stamp;
+      model.write(stamp, fails && access[i] == Access::overwrite);
+      world_.threads.doing(fmt::format("wrote {} to page {} of {}", stamp >> 24, page, segment.id()));
       if (fails && chance(4)) throw Planned();
     }
   }
@@ -250,7 +250,9 @@ void Owner::use_page(SimulatedSegment& segment, std::size_t page, PagePin& pin, 
     world_.threads.yield('o');
     fill(pin.data() + half, bytes - half, stamp);
     const bool fails = access == Access::overwrite && chance(24);
-    model = {stamp, fails ? std::optional(model.stamp) : std::nullopt};
+    model.write(stamp, fails);
+    world_.threads.doing(
+        fmt::format("wrote {} to page {} of {}{}", stamp >> 24, page, segment.id(), fails ? ", and fails" : ""));
     if (fails) throw Planned();
     pin.written();
   }
@@ -374,7 +376,7 @@ bool Owner::write_version(SimulatedSegment& segment, std::vector<PageModel>& nex
     fill(pin.data(), half, stamp);
     world_.threads.yield('o');
     fill(pin.data() + half, bytes - half, stamp);
-    next[page] = {stamp, std::nullopt};
+    next[page] = {stamp};
     pin.written();
   }
   return true;
@@ -401,7 +403,8 @@ void Owner::update_versions(const std::vector<Shared>& members) {
     for (const Shared& segment : open) segments.push_back(segment.get());
     if (open.empty()) return;
     if ((is_whole && chance(4)) || !cache_.commit_versions(segments)) return discard();
-    if (!is_whole && !world_.is_closing) world_.threads.fail("a version was committed that was not written completely");
+    if (!is_whole && !world_.is_closing)
+      world_.threads.fail("a version was committed that was not written completely");
   } catch (...) {
     discard();
     throw;
@@ -430,8 +433,6 @@ void Owner::freeze(const std::vector<Shared>& members) {
 
 void Owner::bind(std::size_t index) {
   if (chance(2)) specs_[index].role = static_cast<Role>(below(details_, kRoles));
-  // Memory for a home is asked for like that of a pin.
-  const Asking asking(world_, 0, round_up(specs_[index].bytes, kBlockBytes));
   mine_[index] = nullptr;
   mine_[index] = world_.make_segment(number_, specs_[index]);
 }
@@ -484,8 +485,9 @@ void save(World& world, SavedSegment& saved) {
   for (std::size_t page = 0; page < saved.frozen.pages(); ++page) {
     const Frozen::Place place = saved.frozen.place(page);
     if (place == Frozen::Place::nowhere) {
-      if (saved.model[page].stamp != 0 && saved.model[page].other != Stamp{0} && !world.is_closing) {
-        world.threads.fail("a checkpoint takes a written page for zeros");
+      if (!saved.model[page].may_be(0) && !world.is_closing) {
+        world.threads.fail(fmt::format("a checkpoint takes page {} of segment {} for zeros; it must hold {}", page,
+                                       saved.segment->id(), saved.model[page].stamp >> 24));
       }
     } else if (place == Frozen::Place::home || !save_frame(world, saved, page)) {
       at_home.push_back(page);

@@ -1,5 +1,5 @@
-// The threads of a simulated program. Each owner has segments that only it writes. It repeats a list of operations, so
-// that the plan predicts them, and checks every page that it sees.
+// The threads of a simulated program. Each owner has segments that only it writes. It repeats a list of operations,
+// so that the plan predicts them, and checks every page that it sees.
 #pragma once
 
 #include <memory>

@@ -38,8 +38,8 @@ struct Result {
 
 struct SchedulerOptions {
   std::uint64_t seed = 0;
-  std::uint64_t most_events = 400'000;  // a run with more makes no progress
-  bool long_waits_fail = false;         // a timed wait of a second or more must be notified
+  std::uint64_t most_events = 400'000;     // a run with more makes no progress
+  bool long_waits_fail = false;            // a timed wait of a second or more must be notified
   std::uint64_t dropped_notification = 0;  // the n-th that has waiters is lost; 0: none
   bool is_verbose = false;
 };
@@ -108,7 +108,7 @@ class Threads final : public Scheduler {
   Result& result_;
   Random random_;
   Choice choice_;
-  std::uint64_t stay_ = 0;        // of 16: how often the sticky choice stays
+  std::uint64_t stay_ = 0;         // of 16: how often the sticky choice stays
   std::uint64_t spurious_in_ = 0;  // one in so many choices wakes a waiter that was not notified; 0: none
   Time now_{};
   std::vector<std::unique_ptr<Thread>> threads_;

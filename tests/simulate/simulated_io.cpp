@@ -40,8 +40,8 @@ SimulatedIo::Fault SimulatedIo::choose_fault(Direction direction) {
 
 Duration SimulatedIo::choose_latency(Priority priority) {
   Random& random = threads_.random();
-  Duration latency = profile_.latency / 4 + Duration(below(random, static_cast<std::uint64_t>(
-                                                                         profile_.latency.count())));
+  Duration latency =
+      profile_.latency / 4 + Duration(below(random, static_cast<std::uint64_t>(profile_.latency.count())));
   if (one_in(random, profile_.slow_in)) latency *= 50;
   return priority == Priority::demanded ? latency : latency * (1 + static_cast<int>(priority));
 }
@@ -124,11 +124,10 @@ void SimulatedIo::end(Request& request) {
   std::exception_ptr error;
   const Transfer& transfer = request.transfer;
   if (request.fault == Fault::error || request.fault == Fault::half) {
-    error = std::make_exception_ptr(
-        DiskError(fmt::format("a simulated {} of {} bytes at {} failed",
-                              transfer.direction == Direction::read ? "read" : "write", transfer.bytes,
-                              transfer.offset),
-                  EIO));
+    error = std::make_exception_ptr(DiskError(
+        fmt::format("a simulated {} of {} bytes at {} failed",
+                    transfer.direction == Direction::read ? "read" : "write", transfer.bytes, transfer.offset),
+        EIO));
   }
   const Completion completion = std::move(request.completion);
   completion(error);

@@ -33,14 +33,14 @@ Setup Setup::of(std::uint64_t seed, Random& random) {
   const auto owners = static_cast<std::size_t>(setup.owners);
   const std::size_t asked = owners * setup.quota + largest;  // a checkpoint pins too
   const std::size_t shared_homes = owners * setup.segments * kBlockBytes;
-  setup.device_bytes = (setup.is_tight ? std::max(asked * (4 + below(random, 4)) / 10, setup.quota + largest) : asked) +
-                       owners * setup.device_homes + (setup.device_homes ? shared_homes : 0);
+  setup.device_bytes =
+      (setup.is_tight ? std::max(asked * (4 + below(random, 4)) / 10, setup.quota + largest) : asked) +
+      owners * setup.device_homes + (setup.device_homes ? shared_homes : 0);
   setup.host_bytes = owners * setup.host_homes + (setup.host_homes ? shared_homes : 0) +
                      (one_in(random, 2) ? below(random, 12) * setup.page_bytes : 0);
   setup.device_bytes = round_up(setup.device_bytes, kBlockBytes);
-  setup.disk_bytes = setup.has_small_disk
-                         ? owners * setup.segments * largest / 2 + (one_in(random, 3) ? 140 * kMiB : 0)
-                         : kGiB;
+  setup.disk_bytes =
+      setup.has_small_disk ? owners * setup.segments * largest / 2 + (one_in(random, 3) ? 140 * kMiB : 0) : kGiB;
   DiskProfile& disk = setup.disk;
   disk.threads = 1 + static_cast<int>(below(random, 2));
   disk.latency = std::chrono::microseconds(10 << below(random, 7));
@@ -55,24 +55,27 @@ Setup Setup::of(std::uint64_t seed, Random& random) {
 
 std::string Setup::describe() const {
   return fmt::format(
-      "{} threads, {} segments of up to {} pages of {} each, {}device {}, host {}, {} server(s), latency {} us{}{}{}, "
+      "{} threads, {} segments of up to {} pages of {} each, {}device {}, host {}, {} server(s), latency {} "
+      "us{}{}{}, "
       "fails one in {}/{}/{}",
       owners, segments, most_pages, page_bytes, is_tight ? "tight " : "", device_bytes, host_bytes, disk.threads,
       disk.latency.count() / 1000, disk.is_serial ? ", serial" : "", has_small_disk ? ", small disk" : "",
       closes_early ? ", closed early" : "", disk.refused_in, disk.failed_in, disk.short_in);
 }
 
-World::World(Threads& t, Result& r, const Setup& s)
-    : threads(t), result(r), setup(s), most_whole_(kMostThreads), most_asked_(kMostThreads) {
+World::World(Threads& t, Result& r, const Setup& s) : threads(t), result(r), setup(s), most_(kMostThreads) {
   segments.resize(static_cast<std::size_t>(setup.owners));
 }
 
 std::shared_ptr<SimulatedSegment> World::make_segment(int owner, const SegmentSpec& spec) {
   auto made = std::shared_ptr<SimulatedSegment>(new SimulatedSegment(++ids_, owner), [this](SimulatedSegment* dead) {
-    if (dead->cache()) count_home(dead->spec, -1);  // first, since its memory is free soon
+    const SegmentSpec gone = dead->spec;
+    if (dead->cache()) count_home(gone, -1);
     delete dead;
+    count_most_homes(gone, /*begins=*/false);
   });
   made->spec = spec;
+  count_most_homes(spec, /*begins=*/true);
   cache->bind(*made, spec);
   made->model.resize(made->pages());
   count_home(spec, +1);
@@ -102,12 +105,11 @@ void World::check(const SimulatedSegment& segment, std::size_t page, PageModel& 
                   const char* where) {
   const std::size_t bytes = segment.bytes_of(page);
   ++result.checked_pages;
-  if (is_filled(at, bytes, model.stamp)) {
-    model.other.reset();
-    return;
-  }
-  if (model.other && is_filled(at, bytes, *model.other)) {
-    model.stamp = *std::exchange(model.other, std::nullopt);
+  Stamp found = 0;
+  std::memcpy(&found, at, std::min(bytes, sizeof found));
+  if (bytes < sizeof found) found = model.stamp;  // too few bytes to tell
+  if (model.may_be(found) && is_filled(at, bytes, found)) {
+    model = {found};
     return;
   }
   threads.fail(fmt::format("{}: page {} of segment {} (owner {}, {} on {}) holds {}; it must hold {}", where, page,
@@ -116,37 +118,47 @@ void World::check(const SimulatedSegment& segment, std::size_t page, PageModel& 
 }
 
 void World::begin_operation() {
-  most_whole_[static_cast<std::size_t>(threads.self())] = whole_;
-  most_asked_[static_cast<std::size_t>(threads.self())] = whole_ + pages_;
+  most_[static_cast<std::size_t>(threads.self())] = {};
+  note_asked();
+}
+
+/// Updates each thread's highest marks.
+void World::note_asked() {
+  const std::size_t device = whole_ + most_homes_[static_cast<int>(Tier::device)];
+  const std::size_t host_homes = most_homes_[static_cast<int>(Tier::host)];
+  for (Asked& most : most_) {
+    most.device = std::max(most.device, device);
+    most.host_homes = std::max(most.host_homes, host_homes);
+    most.all = std::max(most.all, device + pages_ + host_homes);
+  }
 }
 
 void World::begin_asking(std::size_t whole_bytes, std::size_t page_bytes) {
   whole_ += whole_bytes, pages_ += page_bytes;
-  for (std::size_t i = 0; i < most_whole_.size(); ++i) {
-    most_whole_[i] = std::max(most_whole_[i], whole_);
-    most_asked_[i] = std::max(most_asked_[i], whole_ + pages_);
-  }
+  note_asked();
 }
 
 void World::end_asking(std::size_t whole_bytes, std::size_t page_bytes) {
   whole_ -= whole_bytes, pages_ -= page_bytes;
 }
 
-void World::judge(const BudgetError& error, std::size_t more, bool is_whole) {
+void World::count_most_homes(const SegmentSpec& spec, bool begins) {
+  if (spec.tier == Tier::disk) return;
+  const std::size_t bytes = round_up(std::max(spec.bytes, kBlockBytes), kBlockBytes);
+  std::size_t& sum = most_homes_[static_cast<int>(spec.tier)];
+  sum = begins ? sum + bytes : sum - bytes;
+  note_asked();
+}
+
+void World::judge(const BudgetError& error, bool is_whole) {
   ++result.budget_errors;
-  const auto self = static_cast<std::size_t>(threads.self());
-  const auto owners = static_cast<std::size_t>(setup.owners);
-  // Homes at their most, since they may have come and gone during the operation.
-  const std::size_t shared = owners * setup.segments * kBlockBytes;
-  const std::size_t device_homes = setup.device_homes ? owners * setup.device_homes + shared : 0;
-  const std::size_t host_homes = setup.host_homes ? owners * setup.host_homes + shared : 0;
-  const std::size_t whole = most_whole_[self] + more, asked = most_asked_[self] + more;
-  if (is_whole && whole + device_homes > setup.device_bytes) return;
-  if (asked + device_homes + host_homes > setup.device_bytes + setup.host_bytes) return;
+  const Asked& most = most_[static_cast<std::size_t>(threads.self())];
+  if (is_whole && (most.device > setup.device_bytes || most.host_homes > setup.host_bytes)) return;
+  if (most.all > setup.device_bytes + setup.host_bytes) return;
   threads.fail(fmt::format(
-      "a BudgetError, although at most {} were asked for whole and {} in all, and homes have at most {} and {}, of {} "
-      "and {}: {}",
-      whole, asked, device_homes, host_homes, setup.device_bytes, setup.host_bytes, error.what()));
+      "a BudgetError, although at most {} were asked for of device_memory {}, {} by homes of host_memory {}, and {} "
+      "in all: {}",
+      most.device, setup.device_bytes, most.host_homes, setup.host_bytes, most.all, error.what()));
 }
 
 void World::judge(const DiskError& error) {
@@ -156,7 +168,6 @@ void World::judge(const DiskError& error) {
 }
 
 void World::hold(const SimulatedSegment& segment, std::size_t page, const std::byte* at, std::size_t bytes) {
-  std::size_t held = bytes;
   for (const Grant& other : grants_) {
     const bool is_same = other.segment == &segment && other.page == page;
     if (is_same && other.at != at) threads.fail("two pins of one page have different addresses");
@@ -165,7 +176,6 @@ void World::hold(const SimulatedSegment& segment, std::size_t page, const std::b
       threads.fail(fmt::format("page {} of segment {} and page {} of segment {} have the same memory", page,
                                segment.id(), other.page, other.segment->id()));
     }
-    if (is_same) held = 0;
   }
   grants_.push_back({&segment, page, at, bytes, segment.spec.tier != Tier::disk});
   // Pinned pages, whole blocks each, and homes never exceed the sum of the budgets.

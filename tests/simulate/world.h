@@ -1,5 +1,5 @@
-// The data that a simulation's threads share: the cache, the segments, and the books of what threads ask for and hold.
-// The baton guards it.
+// The data that a simulation's threads share: the cache, the segments, and the books of what threads ask for and
+// hold. The baton guards it.
 #pragma once
 
 #include <array>
@@ -18,7 +18,18 @@ namespace zeropage::simulate {
 
 /// The kinds of operations, for --skip.
 enum class Kind : std::uint8_t {
-  whole, stream, read_others, zero, evict, read_home, version, write_behind, freeze, wait, bind, compute,
+  whole,
+  stream,
+  read_others,
+  zero,
+  evict,
+  read_home,
+  version,
+  write_behind,
+  freeze,
+  wait,
+  bind,
+  compute,
 };
 inline constexpr const char* kKinds[] = {"whole",   "stream",       "read_others", "zero", "evict", "read_home",
                                          "version", "write_behind", "freeze",      "wait", "bind",  "compute"};
@@ -27,10 +38,10 @@ inline constexpr std::size_t kKindsCount = std::size(kKinds);
 /// What a seed decides before a run.
 struct Setup {
   std::size_t page_bytes = 8 * kKiB;
-  int owners = 2;                // program threads
-  std::size_t segments = 5;      // of each
-  std::size_t most_pages = 4;    // of a segment
-  std::size_t cycle = 8;         // operations that a thread repeats
+  int owners = 2;              // program threads
+  std::size_t segments = 5;    // of each
+  std::size_t most_pages = 4;  // of a segment
+  std::size_t cycle = 8;       // operations that a thread repeats
   int cycles = 6;
   std::size_t device_bytes = 0, host_bytes = 0, disk_bytes = 0;
   std::size_t device_homes = 0, host_homes = 0;  // most bytes of each owner
@@ -88,7 +99,7 @@ class World {
   void begin_asking(std::size_t whole_bytes, std::size_t page_bytes);
   void end_asking(std::size_t whole_bytes, std::size_t page_bytes);
   /// Fails unless what was asked for since the operation began exceeded the budget.
-  void judge(const BudgetError& error, std::size_t more = 0, bool is_whole = true);
+  void judge(const BudgetError& error, bool is_whole);
   void judge(const DiskError& error);
   void begin_operation();
 
@@ -99,6 +110,8 @@ class World {
   /// After each event.
   void check_budgets();
   void count_home(const SegmentSpec& spec, int change);
+  /// The same in bytes that homes may have: from before a segment is bound until after it is released.
+  void count_most_homes(const SegmentSpec& spec, bool begins);
   /// At rest: all memory in use is homes.
   void check_rest(const char* when);
   /// After close(): no memory is in use.
@@ -116,8 +129,13 @@ class World {
 
   Stamp stamps_ = 0;
   int ids_ = 0;
-  std::size_t whole_ = 0, pages_ = 0;                  // bytes that threads ask for or hold
-  std::vector<std::size_t> most_whole_, most_asked_;  // during each thread's operation
+  struct Asked {
+    std::size_t device = 0, host_homes = 0, all = 0;
+  };
+  void note_asked();
+  std::size_t whole_ = 0, pages_ = 0;  // bytes that threads ask for or hold
+  std::size_t most_homes_[kTiers] = {};
+  std::vector<Asked> most_;  // during each thread's operation
   std::vector<Grant> grants_;
   std::array<std::array<int, kTiers>, kRoles> sharing_{};  // segments that share pages
   std::size_t alone_bytes_[kTiers] = {};                   // permanent homes of their own
