@@ -82,6 +82,8 @@ void simulate_seed(std::uint64_t seed, const Arguments& arguments, Result& resul
     threads.join(saver);
     world.io->heal();
     if (!world.is_closing) check_everything(world);
+    const CacheStats stats = world.cache->stats();
+    result.evictions = stats.evictions, result.faults = stats.faults, result.surprises = stats.surprises;
     world.is_closing = true;
     threads.doing("closes");
     world.cache->close();
@@ -156,16 +158,18 @@ void add(Result& sum, const Result& one) {
   sum.events += one.events, sum.operations += one.operations, sum.virtual_us += one.virtual_us;
   sum.disk_errors += one.disk_errors, sum.budget_errors += one.budget_errors, sum.transfers += one.transfers;
   sum.faults_injected += one.faults_injected, sum.long_waits_ended += one.long_waits_ended;
+  sum.evictions += one.evictions, sum.faults += one.faults, sum.surprises += one.surprises;
   sum.checked_pages += one.checked_pages, sum.saved_pages += one.saved_pages, sum.versions += one.versions;
 }
 
 void print_sum(const Result& sum, std::uint64_t seeds, double seconds) {
   fmt::print(
-      "{} seeds, {} events ({:.0f} a second), {:.0f} s of virtual time: {} operations, {} transfers ({} failed), {} "
-      "pages compared, {} saved, {} versions; {} disk errors, {} budget errors, {} long waits ran out\n",
+      "{} seeds, {} events ({:.0f} a second), {:.0f} s of virtual time: {} operations, {} transfers ({} failed), "
+      "{} faults, {} evictions, {} surprises, {} pages compared, {} saved, {} versions; {} disk errors, {} budget "
+      "errors, {} long waits ran out\n",
       seeds, sum.events, static_cast<double>(sum.events) / seconds, static_cast<double>(sum.virtual_us) / 1e6,
-      sum.operations, sum.transfers, sum.faults_injected, sum.checked_pages, sum.saved_pages, sum.versions,
-      sum.disk_errors, sum.budget_errors, sum.long_waits_ended);
+      sum.operations, sum.transfers, sum.faults_injected, sum.faults, sum.evictions, sum.surprises, sum.checked_pages,
+      sum.saved_pages, sum.versions, sum.disk_errors, sum.budget_errors, sum.long_waits_ended);
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ struct Result {
   std::uint64_t operations = 0, disk_errors = 0, budget_errors = 0, transfers = 0, faults_injected = 0;
   std::uint64_t long_waits_ended = 0;  // timed waits of a second or more that no notification ended
   std::uint64_t checked_pages = 0, saved_pages = 0, versions = 0;
+  std::uint64_t faults = 0, evictions = 0, surprises = 0;  // of the cache
   bool done = false;
   std::array<char, 512> failure{};
 };

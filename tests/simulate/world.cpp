@@ -19,15 +19,15 @@ Setup Setup::of(std::uint64_t seed, Random& random) {
   Setup setup;
   setup.page_bytes = (std::size_t{4} << below(random, 3)) * kKiB;
   setup.owners = 1 + static_cast<int>(below(random, 4));
-  setup.segments = 3 + below(random, 5);
+  setup.segments = 3 + below(random, 8);
   setup.most_pages = 2 + below(random, 6);
-  setup.cycle = 4 + below(random, 10);
-  setup.cycles = 3 + static_cast<int>(below(random, 6));
+  setup.cycle = 4 + below(random, 12);
+  setup.cycles = 4 + static_cast<int>(below(random, 8));
   setup.is_tight = seed % 4 == 1;
   setup.closes_early = seed % 16 == 7;
   setup.has_small_disk = seed % 8 == 3;
   const std::size_t largest = setup.most_pages * setup.page_bytes;
-  setup.quota = largest * (1 + below(random, 2));
+  setup.quota = largest * (1 + below(random, 4) / 3);
   setup.device_homes = one_in(random, 3) ? largest : 0;
   setup.host_homes = one_in(random, 2) ? largest : 0;
   const auto owners = static_cast<std::size_t>(setup.owners);
@@ -37,7 +37,7 @@ Setup Setup::of(std::uint64_t seed, Random& random) {
       (setup.is_tight ? std::max(asked * (4 + below(random, 4)) / 10, setup.quota + largest) : asked) +
       owners * setup.device_homes + (setup.device_homes ? shared_homes : 0);
   setup.host_bytes = owners * setup.host_homes + (setup.host_homes ? shared_homes : 0) +
-                     (one_in(random, 2) ? below(random, 12) * setup.page_bytes : 0);
+                     (one_in(random, 3) ? below(random, 8) * setup.page_bytes : 0);
   setup.device_bytes = round_up(setup.device_bytes, kBlockBytes);
   setup.disk_bytes =
       setup.has_small_disk ? owners * setup.segments * largest / 2 + (one_in(random, 3) ? 140 * kMiB : 0) : kGiB;
