@@ -26,7 +26,8 @@ enum class Plant : std::uint8_t { none, lost_wakeup, lost_write, double_grant };
 
 struct Arguments {
   std::uint64_t first = 0, end = 100;
-  bool is_verbose = false, long_waits_fail = false, keeps_going = true, without_faults = false;
+  bool is_verbose = false, long_waits_fail = false, without_faults = false;
+  int streams = 1;  // of a device
   Plant plant = Plant::none;
   std::set<Kind> skipped;
 };
@@ -53,10 +54,13 @@ void simulate_seed(std::uint64_t seed, const Arguments& arguments, Result& resul
   threads.run([&] {
     auto io = std::make_unique<SimulatedIo>(threads, result, setup.disk);
     world.io = io.get();
+    if (setup.has_device)
+      world.device = std::make_shared<SimulatedDevice>(threads, setup.device_bytes, arguments.streams);
     world.cache = FrameCache::make({.device_bytes = setup.device_bytes,
                                     .host_bytes = setup.host_bytes,
                                     .disk_path = "simulated",
-                                    .page_bytes = setup.page_bytes},
+                                    .page_bytes = setup.page_bytes,
+                                    .device = world.device},
                                    std::move(io), SwapFile::make_hollow(setup.disk_bytes));
     threads.set_check([&] { world.check_budgets(); });
     std::vector<std::unique_ptr<Owner>> owners;
@@ -92,6 +96,8 @@ void simulate_seed(std::uint64_t seed, const Arguments& arguments, Result& resul
     world.segments.clear();
     owners.clear();
     world.cache.reset();
+    if (world.device) world.device->finish();
+    world.device.reset();
   });
   result.virtual_us = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::microseconds>(threads.now().time_since_epoch()).count());
@@ -132,6 +138,8 @@ bool parse(int count, char** values, Arguments& arguments) {
       arguments.long_waits_fail = true;
     } else if (value == "--no-faults") {
       arguments.without_faults = true;
+    } else if (value == "--two-streams") {
+      arguments.streams = 2;
     } else if (value == "--plant") {
       ++i;
       arguments.plant = next == "lost-wakeup"    ? Plant::lost_wakeup
@@ -177,12 +185,13 @@ void print_sum(const Result& sum, std::uint64_t seeds, double seconds) {
 int main(int count, char** values) {
   Arguments arguments;
   if (!parse(count, values, arguments)) {
-    fmt::print(stderr,
-               "usage: simulate FIRST:END [--verbose] [--no-timeouts] [--no-faults] [--skip KIND]...\n"
-               "                [--plant lost-wakeup|lost-write|double-grant]\n"
-               "  KIND is one of {}\n"
-               "With --plant, exit code 0 means that the planted fault was found.\n",
-               fmt::join(kKinds, ", "));
+    fmt::print(
+        stderr,
+        "usage: simulate FIRST:END [--verbose] [--no-timeouts] [--no-faults] [--two-streams] [--skip KIND]...\n"
+        "                [--plant lost-wakeup|lost-write|double-grant]\n"
+        "  KIND is one of {}\n"
+        "With --plant, exit code 0 means that the planted fault was found.\n",
+        fmt::join(kKinds, ", "));
     return 2;
   }
   // The same addresses at each run, since some orders follow from them.

@@ -38,7 +38,8 @@ class SimulatedSegment final : public Segment {
 
   std::byte* data = nullptr;  // null outside pins of the whole segment
   std::vector<PageModel> model;
-  int busy = 0;  // operations of the owner that write
+  DeviceMemory::Event written;  // on a device: after the owner's latest writes
+  int busy = 0;                 // operations of the owner that write
   bool in_version = false;
   SegmentSpec spec{};
 

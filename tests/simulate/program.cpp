@@ -12,7 +12,7 @@ namespace {
 constexpr Access kAccess[] = {Access::read, Access::read, Access::write, Access::overwrite};
 constexpr const char* kAccessNames[] = {"read", "write", "overwrite"};
 /// Thresholds of 64 for the kinds of operations.
-constexpr std::uint64_t kUpTo[] = {16, 32, 38, 41, 44, 47, 51, 53, 56, 58, 62, 64};
+constexpr std::uint64_t kUpTo[] = {16, 30, 36, 39, 42, 45, 49, 51, 54, 56, 60, 62, 64};
 static_assert(std::size(kUpTo) == kKindsCount);
 
 /// Records the pins of whole segments while it lives.
@@ -91,7 +91,7 @@ void Owner::run() {
   for (int cycle = 0; cycle < world_.setup.cycles; ++cycle) {
     for (Step step : plan_) {
       if (world_.is_closing) return;
-      if (one_in(random_, 12)) step = make_step();  // a surprise
+      if (one_in(random_, world_.setup.surprise_in)) step = make_step();  // a surprise
       if (one_in(random_, 2)) step.seed = random_();
       if (!world_.setup.skipped.contains(step.kind)) do_step(step);
     }
@@ -162,6 +162,8 @@ void Owner::perform(const Step& step) {
       return cache_.write_behind(*members[0]);
     case Kind::freeze:
       return freeze(members);
+    case Kind::below:
+      return use_below(members[0], access[0]);
     default:
       break;
   }
@@ -172,7 +174,7 @@ void Owner::use_whole(const Step&, const std::vector<Shared>& members, const std
   std::vector<PinRequest> requests;
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < members.size(); ++i) {
-    if (access[i] != Access::read) busy.emplace_back(members[i]);
+    if (access[i] != Access::read) busy.emplace_back(world_, members[i]);
     requests.push_back({members[i].get(), access[i]});
     bytes += rounded_bytes(*members[i]);
   }
@@ -197,7 +199,7 @@ void Owner::compute_on(const std::vector<Shared>& members, const std::vector<Acc
     for (std::size_t page = 0; page < segment.pages(); ++page) {
       grants.add(segment, page, segment.at(page));
       if (access[i] == Access::overwrite || world_.is_closing) continue;
-      world_.check(segment, page, segment.model[page], segment.at(page), "an operator");
+      world_.check_operand(segment, page, segment.model[page], segment.at(page), "an operator", chance(2));
     }
   }
   world_.threads.yield('o');
@@ -208,9 +210,9 @@ void Owner::compute_on(const std::vector<Shared>& members, const std::vector<Acc
     for (std::size_t page = 0; access[i] != Access::read && page < segment.pages(); ++page) {
       const std::size_t bytes = segment.bytes_of(page), half = bytes / 16 * 8;
       const Stamp stamp = world_.next_stamp(segment, page);
-      fill(segment.at(page), half, stamp);
+      world_.write_operand(segment.at(page), half, stamp);
       world_.threads.yield('o');
-      fill(segment.at(page) + half, bytes - half, stamp);
+      world_.write_operand(segment.at(page) + half, bytes - half, stamp);
       PageModel& model = segment.model[page];
       // After a failed overwrite a page has either content.
       model.write(stamp, fails && access[i] == Access::overwrite);
@@ -222,7 +224,7 @@ void Owner::compute_on(const std::vector<Shared>& members, const std::vector<Acc
   for (std::size_t i = 0; i < members.size(); ++i) {
     SimulatedSegment& segment = *members[i];
     for (std::size_t page = 0; page < segment.pages() && !world_.is_closing && !fails; ++page) {
-      world_.check(segment, page, segment.model[page], segment.at(page), "an operator at its end");
+      world_.check_operand(segment, page, segment.model[page], segment.at(page), "an operator at its end", chance(4));
     }
   }
   if (fails) throw Planned();
@@ -238,17 +240,19 @@ PagePin Owner::pin_page(SimulatedSegment& segment, std::size_t page, Access acce
 /// A rule's use of a page. A rule that fails leaves an overwritten page with either content.
 void Owner::use_page(SimulatedSegment& segment, std::size_t page, PagePin& pin, Access access) {
   pin.wait();
+  pin.wait_for_uses();
   Grants grants(world_);
   grants.add(segment, page, pin.data());
   PageModel& model = segment.model[page];
-  if (access != Access::overwrite && !world_.is_closing) world_.check(segment, page, model, pin.data(), "a rule");
+  if (access != Access::overwrite && !world_.is_closing)
+    world_.check_operand(segment, page, model, pin.data(), "a rule", chance(2));
   if (access != Access::read) {
     const std::size_t bytes = segment.bytes_of(page), half = bytes / 16 * 8;
     const Stamp stamp = world_.next_stamp(segment, page);
     if (chance(24)) throw Planned();
-    fill(pin.data(), half, stamp);
+    world_.write_operand(pin.data(), half, stamp);
     world_.threads.yield('o');
-    fill(pin.data() + half, bytes - half, stamp);
+    world_.write_operand(pin.data() + half, bytes - half, stamp);
     const bool fails = access == Access::overwrite && chance(24);
     model.write(stamp, fails);
     world_.threads.doing(
@@ -265,7 +269,7 @@ void Owner::stream(const std::vector<Shared>& members, const std::vector<Access>
   std::vector<PinRequest> requests;
   std::size_t bytes = 0, pages = 0;
   for (std::size_t i = 0; i < members.size(); ++i) {
-    if (access[i] != Access::read) busy.emplace_back(members[i]);
+    if (access[i] != Access::read) busy.emplace_back(world_, members[i]);
     requests.push_back({members[i].get(), access[i]});
     bytes += rounded_bytes(*members[i]);
     pages = std::max(pages, members[i]->pages());
@@ -298,10 +302,10 @@ void Owner::read_others() {
   if (!segment || rounded_bytes(*segment) > world_.setup.quota) return;
   world_.threads.doing(fmt::format("read_others {}", segment->id()));
   const PinRequest request{segment.get(), Access::read};
+  world_.order_after_writes(*segment);
   const auto check = [&](std::size_t page, const std::byte* at) {
-    if (!world_.is_closing && World::is_quiet(*segment)) {
-      world_.check(*segment, page, segment->model[page], at, "a reader");
-    }
+    if (world_.is_closing) return;
+    world_.check_operand(*segment, page, segment->model[page], at, "a reader", /*now=*/true, /*only_if_quiet=*/true);
   };
   if (chance(2)) {
     const Asking asking(world_, rounded_bytes(*segment), 0);
@@ -322,6 +326,7 @@ void Owner::read_others() {
   for (std::size_t page = 0; page < segment->pages(); ++page) {
     PagePin pin = pin_page(*segment, page, Access::read);
     pin.wait();
+    pin.wait_for_uses();
     Grants grants(world_);
     grants.add(*segment, page, pin.data());
     check(page, pin.data());
@@ -329,7 +334,7 @@ void Owner::read_others() {
 }
 
 void Owner::zero(const Shared& segment) {
-  const Busy busy(segment);
+  const Busy busy(world_, segment);
   const Asking asking(world_, 0, rounded_bytes(*segment));
   cache_.zero(*segment);
   for (PageModel& page : segment->model) page = {};
@@ -366,16 +371,17 @@ bool Owner::write_version(SimulatedSegment& segment, std::vector<PageModel>& nex
     const Access access = chance(2) ? Access::write : Access::overwrite;
     PagePin pin = pin_page(segment, page, access);
     pin.wait();
+    pin.wait_for_uses();
     Grants grants(world_);
     grants.add(segment, page, pin.data());
     if (access == Access::write && !world_.is_closing) {
-      world_.check(segment, page, next[page], pin.data(), "an update ahead");
+      world_.check_operand(segment, page, next[page], pin.data(), "an update ahead", chance(2));
     }
     const Stamp stamp = world_.next_stamp(segment, page);
     const std::size_t bytes = segment.bytes_of(page), half = bytes / 16 * 8;
-    fill(pin.data(), half, stamp);
+    world_.write_operand(pin.data(), half, stamp);
     world_.threads.yield('o');
-    fill(pin.data() + half, bytes - half, stamp);
+    world_.write_operand(pin.data() + half, bytes - half, stamp);
     next[page] = {stamp};
     pin.written();
   }
@@ -393,7 +399,7 @@ void Owner::update_versions(const std::vector<Shared>& members) {
   try {
     for (const Shared& segment : members) {
       const Asking asking(world_, 0, rounded_bytes(*segment));
-      busy.emplace_back(segment);
+      busy.emplace_back(world_, segment);
       if (!cache_.open_version(*segment, chance(2))) continue;
       open.push_back(segment);
       is_whole = write_version(*segment, next[open.size() - 1]) && is_whole;
@@ -411,6 +417,33 @@ void Owner::update_versions(const std::vector<Shared>& members) {
   }
   for (std::size_t i = 0; i < open.size(); ++i) open[i]->model = next[i];
   world_.result.versions += open.size();
+}
+
+/// A rule of the host on a device's segment.
+void Owner::use_below(const Shared& segment, Access access) {
+  if (!world_.device || !cache_.reaches_below(*segment)) return;
+  std::vector<Busy> busy;
+  if (access != Access::read) busy.emplace_back(world_, segment);
+  const PinRequest request{segment.get(), access};
+  if (!chance(4)) cache_.announce_below({&request, 1});
+  if (chance(4)) cache_.bring_down(*segment);
+  for (std::size_t page = 0; page < segment->pages(); ++page) {
+    PagePin pin = cache_.pin_page_below(*segment, page, access);
+    if (!pin) continue;  // in use on the device
+    pin.wait();
+    PageModel& model = segment->model[page];
+    if (access != Access::overwrite && !world_.is_closing) {
+      world_.check(*segment, page, model, pin.data(), "a rule of the host");
+    }
+    if (access == Access::read) continue;
+    const Stamp stamp = world_.next_stamp(*segment, page);
+    const std::size_t bytes = segment->bytes_of(page), half = bytes / 16 * 8;
+    fill(pin.data(), half, stamp);
+    world_.threads.yield('o');
+    fill(pin.data() + half, bytes - half, stamp);
+    model.write(stamp, /*fails=*/false);
+    pin.written();
+  }
 }
 
 /// Takes snapshots of some segments and hands them to the checkpoint's thread.
@@ -532,6 +565,7 @@ void check_everything(World& world) {
     for (const auto& segments : world.segments) {
       for (const auto& segment : segments) {
         if (!segment) continue;
+        world.order_after_writes(*segment);
         if (from_home) cache.evict(*segment);
         const PinRequest request{segment.get(), Access::read};
         if (!from_home) cache.pin({&request, 1});
@@ -539,8 +573,8 @@ void check_everything(World& world) {
           PagePin pin;
           if (from_home) pin = cache.pin_page(*segment, page, Access::read);
           pin.wait();
-          world.check(*segment, page, segment->model[page], from_home ? pin.data() : segment->at(page),
-                      from_home ? "at the end, from home" : "at the end");
+          world.check_operand(*segment, page, segment->model[page], from_home ? pin.data() : segment->at(page),
+                              from_home ? "at the end, from home" : "at the end", /*now=*/true);
         }
         if (!from_home) cache.unpin({&request, 1});
       }

@@ -42,6 +42,7 @@ class Owner {
   void read_home(const Shared& segment);
   void update_versions(const std::vector<Shared>& members);
   bool write_version(SimulatedSegment& segment, std::vector<PageModel>& next);
+  void use_below(const Shared& segment, Access access);
   void freeze(const std::vector<Shared>& members);
   void bind(std::size_t index);
   SegmentSpec random_spec(std::size_t index);

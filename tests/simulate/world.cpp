@@ -39,6 +39,9 @@ Setup Setup::of(std::uint64_t seed, Random& random) {
   setup.host_bytes = owners * setup.host_homes + (setup.host_homes ? shared_homes : 0) +
                      (one_in(random, 3) ? below(random, 8) * setup.page_bytes : 0);
   setup.device_bytes = round_up(setup.device_bytes, kBlockBytes);
+  setup.has_device = seed % 5 == 4;
+  if (setup.has_device) setup.host_bytes += (owners + 2) * largest;  // for pages on their way
+  setup.surprise_in = below(random, 3) == 0 ? 0 : 4 << below(random, 3);
   setup.disk_bytes =
       setup.has_small_disk ? owners * setup.segments * largest / 2 + (one_in(random, 3) ? 140 * kMiB : 0) : kGiB;
   DiskProfile& disk = setup.disk;
@@ -56,11 +59,12 @@ Setup Setup::of(std::uint64_t seed, Random& random) {
 std::string Setup::describe() const {
   return fmt::format(
       "{} threads, {} segments of up to {} pages of {} each, {}device {}, host {}, {} server(s), latency {} "
-      "us{}{}{}, "
+      "us{}{}{}{}, "
       "fails one in {}/{}/{}",
       owners, segments, most_pages, page_bytes, is_tight ? "tight " : "", device_bytes, host_bytes, disk.threads,
       disk.latency.count() / 1000, disk.is_serial ? ", serial" : "", has_small_disk ? ", small disk" : "",
-      closes_early ? ", closed early" : "", disk.refused_in, disk.failed_in, disk.short_in);
+      closes_early ? ", closed early" : "", has_device ? ", device" : "", disk.refused_in, disk.failed_in,
+      disk.short_in);
 }
 
 World::World(Threads& t, Result& r, const Setup& s) : threads(t), result(r), setup(s), most_(kMostThreads) {
@@ -93,12 +97,27 @@ void World::count_home(const SegmentSpec& spec, int change) {
   sum = change > 0 ? sum + bytes : sum - bytes;
 }
 
+/// Of homes in the memory of operators.
 std::size_t World::least_home_bytes() const {
-  std::size_t bytes = alone_bytes_[0] + alone_bytes_[1];
+  std::size_t bytes = alone_bytes_[0] + (device ? 0 : alone_bytes_[1]);
   for (const auto& tiers : sharing_) {
-    for (const int segments_there : tiers) bytes += segments_there > 0 ? kBlockBytes : 0;
+    for (int tier = 0; tier < (device ? 1 : kTiers); ++tier) bytes += tiers[tier] > 0 ? kBlockBytes : 0;
   }
   return bytes;
+}
+
+bool World::is_permanent(const SimulatedSegment& segment) const {
+  return segment.spec.tier == Tier::device || (segment.spec.tier == Tier::host && !device);
+}
+
+/// Of frames that are no homes.
+std::size_t World::pinned_bytes() const {
+  std::size_t sum = 0;
+  std::set<const std::byte*> seen;
+  for (const Grant& grant : grants_) {
+    if (!grant.is_home && seen.insert(grant.at).second) sum += grant.bytes;
+  }
+  return sum;
 }
 
 void World::check(const SimulatedSegment& segment, std::size_t page, PageModel& model, const std::byte* at,
@@ -115,6 +134,27 @@ void World::check(const SimulatedSegment& segment, std::size_t page, PageModel& 
   threads.fail(fmt::format("{}: page {} of segment {} (owner {}, {} on {}) holds {}; it must hold {}", where, page,
                            segment.id(), segment.owner(), segment.bytes(), name_of(segment.spec.tier),
                            describe(at, bytes), model.stamp >> 24));
+}
+
+void World::check_operand(const SimulatedSegment& segment, std::size_t page, PageModel& model, const std::byte* at,
+                          const char* where, bool now, bool only_if_quiet) {
+  if (!device) return only_if_quiet && !is_quiet(segment) ? void() : check(segment, page, model, at, where);
+  if (now || !model.others.empty()) {
+    return device->run_now([&, where] {
+      if (!only_if_quiet || is_quiet(segment)) check(segment, page, model, at, where);
+    });
+  }
+  ++result.checked_pages;
+  device->run([this, at, bytes = segment.bytes_of(page), stamp = model.stamp, id = segment.id(), page, where] {
+    if (is_filled(at, bytes, stamp)) return;
+    threads.fail(fmt::format("{}, on a device: page {} of segment {} holds {}; it must hold {}", where, page, id,
+                             describe(at, bytes), stamp >> 24));
+  });
+}
+
+void World::write_operand(std::byte* at, std::size_t bytes, Stamp stamp) {
+  if (!device) return fill(at, bytes, stamp);
+  device->run([=] { fill(at, bytes, stamp); });
 }
 
 void World::begin_operation() {
@@ -154,7 +194,10 @@ void World::judge(const BudgetError& error, bool is_whole) {
   ++result.budget_errors;
   const Asked& most = most_[static_cast<std::size_t>(threads.self())];
   if (is_whole && (most.device > setup.device_bytes || most.host_homes > setup.host_bytes)) return;
-  if (most.all > setup.device_bytes + setup.host_bytes) return;
+  const std::size_t pins = most.all - most.host_homes;
+  if (device ? pins > setup.device_bytes : most.all > setup.device_bytes + setup.host_bytes) return;
+  // A page in the host's memory for each page that a thread uses.
+  if (device && most.all - most.device > setup.host_bytes) return;
   threads.fail(fmt::format(
       "a BudgetError, although at most {} were asked for of device_memory {}, {} by homes of host_memory {}, and {} "
       "in all: {}",
@@ -177,16 +220,10 @@ void World::hold(const SimulatedSegment& segment, std::size_t page, const std::b
                                segment.id(), other.page, other.segment->id()));
     }
   }
-  grants_.push_back({&segment, page, at, bytes, segment.spec.tier != Tier::disk});
-  // Pinned pages, whole blocks each, and homes never exceed the sum of the budgets.
-  std::set<const std::byte*> seen;
-  std::size_t sum = least_home_bytes();
-  for (const Grant& grant : grants_) {
-    if (!grant.is_home && seen.insert(grant.at).second) sum += grant.bytes;
-  }
-  if (sum > setup.device_bytes + setup.host_bytes) {
-    threads.fail(fmt::format("pins and homes have {} bytes of {} + {}", sum, setup.device_bytes, setup.host_bytes));
-  }
+  grants_.push_back({&segment, page, at, bytes, is_permanent(segment)});
+  const std::size_t sum = least_home_bytes() + pinned_bytes();
+  const std::size_t limit = setup.device_bytes + (device ? 0 : setup.host_bytes);
+  if (sum > limit) threads.fail(fmt::format("pins and homes have {} bytes of {}", sum, limit));
 }
 
 void World::let_go(const SimulatedSegment& segment, std::size_t page, const std::byte* at) {
@@ -201,29 +238,27 @@ void World::check_budgets() {
   std::size_t used = 0;
   for (const Pool pool : {Pool::device, Pool::host}) {
     const FrameCache::Usage usage = cache->usage(pool);
-    used += usage.now;
+    used += device && pool == Pool::host ? 0 : usage.now;
     if (usage.now > usage.limit || usage.peak > usage.limit) {
       threads.fail(fmt::format("{} is exceeded: {} now, {} at the peak, of {}", usage.name, usage.now, usage.peak,
                                usage.limit));
     }
   }
   if (is_closing) return;
-  std::size_t pinned = 0;
-  std::set<const std::byte*> seen;
-  for (const Grant& grant : grants_) {
-    if (!grant.is_home && seen.insert(grant.at).second) pinned += grant.bytes;
-  }
-  if (pinned + alone_bytes_[0] + alone_bytes_[1] > used) {
-    threads.fail(fmt::format("{} bytes are pinned and {} are homes, but only {} are charged", pinned,
-                             alone_bytes_[0] + alone_bytes_[1], used));
+  const std::size_t pinned = pinned_bytes(), homes = alone_bytes_[0] + (device ? 0 : alone_bytes_[1]);
+  if (pinned + homes > used) {
+    threads.fail(fmt::format("{} bytes are pinned and {} are homes, but only {} are charged", pinned, homes, used));
   }
 }
 
 void World::check_rest(const char* when) {
-  const std::size_t used = cache->usage(Pool::device).now + cache->usage(Pool::host).now;
-  std::size_t most = alone_bytes_[0] + alone_bytes_[1];
+  // The host's cache below a device's may keep pages that are ready for transfers.
+  const std::size_t used = cache->usage(Pool::device).now + (device ? 0 : cache->usage(Pool::host).now);
+  std::size_t most = alone_bytes_[0] + (device ? 0 : alone_bytes_[1]);
   for (const auto& tiers : sharing_) {
-    for (const int there : tiers) most += static_cast<std::size_t>(there) * kBlockBytes;
+    for (int tier = 0; tier < (device ? 1 : kTiers); ++tier) {
+      most += static_cast<std::size_t>(tiers[tier]) * kBlockBytes;
+    }
   }
   if (used >= least_home_bytes() && used <= most) return;
   threads.fail(fmt::format("{}: {} bytes of memory are in use, and homes have {} to {}", when, used,

@@ -11,6 +11,7 @@
 
 #include "simulate/model.h"
 #include "simulate/scheduler.h"
+#include "simulate/simulated_device.h"
 #include "simulate/simulated_io.h"
 #include "zeropage/base/errors.h"
 
@@ -30,9 +31,11 @@ enum class Kind : std::uint8_t {
   wait,
   bind,
   compute,
+  below,
 };
-inline constexpr const char* kKinds[] = {"whole",   "stream",       "read_others", "zero", "evict", "read_home",
-                                         "version", "write_behind", "freeze",      "wait", "bind",  "compute"};
+inline constexpr const char* kKinds[] = {"whole",     "stream",  "read_others",  "zero",   "evict",
+                                         "read_home", "version", "write_behind", "freeze", "wait",
+                                         "bind",      "compute", "below"};
 inline constexpr std::size_t kKindsCount = std::size(kKinds);
 
 /// What a seed decides before a run.
@@ -49,6 +52,8 @@ struct Setup {
   bool is_tight = false;                         // threads may ask for more than there is
   bool closes_early = false;
   bool has_small_disk = false;
+  bool has_device = false;         // with memory of its own
+  std::uint64_t surprise_in = 12;  // one in so many operations is not the plan's; 0: none
   DiskProfile disk;
   std::set<Kind> skipped;
 
@@ -73,7 +78,8 @@ class World {
   Threads& threads;
   Result& result;
   const Setup setup;
-  SimulatedIo* io = nullptr;  // owned by the cache
+  SimulatedIo* io = nullptr;                // owned by the cache
+  std::shared_ptr<SimulatedDevice> device;  // null: operators run on the CPU
   std::shared_ptr<FrameCache> cache;
   std::vector<std::vector<std::shared_ptr<SimulatedSegment>>> segments;  // by owner
   bool is_closing = false;
@@ -93,6 +99,15 @@ class World {
   /// Fails unless `at` holds the page of a model. A page of which two contents are possible becomes certain.
   void check(const SimulatedSegment& segment, std::size_t page, PageModel& model, const std::byte* at,
              const char* where);
+  /// The same for memory of operators: on a device, now or, if the content is certain, later.
+  void check_operand(const SimulatedSegment& segment, std::size_t page, PageModel& model, const std::byte* at,
+                     const char* where, bool now, bool only_if_quiet = false);
+  /// On a device: orders the calling thread's stream after the owner's writes.
+  void order_after_writes(const SimulatedSegment& segment) {
+    if (device && segment.written) device->stream_wait(segment.written);
+  }
+  /// An operator that writes a stamp.
+  void write_operand(std::byte* at, std::size_t bytes, Stamp stamp);
   /// Whether a reader may compare the segment's content.
   static bool is_quiet(const SimulatedSegment& segment) { return segment.busy == 0; }
 
@@ -126,6 +141,8 @@ class World {
     bool is_home;
   };
   std::size_t least_home_bytes() const;
+  bool is_permanent(const SimulatedSegment& segment) const;
+  std::size_t pinned_bytes() const;
 
   Stamp stamps_ = 0;
   int ids_ = 0;
@@ -159,14 +176,19 @@ class Asking {
 /// Marks a segment whose content is changing.
 class Busy {
  public:
-  explicit Busy(std::shared_ptr<SimulatedSegment> segment) : segment_(std::move(segment)) { ++segment_->busy; }
-  Busy(Busy&& other) noexcept : segment_(std::move(other.segment_)) {}
+  Busy(World& world, std::shared_ptr<SimulatedSegment> segment) : world_(world), segment_(std::move(segment)) {
+    ++segment_->busy;
+  }
+  Busy(Busy&& other) noexcept : world_(other.world_), segment_(std::move(other.segment_)) {}
   Busy& operator=(Busy&&) = delete;
   ~Busy() {
-    if (segment_) --segment_->busy;
+    if (!segment_) return;
+    if (world_.device) segment_->written = world_.device->record();
+    --segment_->busy;
   }
 
  private:
+  World& world_;
   std::shared_ptr<SimulatedSegment> segment_;
 };
 
