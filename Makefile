@@ -13,7 +13,7 @@ UNITY  ?= $(or $(shell sed -n 's/^CMAKE_UNITY_BUILD:[^=]*=//p' $(BUILD)/cp*/CMak
 # Extras of pyproject.toml whose tools `build` installs.
 EXTRAS := all
 
-.PHONY: build test test-all test-torch check-headers fuzz lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
+.PHONY: build test test-all test-torch check-headers fuzz simulate lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
 
 demo: EXTRAS := examples
 demo: build ## train a GPT whose states are on disk
@@ -47,8 +47,8 @@ build: system $(PYTHON) ## torch, the package (editable) and its tools into .ven
 cpp-tests: build
 	@folder=$$(ls -dt $(BUILD)/cp*-*/ | head -1)
 	cmake -S . -B $$folder -DZEROPAGE_TESTS=ON > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
-	ninja -C $$folder --quiet torch_tests sim
-	cd $$folder && ctest --output-on-failure -R torch
+	ninja -C $$folder --quiet torch_tests sim simulate
+	cd $$folder && ctest --output-on-failure -R "torch|simulate"
 
 check-headers: build ## each public header alone, and all, without warnings of g++ and clang++
 	@tools/system_packages.sh clang
@@ -60,6 +60,12 @@ fuzz: build ## random programs: make fuzz SEEDS=0:20000
 	$(PYTHON) tests/fuzz/run_operator_programs.py --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 $(PYTHON) tests/fuzz/run_training_programs.py --seeds $(SEEDS)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTHON) tests/fuzz/run_rank_programs.py --seeds $(SEEDS)
+
+simulate: system $(PYTHON) ## the pager in virtual time, by seeds: make simulate SEEDS=0:20000
+	cmake -S . -B $(BUILD)/core -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=OFF -DCMAKE_UNITY_BUILD=ON \
+	  -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	ninja -C $(BUILD)/core --quiet simulate
+	$(BUILD)/core/tests/simulate $(SEEDS) $(ARGS)
 
 ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules running saving snapshots step tensors tiling vocabulary
 PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2
@@ -92,7 +98,7 @@ sanitize: build
 	@for kind in address thread; do
 	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo $(SANITIZE_TORCH) || echo OFF) \
 	    -DZEROPAGE_SANITIZE=$$kind -DCMAKE_UNITY_BUILD=ON -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
-	  ninja -C $(BUILD)/$$kind --quiet core_tests $$([ $${kind}$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
+	  ninja -C $(BUILD)/$$kind --quiet core_tests simulate $$([ $${kind}$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
 

@@ -26,7 +26,7 @@ enum class Plant : std::uint8_t { none, lost_wakeup, lost_write, double_grant };
 
 struct Arguments {
   std::uint64_t first = 0, end = 100;
-  bool is_verbose = false, long_waits_fail = false, without_faults = false;
+  bool is_verbose = false, long_waits_fail = false, without_faults = false, stops = false;
   int streams = 1;  // of a device
   Plant plant = Plant::none;
   std::set<Kind> skipped;
@@ -138,6 +138,8 @@ bool parse(int count, char** values, Arguments& arguments) {
       arguments.long_waits_fail = true;
     } else if (value == "--no-faults") {
       arguments.without_faults = true;
+    } else if (value == "--stop") {
+      arguments.stops = true;
     } else if (value == "--two-streams") {
       arguments.streams = 2;
     } else if (value == "--plant") {
@@ -185,13 +187,13 @@ void print_sum(const Result& sum, std::uint64_t seeds, double seconds) {
 int main(int count, char** values) {
   Arguments arguments;
   if (!parse(count, values, arguments)) {
-    fmt::print(
-        stderr,
-        "usage: simulate FIRST:END [--verbose] [--no-timeouts] [--no-faults] [--two-streams] [--skip KIND]...\n"
-        "                [--plant lost-wakeup|lost-write|double-grant]\n"
-        "  KIND is one of {}\n"
-        "With --plant, exit code 0 means that the planted fault was found.\n",
-        fmt::join(kKinds, ", "));
+    fmt::print(stderr,
+               "usage: simulate FIRST:END [--verbose] [--no-timeouts] [--no-faults] [--two-streams] [--stop] [--skip "
+               "KIND]...\n"
+               "                [--plant lost-wakeup|lost-write|double-grant]\n"
+               "  KIND is one of {}\n"
+               "With --plant, exit code 0 means that the planted fault was found.\n",
+               fmt::join(kKinds, ", "));
     return 2;
   }
   // The same addresses at each run, since some orders follow from them.
@@ -217,7 +219,7 @@ int main(int count, char** values) {
       fmt::print("... {} seeds, {} failed\n", seed + 1 - arguments.first, failures.size());
       std::fflush(stdout);
     }
-    if (arguments.plant != Plant::none && !failures.empty()) break;
+    if ((arguments.stops || arguments.plant != Plant::none) && !failures.empty()) break;
   }
   print_sum(sum, result.seed + 1 - arguments.first, seconds());
   for (const auto& [seed, text] : failures) fmt::print("FAILED seed {}: {}\n", seed, text);
