@@ -94,6 +94,7 @@ struct Frame {
   int pins = 0;                 // held by operators and rules.
   int whole_pins = 0;           // the part of them that operators hold.
   std::thread::id claimer;      // the thread that is about to overwrite it.
+  bool clearing = false;        // a thread fills it with zeros, without the lock.
   std::size_t transfers = 0;    // in flight for its pages.
   int starting = 0;             // threads that are starting reads into it, perhaps without the lock.
   std::exception_ptr failure;   // of a read into it.
@@ -175,9 +176,11 @@ struct Run {
   bool is_owed(std::size_t page) const { return frozen && frozen->pages[page].place >= Frozen::Place::frame; }
   /// Whether another thread has a version open.
   bool is_closed_to_this_thread() const { return has_version && writer != std::this_thread::get_id(); }
+  /// The frame with the content of all pages; null if there is none.
   Frame* whole_frame() const {
     Frame* frame = pages[0].frame;
-    return frame && frame->pages == pages.size() && !frame->assembling ? frame : nullptr;
+    const bool has_content = pages[0].state != Residency::evicted && pages[0].state != Residency::zero;
+    return frame && frame->pages == pages.size() && !frame->assembling && has_content ? frame : nullptr;
   }
 };
 

@@ -39,7 +39,9 @@ Obstacle obstacle_of_page(const Run& run, const Page& page, Intent intent) {
   const bool has_no_content = page.state == Residency::evicted || page.state == Residency::zero;
   switch (intent) {
     case Intent::pin:
+    case Intent::assemble:
       if (page.lent) return Obstacle::lent;
+      if (frame && frame->clearing) return Obstacle::claimed;
       return frame && has_no_content && frame->claimer != std::thread::id() &&
                      frame->claimer != std::this_thread::get_id()
                  ? Obstacle::claimed
@@ -58,7 +60,6 @@ Obstacle obstacle_of_page(const Run& run, const Page& page, Intent intent) {
       return page.state == Residency::evicted || page.state == Residency::reading || page.state == Residency::clean
                  ? Obstacle::none
                  : Obstacle::newer;
-    case Intent::assemble:
     case Intent::prefetch:
     case Intent::freeze:
       return Obstacle::none;

@@ -90,9 +90,13 @@ void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
       memory_.clear(frame.memory.data(), frame.memory.bytes());
       frame.ready = memory_.device()->record();
     } else {
-      const Inside inside(monitor_);
-      const Unlocked unlocked(lock);  // other threads wait for the claim
-      memory_.clear(frame.memory.data(), frame.memory.bytes());
+      frame.clearing = true;
+      {
+        const Inside inside(monitor_);
+        const Unlocked unlocked(lock);
+        memory_.clear(frame.memory.data(), frame.memory.bytes());
+      }
+      frame.clearing = false;
     }
     page.state = run.gathered() ? Residency::clean : Residency::dirty;
     frame.claimer = {};
@@ -160,7 +164,8 @@ void PagePins::let_go(PagePin& pin, bool failed) noexcept {
       frame.claimer = {};
       frame.assembling = true;
     }
-    if (pin.access_ != Access::read && !failed) Frames::keep_promise(frame, pin.page_);
+    // After a failure, the page returns to its earlier content, unless another pin shows the new one already.
+    if (pin.access_ != Access::read && (!failed || frame.pins > 1)) Frames::keep_promise(frame, pin.page_);
     frame.transient = pin.will_not_reuse_;
   }
   frames_.drop_pin(frame, pin.thread_);
@@ -180,6 +185,7 @@ void PagePins::wait(PagePin& pin) {
   memory_.order_after(frame);
   if (!frame.run) return;  // the tensor died after its read had ended
   if (pin.access_ == Access::read) return;
+  transfers_.wait_until(lock, [&] { return !frame.clearing; });
   transfers_.make_writable(lock, *pin.run_, pin.page_);
   if (frame.permanent) return void(++pin.run_->changes);
   frame.claimer = {};

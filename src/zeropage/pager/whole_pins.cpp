@@ -111,6 +111,7 @@ void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& opti
   std::vector<Hold> holds;
   Grants::Claim claim;
   for (bool is_alone = false;;) {
+    holds.clear();
     claim = grants_.wait_for(lock, [&] { return need_of(requests, options.extra); });
     if (is_resident(requests)) break;
     holds = holds_for(requests);
@@ -357,6 +358,13 @@ void WholePins::unpin(std::span<const PinRequest> requests, const PinOptions& op
   Lock lock(monitor_.mutex());
   if (options.lasting) frames_.end_lasting(requests.size(), thread);
   if (options.extra > 0) frames_.end_claim(options.extra, thread);
+  // After a failure, pages return to their earlier content, unless another pin shows the new one already.
+  for (const PinRequest& request : requests) {
+    Frame& frame = *request.segment->run_->whole_frame();
+    const auto own = std::ranges::count_if(
+        requests, [&](const PinRequest& other) { return other.segment->run_ == request.segment->run_; });
+    if (failed && frame.pins > own) frame.promised.clear();
+  }
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;
     if (--segment.pins_ == 0) segment.hide();
