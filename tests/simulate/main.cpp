@@ -188,11 +188,14 @@ int main(int count, char** values) {
   Arguments arguments;
   if (!parse(count, values, arguments)) {
     fmt::print(stderr,
-               "usage: simulate FIRST:END [--verbose] [--no-timeouts] [--no-faults] [--two-streams] [--stop] [--skip "
-               "KIND]...\n"
-               "                [--plant lost-wakeup|lost-write|double-grant]\n"
-               "  KIND is one of {}\n"
-               "With --plant, exit code 0 means that the planted fault was found.\n",
+               "usage: simulate FIRST:END [options]\n"
+               "  --verbose      prints each operation and each seed's hash\n"
+               "  --stop         ends at the first failure\n"
+               "  --no-timeouts  a wait of a second or more must not run to its deadline\n"
+               "  --no-faults    the disk does not fail and is large\n"
+               "  --two-streams  threads that use a device share two streams, not one\n"
+               "  --skip KIND    leaves out operations: {}\n"
+               "  --plant FAULT  lost-wakeup, lost-write or double-grant; exit code 0 if a seed finds it\n",
                fmt::join(kKinds, ", "));
     return 2;
   }

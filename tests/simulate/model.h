@@ -1,4 +1,4 @@
-// What each page of a simulated program must hold. A page holds one stamp, repeated; zeros before its first write.
+// The content that each page of a simulated program must have: one stamp, repeated, or zeros before its first write.
 #pragma once
 
 #include <algorithm>

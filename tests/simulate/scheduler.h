@@ -1,6 +1,6 @@
-// Runs the threads of a simulation one at a time, in virtual time. They are real threads that pass one baton. At each
-// lock, unlock, wait and notification of the pager, and at each step of the simulated disk, a seeded choice gives the
-// baton to a thread that can go on. If none can, the clock advances to the next deadline. If there is none, the
+// Runs the threads of a simulation one at a time, in virtual time. They are real threads that pass one baton. A
+// seeded choice gives it to a thread that can go on: at each lock, unlock, wait and notification of the pager, and at
+// each step of the simulated disk. If none can, the clock advances to the next deadline. If there is none, the
 // threads are deadlocked.
 //
 // A simulation is a process of its own: fail() ends it.

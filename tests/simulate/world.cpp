@@ -97,7 +97,7 @@ void World::count_home(const SegmentSpec& spec, int change) {
   sum = change > 0 ? sum + bytes : sum - bytes;
 }
 
-/// Of homes in the memory of operators.
+/// The fewest bytes of homes in the memory of operators.
 std::size_t World::least_home_bytes() const {
   std::size_t bytes = alone_bytes_[0] + (device ? 0 : alone_bytes_[1]);
   for (const auto& tiers : sharing_) {
@@ -110,7 +110,7 @@ bool World::is_permanent(const SimulatedSegment& segment) const {
   return segment.spec.tier == Tier::device || (segment.spec.tier == Tier::host && !device);
 }
 
-/// Of frames that are no homes.
+/// Pinned bytes of frames that are not homes.
 std::size_t World::pinned_bytes() const {
   std::size_t sum = 0;
   std::set<const std::byte*> seen;

@@ -38,7 +38,7 @@ inline constexpr const char* kKinds[] = {"whole",     "stream",  "read_others", 
                                          "bind",      "compute", "below"};
 inline constexpr std::size_t kKindsCount = std::size(kKinds);
 
-/// What a seed decides before a run.
+/// Decided by the seed before a run.
 struct Setup {
   std::size_t page_bytes = 8 * kKiB;
   int owners = 2;              // program threads
@@ -96,7 +96,8 @@ class World {
   }
   std::shared_ptr<SimulatedSegment> make_segment(int owner, const SegmentSpec& spec);
 
-  /// Fails unless `at` holds the page of a model. A page of which two contents are possible becomes certain.
+  /// Fails unless `at` holds the page of a model. If several contents were possible, the
+  /// page has the one that was found from now on.
   void check(const SimulatedSegment& segment, std::size_t page, PageModel& model, const std::byte* at,
              const char* where);
   /// The same for memory of operators: on a device, now or, if the content is certain, later.

@@ -38,7 +38,8 @@ class Budget {
 
   /// Returns an empty reservation if it would exceed the limit.
   [[nodiscard]] Reservation try_reserve(std::size_t bytes) {
-    if (forgets_one_in > 0 && ++asked_ % forgets_one_in == 0) [[unlikely]] return Reservation(this, 0);
+    if (forgets_one_in > 0 && ++asked_ % forgets_one_in == 0) [[unlikely]]
+      return Reservation(this, 0);
     std::size_t used = used_.load();
     do {
       if (bytes > limit_ || used > limit_ - bytes) return {};
