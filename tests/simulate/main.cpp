@@ -2,6 +2,7 @@
 // a crash or a deadlock ends only that seed. The same seed repeats the same run.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/personality.h>
 #include <sys/wait.h>
@@ -104,6 +105,14 @@ void simulate_seed(std::uint64_t seed, const Arguments& arguments, Result& resul
   result.done = true;
 }
 
+/// One thread runs at a time, and the next one starts soonest on the same core.
+void stay_on_one_core() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<unsigned>(std::max(::sched_getcpu(), 0)), &cores);
+  (void)::sched_setaffinity(0, sizeof cores, &cores);
+}
+
 /// Runs one seed in a child. True if it was right.
 bool run_seed(std::uint64_t seed, const Arguments& arguments, Result& result) {
   result = Result{};
@@ -112,6 +121,7 @@ bool run_seed(std::uint64_t seed, const Arguments& arguments, Result& result) {
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(kMostSeconds);
+    stay_on_one_core();
     simulate_seed(seed, arguments, result);
     std::fflush(nullptr);
     ::_exit(0);
@@ -182,21 +192,24 @@ void print_sum(const Result& sum, std::uint64_t seeds, double seconds) {
       sum.saved_pages, sum.versions, sum.disk_errors, sum.budget_errors, sum.long_waits_ended);
 }
 
+constexpr const char* kUsage[] = {
+    "usage: simulate FIRST:END [options]",
+    "  --verbose      prints each operation and each seed's hash",
+    "  --stop         ends at the first failure",
+    "  --no-timeouts  a wait of a second or more must not run to its deadline",
+    "  --no-faults    the disk does not fail and is large",
+    "  --two-streams  threads that use a device share two streams, not one",
+    "  --skip KIND    leaves out one kind of operations",
+    "  --plant FAULT  lost-wakeup, lost-write or double-grant; exit code 0 if a seed finds it",
+};
+
 }  // namespace
 
 int main(int count, char** values) {
   Arguments arguments;
   if (!parse(count, values, arguments)) {
-    fmt::print(stderr,
-               "usage: simulate FIRST:END [options]\n"
-               "  --verbose      prints each operation and each seed's hash\n"
-               "  --stop         ends at the first failure\n"
-               "  --no-timeouts  a wait of a second or more must not run to its deadline\n"
-               "  --no-faults    the disk does not fail and is large\n"
-               "  --two-streams  threads that use a device share two streams, not one\n"
-               "  --skip KIND    leaves out operations: {}\n"
-               "  --plant FAULT  lost-wakeup, lost-write or double-grant; exit code 0 if a seed finds it\n",
-               fmt::join(kKinds, ", "));
+    for (const char* line : kUsage) fmt::print(stderr, "{}\n", line);
+    fmt::print(stderr, "  The kinds are {}\n", fmt::join(kKinds, ", "));
     return 2;
   }
   // The same addresses at each run, since some orders follow from them.

@@ -3,15 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace zeropage::simulate {
 namespace {
 
 constexpr Access kAccess[] = {Access::read, Access::read, Access::write, Access::overwrite};
 constexpr const char* kAccessNames[] = {"read", "write", "overwrite"};
-/// Thresholds of 64 for the kinds of operations.
-constexpr std::uint64_t kUpTo[] = {16, 30, 36, 39, 42, 45, 49, 51, 54, 56, 60, 62, 64};
-static_assert(std::size(kUpTo) == kKindsCount);
 
 }  // namespace
 
@@ -52,9 +50,11 @@ void Owner::make_plan() {
 }
 
 Owner::Step Owner::make_step() {
-  const std::uint64_t at = below(random_, 64);
-  const auto kind = static_cast<Kind>(std::ranges::upper_bound(kUpTo, at) - std::begin(kUpTo));
-  Step step{kind, {}, random_()};
+  const auto& weights = world_.setup.weights;
+  std::uint64_t at = below(random_, std::accumulate(weights.begin(), weights.end(), std::uint64_t{0}));
+  std::size_t kind = 0;
+  while (at >= weights[kind]) at -= weights[kind++];
+  Step step{static_cast<Kind>(kind), {}, random_()};
   const std::size_t count = 1 + below(random_, 3);
   for (std::size_t i = 0; i < count; ++i) {
     step.members.emplace_back(below(random_, world_.setup.segments), kAccess[below(random_, 4)]);

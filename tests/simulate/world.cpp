@@ -8,6 +8,8 @@ namespace zeropage::simulate {
 namespace {
 
 constexpr int kMostThreads = 32;
+/// Usual weights of the kinds of operations.
+constexpr std::array<std::uint64_t, kKindsCount> kWeights = {16, 14, 6, 3, 3, 3, 4, 2, 3, 2, 4, 2, 2};
 
 bool is_small(const SegmentSpec& spec, std::size_t page_bytes) {
   return !spec.alone && spec.bytes <= std::max(page_bytes / 4, kBlockBytes) / 4;
@@ -44,6 +46,10 @@ Setup Setup::of(std::uint64_t seed, Random& random) {
   setup.surprise_in = below(random, 3) == 0 ? 0 : 4 << below(random, 3);
   setup.disk_bytes =
       setup.has_small_disk ? owners * setup.segments * largest / 2 + (one_in(random, 3) ? 140 * kMiB : 0) : kGiB;
+  for (std::size_t kind = 0; kind < kKindsCount; ++kind) {
+    setup.weights[kind] = one_in(random, 4) ? 0 : kWeights[kind] << below(random, 4);
+  }
+  setup.weights[below(random, 2)] += 8;  // some pins
   DiskProfile& disk = setup.disk;
   disk.threads = 1 + static_cast<int>(below(random, 2));
   disk.latency = std::chrono::microseconds(10 << below(random, 7));

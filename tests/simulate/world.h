@@ -55,6 +55,7 @@ struct Setup {
   bool has_device = false;         // with memory of its own
   std::uint64_t surprise_in = 12;  // one in so many operations is not the plan's; 0: none
   DiskProfile disk;
+  std::array<std::uint64_t, kKindsCount> weights{};  // of the kinds of operations: each seed prefers some
   std::set<Kind> skipped;
 
   static Setup of(std::uint64_t seed, Random& random);
