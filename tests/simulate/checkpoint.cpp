@@ -20,7 +20,10 @@ bool save_frame(World& world, SavedSegment& saved, std::size_t page) {
   }
   if (!saved.frozen.begin_copy(page)) return false;
   world.threads.yield('o');
-  world.check(*saved.segment, page, saved.model[page], pin.data(), "a checkpoint of a frame");
+  const auto check = [&] {
+    world.check(*saved.segment, page, saved.model[page], pin.data(), "a checkpoint of a frame");
+  };
+  saved.frozen.is_on_device() ? world.device->run_now(check) : check();
   saved.frozen.end_copy(page);
   ++world.result.saved_pages;
   return true;

@@ -46,7 +46,7 @@ void Owner::use_whole(const Step&, const std::vector<Shared>& members, const std
   try {
     compute_on(members, access, fails);
   } catch (const Planned&) {
-    cache_.unpin(requests, this_thread_number(), /*failed=*/true);
+    cache_.unpin(requests, {}, this_thread_number(), /*failed=*/true);
     throw;
   }
   cache_.unpin(requests);
