@@ -26,9 +26,9 @@ class FailingIo final : public Io {
   }
   ~FailingIo() override {
     stall(false);
-    wait_all();
     {
-      std::lock_guard lock(mutex_);
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return queue_.idle(); });
       closing_ = true;
     }
     changed_.notify_all();
@@ -66,9 +66,14 @@ class FailingIo final : public Io {
     queue_.push(std::move(state), priority);
     changed_.notify_all();
   }
+  void expedite(std::span<const std::byte> memory) override {
+    std::lock_guard lock(mutex_);
+    queue_.expedite(memory);
+  }
   void wait_all() override {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return queue_.idle(); });
+    const std::uint64_t epoch = queue_.begin_epoch();
+    changed_.wait(lock, [&] { return queue_.has_ended(epoch); });
   }
   std::string_view name() const override { return "failing"; }
 
@@ -83,30 +88,29 @@ class FailingIo final : public Io {
     std::unique_lock lock(mutex_);
     while (true) {
       std::optional<Request> request;
-      while (!closing_ && (stalls_ || !(request = queue_.pop()))) changed_.wait_for(lock, queue_.look_again());
+      while (!closing_ && (stalls_ || !(request = queue_.pop()))) changed_.wait_for(lock, kUntilIdle);
       if (!request) return;
       const Transfer& t = request->state->transfer;
       const auto outcome_of = outcome_;
       lock.unlock();
-      long result = (*outcome_of)(t);
-      if (result == 1) {
-        const int file = t.file->descriptor();
-        const auto offset = static_cast<off_t>(request->offset);
-        result = t.direction == Direction::read ? ::pread(file, request->buffer, request->bytes, offset)
-                                                : write(file, request->buffer, request->bytes, offset);
-        if (result < 0) result = -errno;
-      }
-      const Advance outcome = advance(*request, result);
+      Advance outcome = Advance::again;
+      while (outcome == Advance::again) outcome = advance(*request, run(*request, (*outcome_of)(t)));
       if (outcome == Advance::transfer_over) request->state->finish(), --requests_;
       lock.lock();
-      if (outcome == Advance::again) {
-        queue_.again(std::move(*request));
-        continue;
-      }
       queue_.over(*request);
-      if (outcome == Advance::transfer_over) queue_.finished();
+      if (outcome == Advance::transfer_over) queue_.finished(*request->state);
       changed_.notify_all();
     }
+  }
+
+  static long run(const Request& request, long outcome) {
+    if (outcome != 1) return outcome;
+    const Transfer& t = request.state->transfer;
+    const int file = t.file->descriptor();
+    const auto offset = static_cast<off_t>(request.offset);
+    const long result = t.direction == Direction::read ? ::pread(file, request.buffer, request.bytes, offset)
+                                                       : write(file, request.buffer, request.bytes, offset);
+    return result < 0 ? -errno : result;
   }
 
   std::mutex mutex_;

@@ -2,16 +2,25 @@
 
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <filesystem>
+#include <future>
 #include <random>
 #include <thread>
 
 #include "forked_child.h"
+#include "memory_shortage.h"
 #include "temporary_directory.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
@@ -62,6 +71,26 @@ class Ending {
   };
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
+
+/// From now on these system calls fail in this process with EAGAIN.
+template <class... Numbers>
+bool forbid(Numbers... numbers) {
+  std::vector<sock_filter> filter{BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr))};
+  for (const long number : {static_cast<long>(numbers)...}) {
+    filter.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(number), 0, 1));
+    filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAGAIN));
+  }
+  filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
+  const sock_fprog program{static_cast<unsigned short>(filter.size()), filter.data()};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+/// How often this process has given up the CPU.
+long pauses() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_nvcsw;
+}
 
 }  // namespace
 
@@ -278,3 +307,111 @@ TEST_CASE(
   CHECK(in_flight.failed());
   io->wait_all();
 }
+
+TEST_CASE("while a completion takes its time, the disk does what is queued behind") {
+  std::string why;
+  auto io = make_ring({.depth = 1}, why);
+  if (!io) return;  // not built, or not allowed here
+  TemporaryDirectory directory;
+  File file = File::make_unnamed(directory.path());
+  Arena arena(8 * kMiB);
+  auto block = arena.try_allocate(2 * kBlockBytes);
+  std::fill_n(block->data(), block->bytes(), std::byte{7});
+  std::promise<bool> was_written;
+  io->start({Direction::write, &file, 0, block->data(), kBlockBytes}, Priority::demanded, [&](std::exception_ptr) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+    while (file.size() < 2 * kBlockBytes && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    was_written.set_value(file.size() == 2 * kBlockBytes);
+  });
+  Ending second(*io, {Direction::write, &file, kBlockBytes, block->data(), kBlockBytes});
+  CHECK(was_written.get_future().get());
+  CHECK(second.came());
+}
+
+TEST_CASE("waiting for all transfers waits for those started before, though others go on for ever") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(kBlockBytes);
+    const Transfer transfer{Direction::write, &file, 0, block->data(), kBlockBytes};
+    std::atomic<bool> stops = false;
+    std::function<void(std::exception_ptr)> again = [&](std::exception_ptr) {
+      if (!stops) io->start(transfer, Priority::demanded, again);
+    };
+    for (int i = 0; i < 3; ++i) io->start(transfer, Priority::demanded, again);
+    auto waited = std::async(std::launch::async, [&] { io->sync(file); });
+    CHECK(waited.wait_for(std::chrono::seconds(10)) == std::future_status::ready);
+    stops = true;
+    waited.get();
+    io->wait_all();
+  }
+}
+
+TEST_CASE("threads sleep while there is nothing for them to do") {
+  auto io = make_io({.engine = IoEngine::threads});
+  TemporaryDirectory directory;
+  File file = File::make_unnamed(directory.path());
+  Arena arena(8 * kMiB);
+  auto block = arena.try_allocate(kMiB);
+  const long before = pauses();
+  for (int i = 0; i < 200; ++i) io->submit({Direction::write, &file, 0, block->data(), kBlockBytes}).wait();
+  CHECK(pauses() - before < 200 * 6);
+  // A background transfer waits while another is under way.
+  std::promise<void> end;
+  io->start({Direction::write, &file, 0, block->data(), kMiB}, Priority::demanded,
+            [waits = end.get_future().share()](std::exception_ptr) { waits.wait(); });
+  Ticket behind = io->submit({Direction::write, &file, 0, block->data(), kMiB}, Priority::background);
+  const long asleep = pauses();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  CHECK(pauses() - asleep < 300);
+  end.set_value();
+  behind.wait();
+}
+
+TEST_CASE("transfers end on a thread that gets no memory, with an error if they failed") {
+  TemporaryDirectory directory;
+  for (auto& io : engines()) {
+    CAPTURE(io->name());
+    File file = File::make_unnamed(directory.path());
+    Arena arena(64 * kMiB);
+    auto block = arena.try_allocate(32 * kMiB);
+    io->submit({Direction::write, &file, 0, block->data(), 32 * kMiB}).wait();
+    std::vector<Ticket> tickets;
+    for (std::size_t i = 0; i < 32; ++i) {
+      auto [ticket, ends] = Ticket::pending();
+      io->start({Direction::read, &file, i * kMiB, block->data() + i * kMiB, kMiB}, Priority::demanded,
+                [ends](std::exception_ptr error) {
+                  thread_local std::unique_ptr<MemoryShortage> shortage;
+                  if (!shortage) shortage = std::make_unique<MemoryShortage>();
+                  ends(std::move(error));
+                });
+      tickets.push_back(std::move(ticket));
+    }
+    for (Ticket& ticket : tickets) ticket.wait();
+    CHECK_THROWS(io->submit({Direction::read, &file, 31 * kMiB + kBlockBytes, block->data(), kMiB}).wait());
+  }
+}
+
+#ifndef __SANITIZE_THREAD__  // it allows no threads in a forked child
+TEST_CASE("a system that allows a ring but no requests to it gets threads, and one without threads an error") {
+  const int without_requests = in_forked_child([] {
+    if (!forbid(__NR_io_uring_enter)) return 0;
+    TemporaryDirectory directory;
+    File file = File::make_unnamed(directory.path());
+    Arena arena(8 * kMiB);
+    auto block = arena.try_allocate(kMiB);
+    auto io = make_io();
+    if (io->name() != "threads") return 1;
+    io->submit({Direction::write, &file, 0, block->data(), kMiB}).wait();
+    return 0;
+  });
+  CHECK(without_requests == 0);
+  const int without_threads = in_forked_child([] {
+    if (!forbid(__NR_clone, __NR_clone3)) return 0;
+    return throws<Error>([] { (void)make_io(); }) ? 0 : 1;
+  });
+  CHECK(without_threads == 0);
+}
+#endif

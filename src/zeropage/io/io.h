@@ -85,11 +85,11 @@ class Io {
   virtual void start(const Transfer& transfer, Priority priority, Completion completion) = 0;
   /// The same for a caller that will wait.
   [[nodiscard]] Ticket submit(const Transfer& transfer, Priority priority = Priority::demanded);
-  /// Moves queued transfers whose buffers begin in `memory` to the front, for a thread that waits.
+  /// Moves queued reads and writes whose buffers begin in `memory` to the front, for a thread that waits.
   virtual void expedite(std::span<const std::byte> memory) { (void)memory; }
-  /// Returns when all transfers have ended and their completions have run.
+  /// Returns when all transfers that were started before have ended and their completions have run.
   virtual void wait_all() = 0;
-  /// Returns when all writes to `file` have reached the disk. Throws DiskError.
+  /// Returns when all writes to `file` that were started before have reached the disk. Throws DiskError.
   virtual void sync(const File& file);
   virtual std::string_view name() const = 0;
 };

@@ -1,6 +1,8 @@
 // Io over io_uring: one ring, and one thread that submits and reaps. Only that thread submits, because the kernel
 // cancels a thread's requests when it ends, and programs' threads end. Buffers are not registered: on huge pages that
 // gains nothing (bench-io), and registered memory cannot be mapped anew.
+//
+// A completion may wait for a lock. The thread therefore submits what is queued before each completion.
 #include "zeropage/io/transfer_queue.h"
 
 #ifdef ZEROPAGE_HAS_LIBURING
@@ -14,6 +16,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -23,6 +26,7 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kDepth = 64;
+constexpr auto kLongestWait = std::chrono::milliseconds(1000);
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0} - 1;
 #ifdef LIBURING_UDATA_TIMEOUT
 // On kernels without a timeout for waits, liburing adds a timeout request to the ring and hides its completion.
@@ -39,21 +43,31 @@ class Ring final : public Io {
       return nullptr;
     }
     ring->open_ = true;
-    ring->wake_up_ = ::eventfd(0, EFD_CLOEXEC);
+    ring->wake_up_ = ::eventfd(1, EFD_CLOEXEC);
     if (ring->wake_up_ < 0) {
       why = fmt::format("no eventfd ({})", std::strerror(errno));
       return nullptr;
     }
+    if (const int error = ring->try_read(); error != 0) {
+      why = fmt::format("cannot read here ({})", std::strerror(error));
+      return nullptr;
+    }
+    ring->repeated_.reserve(ring->depth_);
     for (unsigned i = 0; i < ring->depth_; ++i) ring->free_slots_.push_back(i);
-    ring->thread_ = std::thread([self = ring.get()] { self->run(); });
+    try {
+      ring->thread_ = std::thread([self = ring.get()] { self->run(); });
+    } catch (const std::system_error& error) {
+      why = fmt::format("no thread for it ({})", error.what());
+      return nullptr;
+    }
     return ring;
   }
 
   ~Ring() override {
     if (thread_.joinable()) {
-      wait_all();
       {
-        std::lock_guard lock(mutex_);
+        std::unique_lock lock(mutex_);
+        finished_.wait(lock, [&] { return queue_.idle(); });
         closing_ = true;
         wake();
       }
@@ -81,7 +95,8 @@ class Ring final : public Io {
 
   void wait_all() override {
     std::unique_lock lock(mutex_);
-    finished_.wait(lock, [&] { return queue_.idle(); });
+    const std::uint64_t epoch = queue_.begin_epoch();
+    finished_.wait(lock, [&] { return queue_.has_ended(epoch); });
   }
 
   std::string_view name() const override { return "io_uring"; }
@@ -97,12 +112,29 @@ class Ring final : public Io {
     (void)!::write(wake_up_, &one, sizeof(one));
   }
 
-  static void prepare(io_uring_sqe* sqe, const Request& request) {
+  /// Kernels before 5.6, and some sandboxes, make a ring that refuses this. Returns the errno, or 0.
+  int try_read() {
+    listen();
+    io_uring_cqe* cqe = nullptr;
+    int result = 0;
+    do result = ::io_uring_submit_and_wait(&ring_, 1);
+    while (result == -EINTR);
+    if (result >= 0) result = ::io_uring_peek_cqe(&ring_, &cqe);
+    if (result < 0) return -result;
+    result = cqe->res;
+    ::io_uring_cqe_seen(&ring_, cqe);
+    return result < 0 ? -result : 0;
+  }
+
+  void prepare(unsigned slot) {
+    const Request& request = slots_[slot];
     const Transfer& t = request.state->transfer;
     const auto bytes = static_cast<unsigned>(request.bytes);
+    io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
     t.direction == Direction::read
         ? ::io_uring_prep_read(sqe, t.file->descriptor(), request.buffer, bytes, request.offset)
         : ::io_uring_prep_write(sqe, t.file->descriptor(), request.buffer, bytes, request.offset);
+    ::io_uring_sqe_set_data64(sqe, slot);
   }
 
   /// Only while the ring is in use: later requests are never submitted.
@@ -114,6 +146,8 @@ class Ring final : public Io {
 
   /// Returns false if the ring should close.
   bool prepare_queued() {
+    for (const unsigned slot : repeated_) prepare(slot);
+    repeated_.clear();
     std::lock_guard lock(mutex_);
     woken_ = false;
     while (!free_slots_.empty()) {
@@ -122,46 +156,54 @@ class Ring final : public Io {
       const unsigned slot = free_slots_.back();
       free_slots_.pop_back();
       slots_[slot] = std::move(*request);
-      io_uring_sqe* sqe = ::io_uring_get_sqe(&ring_);
-      prepare(sqe, slots_[slot]);
-      ::io_uring_sqe_set_data64(sqe, slot);
+      prepare(slot);
     }
-    look_again_ = queue_.look_again();
+    look_again_ = queue_.has_background() ? kUntilIdle : kLongestWait;
     return !closing_;
   }
 
+  /// Waits for the kernel only if no completion is due.
+  int submit() {
+    if (over_) return ::io_uring_sq_ready(&ring_) > 0 ? ::io_uring_submit(&ring_) : 0;
+    // Bounded, because a program that closes all files also closes the event that wakes this thread.
+    __kernel_timespec longest{look_again_.count() / 1000, look_again_.count() % 1000 * 1'000'000};
+    io_uring_cqe* cqe = nullptr;
+    return ::io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &longest, nullptr);
+  }
+
   void run() {
-    std::vector<std::shared_ptr<TransferState>> over;
     listen();
     while (prepare_queued()) {
-      // Bounded, because a program that closes all files also closes the event that wakes this thread.
-      __kernel_timespec longest{look_again_.count() / 1000, look_again_.count() % 1000 * 1'000'000};
-      io_uring_cqe* cqe = nullptr;
-      const int result = ::io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &longest, nullptr);
+      const int result = submit();
       const bool refused =
           result < 0 && result != -ETIME && result != -EINTR && result != -EAGAIN && result != -EBUSY;
-      if (refused) return stop(-result, over);
-      reap(over);
-      if (wake_up_error_ != 0) return stop(wake_up_error_, over);
-      finish(over);
+      if (refused) return stop(-result);
+      if (result == -EAGAIN) std::this_thread::sleep_for(kPause);  // the system lacks memory for a moment
+      finish_next();
+      reap();
+      if (wake_up_error_ != 0) return stop(wake_up_error_);
     }
   }
 
-  void reap(std::vector<std::shared_ptr<TransferState>>& over) {
+  void reap() {
     io_uring_cqe* cqe = nullptr;
-    while (::io_uring_peek_cqe(&ring_, &cqe) == 0) complete(cqe, over);
+    while (::io_uring_peek_cqe(&ring_, &cqe) == 0) complete(cqe);
   }
 
-  void finish(std::vector<std::shared_ptr<TransferState>>& over) {
-    for (const auto& state : over) state->finish();
-    if (over.empty()) return;
+  void finish_next() {
+    if (!over_) return;
+    over_->finish();
     std::lock_guard lock(mutex_);
-    for (std::size_t i = 0; i < over.size(); ++i) queue_.finished();
-    over.clear();
-    if (queue_.idle()) finished_.notify_all();
+    if (queue_.finished(*over_)) finished_.notify_all();
+    over_ = std::exchange(over_->next, nullptr);
   }
 
-  void complete(io_uring_cqe* cqe, std::vector<std::shared_ptr<TransferState>>& over) {
+  void add_over(const std::shared_ptr<TransferState>& state) {
+    (over_ ? last_over_->next : over_) = state;
+    last_over_ = state.get();
+  }
+
+  void complete(io_uring_cqe* cqe) {
     const std::uint64_t data = ::io_uring_cqe_get_data64(cqe);
     const int result = cqe->res;
     ::io_uring_cqe_seen(&ring_, cqe);
@@ -173,19 +215,19 @@ class Ring final : public Io {
       return;
     }
     const auto slot = static_cast<unsigned>(data);
-    Request request = std::move(slots_[slot]);
+    const Advance outcome = advance(slots_[slot], result);
+    if (outcome == Advance::again) return repeated_.push_back(slot);
+    const Request request = std::move(slots_[slot]);
     free_slots_.push_back(slot);
-    const Advance outcome = advance(request, result);
+    if (outcome == Advance::transfer_over) add_over(request.state);
     std::lock_guard lock(mutex_);
-    if (outcome == Advance::again) return queue_.again(std::move(request));
     queue_.over(request);
-    if (outcome == Advance::transfer_over) over.push_back(std::move(request.state));
   }
 
   /// Handles a kernel that accepts no more requests. Requests that it has not taken fail at once. Those that it has
   /// taken still end, and report so in memory, without a call. Until then it may write to their buffers, which must
   /// not be freed.
-  void stop(int error, std::vector<std::shared_ptr<TransferState>>& over) {
+  void stop(int error) {
     {
       std::lock_guard lock(mutex_);
       refused_ = error;
@@ -193,27 +235,32 @@ class Ring final : public Io {
     const unsigned taken = io_uring_smp_load_acquire(ring_.sq.khead);
     for (unsigned i = taken; i != ring_.sq.sqe_tail; ++i) {
       const std::uint64_t data = ring_.sq.sqes[i & ring_.sq.ring_mask].user_data;
-      if (data >= depth_) continue;  // no slot: kWakeUp, or liburing's own request
-      const auto slot = static_cast<unsigned>(data);
-      std::lock_guard lock(mutex_);
-      queue_.again(std::move(slots_[slot]));
-      free_slots_.push_back(slot);
+      if (data < depth_) repeated_.push_back(static_cast<unsigned>(data));  // else kWakeUp, or liburing's own request
     }
     while (true) {
-      reap(over);
-      {
-        std::lock_guard lock(mutex_);
-        while (auto request = queue_.drain()) {
-          queue_.over(*request);
-          int none = 0;
-          request->state->error.compare_exchange_strong(none, error);
-          if (request->state->requests_left.fetch_sub(1) == 1) over.push_back(std::move(request->state));
-        }
+      reap();
+      for (const unsigned slot : repeated_) {
+        fail(slots_[slot], error);
+        slots_[slot] = {};
+        free_slots_.push_back(slot);
       }
-      finish(over);
+      repeated_.clear();
+      while (auto request = drain()) fail(*request, error);
+      while (over_) finish_next();
       if (free_slots_.size() == depth_) return;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+  }
+
+  std::optional<Request> drain() {
+    std::lock_guard lock(mutex_);
+    return queue_.drain();
+  }
+
+  void fail(Request& request, int error) {
+    if (advance(request, -error) == Advance::transfer_over) add_over(request.state);
+    std::lock_guard lock(mutex_);
+    queue_.over(request);
   }
 
   std::mutex mutex_;
@@ -231,8 +278,10 @@ class Ring final : public Io {
   int wake_up_error_ = 0;  // the errno of a failed read of wake_up_: nothing would wake the thread
   std::uint64_t woken_count_ = 0;
   std::chrono::milliseconds look_again_{};
-  std::vector<unsigned> free_slots_;
+  std::vector<unsigned> free_slots_, repeated_;  // repeated: to be submitted again
   std::vector<Request> slots_;
+  std::shared_ptr<TransferState> over_;  // the first of a list: transfers whose completion has not run
+  TransferState* last_over_ = nullptr;
   std::thread thread_;
 };
 

@@ -1,4 +1,5 @@
 // Io over a pool of threads that call preadv and pwritev: for kernels and containers without io_uring.
+#include <fmt/format.h>
 #include <sys/uio.h>
 
 #include <cerrno>
@@ -8,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/io/transfer_queue.h"
 
 namespace zeropage {
@@ -22,15 +24,17 @@ class ThreadPoolIo final : public Io {
     threads_.reserve(depth_);
     try {
       while (threads_.size() < depth_) threads_.emplace_back([this] { work(); });
-    } catch (const std::system_error&) {  // the system's thread limit: fewer will do, none will not
-      if (threads_.empty()) throw;
+    } catch (const std::system_error& error) {  // the system's thread limit: fewer will do, none will not
+      if (threads_.empty()) {
+        throw Error(fmt::format("no thread can be started for I/O: {}; raise the limit of threads", error.what()));
+      }
     }
   }
 
   ~ThreadPoolIo() override {
-    wait_all();
     {
-      std::lock_guard lock(mutex_);
+      std::unique_lock lock(mutex_);
+      finished_.wait(lock, [&] { return queue_.idle(); });
       closing_ = true;
     }
     wake_.notify_all();
@@ -41,18 +45,19 @@ class ThreadPoolIo final : public Io {
     auto state = std::make_shared<TransferState>(transfer, std::move(completion));
     std::lock_guard lock(mutex_);
     queue_.push(std::move(state), priority);
-    wake_.notify_all();
+    wake_.notify_one();
   }
 
   void expedite(std::span<const std::byte> memory) override {
     std::lock_guard lock(mutex_);
     queue_.expedite(memory);
-    wake_.notify_all();
+    wake_.notify_one();
   }
 
   void wait_all() override {
     std::unique_lock lock(mutex_);
-    finished_.wait(lock, [&] { return queue_.idle(); });
+    const std::uint64_t epoch = queue_.begin_epoch();
+    finished_.wait(lock, [&] { return queue_.has_ended(epoch); });
   }
 
   std::string_view name() const override { return "threads"; }
@@ -67,22 +72,31 @@ class ThreadPoolIo final : public Io {
     return result < 0 ? -errno : result;
   }
 
+  /// A thread that takes a request wakes the next one, and the one that ends a request takes another. Therefore no
+  /// event wakes all threads.
   void work() {
     std::unique_lock lock(mutex_);
     while (true) {
       std::optional<Request> request;
-      while (!closing_ && !(request = queue_.pop())) wake_.wait_for(lock, queue_.look_again());
+      while (!closing_ && !(request = queue_.pop())) wait(lock);
       if (!request) return;
+      if (queue_.has_queued()) wake_.notify_one();
       lock.unlock();
       Advance outcome = advance(*request, transfer(*request));
       while (outcome == Advance::again) outcome = advance(*request, transfer(*request));
       if (outcome == Advance::transfer_over) request->state->finish();
       lock.lock();
       queue_.over(*request);
-      if (outcome == Advance::transfer_over) queue_.finished();
-      if (queue_.idle()) finished_.notify_all();
-      wake_.notify_one();  // for a request held back by the limit in flight
+      if (outcome == Advance::transfer_over && queue_.finished(*request->state)) finished_.notify_all();
     }
+  }
+
+  /// One thread at most watches for the time at which background requests may start.
+  void wait(std::unique_lock<std::mutex>& lock) {
+    if (watched_ || !queue_.has_background()) return wake_.wait(lock);
+    watched_ = true;
+    wake_.wait_for(lock, kUntilIdle);
+    watched_ = false;
   }
 
   std::mutex mutex_;
@@ -90,6 +104,7 @@ class ThreadPoolIo final : public Io {
   const std::size_t depth_;
   TransferQueue queue_;
   bool closing_ = false;
+  bool watched_ = false;
   std::vector<std::thread> threads_;
 };
 

@@ -1,12 +1,15 @@
-// The queue of a disk: transfers cut into requests of at most IoOptions::block_bytes, in one lane per priority.
-// Demanded requests go first. Reads ahead and writes behind take turns and have a limit in flight, so that demanded
-// requests meet a short queue. Private to io/; the caller holds a lock of its own.
+// The queue of a disk: transfers in one lane per priority, cut into requests of at most IoOptions::block_bytes as
+// they start. Demanded requests go first. Reads ahead and writes behind take turns and have a limit in flight, so
+// that demanded requests meet a short queue. Only push() and begin_epoch() allocate memory. Private to io/; the
+// caller holds a lock of its own.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <deque>
+#include <functional>
+#include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -18,6 +21,12 @@
 namespace zeropage {
 
 inline constexpr std::size_t kMostDepth = 1024;
+inline constexpr auto kUntilIdle = std::chrono::milliseconds(2);  // pauses of a busy disk are shorter
+inline constexpr auto kPause = std::chrono::milliseconds(1);      // if the system lacks resources
+
+struct TransferState;
+using TransferList = std::list<std::shared_ptr<TransferState>>;
+using ByBuffer = std::multimap<const std::byte*, TransferState*, std::less<>>;
 
 struct TransferState {
   TransferState(const Transfer& t, Completion c) : transfer(t), completion(std::move(c)) {}
@@ -29,7 +38,19 @@ struct TransferState {
   Completion completion;
   std::atomic<std::size_t> requests_left{1};
   std::atomic<std::size_t> bytes_done{0};
-  std::atomic<int> error{0};  // errno of the first failed request; 0 with bytes_done short: end of file
+  std::atomic<int> error{0};            // errno of the first failed request; 0 with bytes_done short: end of file
+  std::shared_ptr<TransferState> next;  // for the engine's list
+
+ private:
+  friend class TransferQueue;
+  std::exception_ptr failure() const;  // null if none
+
+  Priority priority_{};
+  bool queued_ = true;      // has requests that were not popped
+  std::size_t popped_ = 0;  // bytes
+  std::uint64_t epoch_ = 0;
+  TransferList::iterator place_;
+  ByBuffer::iterator by_buffer_;
 };
 
 /// The rest of one request.
@@ -41,7 +62,8 @@ struct Request {
   std::size_t bytes;
 };
 
-/// Records the outcome of one system call: `result` bytes, or -errno.
+/// Records the outcome of one system call: `result` bytes, or -errno. `again`: the caller repeats the request, for
+/// its rest. Pauses if the system lacks resources for the request.
 enum class Advance { again, over, transfer_over };
 Advance advance(Request& request, long result);
 
@@ -56,31 +78,40 @@ class TransferQueue {
   /// Any queued request, whatever is in flight: for a queue that starts nothing any more.
   std::optional<Request> drain();
   /// To be called when a popped request is over.
-  void over(const Request& request);
-  /// Queues a popped request again, for its rest.
-  void again(Request request);
+  void over(const Request& request) { count(request, -1); }
+  /// Moves the transfers whose buffers begin in `memory` to the end of the demanded lane.
   void expedite(std::span<const std::byte> memory);
-  bool idle() const { return unfinished_ == 0; }
-  /// The time until the caller should look again if nothing ends and nothing is added.
-  std::chrono::milliseconds look_again() const {
-    return std::chrono::milliseconds(lanes_[static_cast<int>(Priority::background)].empty() ? 1000 : 2);
+  /// To be called when a transfer's completion has run. Returns whether an epoch may have ended.
+  bool finished(TransferState& state);
+
+  bool idle() const { return unfinished_.empty(); }
+  /// Begins an epoch, and returns the number of the one before.
+  std::uint64_t begin_epoch() { return epoch_++; }
+  /// Whether all transfers of this epoch and earlier ones are finished.
+  bool has_ended(std::uint64_t epoch) const { return idle() || unfinished_.begin()->first > epoch; }
+
+  bool has_queued() const {
+    return std::ranges::any_of(lanes_, [](const TransferList& lane) { return !lane.empty(); });
   }
-  /// To be called when a transfer's completion has run.
-  void finished() { --unfinished_; }
+  /// Whether the caller should look again after kUntilIdle, if nothing ends and nothing is added.
+  bool has_background() const { return !lanes_[static_cast<int>(Priority::background)].empty(); }
 
  private:
-  std::deque<Request>& lane(Priority priority) { return lanes_[static_cast<int>(priority)]; }
+  TransferList& lane(Priority priority) { return lanes_[static_cast<int>(priority)]; }
 
   bool may_start_background();
+  Request next_of(TransferList& lane);
   void count(const Request& request, int more);
 
   std::size_t most_, block_;
   std::size_t in_flight_ = 0, background_in_flight_ = 0;  // requests
   std::size_t credit_ = 0;                                // bytes that background requests may still move
   Clock::time_point others_ended_;                        // latest end of a request of another priority
-  std::size_t unfinished_ = 0;                            // transfers
   bool write_next_ = false;
-  std::deque<Request> lanes_[kPriorities];
+  TransferList lanes_[kPriorities];
+  ByBuffer by_buffer_;  // all that are not finished
+  std::uint64_t epoch_ = 0;
+  std::map<std::uint64_t, std::size_t> unfinished_;  // transfers, by epoch
 };
 
 /// Null if io_uring is not built or not allowed; `why` then tells which.

@@ -49,7 +49,7 @@ class PlannedIo final : public Io {
     start_requests();
     if (!is_over) return;
     state->finish();
-    queue_.finished();
+    queue_.finished(*state);
   }
 
   const std::shared_ptr<Machine> machine_;
