@@ -4,9 +4,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "forked_child.h"
@@ -102,6 +105,48 @@ TEST_CASE("an arena that joins holes for ever keeps its memory and finds address
     blocks.push_back(std::move(*block));
   }
   CHECK(refused == 0);
+}
+
+TEST_CASE("holes join after any number of cuts") {
+  Arena arena(64 * kMiB);
+  std::mt19937 random(3);
+  std::vector<Block> blocks;
+  std::size_t used = 0;
+  for (int round = 0; round < 10; ++round) {
+    while (auto block = arena.try_allocate(kBlockBytes * (1 + random() % 2))) {
+      used += block->bytes();
+      std::memset(block->data(), static_cast<int>(used / kBlockBytes), 8);
+      blocks.push_back(std::move(*block));
+    }
+    std::shuffle(blocks.begin(), blocks.end(), random);
+    for (std::size_t i = blocks.size() / 2; i < blocks.size(); ++i) used -= blocks[i].bytes();
+    blocks.resize(blocks.size() / 2);
+    CHECK(arena.try_allocate((arena.capacity() - used) / 2));
+    auto all = arena.try_allocate(arena.capacity() - used);
+    REQUIRE(all);
+    std::memset(all->data(), 0xEE, all->bytes());
+  }
+}
+
+TEST_CASE("an arena's memory is in no core dump, nor what takes the place of its holes") {
+  Arena arena(4 * kMiB);
+  std::vector<Block> blocks;
+  while (auto block = arena.try_allocate(kBlockBytes)) blocks.push_back(std::move(*block));
+  for (std::size_t i = 0; i < blocks.size(); i += 2) blocks[i] = {};
+  auto joined = arena.try_allocate(2 * kMiB);
+  REQUIRE(joined);
+  for (const std::byte* at : {blocks[1].data(), joined->data()}) {
+    std::ifstream maps("/proc/self/smaps");
+    bool is_within = false;
+    for (std::string line; std::getline(maps, line);) {
+      std::size_t begin = 0, end = 0;
+      if (std::sscanf(line.c_str(), "%zx-%zx ", &begin, &end) == 2) {
+        is_within = begin <= reinterpret_cast<std::size_t>(at) && reinterpret_cast<std::size_t>(at) < end;
+      } else if (is_within && line.starts_with("VmFlags:")) {
+        CHECK((line + " ").find(" dd ") != std::string::npos);
+      }
+    }
+  }
 }
 
 TEST_CASE("an arena that dies in a forked child leaves what the child has mapped in its place") {

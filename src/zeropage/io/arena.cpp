@@ -28,8 +28,10 @@ Block::~Block() {
 
 namespace {
 
-constexpr std::size_t kSpread = 16;              // addresses per byte of memory
-constexpr std::size_t kMostMappings = 1U << 14;  // of an arena's memory; bare addresses need some more
+constexpr std::size_t kSpread = 16;  // addresses per byte of memory
+constexpr std::size_t kMostUnits = 1U << 14;
+constexpr std::size_t kMostMappings = 1U << 13;  // of memory; as many of bare addresses; a process has few arenas
+constexpr std::size_t kWorthMoving = 64 * kKiB;  // a piece; to clear less memory is faster
 
 /// Kernels before 5.7 cannot do this.
 bool may_map_anew() {
@@ -51,25 +53,24 @@ bool may_map_anew() {
 Arena::Arena(std::size_t capacity, SlabHook on_first_use)
     : capacity_(round_up(std::max(capacity, kHugePageBytes), kHugePageBytes)),
       span_(capacity_),
-      unit_(std::clamp(std::bit_ceil(capacity_ / kMostMappings), kBlockBytes, kHugePageBytes)),
+      unit_(std::clamp(std::bit_ceil(capacity_ / kMostUnits), kBlockBytes, kHugePageBytes)),
+      protection_(PROT_READ | PROT_WRITE),
       on_first_use_(std::move(on_first_use)),
       announced_(ceil_div(capacity_, kSlabBytes), false) {
   reserve_for(/*joins=*/!on_first_use_);
-  if (!base_ || ::mprotect(base_, capacity_, PROT_READ | PROT_WRITE) != 0) {
+  if (!base_ || !map({0, capacity_}, protection_)) {
     const int error = errno;
     if (base_) ::munmap(base_, span_);
     throw BudgetError(fmt::format("cannot map {} of memory ({}); lower device_memory or host_memory",
                                   format_bytes(capacity_), std::strerror(error)));
   }
-  // Advice only: without huge pages, transfers are slower and nothing else changes.
-  ::madvise(base_, capacity_, MADV_HUGEPAGE);
-  ::madvise(base_, capacity_, MADV_DONTFORK);
 }
 
 Arena::Arena(std::size_t capacity, Hollow)
     : capacity_(round_up(std::max(capacity, kHugePageBytes), kHugePageBytes)),
       span_(capacity_),
-      unit_(std::clamp(std::bit_ceil(capacity_ / kMostMappings), kBlockBytes, kHugePageBytes)) {
+      unit_(std::clamp(std::bit_ceil(capacity_ / kMostUnits), kBlockBytes, kHugePageBytes)),
+      protection_(PROT_NONE) {
   reserve_for(/*joins=*/true);
   if (!base_) throw BudgetError(fmt::format("cannot have {} of addresses to plan with", format_bytes(capacity_)));
 }
@@ -142,26 +143,60 @@ bool Arena::join_holes(std::size_t bytes) {
     found += holes.back().bytes;
     return found < wanted;
   });
-  if (found < wanted || mappings_.size() + holes.size() > kMostMappings) return false;
+  if (found < wanted) return false;
   const auto to = bare_.take(wanted);
   if (!to) return false;
+  const bool moves = wanted / holes.size() >= kWorthMoving && mappings_.size() + holes.size() <= kMostMappings;
+  const std::size_t joined = moves ? move(holes, {*to, wanted}) : replace(holes, {*to, wanted});
+  if (joined > 0) free_.release(*to, joined);
+  return joined == wanted;
+}
+
+/// Returns the bytes that are at `to` then. They are fewer than the holes' if the kernel refuses.
+std::size_t Arena::move(const std::vector<Range>& holes, Range to) {
   std::size_t moved = 0;
   for (const Range& hole : holes) {
     for (const Range& piece : mappings_in(hole)) {
       // The kernel refuses at its limit of mappings. Pieces that were not moved stay in place.
-      if (!map_anew(piece, *to + moved)) {
+      if (!map_anew(piece, to.offset + moved)) {
         // The kernel may or may not have released the addresses of the piece: give them up.
         const std::size_t lost = moved + piece.bytes;
-        if (lost < wanted) bare_.release(*to + lost, wanted - lost);
-        if (moved > 0) free_.release(*to, moved);
-        return false;
+        if (lost < to.bytes) bare_.release(to.offset + lost, to.bytes - lost);
+        return moved;
       }
       free_.take_at(piece.offset, piece.bytes);
       bare_.release(piece.offset, piece.bytes);
       moved += piece.bytes;
     }
   }
-  free_.release(*to, moved);
+  return moved;
+}
+
+/// The same with new memory, in one mapping.
+std::size_t Arena::replace(const std::vector<Range>& holes, Range to) {
+  if (!map(to, protection_)) return 0;
+  std::size_t replaced = 0;
+  for (const Range& hole : holes) {
+    if (!map(hole, PROT_NONE)) break;
+    for (const Range& piece : mappings_in(hole)) mappings_.erase(piece.offset);
+    free_.take_at(hole.offset, hole.bytes);
+    bare_.release(hole.offset, hole.bytes);
+    replaced += hole.bytes;
+  }
+  if (replaced > 0) mappings_.emplace(to.offset, replaced);
+  const Range rest{to.offset + replaced, to.bytes - replaced};
+  if (rest.bytes > 0 && map(rest, PROT_NONE)) bare_.release(rest.offset, rest.bytes);
+  return replaced;
+}
+
+/// Maps memory without content, or bare addresses, in place of what is there.
+bool Arena::map(Range range, int protection) {
+  constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  std::byte* const at = base_ + range.offset;
+  if (::mmap(at, range.bytes, protection, kHow, -1, 0) == MAP_FAILED) return false;
+  if (protection == PROT_NONE) return true;
+  // Advice only: without huge pages, transfers are slower and nothing else changes.
+  for (const int advice : {MADV_HUGEPAGE, MADV_DONTFORK, MADV_DONTDUMP}) ::madvise(at, range.bytes, advice);
   return true;
 }
 
@@ -189,8 +224,7 @@ bool Arena::map_anew(Range mapping, std::size_t to) {
   // The old addresses stay reserved, so no other thread's mapping can take them.
   constexpr int kHow = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (::mremap(from, mapping.bytes, mapping.bytes, kHow, base_ + to) == MAP_FAILED) return false;
-  constexpr int kBare = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-  (void)::mmap(from, mapping.bytes, PROT_NONE, kBare, -1, 0);  // a failure is harmless: they have no memory anyway
+  (void)map(mapping, PROT_NONE);  // a failure is harmless: they have no memory anyway
   auto node = mappings_.extract(mapping.offset);
   node.key() = to;
   mappings_.insert(std::move(node));

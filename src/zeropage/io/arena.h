@@ -4,7 +4,8 @@
 // [Note: no fragmentation] Blocks of many sizes come and go. Soon no hole is large enough, although all holes
 // together are. Here several holes then become one. Their memory is mapped anew, one piece after another, at
 // addresses kept free for this. mremap copies nothing and moves no block, and takes about 10 us a piece. Pieces are
-// whole units, few enough for the kernel's limit of mappings (vm.max_map_count, 65,530 by default).
+// whole units. Cut pieces remain cut, and the kernel limits mappings (vm.max_map_count, 65,530 by default). When an
+// arena has many, or pieces are small, the holes' memory goes back to the system and a new piece takes its place.
 //
 // Memory that is registered with a device cannot be mapped anew. With a hook, the region is used slab by slab, and
 // the hook is called when a slab is first used.
@@ -91,12 +92,16 @@ class Arena {
   bool join_holes(std::size_t bytes);
   std::vector<Range> mappings_in(Range range);
   bool map_anew(Range mapping, std::size_t to);
+  std::size_t move(const std::vector<Range>& holes, Range to);
+  std::size_t replace(const std::vector<Range>& holes, Range to);
+  bool map(Range range, int protection);
 
   std::mutex mutex_;
   std::byte* base_ = nullptr;
   std::size_t capacity_;
   std::size_t span_;  // of addresses
   std::size_t unit_ = 0;
+  int protection_ = 0;  // of memory
   bool mapped_ = true;  // by this class
   const std::uint64_t process_ = process_generation();
   FreeList free_;                                // memory
