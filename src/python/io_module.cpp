@@ -47,7 +47,7 @@ class TensorTicket {
   TensorTicket(std::shared_ptr<Io> io, std::shared_ptr<const DirectFile> file, Memory memory, Ticket ticket)
       : io_(std::move(io)), file_(std::move(file)), memory_(std::move(memory)), ticket_(std::move(ticket)) {}
   TensorTicket(TensorTicket&&) = default;
-  TensorTicket& operator=(TensorTicket&&) = default;
+  TensorTicket& operator=(TensorTicket&&) = delete;  // it would free the memory of a transfer under way
   ~TensorTicket() {
     try {
       wait(std::nullopt);

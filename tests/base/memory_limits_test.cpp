@@ -78,6 +78,15 @@ TEST_CASE("a limit of control groups version 1 counts as well") {
   CHECK(root.available() == 2 * kGiB);
 }
 
+TEST_CASE("a group is throttled from memory.high on, so no more is available") {
+  Root root;
+  root.write("proc/self/cgroup", "0::/\n");
+  root.write("sys/fs/cgroup/memory.max", "max\n");
+  root.write("sys/fs/cgroup/memory.high", 3 * kGiB);
+  root.write("sys/fs/cgroup/memory.current", 2 * kGiB);
+  CHECK(root.available() == kGiB);
+}
+
 TEST_CASE("a group that uses more than its limit leaves nothing") {
   Root root;
   root.write("proc/self/cgroup", "0::/\n");

@@ -121,6 +121,19 @@ TEST_CASE("what could not be written is an error of every flush, and is written 
   CHECK(std::equal(data.begin(), data.begin() + 100, content.begin()));
 }
 
+TEST_CASE("data that once did not reach the disk is an error of every end, though the disk says that it has") {
+  TemporaryDirectory directory;
+  const auto io = make_io();
+  File file = File::create(directory.path() + "/file", 4096);
+  FileWriter writer(*io, file);
+  writer.write(0, random_bytes(4096));
+  writer.flush();
+  File on_disk = std::exchange(file, File::open("/dev/null", /*writable=*/true));
+  CHECK_THROWS_AS(writer.finish(), DiskError);
+  std::swap(file, on_disk);
+  CHECK_THROWS_AS(writer.finish(), DiskError);
+}
+
 TEST_CASE("a file cut short and one that is missing are errors, and the reader goes on") {
   TemporaryDirectory directory;
   const std::string path = directory.path() + "/file";
@@ -134,6 +147,9 @@ TEST_CASE("a file cut short and one that is missing are errors, and the reader g
   FileReader reader(*io, path);
   const FileReader::Range beyond[] = {{0, 4096}, {9'000, 1'001}};
   CHECK_THROWS_WITH_AS(reader.read(beyond, [](std::size_t, std::span<const std::byte>) {}),
+                       doctest::Contains("was cut short"), DiskError);
+  const FileReader::Range wraps[] = {{~std::uint64_t{0} - 10, 100}};
+  CHECK_THROWS_WITH_AS(reader.read(wraps, [](std::size_t, std::span<const std::byte>) {}),
                        doctest::Contains("was cut short"), DiskError);
   const FileReader::Range whole[] = {{0, 10'000}};
   const auto stops = [](std::size_t, std::span<const std::byte>) { throw Error("stop"); };

@@ -1,7 +1,9 @@
 #include "zeropage/io/file.h"
 
 #include <doctest/doctest.h>
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -11,7 +13,7 @@
 
 using namespace zeropage;
 
-TEST_CASE("a swap file has no name and is for its owner only") {
+TEST_CASE("a swap file has no name, can get none, and is for its owner only") {
   TemporaryDirectory directory;
   File file = File::make_unnamed(directory.path());
   CHECK(directory.empty());
@@ -19,6 +21,8 @@ TEST_CASE("a swap file has no name and is for its owner only") {
   REQUIRE(::fstat(file.descriptor(), &info) == 0);
   CHECK((info.st_mode & 0777) == 0600);
   CHECK(info.st_nlink == 0);
+  const std::string link = "/proc/self/fd/" + std::to_string(file.descriptor()), name = directory.path() + "/name";
+  CHECK(::linkat(AT_FDCWD, link.c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW) != 0);
 }
 
 TEST_CASE("a file is opened again for O_DIRECT as the same file, though another has its name") {

@@ -32,19 +32,23 @@ std::optional<std::size_t> number_after(const std::string& word, const std::file
 
 /// The file names of a version of cgroups.
 struct Version {
-  const char* limit;
+  const char* limits[2];  // the second throttles the group
   const char* usage;
   const char* reclaimable;  // in memory.stat
 };
-constexpr Version kFirst{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
-constexpr Version kSecond{"memory.max", "memory.current", "inactive_file"};
+constexpr Version kFirst{{"memory.limit_in_bytes"}, "memory.usage_in_bytes", "total_inactive_file"};
+constexpr Version kSecond{{"memory.max", "memory.high"}, "memory.current", "inactive_file"};
 
 std::size_t left_in(const std::filesystem::path& group, const Version& version) {
-  const auto limit = number_in(group / version.limit), usage = number_in(group / version.usage);
-  if (!limit || !usage) return kUnlimited;
+  std::size_t limit = kUnlimited;
+  for (const char* const name : version.limits) {
+    if (name) limit = std::min(limit, number_in(group / name).value_or(kUnlimited));
+  }
+  const auto usage = number_in(group / version.usage);
+  if (limit == kUnlimited || !usage) return kUnlimited;
   const std::size_t reclaimable = number_after(version.reclaimable, group / "memory.stat").value_or(0);
   const std::size_t used = *usage - std::min(*usage, reclaimable);
-  return *limit - std::min(*limit, used);
+  return limit - std::min(limit, used);
 }
 
 /// The minimum left by `path` under `mount` and every group above it. In a container `path` may be the host's and not

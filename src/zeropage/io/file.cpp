@@ -24,7 +24,7 @@ namespace {
 /// and unlinks it.
 int open_unnamed(const std::string& directory, int flags) {
   flags |= O_RDWR | O_CLOEXEC;
-  const int descriptor = ::open(directory.c_str(), O_TMPFILE | flags, 0600);
+  const int descriptor = ::open(directory.c_str(), O_TMPFILE | O_EXCL | flags, 0600);
   if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
   std::string name = directory + "/.zeropage-XXXXXX";
   const int made = ::mkostemp(name.data(), flags & ~(O_RDWR | O_DIRECT));

@@ -71,7 +71,13 @@ void FileWriter::flush() {
 
 void FileWriter::finish() {
   flush();
-  file_.sync();
+  if (failed_sync_) std::rethrow_exception(failed_sync_);
+  try {
+    file_.sync();
+  } catch (...) {
+    failed_sync_ = std::current_exception();
+    throw;
+  }
 }
 
 }  // namespace zeropage

@@ -6,6 +6,7 @@
 // page cache instead, byte by byte. A file system without O_DIRECT uses the page cache for everything.
 #pragma once
 
+#include <exception>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,7 +31,8 @@ class FileWriter {
   std::uint32_t write(std::uint64_t offset, std::span<const std::byte> data, std::uint32_t crc = 0);
   /// Returns when all data is written. Throws DiskError, and again at the next call unless all is written by then.
   void flush();
-  /// The same, and the data has reached the disk.
+  /// The same, and the data has reached the disk. If that fails once, all later calls throw DiskError: the kernel then
+  /// drops the data and reports the next attempt as a success.
   void finish();
 
  private:
@@ -48,6 +50,7 @@ class FileWriter {
   const Priority priority_;
   std::vector<Block> blocks_;
   std::size_t current_ = 0;
+  std::exception_ptr failed_sync_;
   // The current block holds file bytes [begin_, end_). Its first byte is that at base_.
   std::uint64_t base_ = 0, begin_ = 0, end_ = 0;
 };

@@ -26,7 +26,7 @@ std::atomic<int> alive_now = 0;
 }  // namespace
 
 FileMemory::FileMemory(const std::string& folder, std::size_t bytes) : folder_(folder), bytes_(bytes) {
-  file_ = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  file_ = ::open(folder.c_str(), O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
   if (file_ < 0) fail("placed", folder_, bytes_, errno);
   void* address = MAP_FAILED;
   if (::ftruncate(file_, static_cast<off_t>(bytes)) == 0) {
