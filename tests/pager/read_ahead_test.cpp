@@ -212,22 +212,25 @@ TEST_CASE_FIXTURE(CycleFixture,
     run();
     return cache->stats().faults - before;
   };
-  std::size_t usual = 0;
-  for (int i = 0; i < 4; ++i) usual = faults_in(cycle_writing);
+  // On a busy machine some cycles have more faults than others.
+  const auto fewest_faults = [&] {
+    std::size_t fewest = ~std::size_t{0};
+    for (int i = 0; i < 6; ++i) fewest = std::min(fewest, faults_in(cycle_writing));
+    return fewest;
+  };
+  const std::size_t usual = fewest_faults();
   std::atomic<int> failures = 3;
   io->set_outcome([&](const Transfer& t) {
     return t.direction == Direction::write && failures-- > 0 ? -static_cast<long>(EIO) : 1L;
   });
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; failures > 0 && i < 100; ++i) {
     try {
       cycle_writing();
     } catch (const DiskError&) {  // a thread that needed the memory gets the error
     }
   }
   REQUIRE(failures <= 0);
-  std::size_t later = 0;
-  for (int i = 0; i < 4; ++i) later = faults_in(cycle_writing);
-  CHECK(later <= usual + 1);
+  CHECK(fewest_faults() <= usual + 1);
   cache->wait();  // all pages have been written since
   CHECK(wrong == 0);
 }
