@@ -2,13 +2,17 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/limits.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <fstream>
-#include <sstream>
+#include <optional>
 #include <vector>
 
 #include "zeropage/base/errors.h"
@@ -17,31 +21,65 @@
 namespace zeropage {
 namespace {
 
-/// A line of /proc/self/maps (man 5 proc_pid_maps).
 struct Mapping {
   std::uintptr_t begin = 0, end = 0;
-  std::string rights;
-  std::uint64_t offset = 0;
-  std::string device, inode, path;
+  bool is_writable = false, is_shared = false;
+  std::uint64_t offset = 0, inode = 0;
+  unsigned device[2] = {};
+  std::string path;  // empty if there is no mapping, or it has no name
 
-  std::string identity() const { return device + " " + inode; }
+  std::string identity() const { return fmt::format("{:x}:{:x} {}", device[0], device[1], inode); }
 };
 
-/// The mapping with the address; without a path if there is none.
-Mapping mapping_of(const void* data) {
-  const auto at = reinterpret_cast<std::uintptr_t>(data);
+/// The argument of PROCMAP_QUERY, an ioctl of Linux 6.11 (linux/fs.h).
+struct MapQuery {
+  std::uint64_t size, flags, address;
+  std::uint64_t begin, end, rights, page_bytes, offset, inode;
+  std::uint32_t device[2], name_bytes, build_id_bytes;
+  std::uint64_t name, build_id;
+};
+
+/// The mapping with the address, found in its kernel's tree of mappings. None on older kernels.
+std::optional<Mapping> query_mapping_of(const File& maps, std::uintptr_t at) {
+  constexpr unsigned long kQuery = _IOWR('f', 17, MapQuery);
+  constexpr std::uint64_t kWritable = 2, kShared = 8;
+  char name[PATH_MAX] = {};
+  MapQuery query{};
+  query.size = sizeof(query);
+  query.address = at;
+  query.name = reinterpret_cast<std::uintptr_t>(name);
+  query.name_bytes = sizeof(name);
+  if (::ioctl(maps.descriptor(), kQuery, &query) != 0) {
+    if (errno == ENOENT) return Mapping();
+    return std::nullopt;
+  }
+  return Mapping{query.begin,  query.end,   (query.rights & kWritable) != 0,    (query.rights & kShared) != 0,
+                 query.offset, query.inode, {query.device[0], query.device[1]}, query.name_bytes > 0 ? name : ""};
+}
+
+/// The same from the lines of /proc/self/maps (man 5 proc_pid_maps), which takes long for thousands of mappings.
+Mapping parse_mapping_of(std::uintptr_t at) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
-    Mapping mapping;
-    char dash = 0;
-    std::istringstream words(line);
-    words >> std::hex >> mapping.begin >> dash >> mapping.end >> mapping.rights >> mapping.offset >> mapping.device >>
-        mapping.inode;
-    if (!words || at < mapping.begin || at >= mapping.end) continue;
-    std::getline(words >> std::ws, mapping.path);
-    return mapping;
+    Mapping found;
+    char rights[5] = {};
+    int path = 0;
+    const int words = std::sscanf(line.c_str(), "%lx-%lx %4s %lx %x:%x %lu %n", &found.begin, &found.end, rights,
+                                  &found.offset, &found.device[0], &found.device[1], &found.inode, &path);
+    if (words < 7 || at < found.begin || at >= found.end) continue;
+    found.is_writable = rights[1] == 'w';
+    found.is_shared = rights[3] == 's';
+    found.path = line.substr(path);
+    return found;
   }
   return {};
+}
+
+Mapping mapping_of(const void* data) {
+  const auto at = reinterpret_cast<std::uintptr_t>(data);
+  const File maps(::open("/proc/self/maps", O_RDONLY | O_CLOEXEC), "/proc/self/maps");
+  auto found = query_mapping_of(maps, at);
+  return found ? std::move(*found) : parse_mapping_of(at);
 }
 
 /// Whether a private mapping still shows the file: none of its pages was written (and so copied) or swapped out (man
@@ -83,11 +121,9 @@ bool is_mapped(const SourceFile& file, const Mapping& mapping) {
 SourceRange MappedFiles::find(const void* data, std::size_t bytes) noexcept try {
   const Mapping mapping = mapping_of(data);
   const auto at = reinterpret_cast<std::uintptr_t>(data);
-  if (mapping.path.empty() || mapping.path[0] != '/' || mapping.inode == "0" || at + bytes > mapping.end) return {};
+  if (mapping.path.empty() || mapping.path[0] != '/' || mapping.inode == 0 || at + bytes > mapping.end) return {};
   // Other processes may write through a shared mapping, so the file may have changed.
-  const bool is_private = mapping.rights.size() == 4 && mapping.rights[3] == 'p';
-  if (!is_private && mapping.rights[1] == 'w') return {};
-  if (is_private && !is_as_in_file(data, bytes)) return {};
+  if (mapping.is_shared ? mapping.is_writable : !is_as_in_file(data, bytes)) return {};
   std::lock_guard lock(mutex_);
   std::weak_ptr<const SourceFile>& known = known_[mapping.identity()];
   std::shared_ptr<const SourceFile> file = known.lock();
