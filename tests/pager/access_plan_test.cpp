@@ -1,7 +1,9 @@
 #include "zeropage/pager/access_plan.h"
 
 #include <doctest/doctest.h>
+#include <time.h>
 
+#include <algorithm>
 #include <string>
 
 using namespace zeropage;
@@ -121,4 +123,62 @@ TEST_CASE("a long history is forgotten from its beginning, and the plan stands")
   CHECK(program.plan.surprises() <= surprises + 1);
   CHECK(program.coming(3) == "abc");
   CHECK(program.plan.next_use(0).begin == program.plan.now());
+}
+
+namespace {
+
+double cpu_seconds() {
+  timespec time{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+/// The longest use after `before` others.
+double longest_use(int before) {
+  AccessPlan plan;
+  constexpr int kRuns = 3000;
+  for (int i = 0; i < kRuns; ++i) plan.create(1);
+  double longest = 0;
+  for (int i = 0; i < before + 1000; ++i) {
+    const double begin = cpu_seconds();
+    plan.use({static_cast<AccessPlan::Ordinal>(i % kRuns), Access::read, true, true}, 1000);
+    if (i >= before) longest = std::max(longest, cpu_seconds() - begin);
+  }
+  return longest;
+}
+
+}  // namespace
+
+TEST_CASE("no use takes long when the history is full") {
+  double longest = 1;  // a busy machine interrupts some
+  for (int i = 0; i < 4 && longest > 0.002; ++i) longest = std::min(longest, longest_use((1 << 18) - 500));
+  CHECK(longest < 0.002);
+}
+
+TEST_CASE("the next use of each of many in one group is found in a moment") {
+  constexpr std::size_t kMembers = 40'000;
+  AccessPlan plan;
+  for (std::size_t i = 0; i < kMembers; ++i) plan.create(1);
+  for (int step = 0; step < 3; ++step) {
+    for (AccessPlan::Ordinal i = 0; i < kMembers; ++i) plan.use({i, Access::read, false, i == 0}, 1000);
+  }
+  const auto now = plan.now();
+  const double begin = cpu_seconds();
+  std::size_t right = 0;
+  for (AccessPlan::Ordinal i = 0; i < kMembers; ++i) {
+    const auto next = plan.next_use(i);
+    right += next.begin == now && next.end == now + kMembers * 1001;
+  }
+  CHECK(cpu_seconds() - begin < 0.5);
+  CHECK(right == kMembers);
+}
+
+TEST_CASE("the ordinals of the dead are taken over in a moment, however many there are") {
+  constexpr std::size_t kRuns = 200'000;
+  AccessPlan plan;
+  for (std::size_t i = 0; i < kRuns; ++i) plan.create(1);
+  for (AccessPlan::Ordinal i = 0; i < kRuns; ++i) plan.destroy(i);
+  const double begin = cpu_seconds();
+  for (AccessPlan::Ordinal i = 0; i + 1024 < kRuns; ++i) CHECK(plan.create(1) == i);
+  CHECK(cpu_seconds() - begin < 1);
 }

@@ -8,12 +8,20 @@
 //
 // Time is counted in bytes of uses, so a distance is the memory that passes until then.
 //
-// Amortised O(log of the history) a use, O(1) memory. Not thread-safe: the cache's lock guards it.
+// O(log of the history) a use and a question, O(1) memory. Not thread-safe: the cache's lock guards it.
+//
+// [Note: bounded history] The history is a ring: each use beyond its size replaces the oldest one. A position counts
+// uses from the program's start, and a slot is its place in the ring. Links between uses are slots. The ring keeps a
+// few uses longer than the history, because the hash of the oldest context needs them. A link to a use that the
+// history has forgotten leads out of it, or to a newer use: either ends a chain.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <limits>
+#include <list>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -74,42 +82,57 @@ class AccessPlan {
   std::uint64_t surprises() const { return surprises_; }
 
  private:
-  using Position = std::size_t;  // in the history
+  using Position = std::uint64_t;  // of a use: its number
+  using Slot = std::uint32_t;
   static constexpr Position kNowhere = ~Position{0};
-  static constexpr std::size_t kMostUses = std::size_t{1} << 18;
+  static constexpr Slot kNone = ~Slot{0};
+  static constexpr std::size_t kRing = std::size_t{1} << 18, kBlock = 512, kBuckets = std::size_t{1} << 16;  // uses
   // Numbers of equal uses that identify a place. After a match of one use, the next use must confirm it.
   static constexpr std::size_t kContexts[] = {4, 2, 1};
+  static constexpr std::size_t kLongestContext = 4;
+  static constexpr std::size_t kMostUses = kRing - kLongestContext;
   static constexpr std::size_t kMostCandidates = 32;  // places compared if several match
   static constexpr std::size_t kMakings = 64;         // future uses searched for a run that is created anew
 
   struct Entry {
     Use use;
-    Time time;                                            // when it began
-    double seconds;                                       // likewise, on a clock
-    std::uint64_t hash;                                   // of the history up to and with it
-    Position before[3] = {kNowhere, kNowhere, kNowhere};  // earlier ends of the same context, by context
+    Time time;              // when it began
+    double seconds;         // likewise, on a clock
+    std::uint64_t hash;     // of the history up to and with it
+    Slot before[3];         // earlier ends of the same context, by context
+    std::uint32_t next[3];  // the bucket's next context, by context: see find_context()
   };
   struct Known {
     std::uint64_t kind;
     bool alive;
-    std::vector<Position> places = {};  // in the history
+    std::uint32_t forgotten = 0;    // of the places
+    std::vector<Slot> places = {};  // in the history, in order
+    std::list<Ordinal>::iterator spare = {};
   };
 
+  Entry& at(Position position) { return blocks_[position % kRing / kBlock][position % kBlock]; }
+  const Entry& at(Position position) const { return blocks_[position % kRing / kBlock][position % kBlock]; }
+  static Slot slot_of(Position position) { return static_cast<Slot>(position % kRing); }
+  Position position_of(Slot slot) const { return end_ - 1 - (end_ - 1 - slot) % kRing; }
+  std::size_t size() const { return end_ - oldest_; }
+  std::uint64_t power(std::size_t exponent) const;
   std::uint64_t hash_of(Position end, std::size_t length) const;
   std::size_t common_length(Position a, Position b) const;
   Position find_place();
   std::optional<Coming> likely(std::size_t k) const;
-  void extend_powers(std::size_t length);
+  std::uint32_t& find_context(std::size_t context, std::uint64_t hash);
   void index_latest();
-  void forget_oldest_half();
+  void forget_oldest();
+  Ordinal revive(Ordinal ordinal);
 
-  std::vector<Entry> history_;
-  std::vector<std::uint64_t> powers_;  // of the hash's base
-  std::vector<Known> known_;           // by ordinal
-  std::unordered_map<std::uint64_t, Position> latest_context_[3];
-  std::unordered_map<std::uint64_t, std::vector<Ordinal>> spare_;  // dead, by kind
-  std::unordered_map<std::uint64_t, Ordinal> shared_;              // by kind
-  Position match_ = kNowhere;                                      // the earlier use that matches the latest one
+  std::vector<std::unique_ptr<Entry[]>> blocks_;  // of the ring
+  Position oldest_ = kLongestContext, end_ = kLongestContext;
+  std::vector<std::uint32_t> buckets_;                           // the latest end of each context, by hash
+  std::deque<Slot> groups_;                                      // uses that begin a group, in order
+  std::vector<Known> known_;                                     // by ordinal
+  std::unordered_map<std::uint64_t, std::list<Ordinal>> spare_;  // dead, by kind, the oldest first
+  std::unordered_map<std::uint64_t, Ordinal> shared_;            // by kind
+  Position match_ = kNowhere;                                    // the earlier use that matches the latest one
   bool confident_ = false;
   Time now_ = 0;
   std::uint64_t uses_ = 0, latest_group_ = 0;
