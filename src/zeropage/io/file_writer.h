@@ -31,8 +31,8 @@ class FileWriter {
   std::uint32_t write(std::uint64_t offset, std::span<const std::byte> data, std::uint32_t crc = 0);
   /// Returns when all data is written. Throws DiskError, and again at the next call unless all is written by then.
   void flush();
-  /// The same, and the data has reached the disk. If that fails once, all later calls throw DiskError: the kernel then
-  /// drops the data and reports the next attempt as a success.
+  /// The same, and the data has reached the disk. If that fails once, all later calls throw DiskError: the kernel
+  /// then drops the data and reports the next attempt as a success.
   void finish();
 
  private:
