@@ -279,7 +279,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
             ["  budgets", megabytes(sum(b.limit for b in report.budgets))],
             ["read from disk", megabytes(report.read_bytes)],
             ["written to disk", megabytes(report.written_bytes)],
-            ["waited for the disk", f"{report.waited_total:.1f} s of {seconds:.1f} s"],
+            ["waited for the disk", f"{report.waited_for_disk:.1f} s of {seconds:.1f} s"],
         ]
     print(tabulate(rows, colalign=("left", "right")))
     if plain:

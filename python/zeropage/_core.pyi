@@ -74,6 +74,13 @@ class Report:
     waited_for_upload: float
     waited_for_gather: float
     waited_for_memory: float
+    waited_for_device: float
+    waited_for_ranks: float
+    waited_for_threads: float
+    waited_for_checkpoint: float
+    update_seconds: float
+    copy_seconds: float
+    overhead_seconds: float
     ranks: int
     gathered_bytes: int
     reduced_bytes: int
@@ -163,6 +170,10 @@ class RawPin:
 
 class TensorPin:
     def release(self) -> None: ...
+
+class CheckpointTime:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 class TensorFileWriter:
     def __init__(self, path: str, bytes: int) -> None: ...

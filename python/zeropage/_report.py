@@ -10,14 +10,77 @@ from tabulate import tabulate
 
 from zeropage import _core
 
-_ADVICE = {
-    "disk": "raise host_memory; store fewer bytes (compute_dtype, master_dtype='float32_split', optimizer_dtype); "
-    "use more tokens a step; add disks to disk_path",
-    "upload": "raise device_memory; set compute_dtype, which halves the traffic; set optimizer_device='host'; use "
-    "more tokens a step",
-    "gather": "use more tokens a step; raise device_memory, so that gathered tensors stay; set stage=2, or use a "
-    "shard group of fewer ranks",
-    "memory": "raise device_memory and host_memory: reads wait until other pages have left memory",
+
+@dataclass(frozen=True, kw_only=True)
+class _Cause:
+    """A cause of time: its field, its name in tables, and the advice if it is the bound."""
+
+    field: str
+    name: str
+    advice: str
+
+
+_CAUSES = {
+    "updates": _Cause(
+        field="update_seconds",
+        name="updates of parameters",
+        advice="use more tokens a step; use fused=True; with a GPU, set optimizer_device='device' or raise "
+        "device_memory",
+    ),
+    "disk": _Cause(
+        field="waited_for_disk",
+        name="waits for the disk",
+        advice="raise host_memory; store fewer bytes (compute_dtype, master_dtype='float32_split', optimizer_dtype); "
+        "use more tokens a step; add disks to disk_path",
+    ),
+    "upload": _Cause(
+        field="waited_for_upload",
+        name="waits for uploads",
+        advice="raise device_memory; set compute_dtype, which halves the traffic; set optimizer_device='host'; use "
+        "more tokens a step",
+    ),
+    "gather": _Cause(
+        field="waited_for_gather",
+        name="waits for all-gathers",
+        advice="use more tokens a step; raise device_memory, so that gathered tensors stay; set stage=2, or use a "
+        "shard group of fewer ranks",
+    ),
+    "memory": _Cause(
+        field="waited_for_memory",
+        name="waits for memory",
+        advice="raise device_memory and host_memory: reads wait until other pages have left memory",
+    ),
+    "device": _Cause(
+        field="waited_for_device",
+        name="waits for the device",
+        advice="the host needs results of the device: read losses and norms less often, or set "
+        "optimizer_device='device'",
+    ),
+    "ranks": _Cause(
+        field="waited_for_ranks",
+        name="waits for other ranks",
+        advice="use more tokens a step; set reduce_dtype; give all ranks equal work",
+    ),
+    "threads": _Cause(
+        field="waited_for_threads",
+        name="waits for other threads",
+        advice="threads of the program use the same tensors at once",
+    ),
+    "checkpoint": _Cause(
+        field="waited_for_checkpoint",
+        name="checkpoints",
+        advice="save less often, or with background=True",
+    ),
+    "copies": _Cause(
+        field="copy_seconds",
+        name="copies into pages",
+        advice="use more tokens a step; page fewer activations",
+    ),
+    "overhead": _Cause(
+        field="overhead_seconds",
+        name="bookkeeping",
+        advice="use more tokens a step; raise min_page_bytes",
+    ),
 }
 _DAY = 86_400  # seconds
 
@@ -76,15 +139,29 @@ class Report:
     file_bytes: int = 0
     """Bytes that stay in the files of a loader (lazy_load)."""
     waited_total: float = _counter(0.0)
-    """Time that threads waited for transfers, for memory and for other threads."""
+    """Time that the program's threads waited inside zeropage. The parts below are by cause, and do not overlap."""
     waited_for_disk: float = _counter(0.0)
-    """Part of it: for content from disk."""
+    """Part of it: for content from disk, or on its way there."""
     waited_for_upload: float = _counter(0.0)
     """Part of it: for content from the host."""
     waited_for_gather: float = _counter(0.0)
     """Part of it: for content from other ranks."""
     waited_for_memory: float = _counter(0.0)
     """Part of it: for other pages to leave memory."""
+    waited_for_device: float = _counter(0.0)
+    """Part of it: for results of the device that the host needs."""
+    waited_for_ranks: float = _counter(0.0)
+    """Part of it: for other ranks, in sums and checks."""
+    waited_for_threads: float = _counter(0.0)
+    """Part of it: for other threads of the program."""
+    waited_for_checkpoint: float = _counter(0.0)
+    """Part of it: saving and loading, and waits for a checkpoint that another thread writes."""
+    update_seconds: float = _counter(0.0)
+    """Time in which the program's threads ran updates of parameters and other deferred operators."""
+    copy_seconds: float = _counter(0.0)
+    """Time in which they copied gradients and activations into pages."""
+    overhead_seconds: float = _counter(0.0)
+    """Time of zeropage's bookkeeping."""
     ranks: int = 1
     """Ranks that share the tensors."""
     gathered_bytes: int = _counter()
@@ -148,18 +225,25 @@ class Report:
         more = {f"waited_for_{cause}": getattr(self, f"waited_for_{cause}") + s for cause, s in seconds.items()}
         return dataclasses.replace(self, **more)
 
-    def bound_by(self) -> tuple[str, float, str]:
-        """Return the cause of most waits, its share of the time, and what would help.
+    @property
+    def operator_seconds(self) -> float:
+        """Time of operators, and of the program's own code: all that no cause explains."""
+        explained: float = sum(getattr(self, cause.field) for cause in _CAUSES.values())
+        return max(self.seconds - explained, 0.0)
 
-        The cause is "disk", "upload", "gather" or "memory", or "compute" if no cause reaches 5 % of the time. Several
-        threads that wait at once count each. For steps, use `space.report().since(earlier).bound_by()`.
+    def bound_by(self) -> tuple[str, float, str]:
+        """Return the cause of most time other than operators, its share of the time, and what would help.
+
+        The cause is "disk", "upload", "gather", "memory", "device", "ranks", "threads", "checkpoint", "updates",
+        "copies" or "overhead"; "compute" if none reaches 5 % of the time. Several threads that wait at once count
+        each. For steps, use `space.report().since(earlier).bound_by()`.
         """
-        waits = {name: getattr(self, f"waited_for_{name}") for name in _ADVICE}
-        name = max(waits, key=lambda cause: waits[cause])
-        share = waits[name] / self.seconds if self.seconds > 0 else 0.0
-        if share < 0.05:
-            return "compute", 1 - share, "transfers are hidden behind it"
-        return name, share, _ADVICE[name]
+        name, cause = max(_CAUSES.items(), key=lambda item: getattr(self, item[1].field))
+        share = getattr(self, cause.field) / self.seconds if self.seconds > 0 else 0.0
+        if share >= 0.05:
+            return name, share, cause.advice
+        share = self.operator_seconds / self.seconds if self.seconds > 0 else 1.0
+        return "compute", share, "transfers are hidden behind it"
 
     @property
     def written_per_day(self) -> float:
@@ -178,7 +262,7 @@ class Report:
 
         For one step on average: zeropage/seconds_per_step, disk_read_gb, disk_written_gb; uploaded_gb and
         downloaded_gb unless both are 0; over ranks gathered_gb and reduced_gb, sent by this rank. The share of time
-        that threads waited for the disk, uploads, ranks or memory: zeropage/waited_share. Held now:
+        that threads waited inside zeropage, all causes: zeropage/waited_share. Held now:
         zeropage/device_memory_gb, host_memory_gb, swap_gb. A GB is 10⁹ bytes.
         """
         moved = {"disk_read": self.read_bytes, "disk_written": self.written_bytes}
@@ -187,10 +271,9 @@ class Report:
         if self.ranks > 1:
             moved |= {"gathered": self.gathered_bytes, "reduced": self.reduced_bytes}
         held = {budget.name: budget.now for budget in self.budgets} | {"swap": self.swap_bytes}
-        waited = sum(getattr(self, f"waited_for_{cause}") for cause in _ADVICE)
         return {
             "zeropage/seconds_per_step": self.seconds / steps,
-            "zeropage/waited_share": waited / self.seconds if self.seconds > 0 else 0.0,
+            "zeropage/waited_share": self.waited_total / self.seconds if self.seconds > 0 else 0.0,
             **{f"zeropage/{name}_gb": count / 1e9 / steps for name, count in moved.items()},
             **{f"zeropage/{name}_gb": count / 1e9 for name, count in held.items()},
         }
@@ -198,14 +281,15 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON.
 
-        Every counter by its name; {role: {tier: {"now", "peak"}}} under "homes"; {name: {"now", "peak", "limit"}}
-        under "budgets"; {operator: calls} under "unpaged_operators".
+        Every counter by its name; "operator_seconds"; {role: {tier: {"now", "peak"}}} under "homes";
+        {name: {"now", "peak", "limit"}} under "budgets"; {operator: calls} under "unpaged_operators".
         """
         homes: dict[str, dict[str, dict[str, int]]] = {}
         for home in self.homes:
             homes.setdefault(home.role, {})[home.tier] = {"now": home.now, "peak": home.peak}
         return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            "operator_seconds": self.operator_seconds,
             "homes": homes,
             "budgets": {b.name: {"now": b.now, "peak": b.peak, "limit": b.limit} for b in self.budgets},
             "unpaged_operators": dict(self.unpaged_operators),
@@ -218,6 +302,7 @@ class Report:
             tabulate(homes, headers=["role", "tier", "now", "peak"], colalign=("left", "left", "right", "right")),
             tabulate(budgets, headers=["budget", "now", "peak", "limit"], colalign=("left", *["right"] * 3)),
             tabulate(self._moved(), headers=["moved", ""], colalign=("left", "right")),
+            tabulate(self._times(), headers=["time", "", "share"], colalign=("left", "right", "right")),
         ]
         name, share, advice = self.bound_by()
         parts.append(f"bound by {name}: {share:.0%} of {self.seconds:.1f} s; {advice}")
@@ -227,6 +312,13 @@ class Report:
             rows = sorted(self.unpaged_operators, key=lambda row: -row[1])
             parts.append(tabulate(rows, headers=["operator that loaded complete tensors", "calls"]))
         return "\n\n".join(part for part in parts if part)
+
+    def _times(self) -> list[list[str]]:
+        times = {cause.name: getattr(self, cause.field) for cause in _CAUSES.values()}
+        times = {name: seconds for name, seconds in times.items() if seconds >= 0.005}
+        times = {"operators, and the program itself": self.operator_seconds, **times}
+        whole = self.seconds or 1.0
+        return [[name, f"{seconds:,.2f} s", f"{seconds / whole:.1%}"] for name, seconds in times.items()]
 
     def _moved(self) -> list[list[str]]:
         moved = [
@@ -238,8 +330,6 @@ class Report:
             ["copied to the device", _megabytes(self.uploaded_bytes)],
             ["copied from the device", _megabytes(self.downloaded_bytes)],
             ["swap file", _megabytes(self.swap_bytes)],
-            ["waited, all causes", f"{self.waited_total:.2f} s"],
-            ["waited for the disk", f"{self.waited_for_disk:.2f} s"],
             ["I/O by", self.io],
         ]
         if (years := self.disk_years) is not None:

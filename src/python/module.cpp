@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "io_module.h"
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/memory_limits.h"
 #include "zeropage/base/trace.h"
 #include "zeropage/base/waits.h"
@@ -161,6 +162,13 @@ void bind_report(py::module_& module) {
       .def_readonly("waited_for_upload", &Report::waited_for_upload)
       .def_readonly("waited_for_gather", &Report::waited_for_gather)
       .def_readonly("waited_for_memory", &Report::waited_for_memory)
+      .def_readonly("waited_for_device", &Report::waited_for_device)
+      .def_readonly("waited_for_ranks", &Report::waited_for_ranks)
+      .def_readonly("waited_for_threads", &Report::waited_for_threads)
+      .def_readonly("waited_for_checkpoint", &Report::waited_for_checkpoint)
+      .def_readonly("update_seconds", &Report::update_seconds)
+      .def_readonly("copy_seconds", &Report::copy_seconds)
+      .def_readonly("overhead_seconds", &Report::overhead_seconds)
       .def_readonly("ranks", &Report::ranks)
       .def_readonly("gathered_bytes", &Report::gathered_bytes)
       .def_readonly("reduced_bytes", &Report::reduced_bytes)
@@ -177,6 +185,16 @@ void bind_report(py::module_& module) {
       .def_readonly("unpaged_operators", &Report::unpaged_operators);
 }
 
+/// Books the time of a `with` block to checkpoints.
+class CheckpointTime {
+ public:
+  void enter() { booking_.emplace(&BookedTime::of_no_space(), Spent::checkpoint); }
+  void leave() { booking_.reset(); }
+
+ private:
+  std::optional<Booking> booking_;
+};
+
 using PieceTuple = std::tuple<std::uint64_t, std::uint64_t, std::uint32_t>;  // like Piece
 
 std::vector<PieceTuple> tuples_of(const std::vector<Piece>& pieces) {
@@ -186,6 +204,10 @@ std::vector<PieceTuple> tuples_of(const std::vector<Piece>& pieces) {
 }
 
 void bind_tensor_files(py::module_& module) {
+  py::class_<CheckpointTime>(module, "CheckpointTime")
+      .def(py::init<>())
+      .def("__enter__", &CheckpointTime::enter)
+      .def("__exit__", [](CheckpointTime& time, const py::args&) { time.leave(); });
   py::class_<TensorFileWriter>(module, "TensorFileWriter")
       .def(py::init<const std::string&, std::uint64_t>(), py::arg("path"), py::arg("bytes"))
       .def(

@@ -203,22 +203,27 @@ def test_reports_have_differences_and_are_plain_data(training):
     assert data["budgets"]["device_memory"]["limit"] == 600_000
     assert data["homes"]["optimizer"]["disk"]["now"] > 2 * data["homes"]["parameter"]["disk"]["now"] * 0.9
     name, share, advice = between.bound_by()
-    assert name in ("disk", "memory", "compute") and share >= 0 and advice
+    assert name in ("disk", "memory", "updates", "overhead", "compute") and share >= 0 and advice
     assert f"bound by {name}" in str(between)
     with pytest.raises(AttributeError, match="no_such"):
         _ = between.no_such
 
 
 def test_a_report_names_what_holds_threads_up(training):
-    causes = ("disk", "upload", "gather", "memory")
+    waits = ("disk", "upload", "gather", "memory", "device", "ranks", "threads", "checkpoint")
+    fields = {name: f"waited_for_{name}" for name in waits}
+    fields |= {"updates": "update_seconds", "copies": "copy_seconds", "overhead": "overhead_seconds"}
 
-    def waiting(**seconds):
-        waits = {f"waited_for_{cause}": seconds.get(cause, seconds["others"]) for cause in causes}
-        return dataclasses.replace(training[0].report(), seconds=10.0, **waits)
+    def spending(others, **seconds):
+        spent = {field: seconds.get(name, others) for name, field in fields.items()}
+        return dataclasses.replace(training[0].report(), seconds=10.0, **spent)
 
-    for name in causes:
-        assert waiting(others=1.0, **{name: 4.0}).bound_by()[:2] == (name, 0.4)
-    assert waiting(others=0.01).bound_by()[0] == "compute"
+    for name in fields:
+        report = spending(others=0.5, **{name: 4.0})
+        assert report.bound_by()[:2] == (name, 0.4)
+        assert report.operator_seconds == pytest.approx(1.0)
+    cause, share, _ = spending(others=0.01).bound_by()
+    assert cause == "compute" and share == pytest.approx(1 - 0.011)
 
 
 def test_explanations_say_where_parameters_are_and_why_one_is_not_paged(disk):

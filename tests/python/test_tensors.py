@@ -292,7 +292,16 @@ def test_the_report_is_a_table_and_data(layer):
     report = zeropage.report()
     assert report.written_bytes > 0 and report.faults > 0
     text = str(report)
-    for word in ("parameter", "disk", "device_memory", "host_memory", "faults", "read from disk", "waited"):
+    for word in (
+        "parameter",
+        "disk",
+        "device_memory",
+        "host_memory",
+        "faults",
+        "read from disk",
+        "operators",
+        "time",
+    ):
         assert word in text
     with torch.no_grad():
         layer.weight.t().contiguous()

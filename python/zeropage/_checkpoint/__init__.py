@@ -26,6 +26,7 @@ import torch
 
 from zeropage import _core
 from zeropage._checkpoint import manifest, random_state
+from zeropage._checkpoint.booking import booked
 from zeropage._checkpoint.contents import Contents, Progress
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import Checkpoint, find, latest_checkpoint
@@ -38,6 +39,7 @@ Folder: TypeAlias = "str | os.PathLike[str]"
 _WITH_BAR = 1 << 30  # bytes: takes long enough to be watched
 
 
+@booked
 def save(
     folder: Folder,
     model: torch.nn.Module | None = None,
@@ -98,6 +100,7 @@ def save(
     return saving
 
 
+@booked
 def load(
     folder: Folder,
     model: torch.nn.Module | None = None,

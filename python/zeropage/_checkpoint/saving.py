@@ -16,6 +16,7 @@ import torch
 
 from zeropage import _core
 from zeropage._checkpoint import folders, manifest
+from zeropage._checkpoint.booking import booked
 from zeropage._checkpoint.contents import Contents, Failures, Pieces, Progress
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import checkpoints_in
@@ -56,6 +57,7 @@ class SaveHandle:
         snapshot = self._snapshot
         return (snapshot.written if snapshot is not None and not self.done else size), size
 
+    @booked
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Over ranks, all ranks call it.
 
@@ -84,6 +86,7 @@ class SaveHandle:
     def is_over_ranks(self) -> bool:
         return self._ranks.are_many
 
+    @booked
     def finish_own_part(self) -> None:
         """Wait until the save no longer needs this rank's tensors. Never raises; see wait()."""
         if (snapshot := self._snapshot) is not None:

@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/json.h"
 #include "zeropage/checkpoint/checkpoint.h"
@@ -281,6 +282,7 @@ void restore(const std::vector<std::pair<c10::Device, at::Tensor>>& states) {
 
 void load_all(const std::filesystem::path& folder, const torch::nn::Module& module,
               torch::optim::Optimizer* optimizer, const LoadOptions& options) {
+  const Booking booking(&BookedTime::of_no_space(), Spent::checkpoint);
   const c10::NoGradGuard no_grad;
   const OutsideScopes ordinary;
   const std::vector<NamedTensor> tensors = tensors_of(module);

@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/json.h"
 #include "zeropage/base/units.h"
@@ -228,6 +229,7 @@ std::filesystem::path place_of(const std::filesystem::path& folder) {
 
 void save_all(const std::filesystem::path& folder, const torch::nn::Module& module,
               const torch::optim::Optimizer* optimizer, const SaveOptions& options) {
+  const Booking booking(&BookedTime::of_no_space(), Spent::checkpoint);
   const c10::NoGradGuard no_grad;
   const OutsideScopes ordinary;
   const std::vector<NamedTensor> tensors = tensors_of(module);

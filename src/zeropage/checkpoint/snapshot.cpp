@@ -12,6 +12,7 @@
 #include <chrono>
 #include <thread>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/checkpoint/segment_parts.h"
 
@@ -217,6 +218,7 @@ Snapshot::Content Snapshot::freeze(StorageSegment& segment, const at::Tensor& te
 }
 
 std::vector<std::vector<Piece>> Snapshot::write(const std::vector<std::string>& paths) try {
+  const Unbooked on_a_thread_of_its_own;
   c10::NoGradGuard no_grad;
   // Training's threads meet at barriers: if one of them lacks a core for a moment, all lose that time.
   (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);

@@ -13,6 +13,7 @@
 #include <optional>
 #include <thread>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/no_paging_guard.h"
@@ -113,6 +114,7 @@ class Collectives::Pending : public Work {
     if (!work_) return;
     const auto work = std::exchange(work_, nullptr);
     try {
+      const Booking booking(Spent::ranks);
       const ListedWait listed("ranks", during_);
       work->wait();
     } catch (const std::exception& error) {

@@ -9,6 +9,7 @@
 #include <fmt/ranges.h>
 #include <torch/library.h>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/trace.h"
@@ -140,6 +141,7 @@ void run_ordinary(Call& call) {
     // Exclude the key: a view of an ordinary tensor may still copy inside, and only a composite's final results are
     // paged.
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    const Booking kernel(Spent::operators);
     call.op.redispatchBoxed(call.below, &call.stack);
   }
   adopt_results(call, copies);
@@ -147,6 +149,7 @@ void run_ordinary(Call& call) {
 
 /// Runs a view, which needs no data.
 void run_view(Call& call) {
+  const Booking kernel(Spent::operators);
   if (call.info.made_of_views) {
     c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
     return call.op.redispatchBoxed(call.below, &call.stack);
@@ -188,16 +191,30 @@ void run_general(Call& call) {
   if (adopts) adopt_results(call, true);
 }
 
+/// Runs the call by its tiles, if it has any.
+bool run_in_tiles(Call& call) {
+  const Booking kernels(Spent::operators);
+  return call.info.tile(call);
+}
+
 void run_paged(Call& call) {
   const auto leaves = hook_leaves(call);
   if (call.info.kind == OperatorKind::view) return run_view(call);
   if (call.info.makes_sparse) return make_sparse(call);
-  if (call.may_tile && call.info.tile && call.info.tile(call)) return;
+  if (call.may_tile && call.info.tile && run_in_tiles(call)) return;
   if (run_by_rule(call)) return;
   run_general(call);
 }
 
+/// The book of the call's time, or null.
+BookedTime* book_of(const Call& call) {
+  if (!call.paged.empty()) return &call.paged[0].segment->domain()->cache->booked();
+  const auto domain = scope_domain();
+  return domain ? &domain->cache->booked() : nullptr;
+}
+
 void run(Call& call) {
+  const Booking booking(book_of(call), Spent::overhead);
   if (call.has_lazy && LazyProduct::run(call)) return;
   if (call.paged.empty()) return run_ordinary(call);
   // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.

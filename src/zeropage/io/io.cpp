@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <mutex>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/mutex.h"
 #include "zeropage/base/process.h"
@@ -78,7 +79,10 @@ void Ticket::wait() const {
   if (state_->is_lost()) {
     throw AccessError("a transfer was under way when this process was forked: only the parent can wait for it");
   }
-  if (!state_->done) state_->wait();
+  if (!state_->done) {
+    const Booking booking(Spent::disk);
+    state_->wait();
+  }
   if (state_->error) std::rethrow_exception(state_->error);
 }
 

@@ -31,7 +31,7 @@ void Contents::zero(Segment& segment) {
        page = std::find_if(run.pages.begin(), run.pages.end(), busy)) {
     Frame& frame = *page->frame;
     transfers_.wait_for_reads(lock, frame);
-    transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; });
+    transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; }, Cause::content);
   }
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];

@@ -61,7 +61,7 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std:
             : io_  ? make_disk_home(*io_, *swap_)
                    : nullptr) {
   if (!lower_) return;
-  monitor_.set_source("upload");
+  monitor_.set_source(Spent::upload);
   lower_->upper_.serve();
   lower_->upper_.connect([this] { read_ahead(); },
                          [this] { return home_->tidy(/*wait=*/true) || lower_pins_.tidy(/*wait=*/true); });
@@ -76,7 +76,7 @@ FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks>
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
       home_(std::make_unique<ShardedHome>(monitor_, *lower_, ranks_, memory_)) {
-  monitor_.set_source("all-gather");
+  monitor_.set_source(Spent::gather);
   lower_->upper_.serve();
 }
 
@@ -269,7 +269,8 @@ void FrameCache::wait() {
   Lock lock(monitor_.mutex());
   check_usable();
   if (ranks_) return;
-  transfers_.wait_until(lock, [&] { return transfers_.reading_bytes() == 0 && transfers_.writing_bytes() == 0; });
+  const auto is_quiet = [&] { return transfers_.reading_bytes() == 0 && transfers_.writing_bytes() == 0; };
+  transfers_.wait_until(lock, is_quiet, Cause::content);
   transfers_.throw_failed_write();
   lock.unlock();
   if (lower_) lower_->wait();
@@ -304,10 +305,8 @@ CacheStats FrameCache::stats() const {
   sum.evictions += frames_.evictions();
   sum.surprises = timeline_.plan().surprises();
   sum.source_bytes += runs_.source_bytes();
-  sum.waited_seconds += separate ? 0 : monitor_.waited_seconds();
-  double& arrivals = ranks_ ? sum.waited_for_gather : separate ? sum.waited_for_upload : sum.waited_for_disk;
-  arrivals += monitor_.waited_seconds(Cause::content);
-  sum.waited_for_memory += monitor_.waited_seconds(Cause::memory);
+  const BookedTime::Seconds spent = monitor_.booked().seconds();
+  for (int i = 0; i < kSpent; ++i) sum.spent[i] += spent[i];
   return sum;
 }
 

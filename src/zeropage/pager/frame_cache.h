@@ -94,10 +94,9 @@ struct CacheStats {
   std::size_t read_bytes = 0;                            // from disk.
   std::size_t written_bytes = 0;                         // to disk.
   std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own.
-  double waited_seconds = 0;                             // of all threads, for transfers.
-  double waited_for_disk = 0, waited_for_upload = 0, waited_for_gather = 0, waited_for_memory = 0;  // of all caches.
-  std::size_t surprises = 0;     // uses that were not planned.
-  std::size_t source_bytes = 0;  // at home in files that are only read.
+  BookedTime::Seconds spent = {};                        // by cause, of the program's threads, in all caches.
+  std::size_t surprises = 0;                             // uses that were not planned.
+  std::size_t source_bytes = 0;                          // at home in files that are only read.
   std::size_t home_bytes[kRoles][kTiers] = {};
   std::size_t home_peak[kRoles][kTiers] = {};
 };
@@ -222,6 +221,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// Throws AccessError in a forked child and after close().
   void check_usable() const { monitor_.check_usable(); }
   CacheStats stats() const;
+  /// The book for the time of work on its tensors.
+  BookedTime& booked() const { return monitor_.booked(); }
   using Usage = Budgets::Usage;
   Usage usage(Pool pool) const;
   /// The most bytes that operators can have pinned at once.

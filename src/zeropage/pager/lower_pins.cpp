@@ -110,7 +110,7 @@ bool LowerPins::bring_home(Lock& lock, Run& run, std::size_t index, Access acces
     if (!page.frame) return true;
     Frame& frame = *page.frame;
     const auto wait_for_transfers = [&] {
-      transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; });
+      transfers_.wait_until(lock, [&] { return page.frame != &frame || frame.transfers == 0; }, Cause::content);
     };
     if (in_the_way == Obstacle::moving) {
       transfers_.wait_for_reads(lock, frame);

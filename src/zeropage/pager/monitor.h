@@ -10,11 +10,9 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <new>
-#include <string_view>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/clock.h"
-#include "zeropage/base/current_activity.h"
 #include "zeropage/base/mutex.h"
 #include "zeropage/base/process.h"
 #include "zeropage/base/trace.h"
@@ -22,9 +20,9 @@
 
 namespace zeropage {
 
-/// The cause of a wait: content to arrive, memory to become free, or anything else, such as other threads' pins.
-enum class Cause : std::uint8_t { content, memory, other };
-inline constexpr int kCauses = 3;
+/// The cause of a wait: content to arrive or to get home, memory to become free, a checkpoint to be written, or
+/// anything else, such as other threads' pins.
+enum class Cause : std::uint8_t { content, memory, checkpoint, other };
 
 class Monitor {
  public:
@@ -74,11 +72,10 @@ class Monitor {
   void left() const { on_left_(); }
   /// Threads inside the cache that have given up the lock.
   int inside() const { return inside_; }
-  /// Seconds that all threads have waited for transfers.
-  double waited_seconds() const { return waited_seconds_[0] + waited_seconds_[1] + waited_seconds_[2]; }
-  double waited_seconds(Cause cause) const { return waited_seconds_[static_cast<int>(cause)]; }
+  /// The time of the program's threads: their waits here, and all that others book to it.
+  BookedTime& booked() const { return booked_; }
   /// Names the source of content, for reports. To be called before threads wait.
-  void set_source(std::string_view source) { source_ = source; }
+  void set_source(Spent source) { source_ = source; }
   /// Seconds since some moment, minus those in which any thread waited: the clock of a program that never waits.
   double worked_seconds() const {
     const auto now = waiting_ > 0 ? waiting_since_ : Clock::now();
@@ -94,45 +91,36 @@ class Monitor {
   const std::uint64_t generation_ = process_generation();
   std::atomic<bool> closed_ = false;
   int inside_ = 0;
-  double waited_seconds_[kCauses] = {};  // of all threads
-  std::string_view source_ = "disk";
+  mutable BookedTime booked_;
+  Spent source_ = Spent::disk;
   double while_any_waited_ = 0;  // seconds in which any thread waited, until all last worked
   int waiting_ = 0;              // threads
   Clock::time_point waiting_since_;
   std::function<void()> on_left_;
 };
 
-/// Counts a thread as waiting while it lives. Constructed and destroyed under the cache's lock.
+/// Counts a thread as waiting while it lives, and books its time. Constructed and destroyed under the cache's lock.
 class Waiting {
  public:
-  Waiting(Monitor& monitor, Cause cause) : monitor_(monitor), cause_(cause), start_(Clock::now()), listed_(name()) {
-    if (monitor_.waiting_++ == 0) monitor_.waiting_since_ = start_;
+  Waiting(Monitor& monitor, Cause cause)
+      : monitor_(monitor), booking_(&monitor.booked(), spent(cause)), listed_(name_of(spent(cause))) {
+    if (monitor_.waiting_++ == 0) monitor_.waiting_since_ = Clock::now();
   }
   ~Waiting() {
-    const auto now = Clock::now();
-    monitor_.waited_seconds_[static_cast<int>(cause_)] += std::chrono::duration<double>(now - start_).count();
-    if (Trace::is_on()) record(now);
     if (--monitor_.waiting_ > 0) return;
-    monitor_.while_any_waited_ += std::chrono::duration<double>(now - monitor_.waiting_since_).count();
+    monitor_.while_any_waited_ += std::chrono::duration<double>(Clock::now() - monitor_.waiting_since_).count();
   }
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
  private:
-  std::string_view name() const {
-    const std::string_view names[kCauses] = {monitor_.source_, "memory", "other threads"};
-    return names[static_cast<int>(cause_)];
-  }
-  void record(Clock::time_point now) const noexcept {
-    try {
-      Trace::span("wait", name(), start_, now, Trace::arg("operator", CurrentActivity::now("none")));
-    } catch (const std::bad_alloc&) {  // an event is lost
-    }
+  Spent spent(Cause cause) const {
+    const Spent causes[] = {monitor_.source_, Spent::memory, Spent::checkpoint, Spent::threads};
+    return causes[static_cast<int>(cause)];
   }
 
   Monitor& monitor_;
-  const Cause cause_;
-  const Clock::time_point start_;
+  const Booking booking_;
   const ListedWait listed_;
 };
 

@@ -65,7 +65,7 @@ void Snapshots::write_home(Lock& lock, Run& run) {
       is_held = page.state == Residency::dirty && page.frame->pins > 0;
       const std::size_t failed_before = transfers_.failed_writes();
       if (page.state == Residency::dirty) transfers_.write_back(lock, *page.frame, Priority::demanded);
-      transfers_.wait_until(lock, [&] { return !page.frame || page.frame->transfers == 0; });
+      transfers_.wait_until(lock, [&] { return !page.frame || page.frame->transfers == 0; }, Cause::content);
       transfers_.throw_failed_write(failed_before);
     }
   }

@@ -192,7 +192,7 @@ void Transfers::wait_for_a_checkpoint(Lock& lock, std::exception_ptr full) {
                     ENOSPC);
   }
   const std::size_t before = thawed_;
-  wait_until(lock, [&] { return thawed_ != before || frozen_ == 0; });
+  wait_until(lock, [&] { return thawed_ != before || frozen_ == 0; }, Cause::checkpoint);
 }
 
 void Transfers::make_writable(Lock& lock, Run& run, std::size_t index) {
@@ -204,7 +204,7 @@ void Transfers::make_writable(Lock& lock, Run& run, std::size_t index) {
   while (run.is_owed(index)) {
     const std::size_t failed_before = failed_writes_;
     if (can_go_home() && write_back(lock, *page.frame, Priority::demanded)) throw_failed_write(failed_before);
-    wait_until(lock, [&] { return !run.is_owed(index) || can_go_home(); });
+    wait_until(lock, [&] { return !run.is_owed(index) || can_go_home(); }, Cause::checkpoint);
     throw_failed_write(failed_before);
   }
   while (!try_reserve_slot(run, index)) grow(lock, run.bytes_of(index));

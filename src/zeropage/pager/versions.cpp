@@ -36,9 +36,10 @@ void Versions::write_home(Lock& lock, Run& run) {
   const std::size_t failed_before = transfers_.failed_writes();
   write_behind(lock, run, Priority::demanded);
   const auto is_writing = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
-  transfers_.wait_until(lock, [&] {
+  const auto ended = [&] {
     return transfers_.failed_writes() != failed_before || std::ranges::none_of(run.pages, is_writing);
-  });
+  };
+  transfers_.wait_until(lock, ended, Cause::content);
 }
 
 void Versions::write_behind(Lock& lock, Run& run, Priority priority) {
@@ -87,7 +88,7 @@ void Versions::discard(Segment& segment) {
   const auto is_busy = [](const Page& page) {
     return page.is_new && page.frame && (page.frame->transfers > 0 || page.frame->pins > 0);
   };
-  transfers_.wait_until(lock, [&] { return std::ranges::none_of(run.pages, is_busy); });
+  transfers_.wait_until(lock, [&] { return std::ranges::none_of(run.pages, is_busy); }, Cause::content);
   for (Page& page : run.pages) {
     page.target = nullptr;
     if (!std::exchange(page.is_new, false) || !page.frame) continue;

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/plan/machine.h"
@@ -55,6 +56,7 @@ class PlannedDevice final : public DeviceMemory {
 
   bool done(const Event& event) override { return !event || time_of(event) <= now(); }
   void wait(const Event& event) override {
+    const Booking booking(Spent::device);
     if (event) machine_->clock.advance_to(time_of(event));
   }
   bool registers_host() const override { return true; }

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/clock.h"
 #include "zeropage/rules/lazy_product.h"
 
@@ -79,6 +80,7 @@ bool autocasts(const c10::OperatorHandle& op, c10::DeviceType device) {
 void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard below_us(c10::DispatchKeySet(kPagedKey) | c10::autocast_dispatch_keyset);
+  const Booking kernel(Spent::operators);
   op.callBoxed(stack);
 }
 

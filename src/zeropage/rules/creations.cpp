@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/rules.h"
@@ -201,6 +202,7 @@ void make_sparse(Call& call) {
     if (value.isTensor() && segment_of(value.toTensor())) value = ordinary_copy(value.toTensor());
   }
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const Booking kernel(Spent::operators);
   call.op.redispatchBoxed(call.below, &call.stack);
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/tensor/paged_tensor.h"
 
@@ -48,6 +49,7 @@ bool is_copies(Call& call, const std::vector<at::Tensor>& tensors) {
 
 bool join_parts(Call& call) {
   if (!is_by_tensors(call)) return false;
+  const Booking kernel(Spent::operators);
   call.op.redispatchBoxed(call.below, &call.stack);
   return true;
 }

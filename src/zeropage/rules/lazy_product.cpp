@@ -12,6 +12,7 @@
 
 #include <unordered_set>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/tiled_product.h"
@@ -240,6 +241,7 @@ bool LazyProduct::run(Call& call) {
     if (call.name() == "aten::cross_entropy_loss" && take_vocabulary_loss(call)) return true;
     if ((call.name() == "aten::clone" || call.name() == "aten::_to_copy") && convert(call)) return true;
     if (keeps_lazy(call)) {
+      const Booking kernel(Spent::operators);
       call.op.redispatchBoxed(call.below, &call.stack);  // a copy inside reaches the fallback
       return true;
     }

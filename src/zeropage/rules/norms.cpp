@@ -105,6 +105,7 @@ std::optional<double> norm_in_order(const at::Tensor& self, double ord, std::opt
   for (std::size_t i = 0, begin = 0; begin < segment.elements(); ++i, begin += per_page) {
     PagePin page = segment.cache()->pin_page(segment, i, Access::read);
     page.wait();
+    const Booking kernel(Spent::operators);
     norm.add(reinterpret_cast<const float*>(page.data()), std::min(per_page, segment.elements() - begin));
   }
   return norm.norm();
@@ -167,6 +168,7 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, c10::func
   if (!expected) return norm;
   c10::NoGradGuard no_grad;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const Booking kernels(Spent::operators);
   const at::Tensor whole = content();
   const at::Tensor taken = expected->of_list
                                ? at::_foreach_norm(whole, expected->ord, expected->dtype)[0]

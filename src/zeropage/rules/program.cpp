@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/trace.h"
 #include "zeropage/plan/machine.h"
@@ -210,6 +211,7 @@ bool Program::run() {
   if (empty()) return true;
   {
     const TraceSpan span("update", "update");
+    const Booking booking(&domain_->cache->booked(), Spent::updates);
     run_or_end();
   }
   end();
@@ -317,6 +319,7 @@ std::vector<Instruction> Program::instructions_in_host() const {
       c10::IValue& value = instruction.call.arguments[i];
       if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().is_cpu()) continue;
       const HostCopy copy = i < instruction.in_host.size() ? instruction.in_host[i] : HostCopy();
+      const Booking waits(Spent::device);
       if (copy.done) copy.done->synchronize();
       // A scalar has no copy if its call came while updates still ran on the device.
       value = copy.tensor.defined() ? copy.tensor : value.toTensor().cpu();

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/shared_casts.h"
@@ -86,6 +87,7 @@ class ReadVersions {
 
 void Call::redispatch() {
   const WrittenShapes shapes(*this);
+  const Booking kernel(Spent::operators);
   try {
     op.redispatchBoxed(below, &stack);
   } catch (const c10::Error& error) {

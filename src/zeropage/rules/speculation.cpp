@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/trace.h"
 #include "zeropage/rules/update_habit.h"
@@ -61,6 +62,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     const std::size_t not_finite = domain_->not_finite;
     {
       const TraceSpan span("update", "update ahead");
+      const Booking booking(&domain_->cache->booked(), Spent::updates);
       update_.program->execute();
     }
     not_finite_ = domain_->not_finite - not_finite;

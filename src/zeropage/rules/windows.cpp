@@ -319,6 +319,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
     for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
     const Cut window = window_at(at, edge, chunk, vector);
     if (!take_pages(cursors, window, resumes, where)) return;
+    const Booking kernels(Spent::operators);
     const bool straddling =
         std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
     if (straddling) {

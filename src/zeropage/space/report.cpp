@@ -1,4 +1,4 @@
-// The text of a report: tables, the cause of most waits, and advice. Python's _report.py prints the same, and also
+// The text of a report: tables, the cause of most time, and advice. Python's _report.py prints the same, and also
 // differences and shares of reports; a test compares the two.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -78,8 +78,6 @@ std::vector<Row> moved(const Report& report) {
       {"copied to the device", megabytes(report.uploaded_bytes)},
       {"copied from the device", megabytes(report.downloaded_bytes)},
       {"swap file", megabytes(report.swap_bytes)},
-      {"waited, all causes", fmt::format("{:.2f} s", report.waited_total)},
-      {"waited for the disk", fmt::format("{:.2f} s", report.waited_for_disk)},
       {"I/O by", report.io},
   };
   const auto add = [&](const char* name, std::string value) { rows.push_back({name, std::move(value)}); };
@@ -108,28 +106,68 @@ std::vector<Row> moved(const Report& report) {
   return rows;
 }
 
+/// A cause of time: its name in reports, its seconds, and its name and advice if it is the bound.
+struct TimeCause {
+  const char* name;
+  double seconds;
+  const char *bound, *advice;
+};
+
+std::vector<TimeCause> causes(const Report& report) {
+  return {
+      {"updates of parameters", report.update_seconds, "updates",
+       "use more tokens a step; use fused=True; with a GPU, set optimizer_device='device' or raise device_memory"},
+      {"waits for the disk", report.waited_for_disk, "disk",
+       "raise host_memory; store fewer bytes (compute_dtype, master_dtype='float32_split', optimizer_dtype); use "
+       "more tokens a step; add disks to disk_path"},
+      {"waits for uploads", report.waited_for_upload, "upload",
+       "raise device_memory; set compute_dtype, which halves the traffic; set optimizer_device='host'; use more "
+       "tokens a step"},
+      {"waits for all-gathers", report.waited_for_gather, "gather",
+       "use more tokens a step; raise device_memory, so that gathered tensors stay; set stage=2, or use a shard "
+       "group of fewer ranks"},
+      {"waits for memory", report.waited_for_memory, "memory",
+       "raise device_memory and host_memory: reads wait until other pages have left memory"},
+      {"waits for the device", report.waited_for_device, "device",
+       "the host needs results of the device: read losses and norms less often, or set optimizer_device='device'"},
+      {"waits for other ranks", report.waited_for_ranks, "ranks",
+       "use more tokens a step; set reduce_dtype; give all ranks equal work"},
+      {"waits for other threads", report.waited_for_threads, "threads",
+       "threads of the program use the same tensors at once"},
+      {"checkpoints", report.waited_for_checkpoint, "checkpoint", "save less often, or with background=True"},
+      {"copies into pages", report.copy_seconds, "copies", "use more tokens a step; page fewer activations"},
+      {"bookkeeping", report.overhead_seconds, "overhead", "use more tokens a step; raise min_page_bytes"},
+  };
+}
+
+std::vector<Row> times(const Report& report) {
+  std::vector<Row> rows;
+  const auto add = [&](const char* name, double seconds) {
+    const double share = report.seconds > 0 ? seconds / report.seconds : 0;
+    rows.push_back({name, with_commas(fmt::format("{:.2f}", seconds)) + " s", fmt::format("{:.1f}%", 100 * share)});
+  };
+  add("operators, and the program itself", operator_seconds(report));
+  for (const TimeCause& cause : causes(report)) {
+    if (cause.seconds >= 0.005) add(cause.name, cause.seconds);
+  }
+  return rows;
+}
+
 }  // namespace
 
+double operator_seconds(const Report& report) {
+  double rest = report.seconds;
+  for (const TimeCause& cause : causes(report)) rest -= cause.seconds;
+  return std::max(rest, 0.0);
+}
+
 Bound bound_by(const Report& report) {
-  const std::pair<double, Bound> waits[] = {
-      {report.waited_for_disk,
-       {"disk", 0,
-        "raise host_memory; store fewer bytes (compute_dtype, master_dtype='float32_split', optimizer_dtype); use "
-        "more tokens a step; add disks to disk_path"}},
-      {report.waited_for_upload,
-       {"upload", 0,
-        "raise device_memory; set compute_dtype, which halves the traffic; set optimizer_device='host'; use more "
-        "tokens a step"}},
-      {report.waited_for_gather,
-       {"gather", 0,
-        "use more tokens a step; raise device_memory, so that gathered tensors stay; set stage=2, or use a shard "
-        "group of fewer ranks"}},
-      {report.waited_for_memory,
-       {"memory", 0, "raise device_memory and host_memory: reads wait until other pages have left memory"}}};
-  const auto& most = *std::ranges::max_element(waits, {}, [](const auto& wait) { return wait.first; });
-  const double share = report.seconds > 0 ? most.first / report.seconds : 0;
-  if (share < 0.05) return {"compute", 1 - share, "transfers are hidden behind it"};
-  return {most.second.cause, share, most.second.advice};
+  const auto all = causes(report);
+  const TimeCause& most = *std::ranges::max_element(all, {}, &TimeCause::seconds);
+  const double share = report.seconds > 0 ? most.seconds / report.seconds : 0;
+  if (share >= 0.05) return {most.bound, share, most.advice};
+  return {"compute", report.seconds > 0 ? operator_seconds(report) / report.seconds : 1,
+          "transfers are hidden behind it"};
 }
 
 std::string to_string(const Report& report) {
@@ -142,7 +180,7 @@ std::string to_string(const Report& report) {
   }
   const Bound bound = bound_by(report);
   Row parts{table({"role", "tier", "now", "peak"}, homes, 2), table({"budget", "now", "peak", "limit"}, budgets, 1),
-            table({"moved", ""}, moved(report), 1),
+            table({"moved", ""}, moved(report), 1), table({"time", "", "share"}, times(report), 1),
             fmt::format("bound by {}: {:.0f}% of {:.1f} s; {}", bound.cause, 100 * bound.share, report.seconds,
                         bound.advice)};
   if (const std::string warning = wear_warning(disk_years(report)); !warning.empty()) parts.push_back(warning);

@@ -664,9 +664,13 @@ std::vector<std::pair<std::string, std::size_t>> Space::unpaged_operators() cons
   return domain_->unpaged_operators.counts();
 }
 
-void Space::start_equal() { zeropage::start_equal(*domain_); }
+void Space::start_equal() {
+  const Booking booking(&domain_->cache->booked(), Spent::overhead);
+  zeropage::start_equal(*domain_);
+}
 
 void Space::synchronize() {
+  const Booking booking(&domain_->cache->booked(), Spent::overhead);
   run_deferred(*domain_);
   domain_->cache->wait();
 }
@@ -679,6 +683,7 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
     domains.push_back(segment->domain());
   }
   for (const auto& domain : domains) {
+    const Booking booking(&domain->cache->booked(), Spent::overhead);
     if (!domain->async_step) run_deferred(*domain);
   }
 }
@@ -693,6 +698,27 @@ std::shared_ptr<Activations> Space::activations() const {
   return page ? std::make_shared<Activations>(domain_) : nullptr;
 }
 
+namespace {
+
+void fill_times(Report& report, const BookedTime::Seconds& spent) {
+  const auto in = [&](Spent cause) { return spent[static_cast<int>(cause)]; };
+  report.waited_for_disk = in(Spent::disk);
+  report.waited_for_upload = in(Spent::upload);
+  report.waited_for_gather = in(Spent::gather);
+  report.waited_for_memory = in(Spent::memory);
+  report.waited_for_device = in(Spent::device);
+  report.waited_for_ranks = in(Spent::ranks);
+  report.waited_for_threads = in(Spent::threads);
+  report.waited_for_checkpoint = in(Spent::checkpoint);
+  report.update_seconds = in(Spent::updates);
+  report.copy_seconds = in(Spent::copies);
+  report.overhead_seconds = in(Spent::overhead);
+  report.waited_total = 0;
+  for (int i = 0; i < kSpent; ++i) report.waited_total += is_wait(static_cast<Spent>(i)) ? spent[i] : 0;
+}
+
+}  // namespace
+
 Report Space::report() const {
   const FrameCache& cache = *domain_->cache;
   CacheStats stats = cache.stats();
@@ -700,8 +726,7 @@ Report Space::report() const {
   if (gathered) {
     const CacheStats wholes = gathered->stats();
     stats.faults += wholes.faults, stats.evictions += wholes.evictions;
-    stats.waited_for_gather += wholes.waited_for_gather;
-    stats.waited_for_memory += wholes.waited_for_memory;
+    for (int i = 0; i < kSpent; ++i) stats.spent[i] += wholes.spent[i];
   }
   const auto& [ranks, replicas] = std::tie(domain_->partition.ranks, domain_->partition.replicas);
   Traffic traffic = ranks ? ranks->traffic() : Traffic{};
@@ -716,11 +741,6 @@ Report Space::report() const {
                 .downloaded_bytes = stats.downloaded_bytes,
                 .swap_bytes = cache.swap_bytes(),
                 .file_bytes = stats.source_bytes,
-                .waited_total = stats.waited_seconds,
-                .waited_for_disk = stats.waited_for_disk,
-                .waited_for_upload = stats.waited_for_upload,
-                .waited_for_gather = stats.waited_for_gather,
-                .waited_for_memory = stats.waited_for_memory,
                 .ranks = domain_->partition.world(),
                 .gathered_bytes = traffic.gathered,
                 .reduced_bytes = traffic.reduced,
@@ -737,6 +757,9 @@ Report Space::report() const {
                 .unpaged_operators = domain_->unpaged_operators.counts(),
                 .seconds = std::chrono::duration<double>(Clock::now() - made_).count(),
                 .disk_endurance = std::stoull(config_.disk_endurance)};
+  BookedTime::Seconds spent = BookedTime::of_no_space().seconds();
+  for (int i = 0; i < kSpent; ++i) spent[i] += stats.spent[i] - spent_before_[i];
+  fill_times(report, spent);
   for (int role = 0; role < kRoles; ++role) {
     for (int tier = 0; tier < kTiers; ++tier) {
       if (stats.home_peak[role][tier] == 0) continue;
@@ -874,7 +897,10 @@ bool before_step(c10::ArrayRef<at::Tensor> parameters) {
       domains.push_back(segment->domain());
     }
   }
-  for (const auto& domain : domains) reducer_of(*domain).average(parameters);
+  for (const auto& domain : domains) {
+    const Booking booking(&domain->cache->booked(), Spent::overhead);
+    reducer_of(*domain).average(parameters);
+  }
   return !domains.empty();
 }
 
@@ -905,6 +931,7 @@ RawPin::RawPin(RawPin&&) noexcept = default;
 RawPin::RawPin(const at::Tensor& tensor, Access access) {
   auto* segment = segment_of(tensor);
   if (!segment) return;
+  const Booking booking(&segment->domain()->cache->booked(), Spent::overhead);
   auto held = std::make_unique<Held>();
   const PinRequest request{segment, access};
   if (access != Access::read) {

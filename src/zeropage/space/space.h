@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/clock.h"
 #include "zeropage/page/kinds.h"
 #include "zeropage/space/config.h"
@@ -60,9 +61,12 @@ struct Report {
   std::vector<Memory> budgets;  // device_memory, host_memory.
   std::size_t faults, evictions, read_bytes, written_bytes, uploaded_bytes, downloaded_bytes, swap_bytes;
   std::size_t file_bytes;  // at home in files that zeropage only reads
+  // The time of the program's threads inside zeropage, by cause (Spent in base/booked_time.h). All other time is the
+  // program's own: operator_seconds().
   double waited_total;
-  // Threads waited for reads from disk, for uploads, for other ranks, and for evictions that free memory.
   double waited_for_disk, waited_for_upload, waited_for_gather, waited_for_memory;
+  double waited_for_device, waited_for_ranks, waited_for_threads, waited_for_checkpoint;
+  double update_seconds, copy_seconds, overhead_seconds;
   int ranks;                                   // that share tensors; 1: one process.
   std::size_t gathered_bytes, reduced_bytes;   // this rank sent them for all-gathers and gradient sums.
   std::size_t broadcast_bytes, control_bytes;  // this rank sent them at the start, and for checks and norms.
@@ -79,7 +83,11 @@ struct Report {
   std::size_t disk_endurance = 0;  // the setting: bytes that may be written over the drive's life; 0: unknown.
 };
 
-/// The cause of most waits: "disk", "upload", "gather" or "memory", or "compute" if none reaches 5 % of the time.
+/// Seconds in which the program's threads ran operators, or code of the program: all that no cause explains.
+double operator_seconds(const Report& report);
+
+/// The cause of most time other than operators: "disk", "upload", "gather", "memory", "device", "ranks", "threads",
+/// "checkpoint", "updates", "copies" or "overhead". "compute" if none reaches 5 %.
 struct Bound {
   std::string cause;
   double share;  // of the time. Several threads that wait at once count each.
@@ -87,7 +95,7 @@ struct Bound {
 };
 Bound bound_by(const Report& report);
 
-/// Tables for people to read, with the cause of most waits and advice. Python prints the same.
+/// Tables for people to read, with the cause of most time and advice. Python prints the same.
 std::string to_string(const Report& report);
 std::ostream& operator<<(std::ostream& out, const Report& report);
 
@@ -188,6 +196,7 @@ class Space : public std::enable_shared_from_this<Space> {
   Config config_;
   std::shared_ptr<Domain> domain_;
   const Clock::time_point made_ = Clock::now();
+  const BookedTime::Seconds spent_before_ = BookedTime::of_no_space().seconds();
 };
 
 bool is_paged(const at::Tensor& tensor);

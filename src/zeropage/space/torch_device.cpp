@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/tensor/paged_tensor.h"
@@ -142,6 +143,7 @@ class TorchDevice final : public DeviceMemory {
 
   bool done(const Event& event) override { return !event || point(event).event.query(); }
   void wait(const Event& event) override {
+    const Booking booking(Spent::device);
     if (event) point(event).event.synchronize();
   }
 
@@ -238,10 +240,12 @@ class CpuApart final : public DeviceMemory {
   Event record() override { return nullptr; }
   void stream_wait(const Event&) override {}
   Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
+    const Booking copies(Spent::copies);
     std::memcpy(to, from_host, bytes);
     return nullptr;
   }
   Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event&) override {
+    const Booking copies(Spent::copies);
     std::memcpy(to_host, from, bytes);
     return nullptr;
   }

@@ -465,7 +465,8 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked, const PinOptions& options)
   // Deferred operators run in the frame that the tensor's next operator will use, and may overwrite all of it.
   c10::SmallVector<PinRequest, 8> requests(asked.begin(), asked.end());
   c10::SmallVector<PinRequest*, 4> deferred;
-  std::unique_lock<std::recursive_mutex> deferral;  // no other thread runs them meanwhile: deferred_access() holds
+  // No other thread runs them meanwhile: deferred_access() holds.
+  std::unique_lock<BookedMutex<std::recursive_mutex>> deferral;
   for (PinRequest& request : requests) {
     auto* segment = static_cast<StorageSegment*>(request.segment);
     if (request.access != Access::read && !exceptions_) exceptions_ = std::uncaught_exceptions();

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/torch_compat.h"
 #include "zeropage/comm/collectives.h"
 #include "zeropage/comm/stripes.h"
@@ -172,7 +173,7 @@ struct Domain {
   bool updates_in_host = false;         // the host updates optimizer states whose home is not on the device.
   bool updates_where_all_fits = false;  // unless the device holds everything.
   /// Held while operators are deferred, and while deferred ones run.
-  std::recursive_mutex deferral_mutex;
+  BookedMutex<std::recursive_mutex> deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order in which they were made.
   std::size_t deferred_alive = 0;                 // how many of them lived when last counted.
   std::size_t next_deferred = 0;                  // position of run_deferred() in it; 0: it does not run.

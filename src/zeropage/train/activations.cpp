@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/heap.h"
 #include "zeropage/rules/call.h"
@@ -41,6 +42,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
     const PinRequest request{&segment, Access::overwrite};
     const TensorPin pin(request);
     void* const data = content.storage().mutable_data();
+    const Booking copies(Spent::copies);
     if (as_they_lie) {
       bytes_at(data).copy_(bytes_at(tensor.const_data_ptr()));
     } else {
@@ -48,6 +50,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
     }
   };
   const auto copy_by_pages = [&] {
+    const Booking copies(Spent::copies);
     const at::Tensor packed =
         as_they_lie ? tensor : at::empty_strided(tensor.sizes(), strides, options).copy_(tensor);
     copy_windows(content, bytes_at(packed.const_data_ptr()));
@@ -93,6 +96,7 @@ std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
     saved->version_ = version_of(tensor);
     return saved;
   }
+  const Booking booking(&domain->cache->booked(), Spent::overhead);
   Copied copied{tensor.storage().getWeakStorageImpl(),
                 {},
                 static_cast<std::size_t>(tensor.storage_offset()) * tensor.itemsize(),
@@ -166,6 +170,7 @@ at::Tensor SavedTensor::widened(const at::Tensor& opened) const {
   // On the CPU, untouched parts of the copy take no memory.
   const std::size_t span = at::detail::computeStorageNbytes(sizes_, wide_strides_, opened.itemsize());
   if (!opened.is_cpu() && span > 4 * opened.nbytes()) return {};
+  const Booking copies(Spent::copies);
   return at::empty_strided(sizes_, wide_strides_, options_).copy_(opened);
 }
 
@@ -178,6 +183,7 @@ at::Tensor SavedTensor::open() const {
     return plain_;
   }
   c10::NoGradGuard no_grad;
+  const Booking booking(&segment_of(*content_)->domain()->cache->booked(), Spent::overhead);
   if (options_.device().is_cpu()) give_back_holes(content_->nbytes());
   struct Held {
     TensorPin pin;  // first: it holds the segment

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <typeinfo>
 
+#include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/heap.h"
 #include "zeropage/rules/mixed.h"
@@ -60,8 +61,9 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       at::Tensor same = leaf;
       if (domain && page_again(same, domain)) segment = segment_of(leaf);
     }
-    if (segment && gradient.defined() && segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     if (!segment || !gradient.defined()) return gradients;
+    const Booking booking(&segment->domain()->cache->booked(), Spent::overhead);
+    if (segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     const bool is_last = note_arrival(*segment);
     if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
     if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};
@@ -114,6 +116,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       const PinRequest request{segment_of(sum), Access::write};
       const TensorPin pin(request);
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+      const Booking kernels(Spent::operators);
       sum.add_(gradient);
       norm = take_expected_norm(segment, [&] { return sum; });
     }
@@ -135,6 +138,11 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return {reducer.reduce(leaf, gradient)};
   }
 
+  static void copy(const at::Tensor& to, const at::Tensor& gradient) {
+    const Booking copies(Spent::copies);
+    to.copy_(gradient);
+  }
+
   static at::Tensor paged_copy(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
     c10::NoGradGuard no_grad;
     const auto dtype = segment.master().defined() ? gradient_dtype(leaf) : gradient.dtype();
@@ -148,10 +156,10 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       const PinRequest request{&made, Access::overwrite};
       const TensorPin pin(request);
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-      paged.copy_(gradient);
+      copy(paged, gradient);
       norm = take_expected_norm(segment, [&] { return narrow ? paged.to(at::kFloat) : paged; });
     } else {
-      paged.copy_(gradient);
+      copy(paged, gradient);
     }
     if (made.domain()->offloads_updates() && made.tier() != Tier::device) made.cache()->bring_down(made);
     if (leaf.is_cpu() && made.tier() == Tier::disk) give_back_holes(gradient.nbytes());

@@ -131,6 +131,7 @@ void print_report() {
   report.faults = 1'234'567, report.evictions = 12, report.read_bytes = 987'654'321;
   report.written_bytes = 123'456'789'012, report.swap_bytes = 4096;
   report.waited_total = 12.345, report.waited_for_disk = 7.5, report.waited_for_memory = 2;
+  report.waited_for_ranks = 1.5, report.update_seconds = 1234.5, report.copy_seconds = 0.001;
   report.ranks = 2, report.gathered_bytes = 1000, report.collectives = 1001;
   report.nonfinite_grads = 3, report.early_updates = 10, report.updates_committed = 9, report.wasted_bytes = 77'777;
   report.updated_in_host = 1'000'000, report.file_bytes = 1, report.io = "uring";
