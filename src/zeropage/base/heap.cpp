@@ -10,7 +10,6 @@
 #include <limits>
 #include <mutex>
 
-#include "zeropage/base/memory_limits.h"
 #include "zeropage/base/units.h"
 #endif
 
@@ -40,31 +39,26 @@ std::size_t free_in_heap() {
 
 /// [Note: what malloc keeps] During forward and backward, freed activations and gradients of various sizes alternate
 /// in malloc's heap. malloc keeps the holes, and the process grows by half of its activations although nothing is
-/// alive. Paging should make the process smaller, so this returns the holes to the system. A step that repeats
-/// touches the same memory again, and page faults cost more than the holes. The process may therefore exceed its
-/// largest size without holes. Each time that it has done so by touching returned memory again, the limit doubles, up
-/// to half of that size. Where memory is scarce, the lowest limit holds.
+/// alive. Paging should make the process smaller, so this returns the holes to the system. It does so only if the
+/// process would otherwise exceed its largest size without holes by kMost, a part of the 64 MB that it may take beyond
+/// budgets and activations: returned memory must be mapped again when it is touched.
 void give_back_holes(std::size_t bytes) {
-  constexpr std::size_t kBetween = 16 * kMiB, kSlack = 24 * kMiB, kMostFactor = 8;
+  constexpr std::size_t kBetween = 16 * kMiB, kLeast = 24 * kMiB, kMost = 48 * kMiB;
   static std::atomic<std::size_t> since = 0;
   static std::mutex mutex;
-  static std::size_t highest = 0, factor = 1;
+  static std::size_t highest = 0;
   if ((since += bytes) < kBetween) return;
   const std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock) return;
   since = 0;
-  const std::size_t resident = resident_bytes(), slack = std::max(kSlack, highest / 16);
+  const std::size_t resident = resident_bytes(), slack = std::clamp(highest / 16, kLeast, kMost);
   if (resident <= highest + slack) return;
-  const bool is_scarce = available_memory() < resident / 8;
-  if (!is_scarce && resident <= highest + factor * slack) return;
   if (const std::size_t holes = free_in_heap(); holes < slack) {
     highest = resident - holes;
     return;
   }
   ::malloc_trim(0);
-  const std::size_t left = resident_bytes();
-  if (!is_scarce && left <= highest) factor = std::min(2 * factor, kMostFactor);
-  highest = std::max(highest, left);
+  highest = std::max(highest, resident_bytes());
 }
 #else
 void give_back_holes(std::size_t) {}
