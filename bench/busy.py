@@ -13,7 +13,7 @@ bytes: bytes that zeropage moved / the bound. The bound holds for any pager with
     The gradients, G, must outlive backward, because the program may read them until the step. They are written once.
     A byte of a weight that is in memory at both boundaries is never moved. It saves two reads and a write.
     A byte of another parameter or a state at both boundaries saves a read and a write. A gradient's byte in memory at
-    the second boundary saves a write. So M saves at most 3 min(M, W) + 2 max(M - W, 0) of W + 2 P + 2 S + G.
+    the second boundary saves a write. M therefore saves at most 3 min(M, W) + 2 max(M - W, 0) of W + 2 P + 2 S + G.
 
     With compute_dtype, W is the low-precision copy. P also counts the masters, and G the two bytes of backward.
 

@@ -289,4 +289,4 @@ def _remove_checkpoint(path: pathlib.Path) -> None:
             return
     except OSError as error:  # only a warning, because the new checkpoint is complete
         reason = f"{error.strerror}"
-    warnings.warn(f'the older checkpoint "{path}" is not removed: {reason}', RuntimeWarning, stacklevel=6)
+    warnings.warn(f'the older checkpoint "{path}" is not removed: {reason}', RuntimeWarning, stacklevel=7)

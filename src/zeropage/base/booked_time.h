@@ -17,18 +17,18 @@ namespace zeropage {
 
 /// The causes. Waits come first.
 enum class Spent : std::uint8_t {
-  disk,        // waits: for content from disk, or for its way there
-  upload,      // for content from the host
-  gather,      // for content from other ranks
-  memory,      // for other pages to leave memory
-  device,      // for the device's own work, whose result the host needs
-  ranks,       // for other ranks, in sums and checks
-  threads,     // for other threads' pins and locks
-  checkpoint,  // saving, loading, and waits for a checkpoint that another thread writes
-  updates,     // deferred operators: updates of parameters above all
-  copies,      // gradients and activations into pages
-  overhead,    // bookkeeping of zeropage
-  operators,   // kernels of PyTorch that zeropage calls. Not in reports, which count all other time as operators.
+  disk,        // A wait for content from disk, or for its way there.
+  upload,      // A wait for content from the host.
+  gather,      // A wait for content from other ranks.
+  memory,      // A wait for other pages to leave memory.
+  device,      // A wait for the device's own work, whose result the host needs.
+  ranks,       // A wait for other ranks, in sums and checks.
+  threads,     // A wait for other threads' pins and locks.
+  checkpoint,  // Saving, loading, and waits for a checkpoint that another thread writes.
+  updates,     // Deferred operators, which are mostly updates of parameters.
+  copies,      // Copies of gradients and activations into pages.
+  overhead,    // Bookkeeping of zeropage.
+  operators,   // Kernels of PyTorch that zeropage calls. Reports count all other time as operators too.
 };
 inline constexpr int kSpent = static_cast<int>(Spent::operators) + 1;
 
