@@ -40,6 +40,7 @@ class SimulatedSegment final : public Segment {
   std::vector<PageModel> model;
   DeviceMemory::Event written;  // on a device: after the owner's latest writes
   int busy = 0;                 // operations of the owner that write
+  std::uint64_t writes = 0;     // number of such operations so far
   bool in_version = false;
   SegmentSpec spec{};
 

@@ -136,6 +136,7 @@ void Owner::stream(const std::vector<Shared>& members, const std::vector<Access>
     pages = std::max(pages, members[i]->pages());
   }
   const Asking asking(world_, 0, bytes);
+  const MemoryClaim claim = cache_.claim(requests);
   if (!chance(6)) cache_.announce(requests);
   const bool pins_first = chance(2), keeps = chance(2);
   std::vector<PagePin> before;
@@ -164,8 +165,10 @@ void Owner::read_others() {
   world_.threads.doing(fmt::format("read_others {}", segment->id()));
   const PinRequest request{segment.get(), Access::read};
   world_.order_after_writes(*segment);
-  const auto check = [&](std::size_t page, const std::byte* at) {
-    if (world_.is_closing) return;
+  // A pin that was taken while the owner wrote shows what it writes, also if that fails and is undone later.
+  const bool was_quiet = World::is_quiet(*segment);
+  const auto check = [&, writes = segment->writes](std::size_t page, const std::byte* at) {
+    if (world_.is_closing || !was_quiet || segment->writes != writes) return;
     world_.check_operand(*segment, page, segment->model[page], at, "a reader", /*now=*/true, /*only_if_quiet=*/true);
   };
   if (chance(2)) {

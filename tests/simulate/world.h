@@ -179,7 +179,7 @@ class Asking {
 class Busy {
  public:
   Busy(World& world, std::shared_ptr<SimulatedSegment> segment) : world_(world), segment_(std::move(segment)) {
-    ++segment_->busy;
+    ++segment_->busy, ++segment_->writes;
   }
   Busy(Busy&& other) noexcept : world_(other.world_), segment_(std::move(other.segment_)) {}
   Busy& operator=(Busy&&) = delete;

@@ -95,6 +95,7 @@ struct Frame {
   int whole_pins = 0;           // the part of them that operators hold.
   std::thread::id claimer;      // the thread that is about to overwrite it.
   bool clearing = false;        // a thread fills it with zeros, without the lock.
+  bool reverting = false;       // its operator failed: pages get their earlier content with the last pin.
   std::size_t transfers = 0;    // in flight for its pages.
   int starting = 0;             // threads that are starting reads into it, perhaps without the lock.
   std::exception_ptr failure;   // of a read into it.

@@ -57,7 +57,7 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std:
             : swap           ? std::move(swap)
             : options.hollow ? SwapFile::make_hollow(options.hollow->disk_bytes)
                              : SwapFile::make(options.disk_path, *io_)),
-      home_(lower_ ? std::make_unique<LowerCacheHome>(*lower_, *options.device)
+      home_(lower_ ? std::make_unique<LowerCacheHome>(monitor_, *lower_, *options.device)
             : io_  ? make_disk_home(*io_, *swap_)
                    : nullptr) {
   if (!lower_) return;

@@ -162,6 +162,7 @@ void Frames::break_promises(Frame& frame) noexcept {
     frame.assembling = true;  // not all of its pages point to it
   }
   frame.promised.clear();
+  frame.reverting = false;
 }
 
 /// Queues a frame that could leave.

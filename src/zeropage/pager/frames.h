@@ -6,6 +6,7 @@
 // homes: they are neither dropped nor queued.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -83,6 +84,11 @@ class Frames {
     if (frame.permanent == permanent) return;
     frame.permanent = permanent;
     if (frame.pins > 0) permanent ? pinned_bytes_ -= frame.memory.bytes() : pinned_bytes_ += frame.memory.bytes();
+  }
+  /// To be called before the pin of an operator that failed is dropped. If other threads hold the frame, no more pins
+  /// are taken until its pages have their earlier states again.
+  static void begin_to_revert(Frame& frame) {
+    frame.reverting = std::ranges::any_of(frame.promised, [](Residency r) { return r != Residency::clean; });
   }
   /// Drops or queues a frame without a pin or transfer.
   void settle(Frame& frame) noexcept;

@@ -41,7 +41,7 @@ Obstacle obstacle_of_page(const Run& run, const Page& page, Intent intent) {
     case Intent::pin:
     case Intent::assemble:
       if (page.lent) return Obstacle::lent;
-      if (frame && frame->clearing) return Obstacle::claimed;
+      if (frame && (frame->clearing || frame->reverting)) return Obstacle::claimed;
       return frame && has_no_content && frame->claimer != std::thread::id() &&
                      frame->claimer != std::this_thread::get_id()
                  ? Obstacle::claimed

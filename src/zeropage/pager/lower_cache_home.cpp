@@ -102,8 +102,10 @@ bool LowerCacheHome::tidy(bool wait) {
     return true;  // also if another thread ended it: that thread may not wait for the next one
   }
   if (ended.empty() && wait) {  // pages ready for transfers that have not started count too
+    // The cache above starts a transfer under its lock, right after it has found the page ready.
     std::map<Key, PagePin> dropped;
-    std::lock_guard lock(mutex_);
+    const std::lock_guard no_start(upper_.mutex());
+    const std::lock_guard lock(mutex_);
     dropped.swap(ready_);
     return !dropped.empty();
   }

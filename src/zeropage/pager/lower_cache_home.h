@@ -18,7 +18,9 @@ namespace zeropage {
 
 class LowerCacheHome final : public Home {
  public:
-  LowerCacheHome(FrameCache& lower, DeviceMemory& device) : lower_(lower), device_(device) {}
+  /// `upper`: of the cache whose home this is.
+  LowerCacheHome(Monitor& upper, FrameCache& lower, DeviceMemory& device)
+      : upper_(upper), lower_(lower), device_(device) {}
   ~LowerCacheHome() override;
 
   std::optional<Outcome> read(const Run& run, std::size_t page, std::byte* into, Priority priority,
@@ -45,6 +47,7 @@ class LowerCacheHome final : public Home {
   void follow(const Run& run, std::size_t page, Access access);
   bool is_ready(const Run& run, std::size_t page, Access access);
 
+  Monitor& upper_;
   FrameCache& lower_;
   DeviceMemory& device_;
   Mutex mutex_;                                                  // never held while waiting

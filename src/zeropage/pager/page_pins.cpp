@@ -47,38 +47,48 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   Run& run = *segment.run();
-  Page& page = run.pages[index];
   timeline_.note_page(run, index);
   if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
-  try {
-    while (true) {
-      monitor_.check_usable();
-      pass(transfers_, lock, run, index, Intent::pin);
-      const Grants::Claim claim = grants_.wait_for(lock, [&] { return need_of(run, index); });
-      if (obstacle(run, index, Intent::pin) != Obstacle::none) continue;
-      const bool is_claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
-      Frame* frame = page.frame;
-      if (frame) {
-        frames_.add_pin(*frame);
-      } else {
-        frame = &room_.make_frame(lock, run, index, 1);
-        if (page.frame || obstacle(run, index, Intent::pin) != Obstacle::none) {  // another thread was quicker
-          frame->assembling = true;
-          frames_.drop_pin(*frame);
-          continue;
-        }
-        ++faults_;
-        page.frame = frame;
-        frame->claimer = std::this_thread::get_id();
+  for (bool is_alone = false;;) {
+    monitor_.check_usable();
+    try {
+      if (Frame* const frame = try_take_frame(lock, run, index, access))
+        return take_pin(*frame, segment, index, access);
+    } catch (const Shortage&) {
+      // As in WholePins::pin().
+      if (grants_.wait_for_others(lock)) continue;
+      if (std::exchange(is_alone, true)) {
+        budgets_.refuse_pages(FrameMemory::bytes_of(run, index, 1), frames_.pinned_bytes(), "");
       }
-      if ((is_claimed || frame->claimer == std::this_thread::get_id()) && access != Access::overwrite) {
-        bring_claimed(lock, run, index);
-      }
-      return take_pin(*frame, segment, index, access);
+      room_.empty(lock);
     }
-  } catch (const Shortage&) {
-    budgets_.refuse_pages(FrameMemory::bytes_of(run, index, 1), frames_.pinned_bytes(), "");
   }
+}
+
+/// The page's frame, with a pin. Null if it must be looked at again. Throws Shortage.
+Frame* PagePins::try_take_frame(Lock& lock, Run& run, std::size_t index, Access access) {
+  Page& page = run.pages[index];
+  pass(transfers_, lock, run, index, Intent::pin);
+  const Grants::Claim claim = grants_.wait_for(lock, [&] { return need_of(run, index); });
+  if (obstacle(run, index, Intent::pin) != Obstacle::none) return nullptr;
+  const bool is_claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
+  Frame* frame = page.frame;
+  if (frame) {
+    frames_.add_pin(*frame);
+  } else {
+    frame = &room_.make_frame(lock, run, index, 1);
+    if (page.frame || obstacle(run, index, Intent::pin) != Obstacle::none) {  // another thread was quicker
+      frame->assembling = true;
+      frames_.drop_pin(*frame);
+      return nullptr;
+    }
+    ++faults_;
+    page.frame = frame;
+    frame->claimer = std::this_thread::get_id();
+  }
+  const bool is_own = is_claimed || frame->claimer == std::this_thread::get_id();
+  if (is_own && access != Access::overwrite) bring_claimed(lock, run, index);
+  return frame;
 }
 
 /// Reads or clears a page that this thread has claimed and pinned: its content is needed after all.
@@ -164,8 +174,7 @@ void PagePins::let_go(PagePin& pin, bool failed) noexcept {
       frame.claimer = {};
       frame.assembling = true;
     }
-    // After a failure, the page returns to its earlier content, unless another pin shows the new one already.
-    if (pin.access_ != Access::read && (!failed || frame.pins > 1)) Frames::keep_promise(frame, pin.page_);
+    if (pin.access_ != Access::read) failed ? Frames::begin_to_revert(frame) : Frames::keep_promise(frame, pin.page_);
     frame.transient = pin.will_not_reuse_;
   }
   frames_.drop_pin(frame, pin.thread_);

@@ -107,6 +107,7 @@ class PagePins {
   friend class PagePin;
   using Lock = Monitor::Lock;
 
+  Frame* try_take_frame(Lock& lock, Run& run, std::size_t index, Access access);
   static Grants::Need need_of(const Run& run, std::size_t index);
   PagePin take_pin(Frame& frame, Segment& segment, std::size_t index, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t index);

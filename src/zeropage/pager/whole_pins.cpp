@@ -20,6 +20,18 @@ bool is_writable(const Run& run) {
   return true;
 }
 
+/// Whether operators or rules hold single pages of a run that is not whole in memory.
+bool is_in_use_elsewhere(const Run& run) {
+  return std::ranges::any_of(run.pages, [&](const Page& page) {
+    return page.frame && page.frame != run.assembled && page.frame->pins > 0 && page.frame != run.whole_frame();
+  });
+}
+
+/// Thrown where a thread should let go of its memory before it waits for these.
+struct PagesInUse {
+  const Run* run;
+};
+
 }  // namespace
 
 /// A run that an operator needs whole, and the frame that holds it or will hold it.
@@ -70,7 +82,7 @@ bool WholePins::is_resident(std::span<const PinRequest> requests) const {
   return std::ranges::all_of(requests, [](const PinRequest& request) {
     const Run& run = *request.segment->run_;
     const Frame* frame = run.whole_frame();
-    if (!frame || frame->failure || run.lent > 0) return false;
+    if (!frame || frame->failure || frame->reverting || run.lent > 0) return false;
     if (request.access != Access::read && !is_writable(run)) return false;
     return frame->permanent || frame->transfers == 0;
   });
@@ -88,9 +100,6 @@ Grants::Need WholePins::need_of(std::span<const PinRequest> requests, std::size_
     const std::size_t bytes = round_up(run.bytes, kBlockBytes);
     if (!frame || frame->pins == 0) need.bytes += bytes;
     if (!frame || frame->whole_pins == 0) need.held += bytes;
-    for (std::size_t page = 0; !frame && page < run.pages.size(); ++page) {  // pinned while their content is copied
-      if (const Frame* other = run.pages[page].frame; other && other->pins == 0) need.bytes += run.bytes_of(page);
-    }
   }
   // With less, the thread's later pins may have to wait.
   const std::size_t most = memory_.budget().limit();
@@ -118,6 +127,11 @@ void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& opti
     try {
       hold(lock, holds);
       break;
+    } catch (const PagesInUse& in_use) {
+      // Another thread may need memory before it lets go of them, so this one lets go of its own.
+      let_go(holds);
+      claim = {};
+      transfers_.wait_until(lock, [&] { return !is_in_use_elsewhere(*in_use.run); });
     } catch (const Shortage&) {
       // Memory is in pieces, and frames in use keep them apart. Waits for those of other threads; then moves all else
       // out and places everything anew.
@@ -244,6 +258,8 @@ void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
     if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
     if (Frames::is_reading(*hold.frame)) {
       transfers_.wait_for_reads(lock, *hold.frame);
+    } else if (hold.is_new && !frames_.is_gathered() && is_in_use_elsewhere(*hold.run)) {
+      throw PagesInUse{hold.run};
     } else if (in_use(hold)) {
       const auto reading = std::find_if(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
         return page.frame && page.frame != hold.frame && Frames::is_reading(*page.frame);
@@ -358,13 +374,6 @@ void WholePins::unpin(std::span<const PinRequest> requests, const PinOptions& op
   Lock lock(monitor_.mutex());
   if (options.lasting) frames_.end_lasting(requests.size(), thread);
   if (options.extra > 0) frames_.end_claim(options.extra, thread);
-  // After a failure, pages return to their earlier content, unless another pin shows the new one already.
-  for (const PinRequest& request : requests) {
-    Frame& frame = *request.segment->run_->whole_frame();
-    const auto own = std::ranges::count_if(
-        requests, [&](const PinRequest& other) { return other.segment->run_ == request.segment->run_; });
-    if (failed && frame.pins > own) frame.promised.clear();
-  }
   for (const PinRequest& request : requests) {
     Segment& segment = *request.segment;
     if (--segment.pins_ == 0) segment.hide();
@@ -374,7 +383,7 @@ void WholePins::unpin(std::span<const PinRequest> requests, const PinOptions& op
     } catch (...) {  // a device that cannot record an event has lost its results too
     }
     if (--frame.whole_pins == 0 && !frame.permanent) budgets_.let_go(frame.memory.bytes());
-    if (request.access != Access::read && !failed) frame.promised.clear();
+    if (request.access != Access::read) failed ? Frames::begin_to_revert(frame) : frame.promised.clear();
     frames_.drop_pin(frame, thread);
   }
   if (monitor_.closed()) return;
