@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <thread>
@@ -77,4 +78,90 @@ TEST_CASE_FIXTURE(CacheFixture, "an operator waits for another thread's rule to 
   let_go = true;
   page = {};
   other.join();
+}
+
+TEST_CASE_FIXTURE(CacheFixture,
+                  "an operator waits for another's pins, however long it takes, and evicts nothing meanwhile") {
+  memory_timeout = std::chrono::milliseconds(20);  // for lasting pins alone
+  make(256 * K, 1024 * K, 4 * kBlockBytes, /*failing=*/true);
+  auto a = segment(160 * K), b = segment(160 * K), other = segment(200 * K);
+  write(*other, 3), write(*a, 1), write(*b, 2);
+  const PinRequest first{a.get(), Access::read}, second{b.get(), Access::read};
+  cache->pin({&first, 1});
+  const int written = io->writes;
+  std::atomic<bool> let_go{false}, wrong{false};
+  std::thread thread([&] {
+    cache->pin({&second, 1});
+    wrong = !let_go;
+    cache->unpin({&second, 1});
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  let_go = true;
+  cache->unpin({&first, 1});
+  thread.join();
+  CHECK_FALSE(wrong);
+  CHECK(io->writes == written);
+  CHECK(cache->resident(*other));
+}
+
+TEST_CASE_FIXTURE(CacheFixture, "a lasting pin of another thread ends a wait with an error that names the setting") {
+  memory_timeout = std::chrono::milliseconds(20);
+  make(256 * K, 256 * K);
+  auto a = segment(200 * K), b = segment(200 * K);
+  const PinRequest first{a.get(), Access::read}, second{b.get(), Access::read};
+  const PinOptions lasting{.lasting = true};
+  cache->pin({&first, 1}, lasting);
+  std::thread([&] {
+    CHECK_THROWS_WITH_AS(cache->pin({&second, 1}), doctest::Contains("memory_timeout"), BudgetError);
+  }).join();
+  CHECK_THROWS_AS(cache->pin({&second, 1}), BudgetError);  // at once: its own thread cannot let go meanwhile
+  cache->unpin({&first, 1}, lasting);
+  CHECK(holds(*b, 0) == false);
+}
+
+TEST_CASE_FIXTURE(CacheFixture, "a large operator is served beside a thread that streams pages without end") {
+  make(256 * K, 256 * K);
+  auto large = segment(250 * K), stream = segment(2048 * K);
+  write(*large, 1);
+  cache->evict(*large);
+  std::atomic<bool> done{false};
+  std::atomic<int> pages{0};
+  std::thread thread([&] {
+    for (std::size_t i = 0; !done; i = (i + 1) % stream->pages(), ++pages) {
+      PagePin page = cache->pin_page(*stream, i, Access::write);
+      page.wait();
+    }
+  });
+  while (pages < 300) std::this_thread::yield();
+  const int before = pages;
+  CHECK(holds(*large, 1));
+  CHECK(pages - before < 1000);
+  done = true;
+  thread.join();
+}
+
+TEST_CASE_FIXTURE(CacheFixture, "two threads that walk over pages and assemble tensors under one's memory both end") {
+  make(192 * K, 64 * K);
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (unsigned t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      auto weight = segment(150 * K), state = segment(150 * K);
+      write(*weight, t);
+      for (int round = 0; round < 50; ++round) {
+        const PinRequest walk[] = {{weight.get(), Access::read}, {state.get(), Access::write}};
+        {
+          const MemoryClaim claim = cache->claim(walk);
+          for (std::size_t i = 0; i < weight->pages(); ++i) {
+            PagePin from = cache->pin_page(*weight, i, Access::read), to = cache->pin_page(*state, i, Access::write);
+            from.wait(), to.wait();
+            std::copy(from.data(), from.data() + weight->bytes_of(i), to.data());
+          }
+        }
+        wrong += !holds(*state, t) || !holds(*weight, t);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(wrong == 0);
 }

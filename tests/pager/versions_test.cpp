@@ -1,8 +1,10 @@
 #include <doctest/doctest.h>
 #include <sys/resource.h>
 
+#include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <thread>
 #include <vector>
 
 #include "pager/cache_fixture.h"
@@ -209,4 +211,35 @@ TEST_CASE_FIXTURE(VersionsFixture, "a segment may die while its version is open 
   CHECK(cache->usage(Pool::device).now == 0);
   auto b = at_home(3);
   CHECK(holds(*b, 3));
+}
+
+TEST_CASE_FIXTURE(VersionsFixture,
+                  "a version that is opened while another thread waits for memory is not seen by that thread") {
+  make(256 * K, 0, 4 * kBlockBytes, /*failing=*/true);
+  auto a = at_home(1), large = at_home(2);
+  const PinRequest both[] = {{large.get(), Access::read}, {a.get(), Access::read}};
+  auto rest = segment(140 * K);
+  write(*rest, 3);
+  const PinRequest held{rest.get(), Access::read};
+  cache->pin({&held, 1});
+  std::atomic<bool> refused{false}, was_as_before{false};
+  std::thread reader([&] {
+    try {
+      cache->pin(both);  // waits for `rest`
+      bool same = true;
+      for (std::size_t i = 0; i < a->bytes(); ++i) same = same && a->data[i] == pattern(1, i);
+      was_as_before = same;
+      cache->unpin(both);
+    } catch (const VersionOpen&) {
+      refused = true;
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  REQUIRE(cache->open_version(*a, false));
+  write_pages(*a, 4, 0, 2);
+  cache->unpin({&held, 1});
+  reader.join();
+  CHECK((refused || was_as_before));
+  cache->discard_version(*a);
+  CHECK(holds(*a, 1));
 }

@@ -26,13 +26,17 @@ void Contents::zero(Segment& segment) {
   }
   ++run.changes;
   // A transfer must end before its memory is reused; its content is of no interest.
-  const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
-  for (auto page = std::find_if(run.pages.begin(), run.pages.end(), busy); page != run.pages.end();
-       page = std::find_if(run.pages.begin(), run.pages.end(), busy)) {
-    Frame& frame = *page->frame;
-    transfers_.wait_for_reads(lock, frame);
-    transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; }, Cause::content);
-  }
+  const auto wait_for_transfers = [&] {
+    const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
+    for (auto page = std::ranges::find_if(run.pages, busy); page != run.pages.end();
+         page = std::ranges::find_if(run.pages, busy)) {
+      Frame& frame = *page->frame;
+      transfers_.wait_for_reads(lock, frame);
+      transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; }, Cause::content);
+    }
+  };
+  wait_for_transfers();
+  if (run.below) zero_below(lock, run, wait_for_transfers);
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
     if (page.frame && page.frame->pins > 0) {
@@ -45,11 +49,29 @@ void Contents::zero(Segment& segment) {
       if (page.frame) frames_.give_up(*page.frame);
     }
   }
-  if (!run.below) return;
-  const Inside inside(monitor_);
-  const Unlocked unlocked(lock);
-  run.home->forget(run);  // an upload may still read the page below
-  run.below->cache()->zero(*run.below);
+}
+
+/// Before the pages here change, since only this can fail. Meanwhile none of them is written below.
+void Contents::zero_below(Lock& lock, Run& run, const std::function<void()>& wait_for_transfers) {
+  struct Kept {
+    Frames& frames;
+    std::vector<Frame*> pinned;
+    ~Kept() {
+      for (Frame* frame : pinned) frames.drop_pin(*frame);
+    }
+  } kept{frames_, {}};
+  for (const Page& page : run.pages) {
+    if (!page.frame || std::ranges::find(kept.pinned, page.frame) != kept.pinned.end()) continue;
+    kept.pinned.push_back(page.frame);
+    frames_.add_pin(*page.frame);
+  }
+  {
+    const Inside inside(monitor_);
+    const Unlocked unlocked(lock);
+    run.home->forget(run);  // an upload may still read the page below
+    run.below->cache()->zero(*run.below);
+  }
+  wait_for_transfers();  // reads that began meanwhile
 }
 
 void Contents::evict(Segment& segment) {

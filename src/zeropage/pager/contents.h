@@ -28,6 +28,8 @@ class Contents {
  private:
   using Lock = Monitor::Lock;
 
+  void zero_below(Lock& lock, Run& run, const std::function<void()>& wait_for_transfers);
+
   Monitor& monitor_;
   FrameMemory& memory_;
   Frames& frames_;
