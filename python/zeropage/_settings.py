@@ -132,6 +132,10 @@ class Settings:
     """Whether the device has its own memory. "auto" means "separate" on a GPU and "unified" on the CPU; "separate" on
     the CPU rehearses the GPU path. Values: auto, separate, unified. "separate" copies every page between two
     budgets; "unified" works only on the CPU and copies nothing."""
+    memory_timeout: int | str = 60
+    """Longest wait of an operator for memory that other threads hold while they do other things: in zeropage.pinned(),
+    or as saved activations in use. Waits for operators have no limit. A long one hides a program whose threads wait
+    for each other; a short one ends waits that would succeed."""
     disk_endurance: int | str = "0"
     """Bytes that may be written over the life of the drive, such as "600TB". "0" means unknown; otherwise zeropage
     warns if training would use them up within a year. It changes no transfer; it only makes report() and "zeropage
@@ -240,6 +244,9 @@ TABLE: tuple[Setting, ...] = (
     Setting('memory', 'choice', 'auto', ('auto', 'separate', 'unified'), '', 'expert',
         'Whether the device has its own memory. "auto" means "separate" on a GPU and "unified" on the CPU; "separate" on the CPU rehearses the GPU path.',
         '"separate" copies every page between two budgets; "unified" works only on the CPU and copies nothing.'),
+    Setting('memory_timeout', 'int', '60', (), 'seconds', 'expert',
+        'Longest wait of an operator for memory that other threads hold while they do other things: in zeropage.pinned(), or as saved activations in use. Waits for operators have no limit.',
+        'A long one hides a program whose threads wait for each other; a short one ends waits that would succeed.'),
     Setting('disk_endurance', 'bytes', '0', (), 'bytes', 'expert',
         'Bytes that may be written over the life of the drive, such as "600TB". "0" means unknown; otherwise zeropage warns if training would use them up within a year.',
         'It changes no transfer; it only makes report() and "zeropage plan" judge the bytes written each day.'),

@@ -119,7 +119,7 @@ TEST_CASE_FIXTURE(CacheFixture, "a lasting pin of another thread ends a wait wit
   CHECK(holds(*b, 0) == false);
 }
 
-TEST_CASE_FIXTURE(CacheFixture, "a large operator is served beside a thread that streams pages without end") {
+TEST_CASE_FIXTURE(CacheFixture, "a large operator is served while a thread streams pages without end") {
   make(256 * K, 256 * K);
   auto large = segment(250 * K), stream = segment(2048 * K);
   write(*large, 1);

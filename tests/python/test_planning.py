@@ -290,7 +290,8 @@ def test_what_fits_best_is_near_the_best_of_all(name):
             continue
         best = min(best, planned.seconds / planned.tokens)
     assert found[0].seconds_per_token <= 1.05 * best
-    assert [f.seconds_per_token for f in found] == sorted(f.seconds_per_token for f in found)
+    seconds = [float(f"{f.seconds_per_token:.3g}") for f in found]  # closer ones count as equal
+    assert seconds == sorted(seconds)
 
 
 def test_settings_that_fit_are_written_and_planned_again(tmp_path):

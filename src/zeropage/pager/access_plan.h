@@ -127,9 +127,9 @@ class AccessPlan {
 
   std::vector<std::unique_ptr<Entry[]>> blocks_;  // of the ring
   Position oldest_ = kLongestContext, end_ = kLongestContext;
-  std::vector<std::uint32_t> buckets_;                           // the latest end of each context, by hash
-  std::deque<Slot> groups_;                                      // uses that begin a group, in order
-  std::vector<Known> known_;                                     // by ordinal
+  std::vector<std::uint32_t> buckets_;                           // The latest end of each context, by hash.
+  std::deque<Slot> groups_;                                      // Uses that begin a group, in order.
+  std::vector<Known> known_;                                     // By ordinal.
   std::unordered_map<std::uint64_t, std::list<Ordinal>> spare_;  // dead, by kind, the oldest first
   std::unordered_map<std::uint64_t, Ordinal> shared_;            // by kind
   Position match_ = kNowhere;                                    // the earlier use that matches the latest one

@@ -41,11 +41,11 @@ class Frames {
   /// One thread's part in the use of memory.
   struct ThreadUse {
     std::uint64_t thread;
-    std::size_t pins = 0;     // that it took
-    std::size_t lasting = 0;  // of these: held while the program does other things
-    std::size_t pinned = 0;   // bytes, by pins of frames that no other pin held
-    std::size_t claimed = 0;  // bytes that it may pin without waiting for other threads' pins
-    std::size_t before = 0;   // bytes that it had pinned when it claimed
+    std::size_t pins = 0;     // It took them.
+    std::size_t lasting = 0;  // Those of them that last while the program does other things.
+    std::size_t pinned = 0;   // Bytes, by pins of frames that no other pin held.
+    std::size_t claimed = 0;  // Bytes that it may pin without waiting for other threads' pins.
+    std::size_t before = 0;   // Bytes that it had pinned when it claimed.
     std::size_t unspent() const { return claimed - std::min(claimed, pinned - std::min(pinned, before)); }
   };
   /// Threads with a pin or a claim.

@@ -1,4 +1,4 @@
-// The gate to a page: what stands in the way of a use of it, and the wait until that is over. Pins, prefetches, reads
+// The gate to a page: the obstacles to a use of it, and the wait until they are gone. Pins, prefetches, reads
 // from home, loans, snapshots and second versions all pass here. Whatever was true before a wait is looked at again
 // after it.
 //
@@ -9,29 +9,29 @@
 
 namespace zeropage {
 
-/// What a caller is about to do with a page.
+/// The use of a page for which a caller asks.
 enum class Intent : std::uint8_t {
-  pin,           // hold it in memory
-  assemble,      // put its run together in one frame
-  prefetch,      // read it before it is asked for
-  bypass,        // read it from its home past the cache
-  lend,          // hand it to code on the host
-  freeze,        // take a snapshot of it
-  open_version,  // keep its content while new content is written
+  pin,           // Hold it in memory.
+  assemble,      // Put its run together in one frame.
+  prefetch,      // Read it before it is asked for.
+  bypass,        // Read it from its home past the cache.
+  lend,          // Hand it to code on the host.
+  freeze,        // Take a snapshot of it.
+  open_version,  // Keep its content while new content is written.
 };
 
-/// Why a page cannot be used now.
+/// The reason why a page cannot be used now.
 enum class Obstacle : std::uint8_t {
   none,
-  version,    // a second version is open
-  lent,       // code on the host has it
-  assembled,  // a thread puts its run together in one frame
-  claimed,    // a thread is about to overwrite it
-  moving,     // a transfer of it is in flight
-  pinned,     // an operator or a rule holds it
-  newer,      // its frame is newer than its home
-  absent,     // it is not at its home: it was never written, or its run is dead, or has another kind of home
-  frozen,     // a checkpoint has yet to end
+  version,    // A second version is open.
+  lent,       // Code on the host has it.
+  assembled,  // A thread puts its run together in one frame.
+  claimed,    // A thread is about to overwrite it.
+  moving,     // A transfer of it is in flight.
+  pinned,     // An operator or a rule holds it.
+  newer,      // Its frame is newer than its home.
+  absent,     // It is not at its home, or its run has no home of that kind.
+  frozen,     // A checkpoint has yet to end.
 };
 
 /// The first obstacle to the use of one page, or of all of a run's pages.

@@ -1,11 +1,11 @@
 // Grants of memory to operators. An operator asks once for all that it will pin. It waits, while it holds nothing,
-// until that fits beside the pins and claims of others; then nothing that it pins waits for another thread. So no two
-// threads can wait for each other.
+// until its bytes fit next to the pins and claims of others. Nothing that it pins then waits for another thread, and
+// no two threads can wait for each other.
 //
 // Requests are granted in the order in which they came. A thread that holds memory and needs more asks out of turn:
-// it may be all that the others wait for. If every thread that could release memory waits here too, the request
-// fails. Lasting pins, such as those of zeropage.pinned(), are held by threads that do other things meanwhile; a
-// request waits for them no longer than `longest_wait`.
+// the others may wait for it alone. If every thread that could release memory waits here too, the request fails.
+// Lasting pins, such as those of zeropage.pinned(), belong to threads that do other things meanwhile. A request waits
+// for them no longer than `longest_wait`.
 //
 // Contract: under the cache's lock, which it gives up while it waits.
 #pragma once
@@ -31,7 +31,7 @@ class Grants {
         upper_(upper),
         longest_wait_(longest_wait) {}
 
-  /// What a request will pin in addition to the present pins.
+  /// The bytes that a request will pin in addition to the present pins.
   struct Need {
     std::size_t bytes = 0;  // of frames
     std::size_t held = 0;   // the part that operators hold whole, which device_memory limits

@@ -25,7 +25,7 @@ Grants::Claim PagePins::claim(Lock& lock, std::span<const PinRequest> requests) 
       const bool is_whole = run.pages.size() <= 2 || run.whole_frame();
       bytes += is_whole ? round_up(run.bytes, kBlockBytes) : 2 * round_up(run.page_bytes, kBlockBytes);
     }
-    // A smaller memory may do. Where it does not, a pin says so.
+    // A smaller memory may do. A pin that it cannot hold says so.
     const std::size_t most = memory_.budget().limit(),
                       taken = budgets_.all_homes() + frames_.use_of_this_thread().pinned;
     return Grants::Need{std::min(bytes, most - std::min(most, taken)), 0};
@@ -35,7 +35,7 @@ Grants::Claim PagePins::claim(Lock& lock, std::span<const PinRequest> requests) 
   return grants_.wait_for(lock, need);
 }
 
-/// What a pin of the page adds to the bytes in use.
+/// The bytes in use that a pin of the page adds.
 Grants::Need PagePins::need_of(const Run& run, std::size_t index) {
   if (const Frame* const frame = run.pages[index].frame) {
     return {frame->pins > 0 || frame->permanent ? 0 : frame->memory.bytes(), 0};

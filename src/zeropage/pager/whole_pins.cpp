@@ -88,7 +88,7 @@ bool WholePins::is_resident(std::span<const PinRequest> requests) const {
   });
 }
 
-/// What pinning adds to the bytes in use. Throws VersionOpen if another thread has a second version open.
+/// The bytes in use that pinning adds. Throws VersionOpen if another thread has a second version open.
 Grants::Need WholePins::need_of(std::span<const PinRequest> requests, std::size_t extra) const {
   Grants::Need need;
   for (std::size_t i = 0; i < requests.size(); ++i) {

@@ -130,6 +130,10 @@ struct Config {
   /// on the CPU rehearses the GPU path. Values: auto, separate, unified. "separate" copies every page between two
   /// budgets; "unified" works only on the CPU and copies nothing.
   std::string memory = "auto";
+  /// Longest wait of an operator for memory that other threads hold while they do other things: in
+  /// zeropage.pinned(), or as saved activations in use. Waits for operators have no limit. A long one hides a
+  /// program whose threads wait for each other; a short one ends waits that would succeed.
+  std::string memory_timeout = "60";
   /// Bytes that may be written over the life of the drive, such as "600TB". "0" means unknown; otherwise zeropage
   /// warns if training would use them up within a year. It changes no transfer; it only makes report() and
   /// "zeropage plan" judge the bytes written each day.

@@ -14,7 +14,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-inline constexpr std::array<Setting, 31> kSettings{{
+inline constexpr std::array<Setting, 32> kSettings{{
     {"states", &Config::states},
     {"disk_path", &Config::disk_path},
     {"device_memory", &Config::device_memory},
@@ -45,6 +45,7 @@ inline constexpr std::array<Setting, 31> kSettings{{
     {"io_block", &Config::io_block},
     {"io_depth", &Config::io_depth},
     {"memory", &Config::memory},
+    {"memory_timeout", &Config::memory_timeout},
     {"disk_endurance", &Config::disk_endurance},
 }};
 

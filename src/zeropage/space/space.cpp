@@ -465,11 +465,21 @@ void check_memory(const CacheOptions& options, const Domain& domain, bool over_r
 }
 
 /// `least`: the automatic device_memory and host_memory.
+std::chrono::milliseconds memory_timeout_of(const std::string& text) {
+  int seconds = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);
+  if (error != std::errc() || end != text.data() + text.size() || seconds < 0) {
+    throw ConfigError(fmt::format("memory_timeout = \"{}\" is not a number of seconds; write one, such as 60", text));
+  }
+  return std::chrono::seconds(seconds);
+}
+
 CacheOptions choose_sizes(const Config& config, const std::map<std::string, std::size_t>& least, const Domain& domain,
                           bool separate, bool over_ranks) {
   CacheOptions options;
   options.device_bytes = size_of("device_memory", config.device_memory, least.at("device_memory"));
   options.host_bytes = size_of("host_memory", config.host_memory, least.at("host_memory"));
+  options.memory_timeout = memory_timeout_of(config.memory_timeout);
   check_memory(options, domain, over_ranks);
   options.page_bytes = size_of("page_size", config.page_size,
                                automatic_page_size(least.at("device_memory"), least.at("host_memory"), separate));
