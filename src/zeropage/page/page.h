@@ -92,6 +92,7 @@ struct Frame {
   std::uint64_t ahead_in = 0;   // the plan's surprises when it was read.
   bool transient = false;       // its last user will not use it again soon.
   int pins = 0;                 // held by operators and rules.
+  std::uint64_t charged = 0;    // the thread that took the first of these pins.
   int whole_pins = 0;           // the part of them that operators hold.
   std::thread::id claimer;      // the thread that is about to overwrite it.
   bool clearing = false;        // a thread fills it with zeros, without the lock.

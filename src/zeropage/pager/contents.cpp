@@ -22,7 +22,7 @@ void Contents::zero(Segment& segment) {
   monitor_.check_usable();
   transfers_.wait_until(lock, [&] { return run.lent == 0; });
   for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
-    if (run.is_owed(i)) transfers_.make_writable(lock, run, i);
+    if (run.is_owed(i) || !run.has_slot_to_write(i)) transfers_.make_writable(lock, run, i);
   }
   ++run.changes;
   // A transfer must end before its memory is reused; its content is of no interest.
@@ -62,8 +62,9 @@ void Contents::zero_below(Lock& lock, Run& run, const std::function<void()>& wai
   } kept{frames_, {}};
   for (const Page& page : run.pages) {
     if (!page.frame || std::ranges::find(kept.pinned, page.frame) != kept.pinned.end()) continue;
-    kept.pinned.push_back(page.frame);
+    kept.pinned.reserve(kept.pinned.size() + 1);
     frames_.add_pin(*page.frame);
+    kept.pinned.push_back(page.frame);
   }
   {
     const Inside inside(monitor_);

@@ -129,8 +129,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
   /// Reads all segments into memory, each in one piece, and exposes them: all, or none and an exception. A segment
   /// may be named twice. pin() and pin_page() throw VersionOpen (timeline.h) if another thread has opened a version.
-  void pin(std::span<const PinRequest> requests, const PinOptions& options = {}) {
-    whole_pins_.pin(requests, options);
+  /// Returns the bytes of options.extra that were granted, for unpin().
+  std::size_t pin(std::span<const PinRequest> requests, const PinOptions& options = {}) {
+    return whole_pins_.pin(requests, options);
   }
   /// `thread` is the one that took the pins; any thread may drop them. `failed`: the operator threw, and segments
   /// that it was to overwrite keep their content.

@@ -28,7 +28,7 @@ Frames::ThreadUse& Frames::entry_of_this_thread() {
 }
 
 void Frames::drop_if_unused(ThreadUse& use) noexcept {
-  if (use.pins > 0 || use.claimed > 0 || use.lasting > 0) return;
+  if (use.pins > 0 || use.claimed > 0 || use.lasting > 0 || use.pinned > 0) return;
   use = uses_.back();
   uses_.pop_back();
 }
@@ -36,7 +36,7 @@ void Frames::drop_if_unused(ThreadUse& use) noexcept {
 void Frames::claim(std::size_t bytes) {
   if (bytes == 0) return;
   ThreadUse& use = entry_of_this_thread();
-  if (use.claimed == 0) use.before = use.pinned;
+  if (use.claimed == 0) use.before = use.pinned, use.beyond = 0;
   use.claimed += bytes;
 }
 
@@ -48,6 +48,11 @@ void Frames::end_claim(std::size_t bytes, std::uint64_t thread) noexcept {
   monitor_.changed().notify_all();
 }
 
+void Frames::end_spent_claim(std::size_t bytes) noexcept {
+  if (ThreadUse* const use = find_use(this_thread_number())) use->beyond += std::min(bytes, use->spent());
+  end_claim(bytes, this_thread_number());
+}
+
 void Frames::count_lasting(std::size_t pins) { entry_of_this_thread().lasting += pins; }
 
 void Frames::end_lasting(std::size_t pins, std::uint64_t thread) noexcept {
@@ -55,14 +60,34 @@ void Frames::end_lasting(std::size_t pins, std::uint64_t thread) noexcept {
   if (!use) return;
   use->lasting -= std::min(use->lasting, pins);
   drop_if_unused(*use);
+  monitor_.changed().notify_all();
 }
 
-void Frames::count_pin(const Frame& frame, bool is_first) {
-  ThreadUse& use = entry_of_this_thread();
-  ++use.pins, ++pins_;
-  if (!is_first || frame.permanent) return;
+void Frames::count_bytes(const Frame& frame) noexcept {
   pinned_bytes_ += frame.memory.bytes();
-  use.pinned += frame.memory.bytes();
+  if (ThreadUse* const use = find_use(frame.charged)) use->pinned += frame.memory.bytes();
+}
+
+void Frames::uncount_bytes(const Frame& frame) noexcept {
+  pinned_bytes_ -= frame.memory.bytes();
+  ThreadUse* const use = find_use(frame.charged);
+  if (!use) return;
+  use->pinned -= std::min(use->pinned, frame.memory.bytes());
+  use->beyond -= std::min(use->beyond, frame.memory.bytes());
+  drop_if_unused(*use);
+}
+
+void Frames::count_pin(Frame& frame, bool is_first) {
+  ++entry_of_this_thread().pins, ++pins_;
+  if (!is_first) return;
+  frame.charged = this_thread_number();
+  if (!frame.permanent) count_bytes(frame);
+}
+
+void Frames::set_permanent(Frame& frame, bool permanent) noexcept {
+  if (frame.permanent == permanent) return;
+  frame.permanent = permanent;
+  if (frame.pins > 0) permanent ? uncount_bytes(frame) : count_bytes(frame);
 }
 
 void Frames::add_pin(Frame& frame) {
@@ -74,18 +99,16 @@ void Frames::add_pin(Frame& frame) {
 
 void Frames::drop_pin(Frame& frame, std::uint64_t thread) noexcept {
   --pins_;
+  monitor_.changed().notify_all();
+  if (--frame.pins == 0 && !frame.permanent) uncount_bytes(frame);
   if (ThreadUse* const use = find_use(thread)) {
-    // Also if other pins of the frame remain: then more is kept for the claim than it needs.
-    if (!frame.permanent) use->pinned -= std::min(use->pinned, frame.memory.bytes());
     --use->pins;
     drop_if_unused(*use);
   }
-  if (--frame.pins > 0) return;
-  if (!frame.permanent) pinned_bytes_ -= frame.memory.bytes();
+  if (frame.pins > 0) return;
   break_promises(frame);
   frame.last_use = timeline_.now();
   if (frame.transfers == 0) settle(frame);
-  monitor_.changed().notify_all();
   if (monitor_.closed()) monitor_.left();
 }
 

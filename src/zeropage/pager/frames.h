@@ -43,10 +43,12 @@ class Frames {
     std::uint64_t thread;
     std::size_t pins = 0;     // It took them.
     std::size_t lasting = 0;  // Those of them that last while the program does other things.
-    std::size_t pinned = 0;   // Bytes, by pins of frames that no other pin held.
+    std::size_t pinned = 0;   // Bytes of frames whose first pin it took.
     std::size_t claimed = 0;  // Bytes that it may pin without waiting for other threads' pins.
     std::size_t before = 0;   // Bytes that it had pinned when it claimed.
-    std::size_t unspent() const { return claimed - std::min(claimed, pinned - std::min(pinned, before)); }
+    std::size_t beyond = 0;   // Bytes that it was granted and has pinned beyond its claim.
+    std::size_t spent() const { return pinned - std::min(pinned, before + beyond); }
+    std::size_t unspent() const { return claimed - std::min(claimed, spent()); }
   };
   /// Threads with a pin or a claim.
   const std::vector<ThreadUse>& uses() const { return uses_; }
@@ -55,6 +57,8 @@ class Frames {
   /// Changes this thread's claimed bytes or lasting pins.
   void claim(std::size_t bytes);
   void end_claim(std::size_t bytes, std::uint64_t thread) noexcept;
+  /// The same for a claim that was spent on frames which stay pinned.
+  void end_spent_claim(std::size_t bytes) noexcept;
   void count_lasting(std::size_t pins);
   void end_lasting(std::size_t pins, std::uint64_t thread) noexcept;
 
@@ -80,11 +84,7 @@ class Frames {
   static void keep_promise(Frame& frame, std::size_t page);
 
   /// Makes a pinned frame its run's home, or ends that.
-  void set_permanent(Frame& frame, bool permanent) noexcept {
-    if (frame.permanent == permanent) return;
-    frame.permanent = permanent;
-    if (frame.pins > 0) permanent ? pinned_bytes_ -= frame.memory.bytes() : pinned_bytes_ += frame.memory.bytes();
-  }
+  void set_permanent(Frame& frame, bool permanent) noexcept;
   /// To be called before the pin of an operator that failed is dropped. If other threads hold the frame, no more pins
   /// are taken until its pages have their earlier states again.
   static void begin_to_revert(Frame& frame) {
@@ -122,7 +122,9 @@ class Frames {
  private:
   /// Restores the earlier states of pages that no operator has written. The frame has no pin.
   static void break_promises(Frame& frame) noexcept;
-  void count_pin(const Frame& frame, bool is_first);
+  void count_pin(Frame& frame, bool is_first);
+  void count_bytes(const Frame& frame) noexcept;
+  void uncount_bytes(const Frame& frame) noexcept;
   ThreadUse& entry_of_this_thread();
   ThreadUse* find_use(std::uint64_t thread) noexcept;
   void drop_if_unused(ThreadUse& use) noexcept;

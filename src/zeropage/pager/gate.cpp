@@ -25,6 +25,7 @@ Obstacle obstacle_of_run(const Run& run, Intent intent) {
       return run.assembled ? Obstacle::assembled : Obstacle::none;
     case Intent::freeze:
       if (run.lent > 0) return Obstacle::lent;
+      if (run.is_filling) return Obstacle::assembled;
       return run.frozen ? Obstacle::frozen : Obstacle::none;
     case Intent::open_version:
       if (!run.is_on_disk || run.slots) return Obstacle::absent;
@@ -87,6 +88,7 @@ Obstacle obstacle(const Run& run, std::size_t page, Intent intent) {
 
 Obstacle obstacle(const Run& run, Intent intent) {
   Obstacle found = obstacle_of_run(run, intent);
+  if (intent == Intent::prefetch || intent == Intent::freeze) return found;  // which look at no page
   for (std::size_t i = 0; found == Obstacle::none && i < run.pages.size(); ++i) {
     found = obstacle_of_page(run, run.pages[i], intent);
   }

@@ -39,8 +39,16 @@ bool Grants::fits(const Need& need) const {
 }
 
 bool Grants::is_waiting(std::uint64_t thread) const {
-  return std::ranges::any_of(waiting_, [&](const Ticket& ticket) { return ticket.thread == thread; });
+  return std::ranges::any_of(waiting_, [&](const Ticket& ticket) { return ticket.thread == thread; }) ||
+         std::ranges::find(stuck_, thread) != stuck_.end();
 }
+
+Grants::Stuck::Stuck(Grants& grants) : grants_(grants) {
+  grants_.stuck_.push_back(this_thread_number());
+  grants_.monitor_.changed().notify_all();
+}
+
+Grants::Stuck::~Stuck() { grants_.stuck_.erase(std::ranges::find(grants_.stuck_, this_thread_number())); }
 
 bool Grants::is_first(const Ticket& ticket) const {
   for (const Ticket& other : waiting_) {
@@ -64,21 +72,27 @@ bool Grants::some_hold_lastingly(std::uint64_t but) const {
 }
 
 bool Grants::wait_for_others(Lock& lock) {
-  const auto pins_of_others = [&] { return frames_.pins() - frames_.use_of_this_thread().pins; };
-  const bool will_let_go = some_will_let_go(this_thread_number());
   // If refused, ShardedHome frees what its gathers hold.
-  if ((!will_let_go && !some_hold_lastingly(this_thread_number())) || (upper_.serves() && !upper_.connected()))
-    return false;
+  if (is_below_ranks()) return false;
+  const std::uint64_t me = this_thread_number();
+  const auto pins_of_others = [&] { return frames_.pins() - frames_.use_of_this_thread().pins; };
+  const auto is_hopeless = [&] { return !some_will_let_go(me) && !some_hold_lastingly(me); };
+  if (is_hopeless()) return false;
   const std::size_t before = pins_of_others(), queued = frames_.victims().size();
+  const auto has_changed = [&] { return pins_of_others() < before || frames_.victims().size() != queued; };
   const Waiting waiting(monitor_, Cause::memory);
   const Inside inside(monitor_);
-  const auto is_over = [&] {
-    return pins_of_others() < before || frames_.victims().size() != queued || monitor_.closed();
-  };
-  const auto until = Clock::now() + (will_let_go ? std::chrono::hours(24 * 365) : longest_wait_);
-  const bool over = monitor_.changed().wait_until(lock, until, is_over);
+  const Stuck stuck(*this);
+  const auto give_up_at = Clock::now() + longest_wait_;
+  while (!has_changed() && !is_hopeless() && !monitor_.closed()) {
+    if (some_will_let_go(me)) {
+      monitor_.sleep(lock);
+    } else if (!monitor_.changed().wait_until(lock, give_up_at)) {
+      break;
+    }
+  }
   monitor_.check_usable();
-  return over;
+  return has_changed();
 }
 
 bool Grants::tidy_above(Lock& lock) {
@@ -104,9 +118,9 @@ Grants::Claim Grants::wait_for(Lock& lock, const std::function<Need()>& need) {
   return Claim(*this, more, wanted.held);
 }
 
-void Grants::end(std::size_t bytes, std::size_t held, std::uint64_t thread) noexcept {
+void Grants::end(std::size_t bytes, std::size_t held) noexcept {
   budgets_.let_go(held);
-  frames_.end_claim(bytes, thread);
+  frames_.end_spent_claim(bytes);
 }
 
 void Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need) {
@@ -125,7 +139,7 @@ void Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need) {
   monitor_.changed().notify_all();  // the others' turn may have changed
   const Waiting waiting(monitor_, Cause::memory);
   const Inside inside(monitor_);
-  Clock::time_point give_up_at = Clock::time_point::max();
+  Clock::time_point give_up_at = Clock::time_point::max();  // once lasting pins were all that was in the way
   while (true) {
     monitor_.check_usable();
     const Need wanted = need();
@@ -134,17 +148,15 @@ void Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need) {
       if (tidy_above(lock)) continue;
       const bool others_run = some_will_let_go(this_thread_number());
       // Over ranks, ShardedHome frees what its gathers hold.
-      if (upper_.serves() && !upper_.connected()) refuse(wanted);
-      ticket.blocked = !others_run && some_hold_lastingly(this_thread_number());
+      if (is_below_ranks()) refuse(wanted);
+      const bool was_blocked =
+          std::exchange(ticket.blocked, !others_run && some_hold_lastingly(this_thread_number()));
       if (!others_run && !ticket.blocked) refuse(wanted);
-      if (!ticket.blocked) give_up_at = Clock::time_point::max();
-      if (ticket.blocked && give_up_at == Clock::time_point::max()) {
-        give_up_at = Clock::now() + longest_wait_;
-        monitor_.changed().notify_all();
-      }
-      if (Clock::now() >= give_up_at) refuse(wanted);
+      if (ticket.blocked && give_up_at == Clock::time_point::max()) give_up_at = Clock::now() + longest_wait_;
+      if (ticket.blocked && Clock::now() >= give_up_at) refuse(wanted);
+      if (ticket.blocked && !was_blocked) monitor_.changed().notify_all();  // it is the turn of others
     }
-    auto until = give_up_at;
+    auto until = ticket.blocked ? give_up_at : Clock::time_point::max();
     if (upper_.connected()) until = std::min(until, Clock::now() + kUntilTidied);
     until == Clock::time_point::max() ? monitor_.sleep(lock) : void(monitor_.changed().wait_until(lock, until));
   }

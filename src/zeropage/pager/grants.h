@@ -12,6 +12,7 @@
 
 #include <functional>
 #include <list>
+#include <vector>
 
 #include "zeropage/pager/frames.h"
 #include "zeropage/pager/upper_cache.h"
@@ -34,10 +35,11 @@ class Grants {
   /// The bytes that a request will pin in addition to the present pins.
   struct Need {
     std::size_t bytes = 0;  // of frames
-    std::size_t held = 0;   // the part that operators hold whole, which device_memory limits
+    std::size_t held = 0;   // The part that operators hold whole, which device_memory limits.
+    std::size_t extra = 0;  // The part that the operator pins later.
   };
 
-  /// Bytes kept for this thread's later pins. Move-only; constructed and destroyed under the lock.
+  /// Bytes kept until the thread has pinned them. Move-only; constructed and destroyed under the lock, on one thread.
   class Claim {
    public:
     Claim() = default;
@@ -46,11 +48,10 @@ class Grants {
       std::swap(grants_, other.grants_);
       std::swap(bytes_, other.bytes_);
       std::swap(held_, other.held_);
-      std::swap(thread_, other.thread_);
       return *this;
     }
     ~Claim() {
-      if (grants_) grants_->end(bytes_, held_, thread_);
+      if (grants_) grants_->end(bytes_, held_);
     }
     std::size_t bytes() const { return bytes_; }
     /// The caller ends it by end_claim().
@@ -61,7 +62,6 @@ class Grants {
     Claim(Grants& grants, std::size_t bytes, std::size_t held) : grants_(&grants), bytes_(bytes), held_(held) {}
     Grants* grants_ = nullptr;
     std::size_t bytes_ = 0, held_ = 0;
-    std::uint64_t thread_ = this_thread_number();
   };
 
   /// Returns when `need()` fits, with a claim on it beyond what the thread has claimed already. `need` is called
@@ -72,6 +72,19 @@ class Grants {
   /// For frames that keep free memory apart: returns true when another thread has dropped a pin, or a frame could
   /// leave; false if that is not to be expected.
   bool wait_for_others(Lock& lock);
+  /// Whether a cache of gathered tensors frees memory here after a refusal.
+  bool is_below_ranks() const { return upper_.serves() && !upper_.connected(); }
+  /// While it lives, the thread waits and lets go of nothing. Under the lock.
+  class Stuck {
+   public:
+    explicit Stuck(Grants& grants);
+    ~Stuck();
+    Stuck(const Stuck&) = delete;
+    Stuck& operator=(const Stuck&) = delete;
+
+   private:
+    Grants& grants_;
+  };
   /// Ends transfers of the cache above, which pin pages here and may have finished without a signal.
   bool tidy_above(Lock& lock);
 
@@ -82,7 +95,7 @@ class Grants {
     bool blocked = false;  // by lasting pins alone: later tickets need not wait for it
   };
 
-  void end(std::size_t bytes, std::size_t held, std::uint64_t thread) noexcept;
+  void end(std::size_t bytes, std::size_t held) noexcept;
   std::size_t beyond_claim(const Need& need) const;
   bool fits_beside_others(const Need& need) const;
   void wait_in_turn(Lock& lock, const std::function<Need()>& need);
@@ -99,7 +112,8 @@ class Grants {
   Frames& frames_;
   UpperCache& upper_;
   const std::chrono::milliseconds longest_wait_;
-  std::list<Ticket> waiting_;  // in the order in which they are granted
+  std::list<Ticket> waiting_;         // in the order in which they are granted
+  std::vector<std::uint64_t> stuck_;  // threads that wait elsewhere for others' memory
 };
 
 }  // namespace zeropage

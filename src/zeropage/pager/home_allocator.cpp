@@ -135,11 +135,6 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
   try {
     const Grants::Claim claim = grants_.wait_for(lock, [&] { return Grants::Need{bytes, on_device ? bytes : 0}; });
     Frame& frame = room_.make_frame(lock, run, 0, run.pages.size(), /*for_long=*/true);
-    if (budgets_.homes_in(run.tier) + bytes > limit) {  // another thread was quicker
-      frame.assembling = true;
-      frames_.drop_pin(frame);
-      refuse_home();
-    }
     if (memory_.device()) {
       if (!run.is_staging) memory_.clear(frame.memory.data(), frame.memory.bytes());
       frame.ready = memory_.device()->record();
@@ -147,6 +142,11 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
       const Inside inside(monitor_);
       const Unlocked unlocked(lock);
       memory_.clear(frame.memory.data(), frame.memory.bytes());
+    }
+    if (budgets_.homes_in(run.tier) + bytes > limit) {  // another thread was quicker
+      frame.assembling = true;
+      frames_.drop_pin(frame);
+      refuse_home();
     }
     for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
     frames_.set_permanent(frame, true);

@@ -21,8 +21,9 @@ Grants::Claim PagePins::claim(Lock& lock, std::span<const PinRequest> requests) 
     std::size_t bytes = 0;
     for (const PinRequest& request : requests) {
       const Run& run = *request.segment->run();
-      if (!run.home) continue;
-      const bool is_whole = run.pages.size() <= 2 || run.whole_frame();
+      const Frame* const whole = run.whole_frame();
+      if (!run.home || (whole && whole->pins > 0)) continue;
+      const bool is_whole = run.pages.size() <= 2 || whole;
       bytes += is_whole ? round_up(run.bytes, kBlockBytes) : 2 * round_up(run.page_bytes, kBlockBytes);
     }
     // A smaller memory may do. A pin that it cannot hold says so.
@@ -30,8 +31,8 @@ Grants::Claim PagePins::claim(Lock& lock, std::span<const PinRequest> requests) 
                       taken = budgets_.all_homes() + frames_.use_of_this_thread().pinned;
     return Grants::Need{std::min(bytes, most - std::min(most, taken)), 0};
   };
-  // With pins already, the caller asks for each page instead of waiting here.
-  if (frames_.use_of_this_thread().pins > 0 && !grants_.fits(need())) return {};
+  // With pins already, and over ranks, the caller asks for each page instead of waiting here.
+  if ((frames_.use_of_this_thread().pins > 0 || grants_.is_below_ranks()) && !grants_.fits(need())) return {};
   return grants_.wait_for(lock, need);
 }
 

@@ -30,6 +30,7 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   frozen->pages.resize(run.pages.size());
   FrozenSegment result;
   for (std::size_t i = 0; i < run.pages.size(); ++i) result.sizes_.push_back(run.bytes_of(i));
+  std::erase_if(alive_, [](const auto& weak) { return weak.expired(); });
   alive_.push_back(frozen);
   // Nothing throws from here on.
   for (std::size_t i = 0; i < run.pages.size(); ++i) {

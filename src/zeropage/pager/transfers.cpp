@@ -93,6 +93,11 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     if (priority != Priority::demanded && !home_->ready_to_write(run, i)) break;
     pages.push_back(i);
   }
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    if (try_reserve_slot(run, pages[i])) continue;
+    if (priority == Priority::demanded) return grow_for(lock, frame, run.bytes_of(pages[i])), true;
+    pages.resize(i);
+  }
   if (pages.empty()) return false;
   if (frames_.is_gathered()) memory_.order_after(frame);
   const bool is_held = frame.pins > 0;
@@ -119,7 +124,6 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     std::optional<Home::Outcome> outcome;
     try {
       monitor_.check_usable();
-      if (!try_reserve_slot(run, i)) throw DiskError("the disk has no room for a page", ENOSPC);
       std::optional<Unlocked> unlocked;
       if (blocks) unlocked.emplace(lock);
       outcome = home_->write(run, i, from, after, priority, std::move(done));
@@ -168,8 +172,27 @@ bool Transfers::try_reserve_slot(Run& run, std::size_t page) {
   return run.pages[page].target != nullptr;
 }
 
+/// The same for a frame that is to be written, which stays meanwhile.
+void Transfers::grow_for(Lock& lock, Frame& frame, std::size_t bytes) {
+  struct Kept {
+    Transfers& transfers;
+    Frame& frame;
+    Run& run;
+    Kept(Transfers& t, Frame& f) : transfers(t), frame(f), run(*f.run) {
+      transfers.frames_.add_pin(frame);
+      ++run.transfers;  // its tensors may die
+    }
+    ~Kept() {
+      transfers.frames_.drop_pin(frame);
+      transfers.transfer_ended(run);
+    }
+  } kept(*this, frame);
+  grow(lock, bytes);
+}
+
 void Transfers::grow(Lock& lock, std::size_t bytes) {
   std::exception_ptr full;
+  const std::size_t thawed = thawed_;
   {
     const Inside inside(monitor_);
     const Unlocked unlocked(lock);
@@ -180,7 +203,7 @@ void Transfers::grow(Lock& lock, std::size_t bytes) {
     }
   }
   monitor_.check_usable();
-  if (full) wait_for_a_checkpoint(lock, std::move(full));
+  if (full && thawed_ == thawed) wait_for_a_checkpoint(lock, std::move(full));
 }
 
 /// Returns when a checkpoint has released slots. Throws the error if none is in progress, or if this thread is the

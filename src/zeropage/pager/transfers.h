@@ -81,6 +81,7 @@ class Transfers {
 
  private:
   bool try_reserve_slot(Run& run, std::size_t page);
+  void grow_for(Lock& lock, Frame& frame, std::size_t bytes);
   void wait_for_a_checkpoint(Lock& lock, std::exception_ptr full);
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);

@@ -104,11 +104,12 @@ Grants::Need WholePins::need_of(std::span<const PinRequest> requests, std::size_
   // With less, the thread's later pins may have to wait.
   const std::size_t most = memory_.budget().limit();
   const std::size_t taken = budgets_.all_homes() + frames_.use_of_this_thread().pinned + need.bytes;
-  need.bytes += std::min(extra, most - std::min(most, taken));
+  need.extra = std::min(extra, most - std::min(most, taken));
+  need.bytes += need.extra;
   return need;
 }
 
-void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& options) {
+std::size_t WholePins::pin(std::span<const PinRequest> requests, const PinOptions& options) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
@@ -119,9 +120,15 @@ void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& opti
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   std::vector<Hold> holds;
   Grants::Claim claim;
+  std::size_t extra = 0;
+  const auto need = [&] {
+    const Grants::Need wanted = need_of(requests, options.extra);
+    extra = wanted.extra;
+    return wanted;
+  };
   for (bool is_alone = false;;) {
     holds.clear();
-    claim = grants_.wait_for(lock, [&] { return need_of(requests, options.extra); });
+    claim = grants_.wait_for(lock, need);
     if (is_resident(requests)) break;
     holds = holds_for(requests);
     try {
@@ -131,6 +138,7 @@ void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& opti
       // Another thread may need memory before it lets go of them, so this one lets go of its own.
       let_go(holds);
       claim = {};
+      pass(transfers_, lock, *in_use.run, Intent::assemble);
       transfers_.wait_until(lock, [&] { return !is_in_use_elsewhere(*in_use.run); });
     } catch (const Shortage&) {
       // Memory is in pieces, and frames in use keep them apart. Waits for those of other threads; then moves all else
@@ -138,7 +146,7 @@ void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& opti
       let_go(holds);
       claim = {};
       if (grants_.wait_for_others(lock)) continue;
-      if (std::exchange(is_alone, true)) budgets_.refuse(need_of(requests, options.extra).bytes);
+      if (std::exchange(is_alone, true)) budgets_.refuse(need().bytes);
       room_.empty(lock);
     } catch (...) {
       let_go(holds);
@@ -153,8 +161,10 @@ void WholePins::pin(std::span<const PinRequest> requests, const PinOptions& opti
   }
   expose(requests, options, holds);
   claim = {};
+  frames_.claim(extra);
   budgets_.note_usage();
   if (counts) ahead_.run(lock);
+  return extra;
 }
 
 /// Hands the frames to the operator, all or none.
@@ -168,7 +178,6 @@ void WholePins::expose(std::span<const PinRequest> requests, const PinOptions& o
       ++done;
     }
     if (options.lasting) frames_.count_lasting(requests.size());
-    frames_.claim(options.extra);
   } catch (...) {
     for (std::size_t i = 0; i < done; ++i) frames_.drop_pin(*requests[i].segment->run_->whole_frame());
     let_go(holds);
@@ -219,12 +228,17 @@ void WholePins::hold(Lock& lock, std::vector<Hold>& holds) {
 void WholePins::take_frame(Lock& lock, Hold& hold) {
   Run& run = *hold.run;
   while (true) {
-    pass(transfers_, lock, run, Intent::assemble);
+    if (frames_.is_gathered()) {
+      pass(transfers_, lock, run, Intent::assemble);
+    } else if (obstacle(run, Intent::assemble) != Obstacle::none) {
+      throw PagesInUse{&run};
+    }
     if (Frame* frame = run.whole_frame()) {
       frames_.add_pin(*frame);
       hold.frame = frame;
       return;
     }
+    if (!frames_.is_gathered() && is_in_use_elsewhere(run)) throw PagesInUse{&run};
     Frame& frame = room_.make_frame(lock, run, 0, run.pages.size());
     frame.assembling = true;
     if (run.whole_frame() || obstacle(run, Intent::assemble) != Obstacle::none) {  // another thread was quicker
@@ -256,10 +270,10 @@ void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   for (std::size_t i = 0; i < holds.size(); ++i) {
     Hold& hold = holds[i];
     if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
-    if (Frames::is_reading(*hold.frame)) {
-      transfers_.wait_for_reads(lock, *hold.frame);
-    } else if (hold.is_new && !frames_.is_gathered() && is_in_use_elsewhere(*hold.run)) {
+    if (hold.is_new && !frames_.is_gathered() && is_in_use_elsewhere(*hold.run)) {
       throw PagesInUse{hold.run};
+    } else if (Frames::is_reading(*hold.frame)) {
+      transfers_.wait_for_reads(lock, *hold.frame);
     } else if (in_use(hold)) {
       const auto reading = std::find_if(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
         return page.frame && page.frame != hold.frame && Frames::is_reading(*page.frame);

@@ -35,7 +35,7 @@ class WholePins {
         ahead_(ahead) {}
 
   // As FrameCache says of them.
-  void pin(std::span<const PinRequest> requests, const PinOptions& options);
+  std::size_t pin(std::span<const PinRequest> requests, const PinOptions& options);
   void unpin(std::span<const PinRequest> requests, const PinOptions& options, std::uint64_t thread,
              bool failed) noexcept;
   void write_again(Segment& segment);

@@ -505,7 +505,8 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked, const PinOptions& options)
     try {
       while (true) {
         try {
-          cache.pin({requests.data() + begin, end - begin}, options_of(begin));
+          const std::size_t granted = cache.pin({requests.data() + begin, end - begin}, options_of(begin));
+          if (begin == 0) options_.extra = granted;
           break;
         } catch (const VersionOpen&) {  // opened since settle() above
           for (std::size_t i = begin; i < end; ++i) static_cast<StorageSegment*>(requests[i].segment)->settle();
