@@ -27,8 +27,10 @@ struct Queue {
   }
   std::string order() {
     std::string names;
-    while (auto request = queue.drain())
+    while (auto request = queue.drain()) {
       names += static_cast<char>('a' + (request->buffer - memory.data()) / kBlockBytes);
+      if (--request->state->requests_left == 0) queue.finished(*request->state);
+    }
     return names;
   }
 };

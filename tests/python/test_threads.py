@@ -43,7 +43,7 @@ def test_training_and_evaluation_end_under_a_budget_that_holds_one_of_them(tmp_p
     expected = evaluate(frozen, 60)
     train(plain, 12)
     everything_on_disk = dict.fromkeys(["parameters", "gradients", "optimizer"], "disk")
-    # Not enough for the weights of two operators at once: 256 KiB each, beside pages of 64 KiB.
+    # Not enough for the weights of two operators at once: 256 KiB each, and pages of 64 KiB.
     with zeropage.init(
         device_memory="400KiB",
         host_memory="640KiB",

@@ -40,8 +40,8 @@ std::size_t free_in_heap() {
 /// [Note: what malloc keeps] During forward and backward, freed activations and gradients of various sizes alternate
 /// in malloc's heap. malloc keeps the holes, and the process grows by half of its activations although nothing is
 /// alive. Paging should make the process smaller, so this returns the holes to the system. It does so only if the
-/// process would otherwise exceed its largest size without holes by kMost, a part of the 64 MB that it may take beyond
-/// budgets and activations: returned memory must be mapped again when it is touched.
+/// process would otherwise exceed its largest size without holes by kMost, a part of the 64 MB that it may take
+/// beyond budgets and activations: returned memory must be mapped again when it is touched.
 void give_back_holes(std::size_t bytes) {
   constexpr std::size_t kBetween = 16 * kMiB, kLeast = 24 * kMiB, kMost = 48 * kMiB;
   static std::atomic<std::size_t> since = 0;

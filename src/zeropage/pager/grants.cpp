@@ -40,15 +40,15 @@ bool Grants::fits(const Need& need) const {
 
 bool Grants::is_waiting(std::uint64_t thread) const {
   return std::ranges::any_of(waiting_, [&](const Ticket& ticket) { return ticket.thread == thread; }) ||
-         std::ranges::find(stuck_, thread) != stuck_.end();
+         std::ranges::any_of(stuck_, [&](const Stuck* s) { return s->thread_ == thread && !s->may_go_(); });
 }
 
-Grants::Stuck::Stuck(Grants& grants) : grants_(grants) {
-  grants_.stuck_.push_back(this_thread_number());
+Grants::Stuck::Stuck(Grants& grants, const std::function<bool()>& may_go) : grants_(grants), may_go_(may_go) {
+  grants_.stuck_.push_back(this);
   grants_.monitor_.changed().notify_all();
 }
 
-Grants::Stuck::~Stuck() { grants_.stuck_.erase(std::ranges::find(grants_.stuck_, this_thread_number())); }
+Grants::Stuck::~Stuck() { std::erase(grants_.stuck_, this); }
 
 bool Grants::is_first(const Ticket& ticket) const {
   for (const Ticket& other : waiting_) {
@@ -75,14 +75,16 @@ bool Grants::wait_for_others(Lock& lock) {
   // If refused, ShardedHome frees what its gathers hold.
   if (is_below_ranks()) return false;
   const std::uint64_t me = this_thread_number();
-  const auto pins_of_others = [&] { return frames_.pins() - frames_.use_of_this_thread().pins; };
+  const auto pins_of_others = [&, own = frames_.use_of_this_thread().pins] { return frames_.pins() - own; };
   const auto is_hopeless = [&] { return !some_will_let_go(me) && !some_hold_lastingly(me); };
   if (is_hopeless()) return false;
   const std::size_t before = pins_of_others(), queued = frames_.victims().size();
-  const auto has_changed = [&] { return pins_of_others() < before || frames_.victims().size() != queued; };
+  const std::function<bool()> has_changed = [&, free = memory_.free()] {
+    return pins_of_others() < before || frames_.victims().size() != queued || memory_.free() != free;
+  };
   const Waiting waiting(monitor_, Cause::memory);
   const Inside inside(monitor_);
-  const Stuck stuck(*this);
+  const Stuck stuck(*this, has_changed);
   const auto give_up_at = Clock::now() + longest_wait_;
   while (!has_changed() && !is_hopeless() && !monitor_.closed()) {
     if (some_will_let_go(me)) {

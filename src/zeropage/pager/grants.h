@@ -74,16 +74,19 @@ class Grants {
   bool wait_for_others(Lock& lock);
   /// Whether a cache of gathered tensors frees memory here after a refusal.
   bool is_below_ranks() const { return upper_.serves() && !upper_.connected(); }
-  /// While it lives, the thread waits and lets go of nothing. Under the lock.
+  /// While it lives, the thread waits until `may_go`, and lets go of nothing before. Under the lock.
   class Stuck {
    public:
-    explicit Stuck(Grants& grants);
+    Stuck(Grants& grants, const std::function<bool()>& may_go);
     ~Stuck();
     Stuck(const Stuck&) = delete;
     Stuck& operator=(const Stuck&) = delete;
 
    private:
+    friend class Grants;
     Grants& grants_;
+    const std::uint64_t thread_ = this_thread_number();
+    const std::function<bool()>& may_go_;  // The thread may not have woken since.
   };
   /// Ends transfers of the cache above, which pin pages here and may have finished without a signal.
   bool tidy_above(Lock& lock);
@@ -112,8 +115,8 @@ class Grants {
   Frames& frames_;
   UpperCache& upper_;
   const std::chrono::milliseconds longest_wait_;
-  std::list<Ticket> waiting_;         // in the order in which they are granted
-  std::vector<std::uint64_t> stuck_;  // threads that wait elsewhere for others' memory
+  std::list<Ticket> waiting_;        // in the order in which they are granted
+  std::vector<const Stuck*> stuck_;  // threads that wait elsewhere for others' memory
 };
 
 }  // namespace zeropage

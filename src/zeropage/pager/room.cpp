@@ -54,8 +54,9 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
 /// Freed bytes go to the oldest demand. Over ranks a thread waits for gathers that others complete.
 bool Room::wait_for_turn(Lock& lock, const Making& making) {
   if (demands_.front() == &making || frames_.is_gathered()) return false;
-  const Grants::Stuck stuck(grants_);
-  transfers_.wait_until(lock, [&] { return demands_.front() == &making; }, Cause::memory);
+  const std::function<bool()> is_its_turn = [&] { return demands_.front() == &making; };
+  const Grants::Stuck stuck(grants_, is_its_turn);
+  transfers_.wait_until(lock, is_its_turn, Cause::memory);
   return true;
 }
 
