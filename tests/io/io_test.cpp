@@ -303,12 +303,16 @@ TEST_CASE("while a completion takes its time, the disk does what is queued behin
   auto block = arena.try_allocate(2 * kBlockBytes);
   std::fill_n(block->data(), block->bytes(), std::byte{7});
   std::promise<bool> was_written;
+  std::promise<void> both_queued;
+  io->start({Direction::write, &file, 0, block->data(), kBlockBytes}, Priority::demanded,
+            [&](std::exception_ptr) { both_queued.get_future().wait(); });
   io->start({Direction::write, &file, 0, block->data(), kBlockBytes}, Priority::demanded, [&](std::exception_ptr) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
     while (file.size() < 2 * kBlockBytes && std::chrono::steady_clock::now() < end) std::this_thread::yield();
     was_written.set_value(file.size() == 2 * kBlockBytes);
   });
   Ending second(*io, {Direction::write, &file, kBlockBytes, block->data(), kBlockBytes});
+  both_queued.set_value();
   CHECK(was_written.get_future().get());
   CHECK(second.came());
 }
