@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -45,7 +46,7 @@ class BookedTime {
   static BookedTime& of_no_space();
 
   void add(Spent spent, Clock::duration time) {
-    sums_[static_cast<int>(spent)].fetch_add(time.count(), std::memory_order_relaxed);
+    sums_[static_cast<std::size_t>(spent)].fetch_add(time.count(), std::memory_order_relaxed);
   }
   Seconds seconds() const;
 
