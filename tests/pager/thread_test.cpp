@@ -165,3 +165,18 @@ TEST_CASE_FIXTURE(CacheFixture, "two threads that walk over pages and assemble t
   for (auto& thread : threads) thread.join();
   CHECK(wrong == 0);
 }
+
+TEST_CASE_FIXTURE(CacheFixture,
+                  "what memory can never hold is refused at once, though another thread still uses memory") {
+  make(256 * K, 64 * K);
+  auto small = segment(100 * K), large = segment(300 * K), a = segment(140 * K), b = segment(140 * K);
+  const PinRequest first{small.get(), Access::read}, too_large{large.get(), Access::read};
+  const PinRequest together[] = {{a.get(), Access::read}, {b.get(), Access::read}};
+  cache->pin({&first, 1});
+  std::thread([&] {  // which would wait for this thread's pin, and this thread for it
+    CHECK_THROWS_AS(cache->pin({&too_large, 1}), BudgetError);
+    CHECK_THROWS_AS(cache->pin(together), BudgetError);
+  })
+      .join();
+  cache->unpin({&first, 1});
+}

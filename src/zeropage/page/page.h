@@ -151,7 +151,7 @@ struct Run {
   Segment* only = nullptr;     // the tensor it was made for, if it serves one; null once that died.
   bool listed = false;         // among the runs that may have room.
   Frame* assembled = nullptr;  // the frame in which a thread is assembling the whole run.
-  bool is_filling = false;     // that thread copies the other frames' content into it, without the lock.
+  int filling = 0;             // threads that copy without the lock, before they hold the run whole.
   // For gathered runs:
   bool is_gathered = false, is_packed = false;  // fixed at creation: read without the lock
   std::vector<Share> shares;

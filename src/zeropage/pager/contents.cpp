@@ -60,9 +60,9 @@ void Contents::zero_below(Lock& lock, Run& run, const std::function<void()>& wai
       for (Frame* frame : pinned) frames.drop_pin(*frame);
     }
   } kept{frames_, {}};
+  kept.pinned.reserve(run.pages.size());
   for (const Page& page : run.pages) {
-    if (!page.frame || std::ranges::find(kept.pinned, page.frame) != kept.pinned.end()) continue;
-    kept.pinned.reserve(kept.pinned.size() + 1);
+    if (!page.frame || (!kept.pinned.empty() && kept.pinned.back() == page.frame)) continue;
     frames_.add_pin(*page.frame);
     kept.pinned.push_back(page.frame);
   }

@@ -11,7 +11,7 @@ Obstacle obstacle_of_run(const Run& run, Intent intent) {
   }
   switch (intent) {
     case Intent::pin:
-      return run.is_filling ? Obstacle::assembled : Obstacle::none;
+      return run.filling > 0 ? Obstacle::assembled : Obstacle::none;
     case Intent::assemble:
       if (run.lent > 0) return Obstacle::lent;
       return run.assembled ? Obstacle::assembled : Obstacle::none;
@@ -25,7 +25,7 @@ Obstacle obstacle_of_run(const Run& run, Intent intent) {
       return run.assembled ? Obstacle::assembled : Obstacle::none;
     case Intent::freeze:
       if (run.lent > 0) return Obstacle::lent;
-      if (run.is_filling) return Obstacle::assembled;
+      if (run.filling > 0) return Obstacle::assembled;
       return run.frozen ? Obstacle::frozen : Obstacle::none;
     case Intent::open_version:
       if (!run.is_on_disk || run.slots) return Obstacle::absent;

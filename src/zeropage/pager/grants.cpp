@@ -112,8 +112,8 @@ bool Grants::tidy_above(Lock& lock) {
 }
 
 Grants::Claim Grants::wait_for(Lock& lock, const std::function<Need()>& need) {
-  if (!fits(need())) wait_in_turn(lock, need);
-  const Need wanted = need();
+  Need wanted = need();
+  if (!fits(wanted)) wanted = wait_in_turn(lock, need);
   const std::size_t more = beyond_claim(wanted);
   frames_.claim(more);
   budgets_.hold(wanted.held);
@@ -125,7 +125,14 @@ void Grants::end(std::size_t bytes, std::size_t held) noexcept {
   frames_.end_spent_claim(bytes);
 }
 
-void Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need) {
+/// Whether other threads' pins and claims are not all that is in the way.
+bool Grants::can_never_fit(const Need& need) const {
+  const std::size_t own = frames_.use_of_this_thread().pinned;
+  return need.held + budgets_.homes_in(Tier::device) > budgets_.device_limit() ||
+         need.bytes + own + budgets_.all_homes() > memory_.budget().limit();
+}
+
+Grants::Need Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need) {
   const auto use = frames_.use_of_this_thread();
   const bool holds = use.pins > 0 || use.claimed > 0;
   const auto place = std::ranges::find_if(waiting_, [&](const Ticket& other) { return holds && !other.holds; });
@@ -146,8 +153,9 @@ void Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need) {
     monitor_.check_usable();
     const Need wanted = need();
     if (is_first(ticket)) {
-      if (fits_beside_others(wanted)) return;
+      if (fits_beside_others(wanted)) return wanted;
       if (tidy_above(lock)) continue;
+      if (can_never_fit(wanted)) refuse(wanted);
       const bool others_run = some_will_let_go(this_thread_number());
       // Over ranks, ShardedHome frees what its gathers hold.
       if (is_below_ranks()) refuse(wanted);

@@ -101,7 +101,8 @@ class Grants {
   void end(std::size_t bytes, std::size_t held) noexcept;
   std::size_t beyond_claim(const Need& need) const;
   bool fits_beside_others(const Need& need) const;
-  void wait_in_turn(Lock& lock, const std::function<Need()>& need);
+  bool can_never_fit(const Need& need) const;
+  Need wait_in_turn(Lock& lock, const std::function<Need()>& need);
   std::size_t unspent() const;
   bool is_waiting(std::uint64_t thread) const;
   bool is_first(const Ticket& ticket) const;

@@ -22,8 +22,8 @@ bool is_writable(const Run& run) {
 
 /// Whether operators or rules hold single pages of a run that is not whole in memory.
 bool is_in_use_elsewhere(const Run& run) {
-  return std::ranges::any_of(run.pages, [&](const Page& page) {
-    return page.frame && page.frame != run.assembled && page.frame->pins > 0 && page.frame != run.whole_frame();
+  return std::ranges::any_of(run.pages, [&, whole = run.whole_frame()](const Page& page) {
+    return page.frame && page.frame != run.assembled && page.frame != whole && page.frame->pins > 0;
   });
 }
 
@@ -335,13 +335,16 @@ void WholePins::fill(Lock& lock, std::vector<Hold>& holds) {
   if (memory_.device() || pieces.empty()) {
     copy();
   } else {
-    for (Hold& hold : holds) hold.run->is_filling = hold.is_new;
-    const Inside inside(monitor_);
-    const Unlocked unlocked(lock);
-    copy();
+    // Nobody may freeze any of the runs: that they are writable was looked at before.
+    for (Hold& hold : holds) ++hold.run->filling;
+    {
+      const Inside inside(monitor_);
+      const Unlocked unlocked(lock);
+      copy();
+    }
+    for (Hold& hold : holds) --hold.run->filling;
   }
   for (Hold& hold : holds) {
-    hold.run->is_filling = false;
     for (Frame* source : hold.sources) memory_.mark_used(*source);
     if (hold.is_new && memory_.device()) hold.frame->ready = memory_.device()->record();
   }
