@@ -13,6 +13,7 @@
 #include <cstring>
 #include <filesystem>
 #include <future>
+#include <latch>
 #include <random>
 #include <thread>
 
@@ -326,14 +327,18 @@ TEST_CASE("waiting for all transfers waits for those started before, though othe
     auto block = arena.try_allocate(kBlockBytes);
     const Transfer transfer{Direction::write, &file, 0, block->data(), kBlockBytes};
     std::atomic<bool> stops = false;
+    std::latch chains(3);
     std::function<void(std::exception_ptr)> again = [&](std::exception_ptr) {
-      if (!stops) io->start(transfer, Priority::demanded, again);
+      if (stops) return chains.count_down();
+      io->start(transfer, Priority::demanded, again);
     };
     for (int i = 0; i < 3; ++i) io->start(transfer, Priority::demanded, again);
     auto waited = std::async(std::launch::async, [&] { io->sync(file); });
     CHECK(waited.wait_for(std::chrono::seconds(10)) == std::future_status::ready);
     stops = true;
     waited.get();
+    // Waiting for all would not: a transfer that one of them starts may begin after that call.
+    chains.wait();
     io->wait_all();
   }
 }
