@@ -128,6 +128,68 @@ TEST_CASE("holes join after any number of cuts") {
   }
 }
 
+namespace {
+
+/// Mappings of the arena's memory that begin or end within a huge page.
+std::size_t mappings_that_cut(const Arena& arena) {
+  std::ifstream maps("/proc/self/maps");
+  const auto begin = reinterpret_cast<std::size_t>(arena.base()), end = begin + 16 * arena.capacity();
+  std::size_t cuts = 0, mappings = 0;
+  for (std::string line; std::getline(maps, line);) {
+    std::size_t from = 0, to = 0;
+    char may_read = '-';
+    if (std::sscanf(line.c_str(), "%zx-%zx %c", &from, &to, &may_read) != 3 || to <= begin || from >= end) continue;
+    ++mappings;
+    if (may_read == 'r') cuts += from % kHugePageBytes != 0 || to % kHugePageBytes != 0;
+  }
+  CHECK(mappings > 1);
+  return cuts;
+}
+
+}  // namespace
+
+TEST_CASE("huge pages stay whole while blocks of all sizes come and go") {
+  Arena arena(128 * kMiB);
+  std::mt19937 random(4);
+  std::vector<Block> blocks;
+  std::size_t used = 0, refused = 0, made = 0;
+  const auto kill_one = [&] {
+    const std::size_t victim = random() % blocks.size();
+    used -= blocks[victim].bytes();
+    std::swap(blocks[victim], blocks.back());
+    blocks.pop_back();
+  };
+  for (int i = 0; i < 4000; ++i) {
+    const std::size_t most = i % 3 ? 2 * kMiB : 12 * kMiB;
+    const std::size_t bytes = kBlockBytes * (1 + random() % (most / kBlockBytes));
+    while (used + bytes > arena.capacity()) kill_one();
+    auto block = arena.try_allocate(bytes, FreeList::Side::bottom, /*must=*/false);
+    for (; !block && !blocks.empty(); block = arena.try_allocate(bytes, FreeList::Side::bottom, false)) {
+      ++refused;
+      kill_one();
+    }
+    REQUIRE(block);
+    ++made;
+    block->data()[0] = std::byte{1};
+    used += block->bytes();
+    blocks.push_back(std::move(*block));
+  }
+  CHECK(refused < made);
+  CHECK(mappings_that_cut(arena) == 0);
+  // A block that must be made cuts them. Units of 8 KiB leave some memory unused.
+  auto rest = arena.try_allocate(arena.capacity() - used - blocks.size() * 16 * kKiB);
+  REQUIRE(rest);
+  std::memset(rest->data(), 1, rest->bytes());
+  CHECK(mappings_that_cut(arena) > 0);
+  // What was cut becomes whole again.
+  rest.reset();
+  blocks.clear();
+  while (auto block = arena.try_allocate(4 * kMiB)) blocks.push_back(std::move(*block));
+  CHECK(blocks.size() == arena.capacity() / (4 * kMiB));
+  for (const Block& block : blocks) CHECK(reinterpret_cast<std::size_t>(block.data()) % kHugePageBytes == 0);
+  CHECK(mappings_that_cut(arena) == 0);
+}
+
 TEST_CASE("an arena's memory is in no core dump, nor what takes the place of its holes") {
   Arena arena(4 * kMiB);
   std::vector<Block> blocks;

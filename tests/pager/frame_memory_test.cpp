@@ -25,7 +25,7 @@ TEST_CASE("of all neighbours that make a hole those leave whose earliest use is 
       runs.push_back(std::make_unique<Run>());
       runs.back()->bytes = runs.back()->page_bytes = (1 + below(4)) * kUnit;
       runs.back()->pages = std::vector<Page>(1);
-      if (!(frame = memory.try_make(*runs.back(), 0, 1, false, fragmented))) break;
+      if (!(frame = memory.try_make(*runs.back(), 0, 1, false, false, fragmented))) break;
     }
     std::set<const Frame*> held;
     for (Frame* frame : frames) {

@@ -31,7 +31,16 @@ namespace {
 constexpr std::size_t kSpread = 16;  // addresses per byte of memory
 constexpr std::size_t kMostUnits = 1U << 14;
 constexpr std::size_t kMostMappings = 1U << 13;  // of memory; as many of bare addresses; a process has few arenas
+constexpr std::size_t kFewHugePages = 32;        // an arena with fewer does without
 constexpr std::size_t kWorthMoving = 64 * kKiB;  // a piece; to clear less memory is faster
+
+std::size_t unit_for(std::size_t capacity) {
+  return std::clamp(std::bit_ceil(capacity / kMostUnits), kBlockBytes, kHugePageBytes);
+}
+
+std::size_t page_for(std::size_t capacity) {
+  return capacity >= kFewHugePages * kHugePageBytes ? kHugePageBytes : unit_for(capacity);
+}
 
 /// Kernels before 5.7 cannot do this.
 bool may_map_anew() {
@@ -53,7 +62,8 @@ bool may_map_anew() {
 Arena::Arena(std::size_t capacity, SlabHook on_first_use)
     : capacity_(round_up(std::max(capacity, kHugePageBytes), kHugePageBytes)),
       span_(capacity_),
-      unit_(std::clamp(std::bit_ceil(capacity_ / kMostUnits), kBlockBytes, kHugePageBytes)),
+      unit_(unit_for(capacity_)),
+      page_(page_for(capacity_)),
       protection_(PROT_READ | PROT_WRITE),
       on_first_use_(std::move(on_first_use)),
       announced_(ceil_div(capacity_, kSlabBytes), false) {
@@ -69,7 +79,8 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
 Arena::Arena(std::size_t capacity, Hollow)
     : capacity_(round_up(std::max(capacity, kHugePageBytes), kHugePageBytes)),
       span_(capacity_),
-      unit_(std::clamp(std::bit_ceil(capacity_ / kMostUnits), kBlockBytes, kHugePageBytes)),
+      unit_(unit_for(capacity_)),
+      page_(page_for(capacity_)),
       protection_(PROT_NONE) {
   reserve_for(/*joins=*/true);
   if (!base_) throw BudgetError(fmt::format("cannot have {} of addresses to plan with", format_bytes(capacity_)));
@@ -115,48 +126,84 @@ void Arena::reserve(std::size_t span) {
   span_ = span;
 }
 
-std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side) {
+std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side, bool must) {
   if (is_forked()) {
     throw AccessError("an arena's memory belongs to the process that made it: a forked child makes one of its own");
   }
   bytes = round_up(bytes, kBlockBytes);
   FreeList::Entry entry = FreeList::make_entry();
   std::lock_guard lock(mutex_);
-  auto offset = free_.take(bytes, side);
-  if (!offset && join_holes(bytes)) offset = free_.take(bytes, side);
+  auto offset = take(bytes, side);
+  if (!offset && page_ > unit_ && join_holes(bytes, page_)) offset = take(bytes, side);
+  const bool may_cut = must || free_.free_bytes() >= bytes + slack();
+  if (!offset && may_cut && join_holes(bytes, unit_)) offset = take(bytes, side);
   if (!offset) return std::nullopt;
   announce(*offset, bytes);
   return Block(this, base_ + *offset, bytes, std::move(entry));
 }
 
+/// [Note: huge pages stay whole]
+std::optional<std::size_t> Arena::take(std::size_t bytes, FreeList::Side side) {
+  if (side == FreeList::Side::bottom && page_ > unit_ && bytes > page_ / 2) {
+    if (const auto aligned = free_.take_aligned(bytes, page_)) {
+      if (has_cut_) make_whole({*aligned, bytes});
+      return aligned;
+    }
+  }
+  return free_.take(bytes, side);
+}
+
+/// Replaces the cut huge pages in free memory.
+void Arena::make_whole(Range free) {
+  for (std::size_t at = free.offset; at + page_ <= free.offset + free.bytes; at += page_) {
+    const auto next = mappings_.upper_bound(at);
+    if (next == mappings_.end() || next->first >= at + page_) continue;
+    const auto pieces = mappings_in({at, page_});
+    if (!map({at, page_}, protection_)) return;
+    for (const Range& piece : pieces) mappings_.erase(piece.offset);
+    mappings_.emplace(at, page_);
+  }
+}
+
 /// [Note: no fragmentation] Makes a hole of at least `bytes` from the fewest holes.
-bool Arena::join_holes(std::size_t bytes) {
+bool Arena::join_holes(std::size_t bytes, std::size_t unit) {
   if (!joins_holes()) return false;
-  const std::size_t wanted = round_up(bytes, unit_);
+  const std::size_t wanted = round_up(bytes, unit);
   if (free_.free_bytes() < wanted) return false;
   std::vector<Range> holes;
   std::size_t found = 0;
   free_.visit_largest([&](std::size_t offset, std::size_t size) {
-    const std::size_t begin = round_up(offset, unit_), end = round_down(offset + size, unit_);
-    if (begin >= end) return size >= unit_;
+    const std::size_t begin = round_up(offset, unit), end = round_down(offset + size, unit);
+    if (begin >= end) return size >= unit;
     holes.push_back({begin, std::min(end - begin, wanted - found)});
     found += holes.back().bytes;
     return found < wanted;
   });
   if (found < wanted) return false;
-  const auto to = bare_.take(wanted);
+  has_cut_ = has_cut_ || unit < page_;
+  // Aligned, so that new memory is on huge pages.
+  const auto to = bare_.take_aligned(wanted, page_);
   if (!to) return false;
   const bool moves = wanted / holes.size() >= kWorthMoving && mappings_.size() + holes.size() <= kMostMappings;
-  const std::size_t joined = moves ? move(holes, {*to, wanted}) : replace(holes, {*to, wanted});
+  const std::size_t joined = moves ? move(holes, unit, {*to, wanted}) : replace(holes, {*to, wanted});
   if (joined > 0) free_.release(*to, joined);
   return joined == wanted;
 }
 
 /// Returns the bytes that are at `to` then. They are fewer than the holes' if the kernel refuses.
-std::size_t Arena::move(const std::vector<Range>& holes, Range to) {
+std::size_t Arena::move(const std::vector<Range>& holes, std::size_t unit, Range to) {
   std::size_t moved = 0;
   for (const Range& hole : holes) {
-    for (const Range& piece : mappings_in(hole)) {
+    for (const Range& piece : pieces_of(hole, unit)) {
+      const auto mapping = mappings_.find(piece.offset);
+      if (mapping->second != piece.bytes) {  // was cut before
+        const std::size_t replaced = replace({piece}, {to.offset + moved, piece.bytes});
+        moved += replaced;
+        if (replaced == piece.bytes) continue;
+        const std::size_t rest = moved - replaced + piece.bytes;
+        if (rest < to.bytes) bare_.release(to.offset + rest, to.bytes - rest);
+        return moved;
+      }
       // The kernel refuses at its limit of mappings. Pieces that were not moved stay in place.
       if (!map_anew(piece, to.offset + moved)) {
         // The kernel may or may not have released the addresses of the piece: give them up.
@@ -170,6 +217,23 @@ std::size_t Arena::move(const std::vector<Range>& holes, Range to) {
     }
   }
   return moved;
+}
+
+/// The parts of a hole that move as they are: each one mapping. A unit that was cut before is a part of several.
+std::vector<Arena::Range> Arena::pieces_of(Range hole, std::size_t unit) {
+  std::vector<Range> pieces;
+  cut_mapping(hole.offset);
+  cut_mapping(hole.offset + hole.bytes);
+  for (std::size_t at = hole.offset; at < hole.offset + hole.bytes; at += pieces.back().bytes) {
+    const auto mapping = mappings_.find(at);
+    if (mapping != mappings_.end() && mapping->second >= unit) {
+      pieces.push_back({at, round_down(mapping->second, unit)});
+    } else {
+      pieces.push_back({at, unit});
+    }
+    cut_mapping(at + pieces.back().bytes);
+  }
+  return pieces;
 }
 
 /// The same with new memory, in one mapping.
@@ -200,17 +264,19 @@ bool Arena::map(Range range, int protection) {
   return true;
 }
 
+/// Divides the mapping at an address of memory, so that one begins there.
+void Arena::cut_mapping(std::size_t at) {
+  const auto mapping = std::prev(mappings_.upper_bound(at));
+  const std::size_t before = at - mapping->first;
+  if (before == 0 || before >= mapping->second) return;
+  mappings_.emplace(at, mapping->second - before);
+  mapping->second = before;
+}
+
 /// The mappings in a range of memory, cut at its ends.
 std::vector<Arena::Range> Arena::mappings_in(Range range) {
-  const auto cut = [&](std::size_t at) {
-    const auto mapping = std::prev(mappings_.upper_bound(at));
-    const std::size_t before = at - mapping->first;
-    if (before == 0 || before >= mapping->second) return;
-    mappings_.emplace(at, mapping->second - before);
-    mapping->second = before;
-  };
-  cut(range.offset);
-  cut(range.offset + range.bytes);
+  cut_mapping(range.offset);
+  cut_mapping(range.offset + range.bytes);
   std::vector<Range> found;
   for (auto at = mappings_.lower_bound(range.offset); at != mappings_.end() && at->first < range.offset + range.bytes;
        ++at) {

@@ -7,6 +7,11 @@
 // whole units. Cut pieces remain cut, and the kernel limits mappings (vm.max_map_count, 65,530 by default). When an
 // arena has many, or pieces are small, the holes' memory goes back to the system and a new piece takes its place.
 //
+// [Note: huge pages stay whole] A piece smaller than a huge page splits it, and transfers of small pages run at a
+// third of the speed. In a large arena the unit is therefore first a huge page. Blocks above half of one begin at a
+// huge page, and smaller blocks fill the ends that these leave. Huge pages are cut only if half of the memory is free
+// in smaller holes, or if the caller asks for it. A cut page that is free again is replaced by a whole one.
+//
 // Memory that is registered with a device cannot be mapped anew. With a hook, the region is used slab by slab, and
 // the hook is called when a slab is first used.
 //
@@ -68,9 +73,12 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  /// Empty if no hole is large enough and none can be made. Bytes are rounded up to 4 KiB. Throws AccessError in a
-  /// forked child.
-  std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom);
+  /// Empty if no hole is large enough and none can be made. Bytes are rounded up to 4 KiB. `must`: cuts huge pages
+  /// where that makes the hole ([Note: huge pages stay whole]). Throws AccessError in a forked child.
+  std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom,
+                                    bool must = true);
+  /// Of the free bytes, the most that may be of no use to a block unless it must be made.
+  std::size_t slack() const { return joins_holes() && page_ > unit_ ? capacity_ / kSlackShare : 0; }
 
   std::size_t capacity() const { return capacity_; }
   /// Whether holes can be joined. If not, all blocks are in [base, base + capacity).
@@ -82,6 +90,7 @@ class Arena {
   struct Range {
     std::size_t offset, bytes;
   };
+  static constexpr std::size_t kSlackShare = 2;
   struct Hollow {};
   Arena(std::size_t capacity, Hollow);
   void reserve_for(bool joins);
@@ -89,20 +98,26 @@ class Arena {
   void reserve(std::size_t span);
   void give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept;
   void announce(std::size_t offset, std::size_t bytes);
-  bool join_holes(std::size_t bytes);
+  std::optional<std::size_t> take(std::size_t bytes, FreeList::Side side);
+  bool join_holes(std::size_t bytes, std::size_t unit);
+  void cut_mapping(std::size_t at);
   std::vector<Range> mappings_in(Range range);
+  std::vector<Range> pieces_of(Range hole, std::size_t unit);
+  void make_whole(Range free);
   bool map_anew(Range mapping, std::size_t to);
-  std::size_t move(const std::vector<Range>& holes, Range to);
+  std::size_t move(const std::vector<Range>& holes, std::size_t unit, Range to);
   std::size_t replace(const std::vector<Range>& holes, Range to);
   bool map(Range range, int protection);
 
   std::mutex mutex_;
   std::byte* base_ = nullptr;
   std::size_t capacity_;
-  std::size_t span_;  // of addresses
-  std::size_t unit_ = 0;
-  int protection_ = 0;  // of memory
-  bool mapped_ = true;  // by this class
+  std::size_t span_;      // of addresses
+  std::size_t unit_ = 0;  // of joining holes
+  std::size_t page_ = 0;  // a huge page; in a small arena, a unit
+  bool has_cut_ = false;  // a huge page
+  int protection_ = 0;    // of memory
+  bool mapped_ = true;    // by this class
   const std::uint64_t process_ = process_generation();
   FreeList free_;                                // memory
   FreeList bare_;                                // addresses without memory

@@ -2,6 +2,8 @@
 
 #include <iterator>
 
+#include "zeropage/base/units.h"
+
 namespace zeropage {
 
 FreeList::Entry FreeList::make_entry() {
@@ -62,6 +64,17 @@ std::optional<std::size_t> FreeList::take(std::size_t bytes, Side side) noexcept
   }
   if (size > bytes) insert(offset, size - bytes, std::move(rest));
   return offset + size - bytes;
+}
+
+std::optional<std::size_t> FreeList::take_aligned(std::size_t bytes, std::size_t alignment) {
+  for (auto range = by_size_.lower_bound({bytes, 0}); range != by_size_.end(); ++range) {
+    const auto [size, begin] = *range;
+    const std::size_t offset = round_up(begin, alignment);
+    if (offset + bytes > begin + size) continue;
+    take_at(offset, bytes);
+    return offset;
+  }
+  return std::nullopt;
 }
 
 void FreeList::visit_largest(const std::function<bool(std::size_t, std::size_t)>& visit) const {

@@ -32,6 +32,9 @@ class FreeList {
   /// enough.
   std::optional<std::size_t> take(std::size_t bytes, Side side = Side::bottom) noexcept;
 
+  /// Takes `bytes` at a multiple of `alignment`, from the smallest range that holds them there.
+  std::optional<std::size_t> take_aligned(std::size_t bytes, std::size_t alignment);
+
   /// Takes [offset, offset + bytes), which must be free.
   void take_at(std::size_t offset, std::size_t bytes);
 

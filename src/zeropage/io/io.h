@@ -101,7 +101,7 @@ struct IoOptions {
   /// error.
   IoEngine engine = IoEngine::automatic;
   std::size_t block_bytes = kMiB;  // largest request that transfers are cut into; a multiple of 4 KiB
-  std::size_t depth = 0;           // most requests in flight, 1 to 1,024; 0: 64 for io_uring, 16 for threads
+  std::size_t depth = 0;           // most requests in flight, 1 to 1,024; 0: 32 for io_uring, 16 for threads
 };
 
 /// Throws ConfigError for IoEngine::uring if it is not available, and for numbers out of range.

@@ -46,12 +46,13 @@ void poison(std::byte* at, std::size_t bytes) {
 
 }  // namespace
 
-Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented) {
+Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool must,
+                             bool& fragmented) {
   const std::size_t bytes = bytes_of(run, first_page, pages);
   fragmented = false;
   Reservation charge = budget_.try_reserve(bytes);
   if (!charge) return nullptr;
-  auto memory = arena_->try_allocate(bytes, for_long ? FreeList::Side::top : FreeList::Side::bottom);
+  auto memory = arena_->try_allocate(bytes, for_long ? FreeList::Side::top : FreeList::Side::bottom, must);
   if (!memory) {
     fragmented = true;
     return nullptr;

@@ -23,8 +23,8 @@ class FrameMemory {
               std::optional<Hollow> hollow);
 
   /// A frame with one pin. Null if the budget does not allow it, or if no hole is large enough (then `fragmented`).
-  /// `for_long`: apart from frames that come and go.
-  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented);
+  /// `for_long`: apart from frames that come and go. `must`: as of Arena::try_allocate().
+  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool must, bool& fragmented);
   void drop(Frame& frame) noexcept;
   /// Neighbouring frames that make `bytes` together with the holes between them: the group whose earliest next use is
   /// latest. `may_leave` tells which frames count. Empty if there is none.
@@ -32,6 +32,8 @@ class FrameMemory {
 
   /// Whether any free bytes serve any frame. If not, a frame needs a hole, and `window` finds frames that make one.
   bool joins_holes() const { return arena_->joins_holes(); }
+  /// Of the free bytes, the most that no frame can use unless it must be made.
+  std::size_t slack() const { return arena_->slack(); }
   const std::shared_ptr<DeviceMemory>& device() const { return device_; }
   const std::optional<Hollow>& hollow() const { return hollow_; }
   const Budget& budget() const { return budget_; }

@@ -4,8 +4,9 @@
 
 namespace zeropage {
 
-Frame* Frames::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented) {
-  Frame* const frame = memory_.try_make(run, first_page, pages, for_long, fragmented);
+Frame* Frames::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool must,
+                        bool& fragmented) {
+  Frame* const frame = memory_.try_make(run, first_page, pages, for_long, must, fragmented);
   if (!frame) return nullptr;
   count_pin(*frame, /*is_first=*/true);
   budgets_.note_usage();

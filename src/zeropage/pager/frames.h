@@ -30,7 +30,7 @@ class Frames {
       : monitor_(monitor), memory_(memory), budgets_(budgets), timeline_(timeline), gathered_(gathered) {}
 
   /// A frame with one pin of this thread; null in the cases of FrameMemory::try_make().
-  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool& fragmented);
+  Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool must, bool& fragmented);
   void add_pin(Frame& frame);
   /// `thread` is the one that took the pin. Whether others hold pins decides whether a thread waits for them.
   void drop_pin(Frame& frame, std::uint64_t thread = this_thread_number()) noexcept;

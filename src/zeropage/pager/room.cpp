@@ -16,6 +16,7 @@ struct Room::Making {
   std::size_t bytes, failed_before;
   bool fragmented = false, needs_window = false;
   bool clearing = false;  // its neighbours are being written
+  bool must = false;      // nothing is left that could leave
 };
 
 std::size_t Room::demanded_bytes() const {
@@ -39,12 +40,14 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
     monitor_.check_usable();
     if (wait_for_turn(lock, making)) continue;
     making.fragmented = false;
-    if (Frame* frame = frames_.try_make(run, first_page, pages, for_long, making.fragmented)) return *frame;
+    if (Frame* frame = frames_.try_make(run, first_page, pages, for_long, making.must, making.fragmented))
+      return *frame;
     making.needs_window = making.fragmented && !memory_.joins_holes();
     if (give_up_clean(making)) continue;
     frames_.plan_anew();
     if (making.needs_window ? clear_neighbours(lock, making) : send_victim_home(lock, making)) continue;
     if (wait_for_gather(lock) || wait_for_transfers(lock, making) || grants_.tidy_above(lock)) continue;
+    if (making.fragmented && !std::exchange(making.must, true)) continue;
     // Threads that move pages hold frames for a moment.
     if (!making.needs_window && grants_.wait_for_others(lock)) continue;
     throw Shortage{};
@@ -85,7 +88,8 @@ bool Room::send_victim_home(Lock& lock, const Making& making) {
     return true;
   }
   const std::size_t writing = transfers_.writing_bytes();
-  const bool enough = !making.fragmented && writing > 0 && memory_.free() + writing >= making.bytes;
+  const std::size_t wanted = making.bytes + (making.fragmented ? memory_.slack() : 0);
+  const bool enough = !making.needs_window && writing > 0 && memory_.free() + writing >= wanted;
   // The victim must be written first. A clean frame that is not used soon leaves instead, to save the wait.
   Frame* const clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
   const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;
@@ -126,16 +130,16 @@ Frame* Room::try_make_frame(Lock& lock, Run& run, std::size_t first_page, std::s
   const std::size_t demanded = demanded_bytes();
   if (demanded > 0 && memory_.free() < demanded + FrameMemory::bytes_of(run, first_page, pages)) return nullptr;
   bool fragmented = false;
-  Frame* frame = frames_.try_make(run, first_page, pages, false, fragmented);
+  Frame* frame = frames_.try_make(run, first_page, pages, false, false, fragmented);
   if (!frame && fragmented && !memory_.joins_holes() &&
       clear_window(FrameMemory::bytes_of(run, first_page, pages), before, true, lock)) {
-    frame = frames_.try_make(run, first_page, pages, false, fragmented);
+    frame = frames_.try_make(run, first_page, pages, false, false, fragmented);
   }
   while (!frame && fragmented && memory_.joins_holes()) {  // the free bytes are fewer than what can be joined
     Frame* const victim = frames_.victims().best(timeline_.now(), before);
     if (!victim || Frames::is_dirty(*victim)) break;
     frames_.evict(*victim);
-    frame = frames_.try_make(run, first_page, pages, false, fragmented);
+    frame = frames_.try_make(run, first_page, pages, false, false, fragmented);
   }
   return frame;
 }

@@ -88,19 +88,42 @@ std::optional<kernels::NormInOrder::Form> find_form() {
   return std::nullopt;
 }
 
+const std::optional<kernels::NormInOrder::Form>& form_here() {
+  static const auto form = find_form();
+  return form;
+}
+
+/// Whether the requested norm of a float32 tensor with `device` is what NormInOrder computes.
+bool is_in_order(const AskedNorm& asked, bool on_cpu) {
+  return asked.ord == 2 && on_cpu && asked.dtype.value_or(at::kFloat) == at::kFloat && form_here();
+}
+
+/// The 2-norm of narrow values as float32, without a copy of them in memory.
+double norm_of_widened(const at::Tensor& narrow) {
+  constexpr std::size_t kBlock = 4096;  // elements, which fit the first-level cache as float32
+  const auto format = narrow.scalar_type() == at::kBFloat16 ? kernels::Format::bfloat16 : kernels::Format::float16;
+  const kernels::Array array{format, const_cast<void*>(narrow.const_data_ptr())};
+  kernels::NormInOrder norm(*form_here());
+  std::array<float, kBlock> wide;
+  const auto elements = static_cast<std::size_t>(narrow.numel());
+  for (std::size_t begin = 0; begin < elements; begin += kBlock) {
+    const std::size_t end = std::min(begin + kBlock, elements);
+    kernels::decode(array, begin, end, wide.data());
+    norm.add(wide.data(), end - begin);
+  }
+  return norm.norm();
+}
+
 /// The 2-norm of a tensor that cannot be whole in memory, page after page, with the bits of the whole tensor's norm.
 std::optional<double> norm_in_order(const at::Tensor& self, double ord, std::optional<c10::ScalarType> dtype) {
   StorageSegment& segment = *segment_of(self);
-  const bool is_plain =
-      ord == 2 && self.scalar_type() == at::kFloat && self.is_cpu() && dtype.value_or(at::kFloat) == at::kFloat;
+  const bool is_plain = self.scalar_type() == at::kFloat && is_in_order({ord, dtype}, self.is_cpu());
   if (!is_plain || segment.domain()->planned_on) return std::nullopt;
-  static const auto form = find_form();
-  if (!form) return std::nullopt;
   segment.complete();
   segment.refresh(Access::read);
   const PinRequest request{&segment, Access::read};
   segment.cache()->announce({&request, 1});
-  kernels::NormInOrder norm(*form);
+  kernels::NormInOrder norm(*form_here());
   const std::size_t per_page = segment.page_bytes() / sizeof(float);
   for (std::size_t i = 0, begin = 0; begin < segment.elements(); ++i, begin += per_page) {
     PagePin page = segment.cache()->pin_page(segment, i, Access::read);
@@ -161,7 +184,8 @@ bool is_too_large(const at::Tensor& tensor) {
 
 }  // namespace
 
-std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, c10::function_ref<at::Tensor()> content) {
+std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at::Tensor& content,
+                                                 c10::ScalarType dtype) {
   auto norm = std::make_unique<ForeseenNorm>();
   norm->habit = leaf.norm_habit();
   const auto expected = norm->habit->expected();
@@ -169,7 +193,13 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, c10::func
   c10::NoGradGuard no_grad;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const Booking kernels(Spent::operators);
-  const at::Tensor whole = content();
+  const bool is_planned = leaf.domain()->planned_on != nullptr;
+  const bool widens = content.scalar_type() != dtype;
+  if (widens && dtype == at::kFloat && is_in_order(*expected, content.is_cpu()) && !is_planned) {
+    norm->taken = {*expected, at::scalar_tensor(norm_of_widened(content), content.options().dtype(at::kFloat)), {}};
+    return norm;
+  }
+  const at::Tensor whole = widens ? content.to(dtype) : content;
   const at::Tensor taken = expected->of_list
                                ? at::_foreach_norm(whole, expected->ord, expected->dtype)[0]
                                : at::linalg_vector_norm(whole, expected->ord, std::nullopt, false, expected->dtype);

@@ -8,9 +8,10 @@
 
 namespace zeropage {
 
-/// Computes the norm that the program will probably request of the next gradient of `leaf`, if any. `content` makes
-/// that gradient's content in its dtype and strides, as a tensor in memory.
-std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, c10::function_ref<at::Tensor()> content);
+/// Computes the norm that the program will probably request of the next gradient of `leaf`, if any. `content` is that
+/// gradient in memory, with its strides, and perhaps in a narrower dtype than `dtype`, the one that the program sees.
+std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at::Tensor& content,
+                                                 c10::ScalarType dtype);
 /// Attaches the norm to the gradient, once that is made.
 void foresee(const at::Tensor& gradient, std::unique_ptr<ForeseenNorm> norm);
 

@@ -118,7 +118,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
       const Booking kernels(Spent::operators);
       sum.add_(gradient);
-      norm = take_expected_norm(segment, [&] { return sum; });
+      norm = take_expected_norm(segment, sum, sum.scalar_type());
     }
     foresee(sum, std::move(norm));
     early_update(segment, sum);
@@ -157,7 +157,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       const TensorPin pin(request);
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
       copy(paged, gradient);
-      norm = take_expected_norm(segment, [&] { return narrow ? paged.to(at::kFloat) : paged; });
+      norm = take_expected_norm(segment, paged, narrow ? at::kFloat : paged.scalar_type());
     } else {
       copy(paged, gradient);
     }
