@@ -90,9 +90,9 @@ class Settings:
     then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per
     collective; "never" can turn diverging ranks into a hang until the timeout."""
     lazy_load: bool = True
-    """Leaves parameters on disk in the checkpoint file that a loader mapped, until they are first written. "false"
-    copies them into the swap file. Models open at once without swap space, but the file must not be modified in
-    place meanwhile."""
+    """Leaves tensors on disk in the checkpoint file that a loader mapped or that zeropage.load reads, until they are
+    first written. "false" copies them into the swap file. Models open at once without swap space, but the file must
+    not be modified in place meanwhile."""
     min_page_bytes: int | str = "64KB"
     """Tensors smaller than this stay ordinary tensors in memory. Over ranks the size counts four bytes per element. A
     higher value saves page handling for small tensors but keeps more bytes outside the budgets."""
@@ -209,7 +209,7 @@ TABLE: tuple[Setting, ...] = (
         'How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives, then one in 64, and every gradient bucket.',
         '"always" costs a small exchange per collective; "never" can turn diverging ranks into a hang until the timeout.'),
     Setting('lazy_load', 'bool', 'true', ('true', 'false'), '', 'expert',
-        'Leaves parameters on disk in the checkpoint file that a loader mapped, until they are first written. "false" copies them into the swap file.',
+        'Leaves tensors on disk in the checkpoint file that a loader mapped or that zeropage.load reads, until they are first written. "false" copies them into the swap file.',
         'Models open at once without swap space, but the file must not be modified in place meanwhile.'),
     Setting('min_page_bytes', 'bytes', '64KB', (), 'bytes', 'expert',
         'Tensors smaller than this stay ordinary tensors in memory. Over ranks the size counts four bytes per element.',

@@ -188,6 +188,61 @@ def flip(path, at):
         file.write(bytes([byte ^ (1 << random.randrange(8))]))
 
 
+def use_all(model, optimizer):
+    tensors = [*model.state_dict().values(), *(t for state in optimizer.state.values() for t in state.values())]
+    for tensor in tensors:
+        tensor.detach().clone()
+
+
+def test_a_load_reads_no_page_before_it_is_used_and_leaves_the_files_as_they_are(config, folder):
+    def make():
+        torch.manual_seed(0)
+        with zeropage.init(config) as space:
+            model = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 256))
+        return space, model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            x = torch.randn(4, 256, generator=torch.Generator(device="cpu").manual_seed(step), device="cpu")
+            model(x.to(model[0].weight.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def content(model, optimizer):
+        values = [*model.parameters(), *(s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))]
+        return [value.detach().cpu().tolist() for value in values]
+
+    _, model, optimizer = make()
+    train(model, optimizer, range(3))
+    zeropage.save(folder, model, optimizer)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    train(model, optimizer, range(3, 6))
+    expected = content(model, optimizer)
+
+    space, model, optimizer = make()
+    zeropage.load(folder, model, optimizer)
+    assert space.report().read_bytes == 0
+    train(model, optimizer, [3])
+    # A checkpoint of what is partly in the other one's files.
+    zeropage.save(folder.with_name("second"), model, optimizer)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    shutil.rmtree(folder)  # its open files go on serving
+    train(model, optimizer, [4, 5])
+    assert content(model, optimizer) == expected
+
+    _, model, optimizer = make()
+    zeropage.load(folder.with_name("second"), model, optimizer)
+    train(model, optimizer, [4, 5])
+    assert content(model, optimizer) == expected
+
+    # A file that changes under the tensors is an error at their next use.
+    _, model, optimizer = make()
+    zeropage.load(folder.with_name("second"), model, optimizer)
+    flip(folder.with_name("second") / "model.safetensors", 10_000)
+    with pytest.raises(zeropage.DiskError, match="was changed while loaded tensors still read from it"):
+        use_all(model, optimizer)
+
+
 def test_a_flipped_byte_anywhere_is_an_error_that_names_what_it_hit(config, folder):
     model, optimizer = trained(config)
     extra = {"t": torch.arange(10, device="cpu")}
@@ -201,6 +256,7 @@ def test_a_flipped_byte_anywhere_is_an_error_that_names_what_it_hit(config, fold
         flip(path, at)
         with pytest.raises(zeropage.DiskError, match="damaged") as raised:
             zeropage.load(folder, model, optimizer)
+            use_all(model, optimizer)  # pages on disk are compared when they are used
         if path.suffix == ".safetensors" and "header" not in str(raised.value):
             names = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")]).keys()
             assert any(f'"{name}" is damaged' in str(raised.value) for name in names)
@@ -299,7 +355,7 @@ def test_a_full_disk_is_an_error_at_the_start_and_the_old_checkpoint_stays(confi
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", small], check=True)
     try:
-        model, optimizer = trained(config)
+        model, optimizer = trained(config.replace(lazy_load=False))  # else tensors keep the file open
         zeropage.save(small / "a", model, extra={"step": 1})
         with pytest.raises(zeropage.DiskError, match=r"optimizer.safetensors.* needs .* are free on its disk"):
             zeropage.save(small / "a", model, optimizer)

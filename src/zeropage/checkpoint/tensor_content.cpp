@@ -96,24 +96,12 @@ void read_spans(FileReader& reader, std::uint64_t offset, std::span<const Piece>
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
   std::vector<FileReader::Range> ranges;
   std::vector<const Piece*> wanted;
-  std::uint64_t covered = 0;
   std::size_t first = 0;  // the first span that does not end before the piece
   for (const Piece& piece : pieces) {
-    if (piece.begin != covered || piece.bytes == 0 || piece.bytes > kPieceBytes) {
-      throw DiskError(
-          fmt::format("{}: the list of the pieces of \"{}\" is damaged at byte {}", reader.name(), name, covered),
-          EIO, reader.name());
-    }
-    covered += piece.bytes;
     while (first < spans.size() && spans[first].end <= piece.begin) ++first;
-    if (first == spans.size() || spans[first].begin >= covered) continue;
+    if (first == spans.size() || spans[first].begin >= piece.begin + piece.bytes) continue;
     ranges.push_back({offset + piece.begin, piece.bytes});
     wanted.push_back(&piece);
-  }
-  if (!spans.empty() && covered < spans.back().end) {
-    throw DiskError(fmt::format("{} has only {} of \"{}\"'s {} bytes: it was not written whole", reader.name(),
-                                covered, name, spans.back().end),
-                    EIO, reader.name());
   }
   first = 0;
   reader.read(ranges, [&](std::size_t index, std::span<const std::byte> data) {
@@ -133,31 +121,89 @@ void read_spans(FileReader& reader, std::uint64_t offset, std::span<const Piece>
   });
 }
 
-void read_segment(StorageSegment& segment, std::size_t item_bytes, FileReader& reader, std::uint64_t offset,
+/// Throws DiskError unless the pieces cover bytes [0, bytes), in order.
+void check_pieces(std::span<const Piece> pieces, std::uint64_t bytes, const FileReader& reader,
+                  const std::string& name) {
+  std::uint64_t covered = 0;
+  for (const Piece& piece : pieces) {
+    if (piece.begin != covered || piece.bytes == 0 || piece.bytes > kPieceBytes) {
+      throw DiskError(
+          fmt::format("{}: the list of the pieces of \"{}\" is damaged at byte {}", reader.name(), name, covered),
+          EIO, reader.name());
+    }
+    covered += piece.bytes;
+  }
+  if (covered < bytes) {
+    throw DiskError(fmt::format("{} has only {} of \"{}\"'s {} bytes: it was not written whole", reader.name(),
+                                covered, name, bytes),
+                    EIO, reader.name());
+  }
+}
+
+/// Makes the file the home of each page that whole pieces cover. Returns the spans of the other pages.
+std::vector<Span> map_segment(StorageSegment& segment, const ContentFile& file, std::uint64_t offset,
+                              std::span<const Piece> pieces, const std::string& name) {
+  std::vector<Span> rest{{0, segment.bytes(), 0}};
+  const Domain& domain = *segment.domain();
+  if (segment.tier() != Tier::disk || !domain.homes_in_files || domain.planned_on) return rest;
+  if (offset + segment.bytes() > file.source->size()) return rest;
+  const auto tensor = std::make_shared<const std::string>(name);
+  std::vector<SlotRef> slots(segment.pages());
+  std::vector<Span> unmapped;
+  auto piece = pieces.begin();
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const std::uint64_t begin = i * segment.page_bytes(), end = begin + segment.bytes_of(i);
+    while (piece != pieces.end() && piece->begin < begin) ++piece;
+    const auto first = piece;
+    std::vector<Checksum> checksums;
+    std::uint64_t covered = begin;
+    for (; piece != pieces.end() && piece->begin == covered && covered + piece->bytes <= end; ++piece) {
+      checksums.push_back({piece->bytes, piece->crc});
+      covered += piece->bytes;
+    }
+    if (covered == end) {
+      slots[i] =
+          std::make_shared<Slot>(SourceRange{file.source, offset + begin}, Expected{tensor, std::move(checksums)});
+    } else {
+      unmapped.push_back({begin, end, begin});
+      piece = first;
+    }
+  }
+  return segment.cache()->map(segment, slots) ? unmapped : rest;
+}
+
+void read_segment(StorageSegment& segment, std::size_t item_bytes, ContentFile& file, std::uint64_t offset,
                   std::span<const Piece> pieces, const std::string& name) {
   segment.complete();
   if (segment.is_shareable()) segment.open_share(Access::overwrite);
   StorageSegment& home = segment.at_home();
+  std::vector<Span> spans = spans_of(segment, item_bytes);
+  check_pieces(pieces, spans.empty() ? 0 : std::ranges::max(spans, {}, &Span::end).end, file.reader, name);
+  if (!segment.domain()->partition.ranks) spans = map_segment(home, file, offset, pieces, name);
+  if (spans.empty()) return;
   announce(home, Access::overwrite);
   const c10::Device device = segment.domain()->device;
   const bool is_apart = home.cache()->has_separate_memory() && !device.is_cpu();
-  std::vector<Span> spans = spans_of(segment, item_bytes);
-  read_spans(reader, offset, pieces, std::move(spans), name, [&](std::uint64_t at, std::span<const std::byte> data) {
-    for_each_part(home, at, at + data.size(), [&](std::size_t i, std::uint64_t begin, std::size_t bytes) {
-      const bool all = begin == i * home.page_bytes() && bytes == home.bytes_of(i);
-      PagePin page = pin_page(home, i, all ? Access::overwrite : Access::write);
-      const std::byte* from = data.data() + (begin - at);
-      std::byte* into = page.data() + (begin - i * home.page_bytes());
-      if (is_apart) {
-        bytes_at(into, bytes, device).copy_(bytes_at(const_cast<std::byte*>(from), bytes, c10::kCPU));
-      } else {
-        page.fill(from, bytes, begin - i * home.page_bytes());
-      }
-    });
-  });
+  read_spans(file.reader, offset, pieces, std::move(spans), name,
+             [&](std::uint64_t at, std::span<const std::byte> data) {
+               for_each_part(home, at, at + data.size(), [&](std::size_t i, std::uint64_t begin, std::size_t bytes) {
+                 const bool all = begin == i * home.page_bytes() && bytes == home.bytes_of(i);
+                 PagePin page = pin_page(home, i, all ? Access::overwrite : Access::write);
+                 const std::byte* from = data.data() + (begin - at);
+                 std::byte* into = page.data() + (begin - i * home.page_bytes());
+                 if (is_apart) {
+                   bytes_at(into, bytes, device).copy_(bytes_at(const_cast<std::byte*>(from), bytes, c10::kCPU));
+                 } else {
+                   page.fill(from, bytes, begin - i * home.page_bytes());
+                 }
+               });
+             });
 }
 
 }  // namespace
+
+ContentFile::ContentFile(Io& io, const std::string& path, std::shared_ptr<FileReader::Blocks> blocks)
+    : reader(io, path, std::move(blocks)), source(std::make_shared<const SourceFile>(reader.file().duplicate())) {}
 
 std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, FileWriter& writer) {
   c10::NoGradGuard no_grad;
@@ -200,7 +246,7 @@ std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std
   return write_memory(static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes(), writer, offset);
 }
 
-void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c10::ScalarType dtype,
+void read_content(at::Tensor tensor, ContentFile& file, std::uint64_t offset, c10::ScalarType dtype,
                   std::span<const Piece> pieces, const std::string& name) {
   c10::NoGradGuard no_grad;
   const at::Tensor master = stored_master(tensor);
@@ -209,7 +255,7 @@ void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c
   if (!has_other && is_in_order(stored) && stored.scalar_type() == dtype) {
     {
       c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-      read_segment(*segment_of(stored), item_bytes_of(stored), reader, offset, pieces, name);
+      read_segment(*segment_of(stored), item_bytes_of(stored), file, offset, pieces, name);
     }
     if (master.defined()) follow_master(*segment_of(tensor));
     bump_version(tensor);
@@ -218,11 +264,12 @@ void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c
   at::Tensor content = in_between(tensor, dtype);
   if (segment_of(content)) {
     c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-    read_segment(*segment_of(content), item_bytes_of(content), reader, offset, pieces, name);
+    read_segment(*segment_of(content), item_bytes_of(content), file, offset, pieces, name);
   } else {
     const std::vector<Span> all{{0, content.nbytes(), 0}};
     auto* const data = static_cast<std::byte*>(content.mutable_data_ptr());
-    read_spans(reader, offset, pieces, all, name, [&](std::uint64_t at, std::span<const std::byte> bytes) {
+    check_pieces(pieces, content.nbytes(), file.reader, name);
+    read_spans(file.reader, offset, pieces, all, name, [&](std::uint64_t at, std::span<const std::byte> bytes) {
       std::copy(bytes.begin(), bytes.end(), data + at);
     });
   }

@@ -12,6 +12,7 @@
 
 #include "zeropage/io/file_reader.h"
 #include "zeropage/io/file_writer.h"
+#include "zeropage/store/source_file.h"
 
 namespace zeropage {
 
@@ -20,6 +21,14 @@ struct Piece {
   std::uint64_t begin;  // bytes, from the tensor's first
   std::uint64_t bytes;
   std::uint32_t crc;
+};
+
+/// A file with contents of tensors, open for reading. Tensors on disk go on reading from it.
+struct ContentFile {
+  ContentFile(Io& io, const std::string& path, std::shared_ptr<FileReader::Blocks> blocks);
+
+  FileReader reader;
+  std::shared_ptr<const SourceFile> source;
 };
 
 /// A tensor and its place in a file.
@@ -40,8 +49,9 @@ std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std
 /// Loads the tensor from the file's content at `offset`, of `dtype`. The pieces cover it, in order. If dtypes differ,
 /// it is converted, once; a parameter with a master is loaded into the master. Over ranks, all of them call it, and
 /// each reads its own parts. Throws DiskError, naming `name`, if a piece is damaged; the tensor is then partly
-/// loaded.
-void read_content(at::Tensor tensor, FileReader& reader, std::uint64_t offset, c10::ScalarType dtype,
+/// loaded. A page on disk that whole pieces cover is not read: the file becomes its home, until it is written. It is
+/// compared with its checksums when it is used. The setting lazy_load = false turns that off.
+void read_content(at::Tensor tensor, ContentFile& file, std::uint64_t offset, c10::ScalarType dtype,
                   std::span<const Piece> pieces, const std::string& name);
 
 /// Elements [begin, end) of a tensor. In this rank's share they begin at `at`.

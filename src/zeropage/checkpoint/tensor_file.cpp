@@ -8,10 +8,10 @@ TensorFileWriter::TensorFileWriter(const std::string& path, std::uint64_t bytes)
 void TensorFolderReader::read(const std::string& file, const at::Tensor& tensor, std::uint64_t offset,
                               c10::ScalarType dtype, std::span<const Piece> pieces, const std::string& name) {
   const auto found = files_.find(file);
-  FileReader& reader = found != files_.end()
-                           ? found->second
-                           : files_.try_emplace(file, *io_, folder_ + "/" + file, blocks_).first->second;
-  read_content(tensor, reader, offset, dtype, pieces, name);
+  ContentFile& opened = found != files_.end()
+                            ? found->second
+                            : files_.try_emplace(file, *io_, folder_ + "/" + file, blocks_).first->second;
+  read_content(tensor, opened, offset, dtype, pieces, name);
 }
 
 }  // namespace zeropage

@@ -56,7 +56,7 @@ class TensorFolderReader {
   const std::string folder_;
   const std::unique_ptr<Io> io_ = make_io();
   const std::shared_ptr<FileReader::Blocks> blocks_ = FileReader::make_blocks();
-  std::map<std::string, FileReader> files_;
+  std::map<std::string, ContentFile> files_;
 };
 
 }  // namespace zeropage

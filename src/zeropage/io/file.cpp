@@ -151,6 +151,14 @@ File File::reopen_direct(bool writable) const {
   return file && reads_direct(file.descriptor()) ? std::move(file) : File();
 }
 
+File File::duplicate() const {
+  File file(::fcntl(descriptor_, F_DUPFD_CLOEXEC, 0), name_);
+  if (!file) {
+    throw DiskError(fmt::format("{} cannot be opened again: {}", name_, std::strerror(errno)), errno, name_);
+  }
+  return file;
+}
+
 std::uint64_t File::size() const {
   struct stat info {};
   if (::fstat(descriptor_, &info) != 0) {

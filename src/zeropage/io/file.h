@@ -33,6 +33,9 @@ class File {
   /// O_DIRECT.
   File reopen_direct(bool writable) const;
 
+  /// Another descriptor of the same open file. Throws DiskError.
+  File duplicate() const;
+
   int descriptor() const { return descriptor_; }
   const std::string& name() const { return name_; }
   explicit operator bool() const { return descriptor_ >= 0; }

@@ -39,6 +39,7 @@ class FileReader {
             const std::function<void(std::size_t index, std::span<const std::byte>)>& visit);
   std::uint64_t size() const { return size_; }
   const std::string& name() const { return file_.name(); }
+  const File& file() const { return file_; }
 
  private:
   void start(Block& block, const Range& range);

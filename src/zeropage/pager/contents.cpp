@@ -25,18 +25,10 @@ void Contents::zero(Segment& segment) {
     if (run.is_owed(i) || !run.has_slot_to_write(i)) transfers_.make_writable(lock, run, i);
   }
   ++run.changes;
-  // A transfer must end before its memory is reused; its content is of no interest.
-  const auto wait_for_transfers = [&] {
-    const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
-    for (auto page = std::ranges::find_if(run.pages, busy); page != run.pages.end();
-         page = std::ranges::find_if(run.pages, busy)) {
-      Frame& frame = *page->frame;
-      transfers_.wait_for_reads(lock, frame);
-      transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; }, Cause::content);
-    }
-  };
-  wait_for_transfers();
-  if (run.below) zero_below(lock, run, wait_for_transfers);
+  settle_transfers(lock, run);
+  if (run.below) {
+    (void)change_below(lock, run, [&] { return run.below->cache()->zero(*run.below), true; });
+  }
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
     if (page.frame && page.frame->pins > 0) {
@@ -51,8 +43,44 @@ void Contents::zero(Segment& segment) {
   }
 }
 
-/// Before the pages here change, since only this can fail. Meanwhile none of them is written below.
-void Contents::zero_below(Lock& lock, Run& run, const std::function<void()>& wait_for_transfers) {
+/// Returns when no transfer of the run is in flight. The content that they move is of no interest.
+void Contents::settle_transfers(Lock& lock, Run& run) {
+  const auto busy = [](const Page& page) { return page.frame && page.frame->transfers > 0; };
+  for (auto page = std::ranges::find_if(run.pages, busy); page != run.pages.end();
+       page = std::ranges::find_if(run.pages, busy)) {
+    Frame& frame = *page->frame;
+    transfers_.wait_for_reads(lock, frame);
+    transfers_.wait_until(lock, [&] { return page->frame != &frame || frame.transfers == 0; }, Cause::content);
+  }
+}
+
+bool Contents::map(Segment& segment, std::span<const SlotRef> slots) {
+  monitor_.check_usable();
+  Run& run = *segment.run();
+  if (run.slots || run.gathered() || (!run.below && !run.is_on_disk)) return false;
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  settle_transfers(lock, run);
+  if (run.has_version || run.lent > 0 || run.filling > 0) return false;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    const Frame* const frame = run.pages[i].frame;
+    if (run.is_owed(i) || (frame && (frame->pins > 0 || frame->assembling))) return false;
+  }
+  ++run.changes;
+  if (run.below && !change_below(lock, run, [&] { return run.below->cache()->map(*run.below, slots); })) return false;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    Page& page = run.pages[i];
+    if (!slots[i] || (page.frame && page.frame->pins > 0)) continue;
+    page.state = Residency::evicted;
+    if (!run.below) page.home = slots[i], page.target = nullptr;
+    if (page.frame) frames_.give_up(*page.frame);
+  }
+  return true;
+}
+
+/// Changes the content below. Before the pages here change, since only this can fail. Meanwhile none of them is
+/// written below.
+bool Contents::change_below(Lock& lock, Run& run, const std::function<bool()>& change) {
   struct Kept {
     Frames& frames;
     std::vector<Frame*> pinned;
@@ -66,13 +94,15 @@ void Contents::zero_below(Lock& lock, Run& run, const std::function<void()>& wai
     frames_.add_pin(*page.frame);
     kept.pinned.push_back(page.frame);
   }
+  bool changed = false;
   {
     const Inside inside(monitor_);
     const Unlocked unlocked(lock);
     run.home->forget(run);  // an upload may still read the page below
-    run.below->cache()->zero(*run.below);
+    changed = change();
   }
-  wait_for_transfers();  // reads that began meanwhile
+  settle_transfers(lock, run);  // reads that began meanwhile
+  return changed;
 }
 
 void Contents::evict(Segment& segment) {

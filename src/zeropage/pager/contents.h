@@ -1,8 +1,11 @@
-// Changes to a whole segment other than by operators: zeroing it, evicting it, and updating a gathered tensor's
-// share.
+// Changes to a whole segment other than by operators: zeroing it, making a file's bytes its content, evicting it, and
+// updating a gathered tensor's share.
 //
 // Contract: each call takes the cache's lock, and gives it up while it waits. Pinned frames stay.
 #pragma once
+
+#include <functional>
+#include <span>
 
 #include "zeropage/pager/page_pins.h"
 
@@ -21,6 +24,7 @@ class Contents {
 
   // See FrameCache.
   void zero(Segment& segment);
+  bool map(Segment& segment, std::span<const SlotRef> slots);
   void evict(Segment& segment);
   void store(Segment& segment);
   void share_changes(Segment& segment);
@@ -28,7 +32,8 @@ class Contents {
  private:
   using Lock = Monitor::Lock;
 
-  void zero_below(Lock& lock, Run& run, const std::function<void()>& wait_for_transfers);
+  void settle_transfers(Lock& lock, Run& run);
+  bool change_below(Lock& lock, Run& run, const std::function<bool()>& change);
 
   Monitor& monitor_;
   FrameMemory& memory_;

@@ -1,9 +1,14 @@
+#include <fmt/format.h>
+
+#include <cerrno>
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
+#include "zeropage/io/checksum.h"
 #include "zeropage/pager/home.h"
 
 namespace zeropage {
@@ -34,12 +39,12 @@ class DiskHome final : public Home {
                                    Done done) override {
     if (slot.extent) return start(Direction::read, slot.extent, bytes, into, priority, std::move(done));
     // Reads exactly these bytes, wherever they begin.
-    const auto& file = slot.source.file;
-    const std::uint64_t offset = slot.source.offset;
-    io_.start({Direction::read, &file->file_for(offset, bytes), offset, into, bytes}, priority,
-              [file, done = std::move(done)](std::exception_ptr error) {
+    const SourceRange& source = slot.source;
+    io_.start({Direction::read, &source.file->file_for(source.offset, bytes), source.offset, into, bytes}, priority,
+              [source, expected = slot.expected, into, done = std::move(done)](std::exception_ptr error) {
                 try {
-                  file->check();  // also after a short read: it tells the reason
+                  source.file->check();  // also after a short read: it tells the reason
+                  if (!error) compare(source, expected, into);
                 } catch (...) {
                   error = std::current_exception();
                 }
@@ -53,6 +58,20 @@ class DiskHome final : public Home {
   bool blocks() const override { return false; }
 
  private:
+  static void compare(const SourceRange& source, const Expected& expected, const std::byte* content) {
+    std::uint64_t at = 0;
+    for (const Checksum& checksum : expected.checksums) {
+      if (crc32c(0, {content + at, checksum.bytes}) != checksum.crc) {
+        throw DiskError(fmt::format("\"{}\" is damaged: bytes {} to {} of {} are not what was written; load another "
+                                    "checkpoint",
+                                    *expected.tensor, source.offset + at, source.offset + at + checksum.bytes,
+                                    source.file->name()),
+                        EIO, source.file->name());
+      }
+      at += checksum.bytes;
+    }
+  }
+
   std::optional<Outcome> start(Direction direction, const Extent& extent, std::size_t bytes, std::byte* at,
                                Priority priority, Done done) {
     std::vector<SwapFile::Piece> pieces;

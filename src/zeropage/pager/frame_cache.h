@@ -172,6 +172,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
   /// Makes the segment read as zeros. A segment with pages of its own costs no memory or disk traffic.
   void zero(Segment& segment) { contents_.zero(segment); }
+  /// Makes slots, one a page, the home of the segment's content. A null slot leaves its page as it is. No byte is
+  /// read until a page is used. Returns false, and changes nothing here, if the segment has no pages of its own on
+  /// disk or is in use.
+  [[nodiscard]] bool map(Segment& segment, std::span<const SlotRef> slots) { return contents_.map(segment, slots); }
   /// Writes the segment's pages home and drops its frames. Pinned segments stay.
   void evict(Segment& segment) { contents_.evict(segment); }
 

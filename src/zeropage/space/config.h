@@ -87,9 +87,9 @@ struct Config {
   /// then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per
   /// collective; "never" can turn diverging ranks into a hang until the timeout.
   std::string check_ranks = "auto";
-  /// Leaves parameters on disk in the checkpoint file that a loader mapped, until they are first written. "false"
-  /// copies them into the swap file. Models open at once without swap space, but the file must not be modified in
-  /// place meanwhile.
+  /// Leaves tensors on disk in the checkpoint file that a loader mapped or that zeropage.load reads, until they are
+  /// first written. "false" copies them into the swap file. Models open at once without swap space, but the file
+  /// must not be modified in place meanwhile.
   std::string lazy_load = "true";
   /// Tensors smaller than this stay ordinary tensors in memory. Over ranks the size counts four bytes per element.
   /// A higher value saves page handling for small tensors but keeps more bytes outside the budgets.

@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
@@ -24,8 +25,9 @@ struct stat stat_of(const File& file) {
 
 }  // namespace
 
-SourceFile::SourceFile(const std::string& path)
-    : file_(File::open(path, /*writable=*/false)), direct_(file_.reopen_direct(/*writable=*/false)) {
+SourceFile::SourceFile(const std::string& path) : SourceFile(File::open(path, /*writable=*/false)) {}
+
+SourceFile::SourceFile(File file) : file_(std::move(file)), direct_(file_.reopen_direct(/*writable=*/false)) {
   const struct stat info = stat_of(file_);
   size_ = info.st_size;
   changed_ = info.st_mtim;

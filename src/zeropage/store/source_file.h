@@ -16,6 +16,7 @@ class SourceFile {
  public:
   /// Throws DiskError if it cannot be opened.
   explicit SourceFile(const std::string& path);
+  explicit SourceFile(File file);
 
   const std::string& name() const { return file_.name(); }
   std::uint64_t size() const { return size_; }
