@@ -18,7 +18,7 @@ MAY_USE = {
     "train": ["base", "store", "page", "comm", "plan", "pager", "tensor", "rules"],
     "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
     "space": ["base", "io", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules", "train", "fault"],
-    "checkpoint": ["base", "io", "page", "comm", "pager", "tensor", "rules", "space"],
+    "checkpoint": ["base", "io", "store", "page", "comm", "pager", "tensor", "rules", "space"],
     "stock": ["base", "store", "page", "pager", "tensor", "rules", "train", "fault", "space"],
 }
 WITHOUT_TORCH = ["io", "plan", "store", "page", "pager", "kernels"]

@@ -181,7 +181,7 @@ TEST_CASE("huge pages stay whole while blocks of all sizes come and go") {
   REQUIRE(rest);
   std::memset(rest->data(), 1, rest->bytes());
   CHECK(mappings_that_cut(arena) > 0);
-  // What was cut becomes whole again.
+  // Cut pages become whole again.
   rest.reset();
   blocks.clear();
   while (auto block = arena.try_allocate(4 * kMiB)) blocks.push_back(std::move(*block));

@@ -77,7 +77,7 @@ class Arena {
   /// where that makes the hole ([Note: huge pages stay whole]). Throws AccessError in a forked child.
   std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom,
                                     bool must = true);
-  /// Of the free bytes, the most that may be of no use to a block unless it must be made.
+  /// The most free bytes that may be useless to a block, unless it must be made.
   std::size_t slack() const { return joins_holes() && page_ > unit_ ? capacity_ / kSlackShare : 0; }
 
   std::size_t capacity() const { return capacity_; }

@@ -32,7 +32,7 @@ class FrameMemory {
 
   /// Whether any free bytes serve any frame. If not, a frame needs a hole, and `window` finds frames that make one.
   bool joins_holes() const { return arena_->joins_holes(); }
-  /// Of the free bytes, the most that no frame can use unless it must be made.
+  /// The most free bytes that no frame can use, unless it must be made.
   std::size_t slack() const { return arena_->slack(); }
   const std::shared_ptr<DeviceMemory>& device() const { return device_; }
   const std::optional<Hollow>& hollow() const { return hollow_; }

@@ -20,7 +20,7 @@ struct Checksum {
   std::uint32_t crc;
 };
 
-/// What a page's bytes in a file must be.
+/// The content that a page must have in a file.
 struct Expected {
   std::shared_ptr<const std::string> tensor;  // its name, for errors
   std::vector<Checksum> checksums;            // compared at each read. Empty: unknown
