@@ -281,6 +281,21 @@ void Transfers::trace(bool begins, bool reads, const Run& run, std::size_t page)
 } catch (const std::bad_alloc&) {  // an event is lost
 }
 
+void Transfers::hurry_writes(Lock& lock, const Run& run) {
+  if (home_->blocks()) return;                                        // a device's downloads start at once
+  std::vector<std::pair<std::size_t, std::span<std::byte>>> written;  // by page
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    const Page& page = run.pages[i];
+    const bool is_written = page.state == Residency::writing || page.state == Residency::rewritten;
+    if (!is_written) continue;
+    written.emplace_back(i, std::span(FrameMemory::address(run, i), round_up(run.bytes_of(i), kBlockBytes)));
+  }
+  if (written.empty()) return;
+  const Waiting waiting(monitor_, Cause::content);
+  const Unlocked unlocked(lock);
+  for (const auto& [page, memory] : written) home_->hurry(run, page, memory);
+}
+
 void Transfers::wait_for_reads(Lock& lock, Frame& frame) {
   Run* const run = frame.run;
   const auto is_read = [&](std::size_t page) {  // the run may die meanwhile, the frame does not

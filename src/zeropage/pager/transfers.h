@@ -56,6 +56,8 @@ class Transfers {
   void wait_until(Lock& lock, Ready ready, Cause cause = Cause::other);
   /// Returns when no read into the frame is in flight. Unless the caller has a pin on the frame, it may be gone then.
   void wait_for_reads(Lock& lock, Frame& frame);
+  /// Speeds up the writes of the run, for a thread that will wait for them. Gives the lock up; the run must stay.
+  void hurry_writes(Lock& lock, const Run& run);
 
   std::size_t reading_bytes() const { return reading_bytes_; }
   std::size_t writing_bytes() const { return writing_bytes_; }

@@ -278,8 +278,12 @@ void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
       const auto reading = std::find_if(hold.run->pages.begin(), hold.run->pages.end(), [&](const Page& page) {
         return page.frame && page.frame != hold.frame && Frames::is_reading(*page.frame);
       });
-      reading != hold.run->pages.end() ? transfers_.wait_for_reads(lock, *reading->frame)
-                                       : transfers_.wait_until(lock, [&] { return !in_use(hold); });
+      if (reading != hold.run->pages.end()) {
+        transfers_.wait_for_reads(lock, *reading->frame);
+      } else {
+        transfers_.hurry_writes(lock, *hold.run);
+        transfers_.wait_until(lock, [&] { return !in_use(hold); }, Cause::content);
+      }
     } else if (misses(hold)) {
       transfers_.start_reads(lock, *hold.frame, Priority::demanded);
     } else if (hold.write && !is_writable(*hold.run)) {
