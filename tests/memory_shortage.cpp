@@ -1,19 +1,36 @@
 #include "memory_shortage.h"
 
+#include <atomic>
 #include <cstdlib>
+#include <limits>
 #include <new>
 
 namespace {
 
-thread_local bool is_short = false;
+thread_local bool is_short = false, is_uncounted = false;
+constexpr long kNever = std::numeric_limits<long>::max();
+std::atomic<long> before_failure = kNever;  // allocations
+
+bool fails() {
+  if (is_short) return true;
+  if (is_uncounted || before_failure.load(std::memory_order_relaxed) == kNever) return false;
+  return before_failure.fetch_sub(1) == 0;
+}
 
 }  // namespace
 
 zeropage::MemoryShortage::MemoryShortage() { is_short = true; }
 zeropage::MemoryShortage::~MemoryShortage() { is_short = false; }
 
+zeropage::FailingAllocation::FailingAllocation(std::size_t number) { before_failure = static_cast<long>(number); }
+zeropage::FailingAllocation::~FailingAllocation() { before_failure = kNever; }
+bool zeropage::FailingAllocation::has_failed() { return before_failure < 0; }
+
+zeropage::UncountedAllocations::UncountedAllocations() { is_uncounted = true; }
+zeropage::UncountedAllocations::~UncountedAllocations() { is_uncounted = false; }
+
 void* operator new(std::size_t bytes) {
-  void* const memory = is_short ? nullptr : std::malloc(bytes > 0 ? bytes : 1);
+  void* const memory = fails() ? nullptr : std::malloc(bytes > 0 ? bytes : 1);
   if (!memory) throw std::bad_alloc();
   return memory;
 }

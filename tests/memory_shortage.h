@@ -1,5 +1,7 @@
-// Ends the C++ heap for a thread, behind operator new.
+// Ends the C++ heap, behind operator new.
 #pragma once
+
+#include <cstddef>
 
 namespace zeropage {
 
@@ -10,6 +12,26 @@ class MemoryShortage {
   ~MemoryShortage();
   MemoryShortage(const MemoryShortage&) = delete;
   MemoryShortage& operator=(const MemoryShortage&) = delete;
+};
+
+/// While it lives, one allocation throws std::bad_alloc: the one after `number` others, of all threads.
+class FailingAllocation {
+ public:
+  explicit FailingAllocation(std::size_t number);
+  ~FailingAllocation();
+  FailingAllocation(const FailingAllocation&) = delete;
+  FailingAllocation& operator=(const FailingAllocation&) = delete;
+  /// Whether it has failed.
+  static bool has_failed();
+};
+
+/// While it lives, this thread's allocations succeed and are not counted.
+class UncountedAllocations {
+ public:
+  UncountedAllocations();
+  ~UncountedAllocations();
+  UncountedAllocations(const UncountedAllocations&) = delete;
+  UncountedAllocations& operator=(const UncountedAllocations&) = delete;
 };
 
 }  // namespace zeropage

@@ -141,12 +141,12 @@ void check_pieces(std::span<const Piece> pieces, std::uint64_t bytes, const File
 }
 
 /// Makes the file the home of each page that whole pieces cover. Returns the spans of the other pages.
-std::vector<Span> map_segment(StorageSegment& segment, const ContentFile& file, std::uint64_t offset,
+std::vector<Span> map_segment(StorageSegment& segment, ContentFile& file, std::uint64_t offset,
                               std::span<const Piece> pieces, const std::string& name) {
   std::vector<Span> rest{{0, segment.bytes(), 0}};
   const Domain& domain = *segment.domain();
   if (segment.tier() != Tier::disk || !domain.homes_in_files || domain.planned_on) return rest;
-  if (offset + segment.bytes() > file.source->size()) return rest;
+  if (offset + segment.bytes() > file.reader.size()) return rest;
   const auto tensor = std::make_shared<const std::string>(name);
   std::vector<SlotRef> slots(segment.pages());
   std::vector<Span> unmapped;
@@ -163,7 +163,7 @@ std::vector<Span> map_segment(StorageSegment& segment, const ContentFile& file, 
     }
     if (covered == end) {
       slots[i] =
-          std::make_shared<Slot>(SourceRange{file.source, offset + begin}, Expected{tensor, std::move(checksums)});
+          std::make_shared<Slot>(SourceRange{file.source(), offset + begin}, Expected{tensor, std::move(checksums)});
     } else {
       unmapped.push_back({begin, end, begin});
       piece = first;
@@ -202,8 +202,10 @@ void read_segment(StorageSegment& segment, std::size_t item_bytes, ContentFile& 
 
 }  // namespace
 
-ContentFile::ContentFile(Io& io, const std::string& path, std::shared_ptr<FileReader::Blocks> blocks)
-    : reader(io, path, std::move(blocks)), source(std::make_shared<const SourceFile>(reader.file().duplicate())) {}
+const std::shared_ptr<const SourceFile>& ContentFile::source() {
+  if (!source_) source_ = std::make_shared<const SourceFile>(reader.file().duplicate());
+  return source_;
+}
 
 std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, FileWriter& writer) {
   c10::NoGradGuard no_grad;

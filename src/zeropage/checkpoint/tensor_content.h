@@ -5,9 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zeropage/io/file_reader.h"
@@ -24,11 +26,17 @@ struct Piece {
 };
 
 /// A file with contents of tensors, open for reading. Tensors on disk go on reading from it.
-struct ContentFile {
-  ContentFile(Io& io, const std::string& path, std::shared_ptr<FileReader::Blocks> blocks);
+class ContentFile {
+ public:
+  ContentFile(Io& io, const std::string& path, std::shared_ptr<FileReader::Blocks> blocks)
+      : reader(io, path, std::move(blocks)) {}
 
   FileReader reader;
-  std::shared_ptr<const SourceFile> source;
+  /// The same file, for tensors that read from it later.
+  const std::shared_ptr<const SourceFile>& source();
+
+ private:
+  std::shared_ptr<const SourceFile> source_;
 };
 
 /// A tensor and its place in a file.

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <new>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
@@ -65,6 +66,7 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
       unit_(unit_for(capacity_)),
       page_(page_for(capacity_)),
       protection_(PROT_READ | PROT_WRITE),
+      free_(page_ > unit_ ? page_ : 0),
       on_first_use_(std::move(on_first_use)),
       announced_(ceil_div(capacity_, kSlabBytes), false) {
   reserve_for(/*joins=*/!on_first_use_);
@@ -81,7 +83,8 @@ Arena::Arena(std::size_t capacity, Hollow)
       span_(capacity_),
       unit_(unit_for(capacity_)),
       page_(page_for(capacity_)),
-      protection_(PROT_NONE) {
+      protection_(PROT_NONE),
+      free_(page_ > unit_ ? page_ : 0) {
   reserve_for(/*joins=*/true);
   if (!base_) throw BudgetError(fmt::format("cannot have {} of addresses to plan with", format_bytes(capacity_)));
 }
@@ -133,18 +136,23 @@ std::optional<Block> Arena::try_allocate(std::size_t bytes, FreeList::Side side,
   bytes = round_up(bytes, kBlockBytes);
   FreeList::Entry entry = FreeList::make_entry();
   std::lock_guard lock(mutex_);
-  auto offset = take(bytes, side);
-  if (!offset && page_ > unit_ && join_holes(bytes, page_)) offset = take(bytes, side);
-  const bool may_cut = must || free_.free_bytes() >= bytes + slack();
-  if (!offset && may_cut && join_holes(bytes, unit_)) offset = take(bytes, side);
+  const bool aligns = keeps_pages_whole() && !must && side == FreeList::Side::bottom && bytes > page_ / 2;
+  auto offset = take(bytes, side, aligns);
+  if (!offset && keeps_pages_whole()) {
+    bool joined = join_holes(bytes, page_);
+    while (!joined && has_cut_ && join_loose()) joined = join_holes(bytes, page_);
+    if (joined) offset = take(bytes, side, aligns);
+  }
+  const bool may_cut = must || !keeps_pages_whole() || free_.free_bytes() >= bytes + capacity_ / 2;
+  if (!offset && may_cut && join_holes(bytes, unit_)) offset = take(bytes, side, aligns);
   if (!offset) return std::nullopt;
   announce(*offset, bytes);
   return Block(this, base_ + *offset, bytes, std::move(entry));
 }
 
 /// [Note: huge pages stay whole]
-std::optional<std::size_t> Arena::take(std::size_t bytes, FreeList::Side side) {
-  if (side == FreeList::Side::bottom && page_ > unit_ && bytes > page_ / 2) {
+std::optional<std::size_t> Arena::take(std::size_t bytes, FreeList::Side side, bool aligns) {
+  if (aligns) {
     if (const auto aligned = free_.take_aligned(bytes, page_)) {
       if (has_cut_) make_whole({*aligned, bytes});
       return aligned;
@@ -153,16 +161,25 @@ std::optional<std::size_t> Arena::take(std::size_t bytes, FreeList::Side side) {
   return free_.take(bytes, side);
 }
 
-/// Replaces the cut huge pages in free memory.
-void Arena::make_whole(Range free) {
+std::size_t Arena::useless_to(std::size_t bytes) const {
+  if (!keeps_pages_whole() || bytes <= page_ / 2) return 0;
+  const std::lock_guard lock(mutex_);
+  return free_.small_bytes();
+}
+
+/// Replaces the cut huge pages in free memory. Without, transfers are slower and nothing else changes.
+void Arena::make_whole(Range free) noexcept try {
   for (std::size_t at = free.offset; at + page_ <= free.offset + free.bytes; at += page_) {
     const auto next = mappings_.upper_bound(at);
     if (next == mappings_.end() || next->first >= at + page_) continue;
     const auto pieces = mappings_in({at, page_});
     if (!map({at, page_}, protection_)) return;
-    for (const Range& piece : pieces) mappings_.erase(piece.offset);
-    mappings_.emplace(at, page_);
+    for (const Range& piece : pieces) {
+      if (piece.offset != at) mappings_.erase(piece.offset);
+    }
+    mappings_.find(at)->second = page_;
   }
+} catch (const std::bad_alloc&) {
 }
 
 /// [Note: no fragmentation] Makes a hole of at least `bytes` from the fewest holes.
@@ -188,6 +205,30 @@ bool Arena::join_holes(std::size_t bytes, std::size_t unit) {
   const std::size_t joined = moves ? move(holes, unit, {*to, wanted}) : replace(holes, {*to, wanted});
   if (joined > 0) free_.release(*to, joined);
   return joined == wanted;
+}
+
+/// Makes a huge page in place of pieces that were cut from others, of which nothing else has memory.
+bool Arena::join_loose() {
+  std::vector<Range> pieces;
+  std::size_t found = 0;
+  free_.visit_largest([&](std::size_t offset, std::size_t size) {
+    const std::size_t begin = round_up(offset, unit_), end = round_down(offset + size, unit_);
+    if (begin >= end) return size >= unit_;
+    const std::size_t first = round_down(offset, page_), last = round_up(offset + size, page_);
+    const bool has_whole_page = round_up(offset, page_) + page_ <= offset + size;
+    const bool is_loose = !has_whole_page && bare_.contains(first, offset - first) &&
+                          bare_.contains(offset + size, last - offset - size);
+    if (!is_loose) return true;
+    pieces.push_back({begin, std::min(end - begin, page_ - found)});
+    found += pieces.back().bytes;
+    return found < page_;
+  });
+  if (found < page_) return false;
+  const auto to = bare_.take_aligned(page_, page_);
+  if (!to) return false;
+  const std::size_t joined = replace(pieces, {*to, page_});
+  if (joined > 0) free_.release(*to, joined);
+  return joined == page_;
 }
 
 /// Returns the bytes that are at `to` then. They are fewer than the holes' if the kernel refuses.

@@ -77,8 +77,8 @@ class Arena {
   /// where that makes the hole ([Note: huge pages stay whole]). Throws AccessError in a forked child.
   std::optional<Block> try_allocate(std::size_t bytes, FreeList::Side side = FreeList::Side::bottom,
                                     bool must = true);
-  /// The most free bytes that may be useless to a block, unless it must be made.
-  std::size_t slack() const { return joins_holes() && page_ > unit_ ? capacity_ / kSlackShare : 0; }
+  /// Free bytes that are of no use to a block of `bytes`, unless it must be made: the ends of huge pages.
+  std::size_t useless_to(std::size_t bytes) const;
 
   std::size_t capacity() const { return capacity_; }
   /// Whether holes can be joined. If not, all blocks are in [base, base + capacity).
@@ -90,7 +90,6 @@ class Arena {
   struct Range {
     std::size_t offset, bytes;
   };
-  static constexpr std::size_t kSlackShare = 2;
   struct Hollow {};
   Arena(std::size_t capacity, Hollow);
   void reserve_for(bool joins);
@@ -98,18 +97,20 @@ class Arena {
   void reserve(std::size_t span);
   void give_back(std::byte* data, std::size_t bytes, FreeList::Entry entry) noexcept;
   void announce(std::size_t offset, std::size_t bytes);
-  std::optional<std::size_t> take(std::size_t bytes, FreeList::Side side);
+  bool keeps_pages_whole() const { return joins_holes() && page_ > unit_; }
+  std::optional<std::size_t> take(std::size_t bytes, FreeList::Side side, bool aligns);
   bool join_holes(std::size_t bytes, std::size_t unit);
+  bool join_loose();
   void cut_mapping(std::size_t at);
   std::vector<Range> mappings_in(Range range);
   std::vector<Range> pieces_of(Range hole, std::size_t unit);
-  void make_whole(Range free);
+  void make_whole(Range free) noexcept;
   bool map_anew(Range mapping, std::size_t to);
   std::size_t move(const std::vector<Range>& holes, std::size_t unit, Range to);
   std::size_t replace(const std::vector<Range>& holes, Range to);
   bool map(Range range, int protection);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::byte* base_ = nullptr;
   std::size_t capacity_;
   std::size_t span_;      // of addresses
@@ -119,7 +120,7 @@ class Arena {
   int protection_ = 0;    // of memory
   bool mapped_ = true;    // by this class
   const std::uint64_t process_ = process_generation();
-  FreeList free_;                                // memory
+  FreeList free_;                                // memory; holes within a huge page are its small ranges
   FreeList bare_;                                // addresses without memory
   std::map<std::size_t, std::size_t> mappings_;  // that the kernel may keep separate: offset to bytes
   SlabHook on_first_use_;

@@ -21,10 +21,12 @@ void FreeList::insert(std::size_t offset, std::size_t bytes, Entry entry) noexce
   by_offset_.insert(std::move(entry.by_offset));
   by_size_.insert(std::move(entry.by_size));
   free_bytes_ += bytes;
+  if (bytes < small_) small_bytes_ += bytes;
 }
 
 FreeList::Entry FreeList::extract(std::map<std::size_t, std::size_t>::iterator range) noexcept {
   free_bytes_ -= range->second;
+  if (range->second < small_) small_bytes_ -= range->second;
   auto by_size = by_size_.extract({range->second, range->first});
   return {by_offset_.extract(range), std::move(by_size)};
 }
@@ -75,6 +77,14 @@ std::optional<std::size_t> FreeList::take_aligned(std::size_t bytes, std::size_t
     return offset;
   }
   return std::nullopt;
+}
+
+bool FreeList::contains(std::size_t offset, std::size_t bytes) const {
+  const auto next = by_offset_.upper_bound(offset);
+  if (bytes == 0) return true;
+  if (next == by_offset_.begin()) return false;
+  const auto& [begin, size] = *std::prev(next);
+  return offset + bytes <= begin + size;
 }
 
 void FreeList::visit_largest(const std::function<bool(std::size_t, std::size_t)>& visit) const {

@@ -16,6 +16,9 @@ class FreeList {
  public:
   enum class Side { bottom, top };
 
+  /// Ranges of fewer than `small` bytes are counted apart.
+  explicit FreeList(std::size_t small = 0) : small_(small) {}
+
   /// The list nodes of one range. With an entry, release() allocates nothing and cannot fail.
   struct Entry {
     std::map<std::size_t, std::size_t>::node_type by_offset;
@@ -38,10 +41,15 @@ class FreeList {
   /// Takes [offset, offset + bytes), which must be free.
   void take_at(std::size_t offset, std::size_t bytes);
 
+  /// Whether all of [offset, offset + bytes) is free.
+  bool contains(std::size_t offset, std::size_t bytes) const;
+
   /// Calls `visit` with offset and bytes of each range, the largest first, until it returns false.
   void visit_largest(const std::function<bool(std::size_t offset, std::size_t bytes)>& visit) const;
 
   std::size_t free_bytes() const { return free_bytes_; }
+  /// The part of them in small ranges.
+  std::size_t small_bytes() const { return small_bytes_; }
   std::size_t largest() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
   std::size_t ranges() const { return by_offset_.size(); }
 
@@ -51,7 +59,8 @@ class FreeList {
 
   std::map<std::size_t, std::size_t> by_offset_;           // offset -> bytes
   std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset)
-  std::size_t free_bytes_ = 0;
+  std::size_t small_;
+  std::size_t free_bytes_ = 0, small_bytes_ = 0;
 };
 
 }  // namespace zeropage

@@ -38,6 +38,7 @@ void Contents::zero(Segment& segment) {
       Frames::keep_promise(*page.frame, i);
     } else {
       page.state = Residency::zero;
+      transfers_.forget_failed_write(page);
       if (page.frame) frames_.give_up(*page.frame);
     }
   }
@@ -65,15 +66,25 @@ bool Contents::map(Segment& segment, std::span<const SlotRef> slots) {
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Frame* const frame = run.pages[i].frame;
     if (run.is_owed(i) || (frame && (frame->pins > 0 || frame->assembling))) return false;
+    // A frame that leaves takes all of its pages with it.
+    if (frame && i > frame->first_page && !slots[i] != !slots[i - 1]) return false;
   }
   ++run.changes;
   if (run.below && !change_below(lock, run, [&] { return run.below->cache()->map(*run.below, slots); })) return false;
+  // Another thread may have pinned a page meanwhile. The caller then writes the content there.
+  for (const Page& page : run.pages) {
+    if (page.frame && page.frame->pins > 0) return false;
+  }
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
-    if (!slots[i] || (page.frame && page.frame->pins > 0)) continue;
+    if (!slots[i]) continue;
     page.state = Residency::evicted;
-    if (!run.below) page.home = slots[i], page.target = nullptr;
+    transfers_.forget_failed_write(page);
     if (page.frame) frames_.give_up(*page.frame);
+    if (run.below) continue;
+    // The next write has its place on disk already.
+    if (!page.target && is_sole_and_writable(page.home)) page.target = page.home;
+    page.home = slots[i];
   }
   return true;
 }

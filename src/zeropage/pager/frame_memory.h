@@ -1,6 +1,7 @@
 // The memory of one cache: a budget, an arena, and its frames by address. The cache's lock guards it.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -32,12 +33,12 @@ class FrameMemory {
 
   /// Whether any free bytes serve any frame. If not, a frame needs a hole, and `window` finds frames that make one.
   bool joins_holes() const { return arena_->joins_holes(); }
-  /// The most free bytes that no frame can use, unless it must be made.
-  std::size_t slack() const { return arena_->slack(); }
   const std::shared_ptr<DeviceMemory>& device() const { return device_; }
   const std::optional<Hollow>& hollow() const { return hollow_; }
   const Budget& budget() const { return budget_; }
   std::size_t free() const { return budget_.limit() - budget_.used(); }
+  /// The part that a frame of `bytes` can use without cutting huge pages.
+  std::size_t free_for(std::size_t bytes) const { return free() - std::min(free(), arena_->useless_to(bytes)); }
   const std::map<std::byte*, std::unique_ptr<Frame>>& frames() const { return frames_; }
 
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) const;

@@ -232,10 +232,11 @@ ReadAhead::Result ReadAhead::read(Run& run, std::size_t first_page, std::size_t 
 /// Reads are waiting for the window: writes their victims home now, so that these can leave at once.
 void ReadAhead::write_behind(std::size_t most, Lock& lock) {
   const std::size_t failed_before = transfers_.failed_writes();
-  while (memory_.free() + transfers_.writing_bytes() < most) {
+  const auto free = [&] { return memory_.free_for(page_bytes_) + transfers_.writing_bytes(); };
+  while (free() < most) {
     Frame* const victim = frames_.victims().first(2);
     if (!victim || victim->next_use <= frames_.looked_ahead().reached) return;
-    const std::size_t lacking = most - memory_.free() - transfers_.writing_bytes();
+    const std::size_t lacking = most - free();
     const auto clean = [](const Frame& frame) { return !Frames::is_dirty(frame); };
     if (frames_.victims().bytes_before(*victim, timeline_.now(), lacking, clean) >= lacking) return;
     if (!transfers_.write_back(lock, *victim, Priority::behind) || transfers_.failed_writes() != failed_before)
@@ -248,7 +249,7 @@ ReadAhead::Result ReadAhead::make_room(std::size_t bytes, AccessPlan::Time time,
   const std::size_t failed_before = transfers_.failed_writes();
   const auto lacking = [&] {
     return static_cast<std::int64_t>(bytes + room_.demanded_bytes()) + kept_bytes_ -
-           static_cast<std::int64_t>(memory_.free());
+           static_cast<std::int64_t>(memory_.free_for(page_bytes_));
   };
   while (lacking() > 0) {
     Frame* const victim = frames_.victims().best(timeline_.now(), time);

@@ -49,7 +49,10 @@ Frame& Room::make_frame(Lock& lock, Run& run, std::size_t first_page, std::size_
     if (wait_for_gather(lock) || wait_for_transfers(lock, making) || grants_.tidy_above(lock)) continue;
     if (making.fragmented && !std::exchange(making.must, true)) continue;
     // Threads that move pages hold frames for a moment.
-    if (!making.needs_window && grants_.wait_for_others(lock)) continue;
+    if (!making.needs_window && grants_.wait_for_others(lock)) {
+      making.must = false;
+      continue;
+    }
     throw Shortage{};
   }
 }
@@ -88,8 +91,9 @@ bool Room::send_victim_home(Lock& lock, const Making& making) {
     return true;
   }
   const std::size_t writing = transfers_.writing_bytes();
-  const std::size_t wanted = making.bytes + (making.fragmented ? memory_.slack() : 0);
-  const bool enough = !making.needs_window && writing > 0 && memory_.free() + writing >= wanted;
+  // In pieces, free memory and its neighbours make a place for the frame with a little more.
+  const std::size_t wanted = making.bytes + (making.fragmented ? 2 * kHugePageBytes : 0);
+  const bool enough = !making.needs_window && writing > 0 && memory_.free_for(making.bytes) + writing >= wanted;
   // The victim must be written first. A clean frame that is not used soon leaves instead, to save the wait.
   Frame* const clean = frames_.victims().best_clean([](const Frame& f) { return !Frames::is_dirty(f); });
   const bool leaves = clean && clean->next_use > timeline_.now() + memory_.budget().limit() / 2;

@@ -21,10 +21,24 @@ thread_local int takes_checkpoint = 0;
 TakesCheckpoint::TakesCheckpoint() { ++takes_checkpoint; }
 TakesCheckpoint::~TakesCheckpoint() { --takes_checkpoint; }
 
+/// On the thread on which a transfer ended. It allocates nothing, since no thread could hear of the failure.
+template <class Book>
+void Transfers::on_end(Book book) {
+  monitor_.run_at_end([this, book = std::move(book)](Lock& lock) {
+    book();
+    go_on_(lock);
+  });
+}
+
 void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
   Run& run = *frame.run;
   std::vector<std::size_t> pages;
-  pages.reserve(frame.pages);  // before any page's state changes
+  try {
+    pages.reserve(frame.pages);  // before any page's state changes
+  } catch (const std::bad_alloc&) {
+    frame.failure = std::current_exception();
+    return detach_missing(frame);
+  }
   for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
     Page& page = run.pages[i];
     if (page.state != Residency::evicted || (page.frame && page.frame != &frame)) continue;
@@ -59,6 +73,17 @@ void Transfers::start_reads(Lock& lock, Frame& frame, Priority priority) {
   }
   --frame.starting;
   if (blocks) monitor_.changed().notify_all();
+}
+
+/// After reads into a frame could not start: pages without content no longer point to it.
+void Transfers::detach_missing(Frame& frame) noexcept {
+  bool has_pages = false;
+  for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
+    Page& page = frame.run->pages[i];
+    if (page.frame == &frame && page.state == Residency::evicted) page.frame = nullptr;
+    has_pages = has_pages || page.frame == &frame;
+  }
+  if (!has_pages) frame.run = nullptr;  // a run that dies finds its frames by its pages
 }
 
 /// All pages of a frame are read together or not at all.
@@ -253,14 +278,6 @@ void Transfers::throw_failed_write(std::size_t before) {
 void Transfers::transfer_ended(Run& run) {
   if (--run.transfers == 0 && run.dead) runs_.remove(run);
   monitor_.changed().notify_all();
-}
-
-/// On the thread on which a transfer ended.
-void Transfers::on_end(std::function<void()> book) {
-  monitor_.run_at_end([this, book = std::move(book)](Lock& lock) {
-    book();
-    go_on_(lock);
-  });
 }
 
 /// Also records the bytes in memory, which each transfer changes.

@@ -67,6 +67,8 @@ class Transfers {
   bool blocks() const { return home_->blocks(); }
   bool ready_to_read(const Run& run, std::size_t page) const { return home_->ready_to_read(run, page); }
 
+  /// The page's content is of no interest any more.
+  void forget_failed_write(Page& page) { runs_.note_write(page, /*failed=*/false); }
   std::size_t failed_writes() const { return failed_writes_; }
   /// Whether a write failed less than a second ago, no thread got its error, and its page has not been written since.
   /// Background transfers then pause.
@@ -85,10 +87,12 @@ class Transfers {
   bool try_reserve_slot(Run& run, std::size_t page);
   void grow_for(Lock& lock, Frame& frame, std::size_t bytes);
   void wait_for_a_checkpoint(Lock& lock, std::exception_ptr full);
+  void detach_missing(Frame& frame) noexcept;
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
   void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
   void transfer_ended(Run& run);
-  void on_end(std::function<void()> book);
+  template <class Book>
+  void on_end(Book book);
   void trace(bool begins, bool reads, const Run& run, std::size_t page) const noexcept;
 
   Monitor& monitor_;

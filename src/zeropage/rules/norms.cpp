@@ -98,11 +98,10 @@ bool is_in_order(const AskedNorm& asked, bool on_cpu) {
   return asked.ord == 2 && on_cpu && asked.dtype.value_or(at::kFloat) == at::kFloat && form_here();
 }
 
-/// The 2-norm of narrow values as float32, without a copy of them in memory.
+/// The 2-norm of bfloat16 values as float32, without a copy of them in memory.
 double norm_of_widened(const at::Tensor& narrow) {
   constexpr std::size_t kBlock = 4096;  // elements, which fit the first-level cache as float32
-  const auto format = narrow.scalar_type() == at::kBFloat16 ? kernels::Format::bfloat16 : kernels::Format::float16;
-  const kernels::Array array{format, const_cast<void*>(narrow.const_data_ptr())};
+  const kernels::Array array{kernels::Format::bfloat16, const_cast<void*>(narrow.const_data_ptr())};
   kernels::NormInOrder norm(*form_here());
   std::array<float, kBlock> wide;
   const auto elements = static_cast<std::size_t>(narrow.numel());
@@ -195,7 +194,8 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at:
   const Booking kernels(Spent::operators);
   const bool is_planned = leaf.domain()->planned_on != nullptr;
   const bool widens = content.scalar_type() != dtype;
-  if (widens && dtype == at::kFloat && is_in_order(*expected, content.is_cpu()) && !is_planned) {
+  const bool from_bfloat16 = content.scalar_type() == at::kBFloat16 && dtype == at::kFloat;
+  if (from_bfloat16 && is_in_order(*expected, content.is_cpu()) && !is_planned) {
     norm->taken = {*expected, at::scalar_tensor(norm_of_widened(content), content.options().dtype(at::kFloat)), {}};
     return norm;
   }
