@@ -207,7 +207,7 @@ bool Arena::join_holes(std::size_t bytes, std::size_t unit) {
   return joined == wanted;
 }
 
-/// Makes a huge page in place of pieces that were cut from others, of which nothing else has memory.
+/// Makes a huge page in place of pieces that were cut from others, if those have no other memory.
 bool Arena::join_loose() {
   std::vector<Range> pieces;
   std::size_t found = 0;
