@@ -2,6 +2,7 @@
 grow?
 
 in_use: bytes that malloc has handed out, after a fifth of the steps and at the end; the least of some steps.
+growth: the difference of the two.
 resident: the most, in the first fifth of the steps and in the rest. homes: bytes of the disk's homes, as in_use.
 
 --ranks 2 runs that many processes at stage 2. The figures are rank 0's.

@@ -7,13 +7,13 @@
 
 namespace {
 
-thread_local bool is_short = false, is_uncounted = false;
+thread_local bool is_short = false;
 constexpr long kNever = std::numeric_limits<long>::max();
 std::atomic<long> before_failure = kNever;  // allocations
 
 bool fails() {
   if (is_short) return true;
-  if (is_uncounted || before_failure.load(std::memory_order_relaxed) == kNever) return false;
+  if (before_failure.load(std::memory_order_relaxed) == kNever) return false;
   return before_failure.fetch_sub(1) == 0;
 }
 
@@ -25,9 +25,6 @@ zeropage::MemoryShortage::~MemoryShortage() { is_short = false; }
 zeropage::FailingAllocation::FailingAllocation(std::size_t number) { before_failure = static_cast<long>(number); }
 zeropage::FailingAllocation::~FailingAllocation() { before_failure = kNever; }
 bool zeropage::FailingAllocation::has_failed() { return before_failure < 0; }
-
-zeropage::UncountedAllocations::UncountedAllocations() { is_uncounted = true; }
-zeropage::UncountedAllocations::~UncountedAllocations() { is_uncounted = false; }
 
 void* operator new(std::size_t bytes) {
   void* const memory = fails() ? nullptr : std::malloc(bytes > 0 ? bytes : 1);

@@ -25,13 +25,4 @@ class FailingAllocation {
   static bool has_failed();
 };
 
-/// While it lives, this thread's allocations succeed and are not counted.
-class UncountedAllocations {
- public:
-  UncountedAllocations();
-  ~UncountedAllocations();
-  UncountedAllocations(const UncountedAllocations&) = delete;
-  UncountedAllocations& operator=(const UncountedAllocations&) = delete;
-};
-
 }  // namespace zeropage

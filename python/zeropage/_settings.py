@@ -126,7 +126,7 @@ class Settings:
     """Size of one disk request, a multiple of 4 KiB up to 1 GiB. "auto" takes the result of "zeropage io tune", else 1
     MiB. Larger requests suit sequential throughput; smaller ones let urgent reads start sooner."""
     io_depth: int | str = "auto"
-    """Disk requests in flight, from 1 to 1024. "auto" takes the result of "zeropage io tune", else 64 with io_uring
+    """Disk requests in flight, from 1 to 1024. "auto" takes the result of "zeropage io tune", else 32 with io_uring
     and 16 with threads. More requests keep fast disks busy, and each urgent read waits behind more of them."""
     memory: str = "auto"
     """Whether the device has its own memory. "auto" means "separate" on a GPU and "unified" on the CPU; "separate" on
@@ -239,7 +239,7 @@ TABLE: tuple[Setting, ...] = (
         'Size of one disk request, a multiple of 4 KiB up to 1 GiB. "auto" takes the result of "zeropage io tune", else 1 MiB.',
         'Larger requests suit sequential throughput; smaller ones let urgent reads start sooner.'),
     Setting('io_depth', 'int', 'auto', (), 'requests', 'expert',
-        'Disk requests in flight, from 1 to 1024. "auto" takes the result of "zeropage io tune", else 64 with io_uring and 16 with threads.',
+        'Disk requests in flight, from 1 to 1024. "auto" takes the result of "zeropage io tune", else 32 with io_uring and 16 with threads.',
         'More requests keep fast disks busy, and each urgent read waits behind more of them.'),
     Setting('memory', 'choice', 'auto', ('auto', 'separate', 'unified'), '', 'expert',
         'Whether the device has its own memory. "auto" means "separate" on a GPU and "unified" on the CPU; "separate" on the CPU rehearses the GPU path.',

@@ -66,7 +66,6 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
       unit_(unit_for(capacity_)),
       page_(page_for(capacity_)),
       protection_(PROT_READ | PROT_WRITE),
-      free_(page_ > unit_ ? page_ : 0),
       on_first_use_(std::move(on_first_use)),
       announced_(ceil_div(capacity_, kSlabBytes), false) {
   reserve_for(/*joins=*/!on_first_use_);
@@ -83,8 +82,7 @@ Arena::Arena(std::size_t capacity, Hollow)
       span_(capacity_),
       unit_(unit_for(capacity_)),
       page_(page_for(capacity_)),
-      protection_(PROT_NONE),
-      free_(page_ > unit_ ? page_ : 0) {
+      protection_(PROT_NONE) {
   reserve_for(/*joins=*/true);
   if (!base_) throw BudgetError(fmt::format("cannot have {} of addresses to plan with", format_bytes(capacity_)));
 }
@@ -236,25 +234,19 @@ std::size_t Arena::move(const std::vector<Range>& holes, std::size_t unit, Range
   std::size_t moved = 0;
   for (const Range& hole : holes) {
     for (const Range& piece : pieces_of(hole, unit)) {
-      const auto mapping = mappings_.find(piece.offset);
-      if (mapping->second != piece.bytes) {  // was cut before
-        const std::size_t replaced = replace({piece}, {to.offset + moved, piece.bytes});
-        moved += replaced;
-        if (replaced == piece.bytes) continue;
-        const std::size_t rest = moved - replaced + piece.bytes;
-        if (rest < to.bytes) bare_.release(to.offset + rest, to.bytes - rest);
-        return moved;
+      const std::size_t after = moved + piece.bytes;
+      if (mappings_.find(piece.offset)->second != piece.bytes) {  // was cut before
+        moved += replace({piece}, {to.offset + moved, piece.bytes});
+      } else if (map_anew(piece, to.offset + moved)) {
+        free_.take_at(piece.offset, piece.bytes);
+        bare_.release(piece.offset, piece.bytes);
+        moved = after;
       }
-      // The kernel refuses at its limit of mappings. Pieces that were not moved stay in place.
-      if (!map_anew(piece, to.offset + moved)) {
-        // The kernel may or may not have released the addresses of the piece: give them up.
-        const std::size_t lost = moved + piece.bytes;
-        if (lost < to.bytes) bare_.release(to.offset + lost, to.bytes - lost);
-        return moved;
-      }
-      free_.take_at(piece.offset, piece.bytes);
-      bare_.release(piece.offset, piece.bytes);
-      moved += piece.bytes;
+      if (moved == after) continue;
+      // The kernel refuses at its limit of mappings. Pieces that were not moved stay in place. The kernel may or may
+      // not have released the new addresses of a piece that map_anew() moves: give them up.
+      if (after < to.bytes) bare_.release(to.offset + after, to.bytes - after);
+      return moved;
     }
   }
   return moved;

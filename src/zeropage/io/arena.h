@@ -120,7 +120,7 @@ class Arena {
   int protection_ = 0;    // of memory
   bool mapped_ = true;    // by this class
   const std::uint64_t process_ = process_generation();
-  FreeList free_;                                // memory; holes within a huge page are its small ranges
+  FreeList free_{page_ > unit_ ? page_ : 0};     // memory; its small ranges are holes within a huge page
   FreeList bare_;                                // addresses without memory
   std::map<std::size_t, std::size_t> mappings_;  // that the kernel may keep separate: offset to bytes
   SlabHook on_first_use_;

@@ -35,7 +35,8 @@ class FreeList {
   /// enough.
   std::optional<std::size_t> take(std::size_t bytes, Side side = Side::bottom) noexcept;
 
-  /// Takes `bytes` at a multiple of `alignment`, from the smallest range that holds them there.
+  /// Takes `bytes` at a multiple of `alignment`, from the smallest range that holds them there. Empty if none
+  /// does.
   std::optional<std::size_t> take_aligned(std::size_t bytes, std::size_t alignment);
 
   /// Takes [offset, offset + bytes), which must be free.

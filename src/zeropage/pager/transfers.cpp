@@ -299,7 +299,8 @@ void Transfers::trace(bool begins, bool reads, const Run& run, std::size_t page)
 }
 
 void Transfers::hurry_writes(Lock& lock, const Run& run) {
-  if (home_->blocks()) return;                                        // a device's downloads start at once
+  if (home_->blocks()) return;  // a device's downloads start at once
+
   std::vector<std::pair<std::size_t, std::span<std::byte>>> written;  // by page
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];

@@ -13,10 +13,13 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <mutex>
 
 #include "zeropage/kernels/norm.h"
+#include "zeropage/kernels/update.h"
 #include "zeropage/plan/machine.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
@@ -93,7 +96,7 @@ const std::optional<kernels::NormInOrder::Form>& form_here() {
   return form;
 }
 
-/// Whether the requested norm of a float32 tensor with `device` is what NormInOrder computes.
+/// Whether NormInOrder computes the requested norm of a float32 tensor.
 bool is_in_order(const AskedNorm& asked, bool on_cpu) {
   return asked.ord == 2 && on_cpu && asked.dtype.value_or(at::kFloat) == at::kFloat && form_here();
 }
@@ -192,14 +195,12 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at:
   c10::NoGradGuard no_grad;
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const Booking kernels(Spent::operators);
-  const bool is_planned = leaf.domain()->planned_on != nullptr;
-  const bool widens = content.scalar_type() != dtype;
   const bool from_bfloat16 = content.scalar_type() == at::kBFloat16 && dtype == at::kFloat;
-  if (from_bfloat16 && is_in_order(*expected, content.is_cpu()) && !is_planned) {
+  if (from_bfloat16 && is_in_order(*expected, content.is_cpu()) && !leaf.domain()->planned_on) {
     norm->taken = {*expected, at::scalar_tensor(norm_of_widened(content), content.options().dtype(at::kFloat)), {}};
     return norm;
   }
-  const at::Tensor whole = widens ? content.to(dtype) : content;
+  const at::Tensor whole = content.to(dtype);  // itself, if that is its dtype
   const at::Tensor taken = expected->of_list
                                ? at::_foreach_norm(whole, expected->ord, expected->dtype)[0]
                                : at::linalg_vector_norm(whole, expected->ord, std::nullopt, false, expected->dtype);

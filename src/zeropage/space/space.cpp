@@ -464,7 +464,6 @@ void check_memory(const CacheOptions& options, const Domain& domain, bool over_r
   }
 }
 
-/// `least`: the automatic device_memory and host_memory.
 std::chrono::milliseconds memory_timeout_of(const std::string& text) {
   int seconds = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);
@@ -474,6 +473,7 @@ std::chrono::milliseconds memory_timeout_of(const std::string& text) {
   return std::chrono::seconds(seconds);
 }
 
+/// `least`: the automatic device_memory and host_memory.
 CacheOptions choose_sizes(const Config& config, const std::map<std::string, std::size_t>& least, const Domain& domain,
                           bool separate, bool over_ranks) {
   CacheOptions options;
