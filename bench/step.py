@@ -6,6 +6,11 @@ early updates, and with fio.
 
 limit: the larger of plain's seconds, and of the paged step's bytes at fio's rate for its mix of reads and writes.
 ratio: seconds of a paged step / limit.
+bound: the limit by phases, which takes what each of them moves as given. Its terms add up:
+    the larger of plain's forward, and of what paged moved in the step and the forward after it, at fio's rate,
+    the larger of plain's backward, and of what paged moved in backward, at fio's rate,
+    plain's clipping and update.
+to_bound: seconds of a paged step / bound.
 """
 
 import argparse
@@ -13,7 +18,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -23,7 +28,7 @@ from _gpt import GPT, SHAPES, Shape
 
 import zeropage
 
-PHASES = ("forward and step", "backward")
+PHASES = ("forward", "backward", "step")
 
 
 FORMATS: dict[str, dict[str, str]] = {
@@ -91,6 +96,11 @@ class Meter:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.bytes = {phase: [0, 0] for phase in PHASES}
 
+    def moved(self, phases: Sequence[str] = PHASES) -> tuple[int, int]:
+        """Return the bytes read and written in these phases."""
+        read, written = (sum(self.bytes[phase][i] for phase in phases) for i in (0, 1))
+        return read, written
+
     def run(self, phase: str, program: Paged | Plain, what: Callable[[], torch.Tensor]) -> torch.Tensor:
         before, start = program.moved(), time.perf_counter()
         result = what()
@@ -105,10 +115,17 @@ def train(program: Paged | Plain, batch: int, shape: Shape, steps: int) -> Meter
     for _ in range(steps):
         text = torch.randint(0, shape.vocabulary, (batch, shape.length + 1), generator=generator)
         tokens, labels = text[:, :-1], text[:, 1:]
-        loss = meter.run("forward and step", program, lambda t=tokens, la=labels: program.model(t, la))
+        loss = meter.run("forward", program, lambda t=tokens, la=labels: program.model(t, la))
         meter.run("backward", program, loss.backward)
-        meter.run("forward and step", program, program.step)
+        meter.run("step", program, program.step)
     return meter
+
+
+def bound_of(plain: Meter, paged: Meter, rate: float) -> float:
+    """Return the seconds that the module's text calls the bound. `rate`: bytes a second."""
+    forward = max(plain.seconds["forward"], sum(paged.moved(["step", "forward"])) / rate)
+    backward = max(plain.seconds["backward"], sum(paged.moved(["backward"])) / rate)
+    return forward + backward + plain.seconds["step"]
 
 
 def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Namespace) -> dict[str, float]:
@@ -140,20 +157,24 @@ def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Nam
         programs["plain"] = Plain(shape, kind != "float32", most)
         for program in programs.values():
             train(program, batch, shape, 4)
-        ratios, to_plain, to_not_ahead, limits = [], [], [], []
+        ratios, to_plain, to_not_ahead, to_bound, limits, bounds = [], [], [], [], [], []
         meters: dict[str, Meter] = {}
         for turn, name in enumerate(turns(args.rounds, ["plain", "paged", "not ahead"]), 1):
             meters[name] = train(programs[name], batch, shape, args.steps)
             if turn % 3:
                 continue
             seconds = {name: sum(meter.seconds.values()) for name, meter in meters.items()}
-            read, written = (sum(meters["paged"].bytes[phase][i] for phase in PHASES) for i in (0, 1))
-            rates = fio(FIO["fio io_uring"], directory, 1 << 30, 1.5, mixed(read, written), may)
-            limit = max(seconds["plain"], (read + written) / (rates["read"] + rates["write"]))
+            moved = meters["paged"].moved()
+            rates = fio(FIO["fio io_uring"], directory, 1 << 30, 1.5, mixed(*moved), may)
+            rate = rates["read"] + rates["write"]
+            limit = max(seconds["plain"], sum(moved) / rate)
+            bound = bound_of(meters["plain"], meters["paged"], rate)
             ratios.append(seconds["paged"] / limit)
             to_plain.append(seconds["paged"] / seconds["plain"])
             to_not_ahead.append(seconds["paged"] / seconds["not ahead"])
+            to_bound.append(seconds["paged"] / bound)
             limits.append(limit / args.steps)
+            bounds.append(bound / args.steps)
         print(spaces["paged"].report())
         programs.clear()
         for space in spaces.values():
@@ -162,12 +183,16 @@ def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Nam
     rows: list[list[object]] = [
         [phase, *(meters[name].seconds[phase] / args.steps for name in names)] for phase in PHASES
     ]
-    for i, what in enumerate(["read, GB", "written, GB"]):
-        rows.append([what, *(sum(meters[n].bytes[p][i] for p in PHASES) / args.steps / 1e9 for n in names)])
+    rows.append(["a step, s", *(sum(meters[name].seconds.values()) / args.steps for name in names)])
+    for phases in (["step", "forward"], ["backward"]):
+        for i, direction in enumerate(["read", "written"]):
+            gigabytes = [meters[name].moved(phases)[i] / args.steps / 1e9 for name in names]
+            rows.append([f"{direction} in {' and '.join(phases)}, GB", *gigabytes])
     rows.append(["limit, s", "", "", statistics.median(limits)])
+    rows.append(["bound, s", "", "", statistics.median(bounds)])
     finish(rows, [f"{model}, {batch * shape.length} tokens a step, {kind}, clipping {clipping}", *names])
     name = f"{model}_{batch * shape.length}_{kind}_{clipping}"
-    figures = {"ratio": ratios, "to_plain": to_plain, "to_not_ahead": to_not_ahead}
+    figures = {"ratio": ratios, "to_plain": to_plain, "to_bound": to_bound, "to_not_ahead": to_not_ahead}
     return {f"{what}_{name}": round(statistics.median(values), 4) for what, values in figures.items()}
 
 

@@ -430,6 +430,25 @@ def test_a_weight_used_twice_under_autocast_sums_in_the_lower_precision(paged):
             assert torch.equal(a.grad, plain(b.grad))
 
 
+def test_gradients_of_a_weight_used_twice_under_autocast_come_in_the_same_order(paged):
+    """A program sees the order when a hook ends backward. The first cast of a weight decides it, not the last."""
+    layer = nn.GRU(16, 16)
+    ours = copy.deepcopy(layer)
+    for parameter in ours.parameters():
+        paged(parameter.data)
+    x = torch.randn(6, 3, 16)
+    orders = []
+    for model in (layer, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)[0]
+        order = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name, order=order: order.append(name))
+        y.float().square().mean().backward()
+        orders.append(order)
+    assert orders[0] == orders[1] and len(orders[0]) == 4
+
+
 def test_an_average_kept_by_lerp_beside_masters(settings):
     with zeropage.init(**settings, compute_dtype="bfloat16"):
         layer = nn.Linear(64, 64, bias=False)

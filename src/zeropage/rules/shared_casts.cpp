@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string_view>
@@ -137,19 +138,27 @@ void SharedCasts::share(const Call& call) const {
       for (const c10::IValue& element : value.toListRef()) visit_result(element);
     }
   }
+  struct Use {
+    NodePointer cast;
+    at::Tensor leaf;
+    Edge* edge;  // from a user of the cast
+  };
+  std::vector<Use> uses;
   while (!nodes.empty()) {
     Node* const node = nodes.back();
     nodes.pop_back();
-    for (std::uint32_t i = 0; i < node->num_outputs(); ++i) {
-      const Edge& edge = node->next_edge(i);
+    for (Edge& edge : node->next_edges()) {
       if (!edge.function || edge.function->sequence_nr() < first_) continue;
-      if (const at::Tensor leaf = leaf_of(*edge.function, lower); leaf.defined()) {
-        node->next_edges()[i] = Edge(shared_node(leaf, lower, edge.function), 0);
+      if (at::Tensor leaf = leaf_of(*edge.function, lower); leaf.defined()) {
+        uses.push_back({edge.function, std::move(leaf), &edge});
       } else {
         visit(edge.function.get());
       }
     }
   }
+  // Autocast keeps the first cast of a leaf. Backward runs nodes in the order of their numbers.
+  std::ranges::sort(uses, {}, [](const Use& use) { return use.cast->sequence_nr(); });
+  for (Use& use : uses) *use.edge = Edge(shared_node(use.leaf, lower, use.cast), 0);
 }
 
 at::Tensor cast_once(const at::Tensor& tensor) {
