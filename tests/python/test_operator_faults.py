@@ -418,7 +418,7 @@ def test_a_weight_used_twice_under_autocast_sums_in_the_lower_precision(paged):
     for layer in layers:
         ours = copy.deepcopy(layer)
         for parameter in ours.parameters():
-            paged(parameter.data)
+            paged(parameter)
         x = torch.randn(6, 3, 16)
         for model in (layer, ours):
             for _ in range(2):
@@ -435,7 +435,7 @@ def test_gradients_of_a_weight_used_twice_under_autocast_come_in_the_same_order(
     layer = nn.GRU(16, 16)
     ours = copy.deepcopy(layer)
     for parameter in ours.parameters():
-        paged(parameter.data)
+        paged(parameter)
     x = torch.randn(6, 3, 16)
     orders = []
     for model in (layer, ours):
