@@ -225,6 +225,53 @@ TEST_CASE_FIXTURE(DeviceFixture, "a page is not zeroed in the host under an uplo
   CHECK(wrong == 0);
 }
 
+TEST_CASE_FIXTURE(DeviceFixture, "a tensor that dies under its upload waits for nothing, and its page is free after it") {
+  make_apart(8 * kPage, 8 * kPage);
+  auto tensor = segment(2 * kPage);
+  write_later(*tensor, 1);
+  cache->evict(*tensor);
+  device->finish();
+  { const PagePin pin = cache->pin_page(*tensor, 0, Access::read); }
+  int waits = 0;
+  device->on_waited = [&] { ++waits; };
+  tensor.reset();
+  CHECK(waits == 0);
+  device->on_waited = {};
+  std::vector<std::unique_ptr<TestSegment>> others;
+  for (unsigned i = 0; i < 3; ++i) {
+    others.push_back(segment(2 * kPage));
+    write_later(*others.back(), 2 + i);
+    cache->evict(*others.back());
+  }
+  device->finish_transfers();
+  for (unsigned i = 0; i < 3; ++i) check_later(*others[i], 2 + i);
+  device->finish();
+  CHECK(wrong == 0);
+  others.clear();
+  (void)cache->stats();  // ends the transfers that are done
+  auto large = segment(7 * kPage);
+  write_later(*large, 9);
+  cache->evict(*large);
+  check_later(*large, 9);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a device that is lost under transfers fails programs, not destructors") {
+  make_apart(8 * kPage, 16 * kPage);
+  auto read = segment(2 * kPage), written = segment(2 * kPage);
+  write_later(*read, 1);
+  cache->evict(*read);
+  write_later(*written, 2);
+  { const PagePin pin = cache->pin_page(*read, 0, Access::read); }  // an upload
+  cache->bring_down(*written);                                       // a download
+  device->is_lost = true;
+  read.reset();
+  CHECK_THROWS_WITH(cache->evict(*written), "the device is lost");
+  written.reset();
+  cache.reset();
+}
+
 TEST_CASE_FIXTURE(DeviceFixture, "small tensors share a page on the device as in the host") {
   make_apart(8 * kPage, 6 * kPage);
   std::vector<std::unique_ptr<TestSegment>> small;

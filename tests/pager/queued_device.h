@@ -41,6 +41,7 @@ class QueuedDevice final : public DeviceMemory {
   std::size_t registered = 0;       // bytes, now
   std::function<void()> on_waited;  // called at the end of each wait()
   std::atomic<bool> fail_uploads = false;
+  std::atomic<bool> is_lost = false;  // done() and wait() throw
 
   std::span<std::byte> region() override {
     auto* aligned =
@@ -87,12 +88,14 @@ class QueuedDevice final : public DeviceMemory {
   bool done(const Event& event) override {
     std::lock_guard lock(mutex_);
     if (!event) return true;
+    if (is_lost) throw std::runtime_error("the device is lost");
     const auto& point = *std::static_pointer_cast<Point>(event);
     return point.queue->ran >= point.position;
   }
   void wait(const Event& event) override {
     std::unique_lock lock(mutex_);
     if (!event) return;
+    if (is_lost) throw std::runtime_error("the device is lost");
     const auto& point = *std::static_pointer_cast<Point>(event);
     ++waits_;
     point.queue->run_until(point.position);  // whose work may wait too

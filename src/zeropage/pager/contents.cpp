@@ -109,7 +109,9 @@ bool Contents::change_below(Lock& lock, Run& run, const std::function<bool()>& c
   {
     const Inside inside(monitor_);
     const Unlocked unlocked(lock);
-    run.home->forget(run);  // an upload may still read the page below
+    run.home->forget(run);
+    for (std::size_t i = 0; i < run.pages.size(); ++i) run.home->finish_reads(run, i);
+    run.home->tidy(/*wait=*/false);
     changed = change();
   }
   settle_transfers(lock, run);  // reads that began meanwhile

@@ -61,8 +61,9 @@ class Home {
   }
   /// Returns when the page below is no longer being read by transfers that have ended for the cache.
   virtual void finish_reads(const Run&, std::size_t) {}
-  /// Returns when nothing reads the run's pages below: before the run dies or its content there is replaced.
-  virtual void forget(const Run&) {}
+  /// Drops what is kept for a run that dies or is frozen. It never waits: transfers that still read pages below keep
+  /// those pages.
+  virtual void forget(const Run&) noexcept {}
 };
 
 /// Extents of a swap file, and ranges of files that are only read.

@@ -5,8 +5,24 @@
 namespace zeropage {
 
 LowerCacheHome::~LowerCacheHome() {
-  for (UnderWay& upload : uploads_) device_.wait(upload.event);
-  for (UnderWay& download : downloads_) device_.wait(download.event);
+  for (auto* queue : {&uploads_, &downloads_}) {
+    for (UnderWay& transfer : *queue) {
+      try {
+        device_.wait(transfer.event);
+      } catch (...) {  // a lost device reads nothing
+      }
+    }
+  }
+}
+
+/// Also if the device has failed: then its error is the transfer's.
+bool LowerCacheHome::has_ended(UnderWay& transfer) const noexcept {
+  try {
+    return device_.done(transfer.event);
+  } catch (...) {
+    transfer.error = std::current_exception();
+    return true;
+  }
 }
 
 /// Announces one use to the plan below for the pages that the cache above asks for, as long as their numbers grow.
@@ -87,7 +103,7 @@ bool LowerCacheHome::tidy(bool wait) {
   {
     std::lock_guard lock(mutex_);
     for (auto* queue : {&downloads_, &uploads_}) {
-      while (!queue->empty() && device_.done(queue->front().event)) {
+      while (!queue->empty() && has_ended(queue->front())) {
         ended.push_back(std::move(queue->front()));
         queue->pop_front();
       }
@@ -97,7 +113,10 @@ bool LowerCacheHome::tidy(bool wait) {
     }
   }
   if (oldest) {
-    device_.wait(oldest);
+    try {
+      device_.wait(oldest);
+    } catch (...) {  // has_ended() keeps the error
+    }
     tidy(/*wait=*/false);
     return true;  // also if another thread ended it: that thread may not wait for the next one
   }
@@ -112,7 +131,7 @@ bool LowerCacheHome::tidy(bool wait) {
   for (UnderWay& transfer : ended) {
     transfer.host_page.written();  // also while an exception passes through this thread
     transfer.host_page = {};
-    if (transfer.done) transfer.done({});
+    if (transfer.done) transfer.done({transfer.error, nullptr});
   }
   return !ended.empty();
 }
@@ -128,16 +147,15 @@ void LowerCacheHome::finish_reads(const Run& run, std::size_t page) {
   device_.wait(latest);
 }
 
-void LowerCacheHome::forget(const Run& run) {
-  std::deque<UnderWay> over, others;
-  {
-    std::lock_guard lock(mutex_);
-    for (UnderWay& upload : uploads_) (upload.run == &run ? over : others).push_back(std::move(upload));
-    uploads_.swap(others);
-    std::erase_if(ready_, [&](const auto& entry) { return std::get<0>(entry.first) == &run; });
-    for (const Access access : {Access::read, Access::overwrite}) passes_.erase({&run, access});
+void LowerCacheHome::forget(const Run& run) noexcept {
+  std::map<Key, PagePin> ready;  // destroyed without this lock
+  std::lock_guard lock(mutex_);
+  for (auto at = ready_.begin(); at != ready_.end();) {
+    const auto next = std::next(at);
+    if (std::get<0>(at->first) == &run) ready.insert(ready_.extract(at));
+    at = next;
   }
-  for (UnderWay& upload : over) device_.wait(upload.event);
+  for (const Access access : {Access::read, Access::overwrite}) passes_.erase({&run, access});
 }
 
 }  // namespace zeropage

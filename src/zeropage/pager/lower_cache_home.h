@@ -31,21 +31,23 @@ class LowerCacheHome final : public Home {
   bool ready_to_write(const Run& run, std::size_t page) override;
   bool tidy(bool wait) override;
   void finish_reads(const Run& run, std::size_t page) override;
-  void forget(const Run& run) override;
+  void forget(const Run& run) noexcept override;
 
  private:
   struct UnderWay {
-    const Run* run;
+    const Run* run;  // only compared: it may have died
     std::size_t page;
     DeviceMemory::Event event;
     PagePin host_page;
     Done done;  // for downloads
+    std::exception_ptr error = nullptr;
   };
   using Key = std::tuple<const Run*, std::size_t, Access>;
 
   PagePin pin(const Run& run, std::size_t page, Access access, Priority priority);
   void follow(const Run& run, std::size_t page, Access access);
   bool is_ready(const Run& run, std::size_t page, Access access);
+  bool has_ended(UnderWay& transfer) const noexcept;
 
   Monitor& upper_;
   FrameCache& lower_;
