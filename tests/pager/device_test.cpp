@@ -225,7 +225,8 @@ TEST_CASE_FIXTURE(DeviceFixture, "a page is not zeroed in the host under an uplo
   CHECK(wrong == 0);
 }
 
-TEST_CASE_FIXTURE(DeviceFixture, "a tensor that dies under its upload waits for nothing, and its page is free after it") {
+TEST_CASE_FIXTURE(DeviceFixture,
+                  "a tensor that dies under its upload waits for nothing, and its page is free after it") {
   make_apart(8 * kPage, 8 * kPage);
   auto tensor = segment(2 * kPage);
   write_later(*tensor, 1);
@@ -264,7 +265,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a device that is lost under transfers fails pr
   cache->evict(*read);
   write_later(*written, 2);
   { const PagePin pin = cache->pin_page(*read, 0, Access::read); }  // an upload
-  cache->bring_down(*written);                                       // a download
+  cache->bring_down(*written);                                      // a download
   device->is_lost = true;
   read.reset();
   CHECK_THROWS_WITH(cache->evict(*written), "the device is lost");

@@ -10,6 +10,9 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstring>
+#include <functional>
+#include <future>
 #include <thread>
 
 #include "zeropage/base/booked_time.h"
@@ -35,6 +38,16 @@ constexpr std::size_t kCopied = 16 * kKiB;  // tensors up to this size are copie
 constexpr std::size_t kAhead = 3;           // pages
 constexpr int kNice = 19;
 constexpr auto kPatience = std::chrono::seconds(2);
+
+/// Runs work on a thread that yields to the program's, and waits for it. Training's threads meet at barriers: if one
+/// of them lacks a core for a moment, all lose that time. The caller keeps the usual priority, because it takes locks
+/// that the program waits for.
+void run_yielding(const std::function<void()>& work) {
+  std::async(std::launch::async, [&] {
+    (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
+    work();
+  }).get();
+}
 
 }  // namespace
 
@@ -220,8 +233,6 @@ Snapshot::Content Snapshot::freeze(StorageSegment& segment, const at::Tensor& te
 std::vector<std::vector<Piece>> Snapshot::write(const std::vector<std::string>& paths) try {
   const Unbooked on_a_thread_of_its_own;
   c10::NoGradGuard no_grad;
-  // Training's threads meet at barriers: if one of them lacks a core for a moment, all lose that time.
-  (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
   Files files(paths);
   while (true) {
     if (Entry* const entry = take_ready()) {
@@ -296,6 +307,10 @@ void Snapshot::complete(bool wait) {
 
 void Snapshot::write_part_of(Entry& entry, std::size_t page, const std::byte* data, Files& files) {
   FileWriter& writer = files.writer(entry.file, entry.cache ? entry.cache->io() : nullptr);
+  run_yielding([&] { write_part_of(entry, page, data, writer); });
+}
+
+void Snapshot::write_part_of(Entry& entry, std::size_t page, const std::byte* data, FileWriter& writer) {
   for (auto part = std::ranges::lower_bound(entry.parts, page, {}, &Part::page);
        part != entry.parts.end() && part->page == page; ++part) {
     const std::uint32_t crc = writer.write(entry.offset + part->begin, {data + part->in_page, part->bytes});
@@ -340,13 +355,18 @@ bool Snapshot::write_frame(Entry& entry, std::size_t page, Files& files) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until the page's loan ends
   }
   if (!entry.frozen.begin_copy(page)) return false;
+  // Until the copy ends, operators wait for the page. They do not wait for the file.
+  const std::size_t bytes = entry.frozen.bytes_of(page);
+  const at::Tensor copy = at::empty(static_cast<std::int64_t>(bytes), c10::kByte);
+  auto* const into = static_cast<std::byte*>(copy.mutable_data_ptr());
   if (entry.frozen.is_on_device()) {
-    const at::Tensor on_host = bytes_at(pin.data(), entry.frozen.bytes_of(page), entry.tensor.device()).cpu();
-    write_part_of(entry, page, static_cast<const std::byte*>(on_host.const_data_ptr()), files);
+    bytes_at(into, bytes, c10::kCPU).copy_(bytes_at(pin.data(), bytes, entry.tensor.device()));
   } else {
-    write_part_of(entry, page, pin.data(), files);
+    std::memcpy(into, pin.data(), bytes);
   }
   entry.frozen.end_copy(page);
+  pin = {};
+  write_part_of(entry, page, into, files);
   return true;
 }
 
