@@ -6,10 +6,10 @@ early updates, and with fio.
 
 limit: the larger of plain's seconds, and of the paged step's bytes at fio's rate for its mix of reads and writes.
 ratio: seconds of a paged step / limit.
-bound: the limit by phases, which takes what each of them moves as given. Its terms add up:
-    the larger of plain's forward, and of what paged moved in the step and the forward after it, at fio's rate,
-    the larger of plain's backward, and of what paged moved in backward, at fio's rate,
-    plain's clipping and update.
+bound: a sum of three terms, the limit by phases. It takes what each phase moves as given.
+    - The larger of plain's forward, and of what paged moved in step and forward, at fio's rate.
+    - The larger of plain's backward, and of what paged moved in backward, at fio's rate.
+    - Plain's clipping and update.
 to_bound: seconds of a paged step / bound.
 """
 

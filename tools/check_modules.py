@@ -25,8 +25,8 @@ WITHOUT_TORCH = ["io", "plan", "store", "page", "pager", "kernels"]
 
 root = pathlib.Path("src/zeropage")
 wrong = []
-for source in sorted(root.glob("*/*")):
-    module = source.parent.name
+for source in sorted(root.glob("*/**/*.*")):
+    module = source.relative_to(root).parts[0]
     if module not in MAY_USE:
         wrong.append(f"{source}: no such module; add it to tools/check_modules.py and docs/architecture.md")
         continue

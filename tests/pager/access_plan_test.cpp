@@ -1,4 +1,4 @@
-#include "zeropage/pager/access_plan.h"
+#include "zeropage/pager/foresight/access_plan.h"
 
 #include <doctest/doctest.h>
 #include <time.h>

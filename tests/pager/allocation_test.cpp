@@ -7,7 +7,7 @@
 
 #include "cache_fixture.h"
 #include "memory_shortage.h"
-#include "zeropage/pager/timeline.h"
+#include "zeropage/pager/foresight/timeline.h"
 
 using namespace zeropage;
 

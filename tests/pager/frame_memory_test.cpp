@@ -1,5 +1,5 @@
 // Which neighbours leave where a frame needs a hole.
-#include "zeropage/pager/frame_memory.h"
+#include "zeropage/pager/cache/frame_memory.h"
 
 #include <doctest/doctest.h>
 

@@ -3,7 +3,7 @@
 // A snapshot is the content of its tensors at one moment. It is no checkpoint: the caller creates the files, and
 // stores names, shapes and offsets. take() returns at once; write() runs on a thread of its own.
 //
-// It copies almost nothing. Pages are frozen in place ([Note: snapshots] in pager/snapshots.h). Small
+// It copies almost nothing. Pages are frozen in place ([Note: snapshots] in pager/homes/snapshots.h). Small
 // tensors, and those that are not paged, are copied. Updates that optimizers have deferred on a tensor belong to the
 // snapshot. They run when the program needs them, as always, and the tensor is frozen then.
 #pragma once

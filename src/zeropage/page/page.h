@@ -56,7 +56,7 @@ struct Share {
   mutable int users = 0;   // transfers that use the segment without a lock; it must outlive them
 };
 
-/// The content of a run at one moment, until a checkpoint has it (pager/snapshots.h).
+/// The content of a run at one moment, until a checkpoint has it (pager/homes/snapshots.h).
 struct Frozen {
   enum class Place : std::uint8_t {
     nowhere,  // zeros
@@ -113,8 +113,8 @@ struct Frame {
 
 struct Page {
   Residency state = Residency::zero;
-  bool lent = false;          // code on the host has it (pager/lower_pins.h).
-  bool is_new = false;        // belongs to the open second version (pager/versions.h).
+  bool lent = false;          // code on the host has it (pager/cache/lower_pins.h).
+  bool is_new = false;        // belongs to the open second version (pager/homes/versions.h).
   bool write_failed = false;  // the latest write home failed.
   Frame* frame = nullptr;
   // For a run on disk:

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/pager/lower_cache_home.h"
-#include "zeropage/pager/sharded_home.h"
+#include "zeropage/pager/homes/lower_cache_home.h"
+#include "zeropage/pager/homes/sharded_home.h"
 
 namespace zeropage {
 namespace {

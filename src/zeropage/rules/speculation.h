@@ -1,9 +1,9 @@
 // Early updates: updates that run before the step requests them. With clipping by the global norm, an optimizer can
 // update only after backward, so its disk traffic would overlap with the next forward alone. But a step nearly always
 // defers the last step's operators on a parameter, with other numbers. The update can run during backward, as soon as
-// the gradient is final, as if no gradient were clipped. It writes shadow copies (pager/versions.h), which nothing
-// else can see. settle_update() then compares the operators that the step has deferred, operator by operator and
-// number by number. If they are the same, and each factor of the gradient is exactly 1, the copies become the
+// the gradient is final, as if no gradient were clipped. It writes shadow copies (pager/homes/versions.h), which
+// nothing else can see. settle_update() then compares the operators that the step has deferred, operator by operator
+// and number by number. If they are the same, and each factor of the gradient is exactly 1, the copies become the
 // content. Else they are discarded, and the operators run as usual.
 //
 // [Note: numbers] A number is guessed from its past. If it always equalled a quantity of the optimizer, it follows

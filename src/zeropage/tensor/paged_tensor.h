@@ -449,7 +449,7 @@ bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role
 class TensorPin {
  public:
   TensorPin() = default;
-  /// See PinOptions in pager/whole_pins.h.
+  /// See PinOptions in pager/cache/whole_pins.h.
   explicit TensorPin(c10::ArrayRef<PinRequest> requests, const PinOptions& options = {});
   TensorPin(TensorPin&& other) noexcept
       : requests_(std::move(other.requests_)),

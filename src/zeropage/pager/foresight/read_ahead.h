@@ -1,0 +1,102 @@
+// Prefetching. Along the plan, the cache reads pages before they are needed, and keeps room for pages that will be
+// created or overwritten. The next missing page comes first. It evicts the page whose next use is furthest; of equal
+// ones, the page whose eviction causes fewer transfers. No page leaves for one that is used later than itself (Cao,
+// Felten, Karlin and Li, "A study of integrated prefetching and caching strategies", 1995).
+//
+// [Note: how far ahead] Victims are best chosen late. Take 12 pages used in turn, with room for 6. Reading each page
+// when it is needed costs 6.5 reads a turn. Reading as early as possible costs 12, since memory then always holds the
+// next six. Pages read but not used, plus kept room, are therefore limited to an eighth of memory, and to a sixteenth
+// of the missing memory. The less memory is missing, the fewer reads are needed.
+//
+// [Note: in time] A tensor can be too large to read during the time the program spends before it, such as an
+// embedding. If the home's pace would make the program wait for the next pages, reading goes beyond the limit above,
+// up to a third of memory, while the home is idle.
+//
+// [Note: written before it must leave] A read takes twice the time if it waits for its room to be written home. While
+// the window is full and the plan holds more reads, the cache writes the next victims home.
+//
+// Under the cache's lock; it never waits. The cache calls it when an operator has pinned or unpinned. If ranks need
+// not agree, it also calls it when a transfer has ended, so that transfers start the next while no thread waits.
+#pragma once
+
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "zeropage/pager/cache/room.h"
+
+namespace zeropage {
+
+class ReadAhead {
+ public:
+  using Lock = Monitor::Lock;
+
+  ReadAhead(Monitor& monitor, FrameMemory& memory, const Timeline& timeline, Frames& frames, Runs& runs,
+            Transfers& transfers, Room& room, std::size_t page_bytes)
+      : monitor_(monitor),
+        memory_(memory),
+        timeline_(timeline),
+        frames_(frames),
+        runs_(runs),
+        transfers_(transfers),
+        room_(room),
+        page_bytes_(page_bytes) {}
+
+  /// Starts the transfers that are due. Gives the lock up only where a transfer of gathered tensors does.
+  void run(Lock& lock);
+  /// Restarts after a change of plan.
+  void restart();
+
+ private:
+  struct Member {
+    AccessPlan::Use use;
+    std::size_t pages, bytes;
+  };
+  struct Target {
+    const Member* member;
+    std::size_t first_page, pages;
+    AccessPlan::Time time;
+  };
+  enum class Result { there, blocked };
+
+  std::size_t window() const;
+  bool hurries();
+  bool would_be_late();
+  bool may_bring(const Run& run) const;
+  static bool reads(const Run& run, Access access);
+  bool find_group();
+  std::optional<Target> target();
+  void advance();
+  bool is_about_to_change(const Run& run) const;
+  Result bring(const Target& target, Lock& lock);
+  Result read(Run& run, std::size_t first_page, std::size_t pages, AccessPlan::Time time, Lock& lock);
+  void write_behind(std::size_t most, Lock& lock);
+  Result make_room(std::size_t bytes, AccessPlan::Time time, Lock& lock);
+  void keep_room(std::int64_t bytes);
+
+  struct Kept {
+    std::uint64_t use;   // number of the use it is kept for, or after which it is free
+    std::int64_t bytes;  // kept; negative: will be free
+  };
+
+  Monitor& monitor_;
+  FrameMemory& memory_;
+  const Timeline& timeline_;
+  Frames& frames_;
+  Runs& runs_;
+  Transfers& transfers_;
+  Room& room_;
+  const std::size_t page_bytes_;
+  std::uint64_t group_ = 0;  // number of the first use of the group that is looked at
+  std::vector<Member> members_;
+  AccessPlan::Time begin_ = 0, end_ = 0;
+  std::size_t steps_ = 0, step_ = 0, member_ = 0;
+  std::deque<Kept> kept_;
+  std::int64_t kept_bytes_ = 0;
+  bool running_ = false;
+  std::uint64_t asked_at_ = 0, asked_of_ = 0;  // uses and group_ at the last would_be_late()
+  bool late_ = false;                          // its result
+  std::uint64_t scan_ = 0;                     // its number of calls
+};
+
+}  // namespace zeropage

@@ -1,0 +1,99 @@
+#include "zeropage/pager/homes/home_reads.h"
+
+#include <mutex>
+#include <utility>
+
+#include "zeropage/base/mutex.h"
+#include "zeropage/pager/cache/gate.h"
+
+namespace zeropage {
+
+struct HomeRead::State {
+  Monitor* monitor;
+  const Run* run = nullptr;  // null: the content read cannot change
+  std::size_t page = 0;
+  std::uint64_t changes = 0;
+  Mutex mutex;
+  Condition ended;
+  bool done = false;
+  std::exception_ptr error;
+
+  void end(Home::Outcome outcome) {
+    std::lock_guard lock(mutex);
+    done = true;
+    error = std::move(outcome.error);
+    ended.notify_all();
+  }
+  const std::uint64_t process = process_generation();
+  void wait() {
+    std::unique_lock lock(mutex);
+    ended.wait(lock, [&] { return done; });
+  }
+};
+
+HomeRead& HomeRead::operator=(HomeRead&& other) noexcept {
+  std::swap(state_, other.state_);
+  return *this;
+}
+
+HomeRead::~HomeRead() {
+  if (!state_) return;
+  if (state_->process != process_generation()) {
+    new auto(std::move(state_));  // in a forked child: the read is the parent's, and never ends here
+  } else {
+    state_->wait();
+  }
+}
+
+bool HomeRead::wait() {
+  const auto state = std::exchange(state_, nullptr);
+  state->wait();
+  if (state->error) std::rethrow_exception(state->error);
+  if (!state->run) return true;
+  Monitor::Lock lock(state->monitor->mutex());
+  state->monitor->check_usable();
+  return obstacle(*state->run, state->page, Intent::bypass) == Obstacle::none &&
+         state->run->changes == state->changes;
+}
+
+HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* into) {
+  if (!home_) return {};
+  monitor_.check_usable();
+  Monitor::Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  const Run& run = *segment.run();
+  if (obstacle(run, page, Intent::bypass) != Obstacle::none) return {};
+  HomeRead read = start(run.bytes_of(page), [&](Home::Done done) {
+    return home_->read(run, page, into, Priority::ahead, std::move(done));
+  });
+  read.state_->run = &run;
+  read.state_->page = page;
+  read.state_->changes = run.changes;
+  return read;
+}
+
+HomeRead HomeReads::start_frozen(const Slot& slot, std::size_t bytes, std::byte* into) {
+  return start(bytes, [&](Home::Done done) {
+    return home_->read_slot(slot, bytes, into, Priority::background, std::move(done));
+  });
+}
+
+HomeRead HomeReads::start(std::size_t bytes, const std::function<std::optional<Home::Outcome>(Home::Done)>& begin) {
+  HomeRead read;
+  read.state_ = std::make_shared<HomeRead::State>();
+  const auto& state = read.state_;
+  state->monitor = &monitor_;
+  bytes_ += bytes;
+  try {
+    if (auto outcome = begin([state](Home::Outcome ended) { state->end(std::move(ended)); })) {
+      state->end(std::move(*outcome));
+    }
+  } catch (...) {
+    state->end({std::current_exception(), {}});
+  }
+  return read;
+}
+
+std::size_t HomeReads::bytes() const { return bytes_; }
+
+}  // namespace zeropage

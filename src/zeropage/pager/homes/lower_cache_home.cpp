@@ -1,0 +1,161 @@
+#include "zeropage/pager/homes/lower_cache_home.h"
+
+#include "zeropage/base/errors.h"
+
+namespace zeropage {
+
+LowerCacheHome::~LowerCacheHome() {
+  for (auto* queue : {&uploads_, &downloads_}) {
+    for (UnderWay& transfer : *queue) {
+      try {
+        device_.wait(transfer.event);
+      } catch (...) {  // a lost device reads nothing
+      }
+    }
+  }
+}
+
+/// Also if the device has failed: then its error is the transfer's.
+bool LowerCacheHome::has_ended(UnderWay& transfer) const noexcept {
+  try {
+    return device_.done(transfer.event);
+  } catch (...) {
+    transfer.error = std::current_exception();
+    return true;
+  }
+}
+
+/// Announces one use to the plan below for the pages that the cache above asks for, as long as their numbers grow.
+void LowerCacheHome::follow(const Run& run, std::size_t page, Access access) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto [next, is_new] = passes_.try_emplace({&run, access}, page);
+    if (!is_new && page >= next->second) return;
+    next->second = page;
+  }
+  const PinRequest request{run.below.get(), access};
+  lower_.announce({&request, 1});
+}
+
+bool LowerCacheHome::is_ready(const Run& run, std::size_t page, Access access) {
+  follow(run, page, access);
+  PagePin pin = lower_.try_pin_page(*run.below, page, access);
+  if (!pin) return false;
+  std::lock_guard lock(mutex_);
+  ready_.insert_or_assign({&run, page, access}, std::move(pin));
+  return true;
+}
+
+bool LowerCacheHome::ready_to_read(const Run& run, std::size_t page) { return is_ready(run, page, Access::read); }
+bool LowerCacheHome::ready_to_write(const Run& run, std::size_t page) {
+  return is_ready(run, page, Access::overwrite);
+}
+
+PagePin LowerCacheHome::pin(const Run& run, std::size_t page, Access access, Priority priority) {
+  follow(run, page, access);
+  {
+    std::lock_guard lock(mutex_);
+    passes_[{&run, access}] = page + 1;
+    if (const auto found = ready_.find({&run, page, access}); found != ready_.end()) {
+      PagePin pin = std::move(found->second);
+      ready_.erase(found);
+      return pin;
+    }
+  }
+  while (true) {
+    try {
+      if (priority == Priority::demanded) return lower_.pin_page(*run.below, page, access);
+      if (PagePin pin = lower_.try_pin_page(*run.below, page, access)) return pin;
+      throw BudgetError("host_memory is in use");  // it was ready a moment ago; a read ahead starts again
+    } catch (const BudgetError&) {
+      // Transfers between host and device hold pages too.
+      if (priority != Priority::demanded || !tidy(/*wait=*/true)) throw;
+    }
+  }
+}
+
+std::optional<Home::Outcome> LowerCacheHome::read(const Run& run, std::size_t page, std::byte* into,
+                                                  Priority priority, Done) {
+  PagePin host_page = pin(run, page, Access::read, priority);
+  host_page.wait();
+  const DeviceMemory::Event event = device_.upload(into, host_page.data(), run.bytes_of(page));
+  if (!device_.done(event)) {
+    std::lock_guard lock(mutex_);
+    uploads_.push_back({&run, page, event, std::move(host_page), nullptr});
+  }
+  return Outcome{nullptr, event};
+}
+
+std::optional<Home::Outcome> LowerCacheHome::write(const Run& run, std::size_t page, const std::byte* from,
+                                                   const DeviceMemory::Event& after, Priority priority, Done done) {
+  PagePin host_page = pin(run, page, Access::overwrite, priority);
+  host_page.wait();
+  const DeviceMemory::Event event = device_.download(host_page.data(), from, run.bytes_of(page), after);
+  if (device_.done(event)) return Outcome{};
+  std::lock_guard lock(mutex_);
+  downloads_.push_back({&run, page, event, std::move(host_page), std::move(done)});
+  return std::nullopt;
+}
+
+bool LowerCacheHome::tidy(bool wait) {
+  std::deque<UnderWay> ended;
+  DeviceMemory::Event oldest;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto* queue : {&downloads_, &uploads_}) {
+      while (!queue->empty() && has_ended(queue->front())) {
+        ended.push_back(std::move(queue->front()));
+        queue->pop_front();
+      }
+    }
+    if (ended.empty() && wait) {
+      if (auto& queue = downloads_.empty() ? uploads_ : downloads_; !queue.empty()) oldest = queue.front().event;
+    }
+  }
+  if (oldest) {
+    try {
+      device_.wait(oldest);
+    } catch (...) {  // has_ended() keeps the error
+    }
+    tidy(/*wait=*/false);
+    return true;  // also if another thread ended it: that thread may not wait for the next one
+  }
+  if (ended.empty() && wait) {  // pages ready for transfers that have not started count too
+    // The cache above starts a transfer under its lock, right after it has found the page ready.
+    std::map<Key, PagePin> dropped;
+    const std::lock_guard no_start(upper_.mutex());
+    const std::lock_guard lock(mutex_);
+    dropped.swap(ready_);
+    return !dropped.empty();
+  }
+  for (UnderWay& transfer : ended) {
+    transfer.host_page.written();  // also while an exception passes through this thread
+    transfer.host_page = {};
+    if (transfer.done) transfer.done({transfer.error, nullptr});
+  }
+  return !ended.empty();
+}
+
+void LowerCacheHome::finish_reads(const Run& run, std::size_t page) {
+  DeviceMemory::Event latest;
+  {
+    std::lock_guard lock(mutex_);
+    for (const UnderWay& upload : uploads_) {
+      if (upload.run == &run && upload.page == page) latest = upload.event;
+    }
+  }
+  device_.wait(latest);
+}
+
+void LowerCacheHome::forget(const Run& run) noexcept {
+  std::map<Key, PagePin> ready;  // destroyed without this lock
+  std::lock_guard lock(mutex_);
+  for (auto at = ready_.begin(); at != ready_.end();) {
+    const auto next = std::next(at);
+    if (std::get<0>(at->first) == &run) ready.insert(ready_.extract(at));
+    at = next;
+  }
+  for (const Access access : {Access::read, Access::overwrite}) passes_.erase({&run, access});
+}
+
+}  // namespace zeropage
