@@ -13,6 +13,7 @@ import gc
 import io
 import linecache
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ REFUSALS = {
     "raw memory": "zeropage.pinned(",
     "second derivative in tiles": "a second derivative by a weight that is taken in tiles",
     "growth": "keeps the size it was made with",
+    "other parameters": "or they are others",  # a checkpoint knows an optimizer's parameters by name
     "written before backward under save_on_cpu": "a paged tensor of [",  # which keeps no second copy
 }
 # A saved tensor is written before backward: plain PyTorch raises, paged activations keep what was saved.
@@ -139,6 +141,42 @@ class TrainingRun(Run):
     def labels(self, at: int, rows: int, many: int) -> torch.Tensor:
         return self.tokens(at + 7, rows, 1, many)[:, 0]
 
+    def save(self, model: nn.Module, opt: torch.optim.Optimizer, background: bool = False) -> Any:
+        """A checkpoint's folder; plain, copies of the states."""
+        if any(torch.nn.parameter.is_lazy(p) for p in model.parameters()):
+            raise ValueError("a checkpoint holds no parameter without a shape")
+        if not self.is_paged:
+            return copy.deepcopy((model.state_dict(), opt.state_dict()))
+        opt.state_dict()  # raises where the program has broken the optimizer
+        folder = self.stack.enter_context(
+            tempfile.TemporaryDirectory(dir=self.folder, prefix="checkpoint-", ignore_cleanup_errors=True)
+        )
+        zeropage.save(f"{folder}/saved", model, opt, background=background)
+        return f"{folder}/saved"
+
+    def load(self, saved: Any, model: nn.Module, opt: torch.optim.Optimizer, forget: bool = False) -> None:
+        """Load it, all or nothing. `forget`: delete the folder, which pages may still be in."""
+        if self.is_paged:
+            opt.state_dict()  # as in save()
+            try:
+                zeropage.load(saved, model, opt, restore_rng=False)
+            except zeropage.ZeropageError as error:
+                if type(error) is not zeropage.ZeropageError:
+                    raise
+                raise ValueError(f"the states do not fit: {error}") from error
+            if forget:
+                shutil.rmtree(saved)
+            return
+        states, groups = copy.deepcopy(saved)
+        shapes = [
+            {k: t.shape if torch.is_tensor(t) else None for k, t in of.items()} for of in (states, model.state_dict())
+        ]
+        many = [[len(group["params"]) for group in of["param_groups"]] for of in (groups, opt.state_dict())]
+        if shapes[0] != shapes[1] or many[0] != many[1]:
+            raise ValueError("the states do not fit")
+        model.load_state_dict(states)
+        opt.load_state_dict(groups)
+
     def look(self, name: str, what: Any) -> None:
         """Record the content of tensors, modules and optimizers, and of lists and mappings of them."""
         if isinstance(what, nn.Module):
@@ -196,7 +234,7 @@ class TrainingRun(Run):
     # Statement by statement.
 
     def outcomes(self) -> Iterator[tuple[str, Outcome]]:
-        own = ["see", "pinned", "labels"]
+        own = ["see", "pinned", "labels", "save", "load"]
         self.names = {
             **{"torch": torch, "nn": nn, "F": F, "copy": copy, "gc": gc, "io": io, "__name__": "program"},
             **{"rank": 0, "ranks": 1},

@@ -411,8 +411,22 @@ class _Generator:
         for number in range(1 if huge and self.chance(0.5) else r.choice([1, 2, 2, 3, 3, 4])):
             for text in self.step(number, scaled, closure, old):
                 self.add("body", text)
+        if self.chance(0.15):
+            self.insert_checkpoint()
         self.add("body", 'look("at the end", [model, opt])')
         return program
+
+    def insert_checkpoint(self) -> None:
+        """Save at one place between statements, and load at one or two later ones."""
+        r, parts = self.r, self.program.parts
+        first = next(i for i, part in enumerate(parts) if part.text.startswith("def boom")) + 1
+        at = r.randint(first, len(parts))
+        parts.insert(at, Part("body", f"written = save(model, opt, background={self.chance(0.5)})"))
+        for _ in range(r.choice([1, 1, 2])):
+            at = r.randint(at + 1, len(parts))
+            parts.insert(at, Part("body", "load(written, model, opt)"))
+        if self.chance(0.3):
+            parts[at] = Part("body", "load(written, model, opt, forget=True)")
 
 
 def generate(seed: int) -> Program:
