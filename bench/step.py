@@ -6,7 +6,8 @@ early updates, and with fio.
 
 limit: the larger of plain's seconds, and of the paged step's bytes at fio's rate for its mix of reads and writes.
 ratio: seconds of a paged step / limit.
-bound: a sum of three terms, the limit by phases. It takes what each phase moves as given.
+bound: a sum of three terms, the limit by phases. It takes what each phase moves as given. A step that updates while
+it waits for the disk may be faster.
     - The larger of plain's forward, and of what paged moved in step and forward, at fio's rate.
     - The larger of plain's backward, and of what paged moved in backward, at fio's rate.
     - Plain's clipping and update.

@@ -250,10 +250,20 @@ TEST_CASE_FIXTURE(DeviceFixture,
   CHECK(wrong == 0);
   others.clear();
   (void)cache->stats();  // ends the transfers that are done
-  auto large = segment(7 * kPage);
-  write_later(*large, 9);
-  cache->evict(*large);
-  check_later(*large, 9);
+  cache->wait();
+  auto all = segment(8 * kPage, Role::parameter, Tier::host);
+  CHECK(all != nullptr);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "an error that only a wait for a download tells is the download's") {
+  make_apart(8 * kPage, 16 * kPage);
+  auto tensor = segment(2 * kPage);
+  write_later(*tensor, 1);
+  device->fails_wait = true;
+  CHECK_THROWS_WITH(cache->evict(*tensor), "an operator on the device failed");
+  check_later(*tensor, 1);
+  cache->evict(*tensor);
+  check_later(*tensor, 1);
   device->finish();
   CHECK(wrong == 0);
 }

@@ -41,7 +41,8 @@ class QueuedDevice final : public DeviceMemory {
   std::size_t registered = 0;       // bytes, now
   std::function<void()> on_waited;  // called at the end of each wait()
   std::atomic<bool> fail_uploads = false;
-  std::atomic<bool> is_lost = false;  // done() and wait() throw
+  std::atomic<bool> is_lost = false;     // done() and wait() throw
+  std::atomic<bool> fails_wait = false;  // the next wait() throws, once
 
   std::span<std::byte> region() override {
     auto* aligned =
@@ -96,6 +97,7 @@ class QueuedDevice final : public DeviceMemory {
     std::unique_lock lock(mutex_);
     if (!event) return;
     if (is_lost) throw std::runtime_error("the device is lost");
+    if (waits_ == 0 && fails_wait.exchange(false)) throw std::runtime_error("an operator on the device failed");
     const auto& point = *std::static_pointer_cast<Point>(event);
     ++waits_;
     point.queue->run_until(point.position);  // whose work may wait too

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <future>
+#include <system_error>
 #include <thread>
 
 #include "zeropage/base/booked_time.h"
@@ -43,10 +44,16 @@ constexpr auto kPatience = std::chrono::seconds(2);
 /// of them lacks a core for a moment, all lose that time. The caller keeps the usual priority, because it takes locks
 /// that the program waits for.
 void run_yielding(const std::function<void()>& work) {
-  std::async(std::launch::async, [&] {
-    (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
-    work();
-  }).get();
+  std::future<void> ended;
+  try {
+    ended = std::async(std::launch::async, [&] {
+      (void)::setpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()), kNice);
+      work();
+    });
+  } catch (const std::system_error&) {  // no more threads
+    return work();
+  }
+  ended.get();
 }
 
 }  // namespace
@@ -110,7 +117,7 @@ class Snapshot::Files {
  private:
   struct Open {
     Open(std::size_t i, const std::string& path, Io& io)
-        : index(i), file(File::open(path, /*writable=*/true)), writer(io, file, Priority::background) {}
+        : index(i), file(File::open(path, /*writable=*/true)), writer(io, file, Priority::background, run_yielding) {}
     const std::size_t index;
     const File file;
     FileWriter writer;
@@ -307,10 +314,6 @@ void Snapshot::complete(bool wait) {
 
 void Snapshot::write_part_of(Entry& entry, std::size_t page, const std::byte* data, Files& files) {
   FileWriter& writer = files.writer(entry.file, entry.cache ? entry.cache->io() : nullptr);
-  run_yielding([&] { write_part_of(entry, page, data, writer); });
-}
-
-void Snapshot::write_part_of(Entry& entry, std::size_t page, const std::byte* data, FileWriter& writer) {
   for (auto part = std::ranges::lower_bound(entry.parts, page, {}, &Part::page);
        part != entry.parts.end() && part->page == page; ++part) {
     const std::uint32_t crc = writer.write(entry.offset + part->begin, {data + part->in_page, part->bytes});
@@ -354,11 +357,11 @@ bool Snapshot::write_frame(Entry& entry, std::size_t page, Files& files) {
     if (entry.frozen.place(page) == Frozen::Place::home) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until the page's loan ends
   }
-  if (!entry.frozen.begin_copy(page)) return false;
-  // Until the copy ends, operators wait for the page. They do not wait for the file.
   const std::size_t bytes = entry.frozen.bytes_of(page);
   const at::Tensor copy = at::empty(static_cast<std::int64_t>(bytes), c10::kByte);
   auto* const into = static_cast<std::byte*>(copy.mutable_data_ptr());
+  // Until the copy ends, operators wait for the page. They do not wait for the file.
+  if (!entry.frozen.begin_copy(page)) return false;
   if (entry.frozen.is_on_device()) {
     bytes_at(into, bytes, c10::kCPU).copy_(bytes_at(pin.data(), bytes, entry.tensor.device()));
   } else {

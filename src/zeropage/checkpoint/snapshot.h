@@ -65,7 +65,6 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   bool write_frame(Entry& entry, std::size_t page, Files& files);
   void write_homes(Entry& entry, Files& files);
   void write_part_of(Entry& entry, std::size_t page, const std::byte* data, Files& files);
-  void write_part_of(Entry& entry, std::size_t page, const std::byte* data, FileWriter& writer);
   void give_up() noexcept;
 
   std::vector<std::unique_ptr<Entry>> entries_;  // null: this rank has nothing to write

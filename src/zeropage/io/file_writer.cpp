@@ -12,8 +12,13 @@ constexpr std::size_t kInCache = 32 * kKiB;  // copied and checksummed while in 
 
 }  // namespace
 
-FileWriter::FileWriter(Io& io, const File& file, Priority priority)
-    : io_(io), file_(file), direct_(file.reopen_direct(/*writable=*/true)), priority_(priority), blocks_(kBuffers) {
+FileWriter::FileWriter(Io& io, const File& file, Priority priority, Run run)
+    : io_(io),
+      file_(file),
+      direct_(file.reopen_direct(/*writable=*/true)),
+      priority_(priority),
+      run_(std::move(run)),
+      blocks_(kBuffers) {
   for (Block& block : blocks_) block.memory = make_buffer(kBufferBytes);
 }
 
@@ -33,11 +38,26 @@ std::uint32_t FileWriter::write(std::uint64_t offset, std::span<const std::byte>
       send();
       begin(end_);
     }
-    const std::size_t room = kBufferBytes - (end_ - base_);
-    const auto part = data.first(std::min({data.size(), room, kInCache}));
-    std::memcpy(blocks_[current_].memory.get() + (end_ - base_), part.data(), part.size());
-    crc = crc32c(crc, part);
+    const auto part = data.first(std::min(data.size(), kBufferBytes - (end_ - base_)));
+    if (run_) {
+      run_([&] { crc = fill(part, crc); });
+    } else {
+      crc = fill(part, crc);
+    }
     end_ += part.size();
+    data = data.subspan(part.size());
+  }
+  return crc;
+}
+
+/// Copies `data` to the end of the current block.
+std::uint32_t FileWriter::fill(std::span<const std::byte> data, std::uint32_t crc) {
+  std::byte* to = blocks_[current_].memory.get() + (end_ - base_);
+  while (!data.empty()) {
+    const auto part = data.first(std::min(data.size(), kInCache));
+    std::memcpy(to, part.data(), part.size());
+    crc = crc32c(crc, part);
+    to += part.size();
     data = data.subspan(part.size());
   }
   return crc;

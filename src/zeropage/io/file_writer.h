@@ -7,6 +7,7 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,8 +22,12 @@ class FileWriter {
   static constexpr std::size_t kBufferBytes = 4 * kMiB;
   static constexpr std::size_t kBuffers = 3;
 
-  /// Writes to `file`, which is open for writing and has its final size. `io` and `file` outlive the writer.
-  FileWriter(Io& io, const File& file, Priority priority = Priority::behind);
+  /// Runs the given work and returns when it has ended.
+  using Run = std::function<void(const std::function<void()>&)>;
+
+  /// Writes to `file`, which is open for writing and has its final size. `io` and `file` outlive the writer. `run`
+  /// runs the arithmetic, copies and checksums, a block at a time; null: the calling thread does.
+  FileWriter(Io& io, const File& file, Priority priority = Priority::behind, Run run = nullptr);
   /// Waits for writes in flight. Data that was not flushed is lost.
   ~FileWriter() = default;
 
@@ -42,12 +47,14 @@ class FileWriter {
   };
 
   void begin(std::uint64_t offset);
+  std::uint32_t fill(std::span<const std::byte> data, std::uint32_t crc);
   void send();
 
   Io& io_;
   const File& file_;
   const File direct_;
   const Priority priority_;
+  const Run run_;
   std::vector<Block> blocks_;
   std::size_t current_ = 0;
   std::exception_ptr failed_sync_;

@@ -115,8 +115,10 @@ void FrameCache::close() {
     monitor_.close();
   }
   if (lower_) lower_->upper_.disconnect();
-  if (home_) {
-    while (home_->tidy(/*wait=*/true)) {
+  for (bool ends = home_ != nullptr; ends;) {
+    try {
+      ends = home_->tidy(/*wait=*/true);
+    } catch (...) {  // the transfer has ended with this error
     }
   }
   lower_pins_.close();
@@ -231,6 +233,7 @@ FrozenSegment FrameCache::freeze(Segment& segment) {
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
   run.home->forget(run);  // drops pages that are ready there for transfers
+  run.home->tidy(/*wait=*/false);
   return lower_->freeze(*run.below);
 }
 

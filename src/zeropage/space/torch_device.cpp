@@ -95,9 +95,12 @@ class TorchDevice final : public DeviceMemory {
 
   ~TorchDevice() override {
     // torch may give the block to other tensors, and does not know our streams.
-    uploads_.synchronize();
-    downloads_.synchronize();
-    driver_.getStream(device_).synchronize();
+    for (const c10::Stream& stream : {uploads_, downloads_, driver_.getStream(device_)}) {
+      try {
+        stream.synchronize();
+      } catch (...) {  // a lost device does nothing more
+      }
+    }
   }
 
   std::span<std::byte> region() override { return region_; }

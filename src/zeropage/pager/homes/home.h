@@ -54,7 +54,7 @@ class Home {
   /// without help. Not under a lock; if the transfer needs no help, the run may be gone.
   virtual void hurry(const Run&, std::size_t, std::span<std::byte> frame) { (void)frame; }
   /// Ends transfers that finished without a signal, as a device's do. If `wait`, waits for the oldest. True if one
-  /// ended. Not under a lock.
+  /// ended. Throws a device's error, after its transfer has ended with it. Not under a lock.
   virtual bool tidy(bool wait) {
     (void)wait;
     return false;

@@ -17,11 +17,30 @@ LowerCacheHome::~LowerCacheHome() {
 
 /// Also if the device has failed: then its error is the transfer's.
 bool LowerCacheHome::has_ended(UnderWay& transfer) const noexcept {
+  if (transfer.error) return true;
   try {
     return device_.done(transfer.event);
   } catch (...) {
     transfer.error = std::current_exception();
     return true;
+  }
+}
+
+/// Waits for the event. Its error is that of its transfer, which has then ended, and is thrown too.
+void LowerCacheHome::wait_for(const DeviceMemory::Event& event) {
+  try {
+    device_.wait(event);
+  } catch (...) {
+    {
+      std::lock_guard lock(mutex_);
+      for (auto* queue : {&downloads_, &uploads_}) {
+        for (UnderWay& transfer : *queue) {
+          if (transfer.event == event) transfer.error = std::current_exception();
+        }
+      }
+    }
+    tidy(/*wait=*/false);
+    throw;
   }
 }
 
@@ -113,10 +132,7 @@ bool LowerCacheHome::tidy(bool wait) {
     }
   }
   if (oldest) {
-    try {
-      device_.wait(oldest);
-    } catch (...) {  // has_ended() keeps the error
-    }
+    wait_for(oldest);
     tidy(/*wait=*/false);
     return true;  // also if another thread ended it: that thread may not wait for the next one
   }
@@ -130,6 +146,10 @@ bool LowerCacheHome::tidy(bool wait) {
   }
   for (UnderWay& transfer : ended) {
     transfer.host_page.written();  // also while an exception passes through this thread
+    if (transfer.error) {          // the device may still use the memory
+      const std::lock_guard lock(mutex_);
+      lost_.push_back(std::move(transfer.host_page));
+    }
     transfer.host_page = {};
     if (transfer.done) transfer.done({transfer.error, nullptr});
   }

@@ -48,12 +48,14 @@ class LowerCacheHome final : public Home {
   void follow(const Run& run, std::size_t page, Access access);
   bool is_ready(const Run& run, std::size_t page, Access access);
   bool has_ended(UnderWay& transfer) const noexcept;
+  void wait_for(const DeviceMemory::Event& event);
 
   Monitor& upper_;
   FrameCache& lower_;
   DeviceMemory& device_;
   Mutex mutex_;                                                  // never held while waiting
   std::deque<UnderWay> uploads_, downloads_;                     // oldest first
+  std::vector<PagePin> lost_;                                    // of transfers that the device failed to do
   std::map<Key, PagePin> ready_;                                 // pages found ready, until their transfers start
   std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the next page of each
 };
