@@ -173,10 +173,22 @@ TEST_CASE("the next use of each of many in one group is found in a moment") {
   CHECK(right == kMembers);
 }
 
+TEST_CASE("runs that never repeat have no more ordinals than the history has uses") {
+  AccessPlan plan;
+  AccessPlan::Ordinal highest = 0;
+  for (std::uint64_t kind = 0; kind < 1'000'000; ++kind) {
+    const AccessPlan::Ordinal ordinal = plan.create(kind);
+    highest = std::max(highest, ordinal);
+    if (kind % 3 != 0) plan.use({ordinal, Access::read, true, true}, 1000);
+    plan.destroy(ordinal);
+  }
+  CHECK(highest <= 1 << 18);
+}
+
 TEST_CASE("the ordinals of the dead are taken over in a moment, however many there are") {
   constexpr std::size_t kRuns = 200'000;
   AccessPlan plan;
-  for (std::size_t i = 0; i < kRuns; ++i) plan.create(1);
+  for (AccessPlan::Ordinal i = 0; i < kRuns; ++i) plan.use({plan.create(1), Access::read, true, true}, 1000);
   for (AccessPlan::Ordinal i = 0; i < kRuns; ++i) plan.destroy(i);
   const double begin = cpu_seconds();
   for (AccessPlan::Ordinal i = 0; i + 1024 < kRuns; ++i) CHECK(plan.create(1) == i);

@@ -30,17 +30,30 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
       if (!known.alive && known.kind == kind) return revive(next->use.ordinal);
     }
     // If nothing repeats, reusing the ordinals of long-dead runs bounds their number.
-    if (const auto& spare = spare_[kind]; spare.size() > 1024) return revive(spare.front());
+    if (!free_.empty()) {
+      const Ordinal ordinal = free_.back();
+      free_.pop_back();
+      known_[ordinal] = {kind, true};
+      return ordinal;
+    }
+    if (const auto spare = spare_.find(kind); spare != spare_.end() && spare->second.size() > 1024) {
+      return revive(spare->second.front());
+    }
   }
   known_.push_back({kind, true});
   return static_cast<Ordinal>(known_.size() - 1);
 }
 
 AccessPlan::Ordinal AccessPlan::revive(Ordinal ordinal) {
-  Known& known = known_[ordinal];
-  known.alive = true;
-  spare_[known.kind].erase(known.spare);
+  known_[ordinal].alive = true;
+  leave_spare(ordinal);
   return ordinal;
+}
+
+void AccessPlan::leave_spare(Ordinal ordinal) {
+  const auto spare = spare_.find(known_[ordinal].kind);
+  spare->second.erase(known_[ordinal].spare);
+  if (spare->second.empty()) spare_.erase(spare);
 }
 
 AccessPlan::Ordinal AccessPlan::shared(std::uint64_t kind) {
@@ -52,7 +65,8 @@ AccessPlan::Ordinal AccessPlan::shared(std::uint64_t kind) {
 void AccessPlan::destroy(Ordinal ordinal) {
   Known& known = known_[ordinal];
   known.alive = false;
-  if (known.places.size() > known.forgotten) at(position_of(known.places.back())).use.last = true;
+  if (known.places.empty()) return free_.push_back(ordinal);
+  at(position_of(known.places.back())).use.last = true;
   auto& spare = spare_[known.kind];
   known.spare = spare.insert(spare.end(), ordinal);
 }
@@ -171,6 +185,11 @@ void AccessPlan::forget_oldest() {
   if (++known.forgotten > known.places.size() / 2) {
     known.places.erase(known.places.begin(), known.places.begin() + known.forgotten);
     known.forgotten = 0;
+  }
+  if (known.places.empty() && !known.alive) {  // any run may take its ordinal: the history knows nothing of it
+    leave_spare(entry.use.ordinal);
+    known.places = {};
+    free_.push_back(entry.use.ordinal);
   }
   if (match_ == oldest_) match_ = kNowhere;
   ++oldest_;
