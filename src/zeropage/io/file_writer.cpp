@@ -39,7 +39,7 @@ std::uint32_t FileWriter::write(std::uint64_t offset, std::span<const std::byte>
       begin(end_);
     }
     const auto part = data.first(std::min(data.size(), kBufferBytes - (end_ - base_)));
-    if (run_) {
+    if (run_ && part.size() > kInCache) {
       run_([&] { crc = fill(part, crc); });
     } else {
       crc = fill(part, crc);

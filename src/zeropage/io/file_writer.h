@@ -26,7 +26,7 @@ class FileWriter {
   using Run = std::function<void(const std::function<void()>&)>;
 
   /// Writes to `file`, which is open for writing and has its final size. `io` and `file` outlive the writer. `run`
-  /// runs the arithmetic, copies and checksums, a block at a time; null: the calling thread does.
+  /// runs the copies and checksums of more than 32 KiB, a block at a time; the calling thread runs all else.
   FileWriter(Io& io, const File& file, Priority priority = Priority::behind, Run run = nullptr);
   /// Waits for writes in flight. Data that was not flushed is lost.
   ~FileWriter() = default;

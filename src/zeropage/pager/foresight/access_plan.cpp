@@ -31,8 +31,8 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
     }
     // If nothing repeats, reusing the ordinals of long-dead runs bounds their number.
     if (!free_.empty()) {
-      const Ordinal ordinal = free_.back();
-      free_.pop_back();
+      const Ordinal ordinal = free_.front();
+      free_.pop_front();
       known_[ordinal] = {kind, true};
       return ordinal;
     }
@@ -46,13 +46,15 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
 
 AccessPlan::Ordinal AccessPlan::revive(Ordinal ordinal) {
   known_[ordinal].alive = true;
-  leave_spare(ordinal);
+  std::list<Ordinal> revived;
+  move_spare(ordinal, revived);
   return ordinal;
 }
 
-void AccessPlan::leave_spare(Ordinal ordinal) {
+/// Moves the dead ordinal from the spare ones of its kind to `to`. It allocates nothing.
+void AccessPlan::move_spare(Ordinal ordinal, std::list<Ordinal>& to) noexcept {
   const auto spare = spare_.find(known_[ordinal].kind);
-  spare->second.erase(known_[ordinal].spare);
+  to.splice(to.end(), spare->second, known_[ordinal].spare);
   if (spare->second.empty()) spare_.erase(spare);
 }
 
@@ -187,9 +189,8 @@ void AccessPlan::forget_oldest() {
     known.forgotten = 0;
   }
   if (known.places.empty() && !known.alive) {  // any run may take its ordinal: the history knows nothing of it
-    leave_spare(entry.use.ordinal);
     known.places = {};
-    free_.push_back(entry.use.ordinal);
+    move_spare(entry.use.ordinal, free_);
   }
   if (match_ == oldest_) match_ = kNowhere;
   ++oldest_;

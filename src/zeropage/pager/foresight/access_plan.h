@@ -124,7 +124,7 @@ class AccessPlan {
   void index_latest();
   void forget_oldest();
   Ordinal revive(Ordinal ordinal);
-  void leave_spare(Ordinal ordinal);
+  void move_spare(Ordinal ordinal, std::list<Ordinal>& to) noexcept;
 
   std::vector<std::unique_ptr<Entry[]>> blocks_;  // of the ring
   Position oldest_ = kLongestContext, end_ = kLongestContext;
@@ -132,7 +132,7 @@ class AccessPlan {
   std::deque<Slot> groups_;                                      // Uses that begin a group, in order.
   std::vector<Known> known_;                                     // By ordinal.
   std::unordered_map<std::uint64_t, std::list<Ordinal>> spare_;  // dead, by kind, the oldest first
-  std::vector<Ordinal> free_;                                    // dead and forgotten
+  std::list<Ordinal> free_;                                      // dead and forgotten
   std::unordered_map<std::uint64_t, Ordinal> shared_;            // by kind
   Position match_ = kNowhere;                                    // the earlier use that matches the latest one
   bool confident_ = false;

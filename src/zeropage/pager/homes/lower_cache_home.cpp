@@ -117,14 +117,13 @@ std::optional<Home::Outcome> LowerCacheHome::write(const Run& run, std::size_t p
 }
 
 bool LowerCacheHome::tidy(bool wait) {
-  std::deque<UnderWay> ended;
+  std::list<UnderWay> ended;
   DeviceMemory::Event oldest;
   {
     std::lock_guard lock(mutex_);
     for (auto* queue : {&downloads_, &uploads_}) {
       while (!queue->empty() && has_ended(queue->front())) {
-        ended.push_back(std::move(queue->front()));
-        queue->pop_front();
+        ended.splice(ended.end(), *queue, queue->begin());
       }
     }
     if (ended.empty() && wait) {
@@ -144,16 +143,21 @@ bool LowerCacheHome::tidy(bool wait) {
     dropped.swap(ready_);
     return !dropped.empty();
   }
-  for (UnderWay& transfer : ended) {
+  const bool any = !ended.empty();
+  while (!ended.empty()) {
+    UnderWay& transfer = ended.front();
     transfer.host_page.written();  // also while an exception passes through this thread
-    if (transfer.error) {          // the device may still use the memory
+    std::list<UnderWay> last;
+    if (transfer.error) {  // the device may still use the memory
       const std::lock_guard lock(mutex_);
-      lost_.push_back(std::move(transfer.host_page));
+      lost_.splice(lost_.end(), ended, ended.begin());
+    } else {
+      transfer.host_page = {};
+      last.splice(last.end(), ended, ended.begin());
     }
-    transfer.host_page = {};
     if (transfer.done) transfer.done({transfer.error, nullptr});
   }
-  return !ended.empty();
+  return any;
 }
 
 void LowerCacheHome::finish_reads(const Run& run, std::size_t page) {

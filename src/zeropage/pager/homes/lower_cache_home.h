@@ -5,7 +5,7 @@
 // The host's page stays pinned until the device has read it.
 #pragma once
 
-#include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -54,8 +54,8 @@ class LowerCacheHome final : public Home {
   FrameCache& lower_;
   DeviceMemory& device_;
   Mutex mutex_;                                                  // never held while waiting
-  std::deque<UnderWay> uploads_, downloads_;                     // oldest first
-  std::vector<PagePin> lost_;                                    // of transfers that the device failed to do
+  std::list<UnderWay> uploads_, downloads_;                      // oldest first; moved without an allocation
+  std::list<UnderWay> lost_;                                     // that the device failed to do
   std::map<Key, PagePin> ready_;                                 // pages found ready, until their transfers start
   std::map<std::pair<const Run*, Access>, std::size_t> passes_;  // the next page of each
 };
