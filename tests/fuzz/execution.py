@@ -38,7 +38,7 @@ FLOOR = 1e-8  # of an element: what rounding leaves of sums that are 0
 # Ranks add the norms of their shares in float64, so the last bit differs from plain PyTorch's.
 TAKES_NORM = re.compile(r"\bnorm\(|grad_norm_")
 # A hook after accumulation sees the sum of two backwards, which is averaged here at once and by zeropage in parts.
-SEES_SUMS = re.compile(r"register_post_accumulate_grad_hook.*retain_graph", re.DOTALL)
+SEES_SUMS = re.compile(r"register_post_accumulate_grad_hook.*(retain_graph|for micro in)", re.DOTALL)
 
 Record = list[tuple[str, torch.Tensor | None]]
 
