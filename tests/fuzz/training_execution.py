@@ -49,6 +49,7 @@ REFUSALS = {
     "budget": "cannot hold",
     "raw memory": "zeropage.pinned(",
     "second derivative in tiles": "a second derivative by a weight that is taken in tiles",
+    "a cast weight in tiles is written before backward": "no cast of it is kept for autocast",
     "growth": "keeps the size it was made with",
     "other parameters": "or they are others",  # a checkpoint knows an optimizer's parameters by name
     "written before backward under save_on_cpu": "a paged tensor of [",  # which keeps no second copy

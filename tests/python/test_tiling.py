@@ -342,6 +342,18 @@ def test_autocast(config):
         assert one.dtype == other.dtype and torch.allclose(one.float(), other.float(), rtol=2e-2, atol=5e-2)
 
 
+def test_a_cast_weight_that_is_written_before_backward_is_named(config):
+    with zeropage.init(config, **BUDGET):
+        layer = nn.Linear(128, 2048)
+    x = input_of(16, 128)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        result = layer(x)
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises(RuntimeError, match=r"(?s)inplace operation.*no cast of it is kept for autocast.*tile_above"):
+        result.sum().backward()
+
+
 def test_derivatives_of_derivatives(config):
     with zeropage.init(config, **BUDGET):
         layer = nn.Linear(128, 2048)

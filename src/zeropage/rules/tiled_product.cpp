@@ -31,6 +31,24 @@ void refuse_graph_of_gradient() {
       "that it fits in one piece, or use create_graph=False");
 }
 
+void save(AutogradContext* context, variable_list tensors, const at::Tensor& weight, at::ScalarType computed) {
+  context->save_for_backward(std::move(tensors));
+  context->saved_data["is_cast"] = weight.scalar_type() != computed;
+}
+
+variable_list saved_of(AutogradContext* context) {
+  try {
+    return context->get_saved_variables();
+  } catch (const c10::Error& error) {
+    const std::string_view said = error.what_without_backtrace();
+    if (!context->saved_data["is_cast"].toBool() || said.find("inplace operation") == said.npos) throw;
+    throw Error(fmt::format(
+        "{}\nA weight in tiles is read again in backward, and no cast of it is kept for autocast. Write it after "
+        "backward, or raise tile_above or device_memory so that it is taken in one piece.",
+        said));
+  }
+}
+
 bool fits_in_memory(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
   return !segment || tensor.nbytes() <= segment->frame_limit();
@@ -174,8 +192,8 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
   static at::Tensor forward(AutogradContext* context, const std::optional<at::Tensor>& bias, const at::Tensor& x,
                             const at::Tensor& weight, bool rows_are_outputs, at::ScalarType dtype, bool is_lazy) {
     // Only x's gradient reads the weight. Without it, the program may write the weight before backward.
-    context->save_for_backward(
-        {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()});
+    save(context, {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()}, weight,
+         x.scalar_type());
     context->saved_data["weight"] = weight.detach();
     context->saved_data["rows_are_outputs"] = rows_are_outputs;
     context->saved_data["bias"] = bias.has_value() && bias->defined();
@@ -193,7 +211,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
 
  private:
   static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
-    const auto saved = context->get_saved_variables();
+    const auto saved = saved_of(context);
     const at::Tensor& x = saved[0];
     // Like the view of the weight that PyTorch's product saves, it stays valid after `weight.data = another`.
     const at::Tensor place = context->saved_data["weight"].toTensor();

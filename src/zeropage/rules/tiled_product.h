@@ -29,6 +29,14 @@ bool is_plain(const at::Tensor& x, const at::Tensor& weight);
 /// Throws in a backward that cannot be differentiated, if autograd wants a graph of it.
 void refuse_graph_of_gradient();
 
+/// Saves tensors of a product with tiles of `weight`, whose input has the dtype `computed`.
+void save(torch::autograd::AutogradContext* context, torch::autograd::variable_list tensors, const at::Tensor& weight,
+          at::ScalarType computed);
+
+/// What save() saved. Throws if one was written since, as PyTorch does. It does not for a weight that autocast casts,
+/// because it saves the cast. Tiles keep none, and the error says so.
+torch::autograd::variable_list saved_of(torch::autograd::AutogradContext* context);
+
 /// Translates our errors in a backward for autograd, which does not know them.
 template <class Run>
 torch::autograd::variable_list translated(Run run) {

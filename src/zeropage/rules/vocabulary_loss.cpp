@@ -179,7 +179,8 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     // One class in each row counts, so these sums equal those over all classes.
     const at::Tensor only = picked.unsqueeze(1), its_class = target.clamp_max(0);
     const auto [loss, total_weight] = at::nll_loss_forward(only, its_class, {}, reduction, kIgnored);
-    context->save_for_backward({x, weight, target, pages, highest, log_sum, only, its_class, total_weight});
+    save(context, {x, weight, target, pages, highest, log_sum, only, its_class, total_weight}, weight,
+         x.scalar_type());
     context->saved_data["bias"] = bias.has_value();
     context->saved_data["reduction"] = reduction;
     return loss;
@@ -194,7 +195,7 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     refuse_graph_of_gradient();
     refuse_late_hooks(context);
     const Computing computing;
-    const auto saved = context->get_saved_variables();
+    const auto saved = saved_of(context);
     const at::Tensor &x = saved[0], &weight = saved[1], &target = saved[2], &highest = saved[4], &log_sum = saved[5];
     const auto& domain = paged_segment(weight).domain();
     const auto stored = x.scalar_type(), computed = highest.scalar_type();
