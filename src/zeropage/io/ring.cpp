@@ -2,12 +2,18 @@
 // cancels a thread's requests when it ends, and programs' threads end. Buffers are not registered: on huge pages that
 // gains nothing (bench-io), and registered memory cannot be mapped anew.
 //
+// [Note: who is interrupted] Where all cores compute, each completion would take one from an operator, and the others
+// of its parallel loop would wait for it: thousands of times a step. While nothing is demanded, the thread therefore
+// runs as a batch task, which waits for the end of a time slice, and then finds several completions at once.
+//
 // A completion may wait for a lock. The thread therefore submits what is queued before each completion.
 #include "zeropage/io/transfer_queue.h"
 
 #ifdef ZEROPAGE_HAS_LIBURING
 #include <fmt/format.h>
 #include <liburing.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -20,6 +26,7 @@
 #include <thread>
 #include <vector>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/base/errors.h"
 
 namespace zeropage {
@@ -27,6 +34,7 @@ namespace {
 
 // Requests in flight. 8 use all of a disk, and on some virtual disks 64 run at a third of the speed.
 constexpr std::size_t kDepth = 32;
+constexpr auto kUrgent = std::chrono::milliseconds(20);  // after a demand
 constexpr auto kLongestWait = std::chrono::milliseconds(1000);
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0} - 1;
 #ifdef LIBURING_UDATA_TIMEOUT
@@ -85,12 +93,14 @@ class Ring final : public Io {
       throw DiskError(fmt::format("io_uring refuses requests: {}; set io to \"threads\"", std::strerror(refused_)));
     }
     queue_.push(std::move(state), priority);
+    if (priority == Priority::demanded) demanded_at_ = Clock::now();
     wake();
   }
 
   void expedite(std::span<const std::byte> memory) override {
     std::lock_guard lock(mutex_);
     queue_.expedite(memory);
+    demanded_at_ = Clock::now();
     wake();
   }
 
@@ -145,12 +155,20 @@ class Ring final : public Io {
     ::io_uring_sqe_set_data64(sqe, kWakeUp);
   }
 
+  /// [Note: who is interrupted]
+  void run_as_batch(bool batch) {
+    if (std::exchange(is_batch_, batch) == batch) return;
+    const sched_param none{};
+    ::pthread_setschedparam(::pthread_self(), batch ? SCHED_BATCH : SCHED_OTHER, &none);
+  }
+
   /// Returns false if the ring should close.
   bool prepare_queued() {
     for (const unsigned slot : repeated_) prepare(slot);
     repeated_.clear();
     std::lock_guard lock(mutex_);
     woken_ = false;
+    run_as_batch(Clock::now() - demanded_at_ > kUrgent);
     while (!free_slots_.empty()) {
       auto request = queue_.pop();
       if (!request) break;
@@ -268,6 +286,8 @@ class Ring final : public Io {
   std::condition_variable finished_;
   const std::size_t depth_;
   TransferQueue queue_;
+  Clock::time_point demanded_at_{};  // under the lock
+  bool is_batch_ = false;            // of the thread
   bool woken_ = false;
   bool closing_ = false;
   int refused_ = 0;  // the errno with which the kernel stopped taking requests
