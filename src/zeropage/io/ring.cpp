@@ -2,9 +2,10 @@
 // cancels a thread's requests when it ends, and programs' threads end. Buffers are not registered: on huge pages that
 // gains nothing (bench-io), and registered memory cannot be mapped anew.
 //
-// [Note: who is interrupted] Where all cores compute, each completion would take one from an operator, and the others
-// of its parallel loop would wait for it: thousands of times a step. While nothing is demanded, the thread therefore
-// runs as a batch task, which waits for the end of a time slice, and then finds several completions at once.
+// [Note: who is interrupted] If all cores compute, an ordinary thread that wakes for a completion interrupts an
+// operator's thread, and the operator's other threads wait for that one: thousands of times a step. While no request
+// is demanded, this thread therefore has the policy SCHED_BATCH. The kernel then lets it wait for the end of a time
+// slice, and it finds several completions at once. A program that has chosen another policy keeps it.
 //
 // A completion may wait for a lock. The thread therefore submits what is queued before each completion.
 #include "zeropage/io/transfer_queue.h"
@@ -155,9 +156,9 @@ class Ring final : public Io {
     ::io_uring_sqe_set_data64(sqe, kWakeUp);
   }
 
-  /// [Note: who is interrupted]
+  /// Chooses this thread's policy ([Note: who is interrupted]).
   void run_as_batch(bool batch) {
-    if (std::exchange(is_batch_, batch) == batch) return;
+    if (!may_be_batch_ || std::exchange(is_batch_, batch) == batch) return;
     const sched_param none{};
     ::pthread_setschedparam(::pthread_self(), batch ? SCHED_BATCH : SCHED_OTHER, &none);
   }
@@ -166,9 +167,8 @@ class Ring final : public Io {
   bool prepare_queued() {
     for (const unsigned slot : repeated_) prepare(slot);
     repeated_.clear();
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     woken_ = false;
-    run_as_batch(Clock::now() - demanded_at_ > kUrgent);
     while (!free_slots_.empty()) {
       auto request = queue_.pop();
       if (!request) break;
@@ -178,7 +178,10 @@ class Ring final : public Io {
       prepare(slot);
     }
     look_again_ = queue_.has_background() ? kUntilIdle : kLongestWait;
-    return !closing_;
+    const bool goes_on = !closing_, is_urgent = Clock::now() - demanded_at_ <= kUrgent;
+    lock.unlock();
+    run_as_batch(!is_urgent);
+    return goes_on;
   }
 
   /// Waits for the kernel only if no completion is due.
@@ -191,6 +194,7 @@ class Ring final : public Io {
   }
 
   void run() {
+    may_be_batch_ = ::sched_getscheduler(0) == SCHED_OTHER;
     listen();
     while (prepare_queued()) {
       const int result = submit();
@@ -287,7 +291,8 @@ class Ring final : public Io {
   const std::size_t depth_;
   TransferQueue queue_;
   Clock::time_point demanded_at_{};  // under the lock
-  bool is_batch_ = false;            // of the thread
+  // The thread's own:
+  bool may_be_batch_ = false, is_batch_ = false;
   bool woken_ = false;
   bool closing_ = false;
   int refused_ = 0;  // the errno with which the kernel stopped taking requests

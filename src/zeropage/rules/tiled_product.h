@@ -33,8 +33,8 @@ void refuse_graph_of_gradient();
 void save(torch::autograd::AutogradContext* context, torch::autograd::variable_list tensors, const at::Tensor& weight,
           at::ScalarType computed);
 
-/// What save() saved. Throws if one was written since, as PyTorch does. It does not for a weight that autocast casts,
-/// because it saves the cast. Tiles keep none, and the error says so.
+/// Returns what save() saved. Throws if the program has written one of these tensors since, as PyTorch does. Under
+/// autocast PyTorch saves a cast, and the program may write the weight. Tiles save no cast; the error says so.
 torch::autograd::variable_list saved_of(torch::autograd::AutogradContext* context);
 
 /// Translates our errors in a backward for autograd, which does not know them.
