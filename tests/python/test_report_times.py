@@ -78,14 +78,16 @@ def test_causes_and_operators_sum_to_the_step_and_waits_are_all_idle_time(name, 
     step = program(space)
     for _ in range(3):
         step()
-    before, begin, idle = space.report(), time.perf_counter(), Idle()
+    # This thread may lose its core between a report and a clock: two clocks bracket what the reports measure.
+    begin_outside, before, begin, idle = time.perf_counter(), space.report(), time.perf_counter(), Idle()
     for _ in range(STEPS):
         step()
-    wall, idle_seconds = time.perf_counter() - begin, idle.seconds()
+    inside, idle_seconds = time.perf_counter() - begin, idle.seconds()
     report = space.report().since(before)
+    outside, wall = time.perf_counter() - begin_outside, report.seconds
     causes = report.waited_total + sum(getattr(report, field) for field in TIME_FIELDS)
     print(f"{name}: {wall:.3f} s, idle {idle_seconds:.3f} s\n{report}")
-    assert report.seconds == pytest.approx(wall, rel=0.01)
+    assert 0.99 * inside <= wall <= 1.01 * outside
     assert causes + report.operator_seconds == pytest.approx(wall, rel=0.03)
     assert report.waited_total >= idle_seconds - 0.03 * wall
     assert report.waited_total <= idle_seconds + 0.2 * wall  # a waiting thread looks at what changed, and is queued
