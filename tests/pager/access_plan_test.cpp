@@ -112,6 +112,30 @@ TEST_CASE("what is created anew takes the place of the one that died there, what
   }
 }
 
+TEST_CASE("content that dies before its next use is needed until its death, and nothing reads it then") {
+  AccessPlan plan;
+  const auto parameter = plan.create(1), other = plan.create(2);
+  for (int step = 0; step < 6; ++step) {
+    const auto gradient = plan.create(7);
+    plan.use({gradient, Access::overwrite, true, true}, 100);
+    plan.use({parameter, Access::read, true, true}, 100);
+    if (step >= 4) {  // it is used once more
+      CHECK(plan.next_use(gradient).begin == plan.now());
+      CHECK(plan.next_use(gradient).access == Access::read);
+    }
+    plan.use({gradient, Access::read, true, true}, 100);
+    const auto death = plan.next_use(gradient);
+    if (step >= 4) {
+      CHECK(death.begin == plan.now() + 101);
+      CHECK(death.access == Access::overwrite);
+    }
+    plan.use({other, Access::read, true, true}, 100);
+    plan.destroy(gradient);
+    plan.use({parameter, Access::write, true, true}, 100);
+    if (step >= 4) CHECK(plan.next_use(gradient).begin == plan.now());  // its successor's
+  }
+}
+
 TEST_CASE("a long history is forgotten from its beginning, and the plan stands") {
   Program program(26);
   std::string pass;

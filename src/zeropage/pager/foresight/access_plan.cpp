@@ -68,7 +68,9 @@ void AccessPlan::destroy(Ordinal ordinal) {
   Known& known = known_[ordinal];
   known.alive = false;
   if (known.places.empty()) return free_.push_back(ordinal);
-  at(position_of(known.places.back())).use.last = true;
+  Entry& latest = at(position_of(known.places.back()));
+  latest.use.last = true;
+  latest.died = now_;
   auto& spare = spare_[known.kind];
   known.spare = spare.insert(spare.end(), ordinal);
 }
@@ -86,7 +88,7 @@ void AccessPlan::use(const Use& use, std::size_t bytes, double seconds) {
   }
   const bool expected = match_ != kNowhere && at(match_ + 1).use.ordinal == use.ordinal;
   const Position here = end_++;
-  at(here) = {use, now_, seconds, at(here - 1).hash * kBase + use.ordinal + 1, {kNone, kNone, kNone}, {}};
+  at(here) = {use, now_, seconds, 0, at(here - 1).hash * kBase + use.ordinal + 1, {kNone, kNone, kNone}, {}};
   if (use.begins) {
     groups_.push_back(slot_of(here));
     latest_group_ = uses_, latest_group_began_ = now_;
@@ -220,11 +222,19 @@ AccessPlan::NextUse AccessPlan::next_use(Ordinal ordinal) const {
   const Known& known = known_[ordinal];
   const auto is_before = [&](Position position, Slot slot) { return position < position_of(slot); };
   const auto place = std::upper_bound(known.places.begin() + known.forgotten, known.places.end(), match_, is_before);
+  const Time now_then = at(match_ + 1).time;
+  if (place != known.places.begin() + known.forgotten) {
+    const Entry& before = at(position_of(*std::prev(place)));
+    if (before.use.last && before.died >= now_then) {
+      const Time death = now_ + before.died - now_then;
+      return {death, death, Access::overwrite};
+    }
+  }
   if (place == known.places.end()) return {};  // not used within the period
   const Position use = position_of(*place);
   const auto after = std::upper_bound(groups_.begin(), groups_.end(), use, is_before);
   const Position first = std::max(after == groups_.begin() ? 0 : position_of(*std::prev(after)), match_ + 1);
-  const Time now_then = at(match_ + 1).time, end = after == groups_.end() ? now_ : at(position_of(*after)).time;
+  const Time end = after == groups_.end() ? now_ : at(position_of(*after)).time;
   return {now_ + at(first).time - now_then, now_ + end - now_then, at(use).use.access};
 }
 

@@ -65,7 +65,8 @@ class AccessPlan {
   std::uint64_t uses() const { return uses_; }
   std::uint64_t latest_group() const { return latest_group_; }
   Time latest_group_began() const { return latest_group_began_; }
-  /// The time and kind of the ordinal's next use. Time kNever: unknown to the plan.
+  /// The time and kind of the ordinal's next use. Time kNever: unknown to the plan. A death counts as an overwrite:
+  /// nothing reads the content.
   struct NextUse {
     Time begin = kNever, end = kNever;  // of the group in which it is
     Access access = Access::read;
@@ -98,6 +99,7 @@ class AccessPlan {
     Use use;
     Time time;              // when it began
     double seconds;         // likewise, on a clock
+    Time died;              // if it was the run's last: when the run died
     std::uint64_t hash;     // of the history up to and with it
     Slot before[3];         // earlier ends of the same context, by context
     std::uint32_t next[3];  // the bucket's next context, by context: see find_context()
