@@ -4,6 +4,7 @@ had not been. Bits are always those of plain PyTorch."""
 import contextlib
 import copy
 import gc
+import json
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import threading
 import pytest
 import torch
 from test_equality import OPTIMIZERS
+from test_report_times import SLOW_DISK
 
 import zeropage
 
@@ -560,3 +562,53 @@ def test_settings_are_checked_and_told(config):
     with pytest.raises(zeropage.ConfigError, match="always"):
         zeropage.init(config.replace(early_update="sometimes"))
     assert zeropage.init(config.replace(early_update="never")).config.early_update == "never"
+
+
+ON_SLOW_DISK = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import torch, zeropage
+
+    torch.set_num_threads(1)
+    WIDTH, LAYERS = 512, 16
+    states = 16 * LAYERS * WIDTH * WIDTH
+
+    def run(space, steps):
+        torch.manual_seed(0)
+        with space:
+            model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        x, early = torch.randn(64, WIDTH), []
+        for _ in range(steps):
+            before = space.report()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            early.append(space.report().since(before).early_updates)
+        return early, [p.detach().clone() for p in model.parameters()]
+
+    def space(when):
+        return zeropage.init(
+            device="cpu", disk_path={disk!r}, io="threads", io_depth=1, states="disk", early_update=when,
+            device_memory=str(states // 8), host_memory=str(states // 16),
+        )
+
+    (early, paged), (_, never) = run(space("auto"), 20), run(space("never"), 20)
+    assert all(torch.equal(a, b) for a, b in zip(paged, never))
+    print(early)
+"""
+
+
+def test_where_the_disk_is_the_bound_forward_runs_a_part_of_the_updates(disk, tmp_path):
+    source, library = tmp_path / "slow.c", tmp_path / "slow.so"
+    source.write_text(textwrap.dedent(SLOW_DISK).replace("5000", "1000"))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    code = textwrap.dedent(ON_SLOW_DISK).format(tests=os.path.dirname(__file__), disk=disk)
+    env = os.environ | {"LD_PRELOAD": str(library)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=env, timeout=280
+    )
+    assert run.returncode == 0, run.stderr
+    early = json.loads(run.stdout.splitlines()[-1])
+    assert max(early) == 16  # all of them, before the program knew
+    assert all(2 <= count <= 14 for count in early[-4:]), early

@@ -7,6 +7,7 @@
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/trace.h"
+#include "zeropage/rules/update_balance.h"
 #include "zeropage/rules/update_habit.h"
 
 namespace zeropage {
@@ -136,6 +137,13 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   bool running_ = false;
 };
 
+Moment moment(const Domain& domain) {
+  const BookedTime::Seconds seconds = domain.cache->booked().seconds();
+  const auto waited = [&](Spent spent) { return seconds[static_cast<std::size_t>(spent)]; };
+  return {std::chrono::duration<double>(Clock::now().time_since_epoch()).count(),
+          waited(Spent::disk) + waited(Spent::memory)};
+}
+
 /// The segment that backward wrote: the gradient, or the narrower tensor that it widens. Null if more is deferred.
 StorageSegment* made_by_backward(StorageSegment& gradient, bool widens) {
   const auto program = std::static_pointer_cast<Program>(gradient.deferred());
@@ -173,6 +181,10 @@ void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
   }
   StorageSegment* const made = made_by_backward(*segment_of(gradient), habit->widens());
   if (!made || made->is_pinned() || !habit->is_expected(when)) return;
+  if (when == EarlyUpdate::automatic) {
+    if (!domain->update_balance) domain->update_balance = std::make_shared<UpdateBalance>();
+    if (!domain->update_balance->takes(leaf.bytes(), moment(*domain))) return;
+  }
   auto update = habit->expected(domain, *made, numbers);
   if (!update) return;
   const auto storages = std::move(update->storages);  // keeps its segments alive meanwhile
@@ -202,6 +214,7 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
     UpdateHabit* const habit = make_habit(*leaf);
     habit->optimizer = optimizer;
     habit->numbers = known;
+    if (domain->update_balance) domain->update_balance->step(moment(*domain));
     if (const auto deferred = leaf->deferred()) deferred->settle();
   }
 }

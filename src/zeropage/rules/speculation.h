@@ -10,6 +10,9 @@
 // that quantity; Python gives learning rate, step, 1 - beta1 ** step, …. Else it changes by the same amount in each
 // step. A parameter is updated early only while all guesses for it were right.
 //
+// [Note: left to forward] If all updates run in backward, the disk may have too much to do there and nothing in
+// forward. Some are then left to the step's program (update_balance.h).
+//
 // Early updates run only in one process, without a device that has its own memory. The tensors must have their home
 // on disk and share no page.
 #pragma once
