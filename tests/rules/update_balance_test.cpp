@@ -12,7 +12,7 @@ namespace {
 /// the longer of its computing and its disk time.
 struct Steps {
   double on_disk, forward, backward;
-  UpdateBalance balance;
+  UpdateBalance balance = {};
   double now = 0, waited = 0;
   int early = 0;
 
