@@ -133,7 +133,8 @@ def test_steps_count_once_they_are_alike(tmp_path):
     assert usual.read_bytes == pytest.approx(late.read_bytes, rel=0.02)
     assert late.read_bytes < 0.95 * early.read_bytes and 6 < steps < 14
     traced, steps_traced = plan(program, DISK | SMALL, trace=tmp_path / "plan.json")
-    assert traced.read_bytes == usual.read_bytes and steps_traced == steps + 2
+    # Later steps than the usual ones count, and steps are alike to 1 %.
+    assert traced.read_bytes == pytest.approx(usual.read_bytes, rel=0.01) and steps_traced == steps + 2
     assert plan(small(), IN_HOST)[1] == 4
     assert plan(small(), IN_HOST, steps=3)[1] == 5
 

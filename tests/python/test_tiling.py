@@ -60,6 +60,13 @@ def sums_depend_on_columns(rows, inner, columns):
     return not all(torch.equal(whole[:, :n], x.mm(w[:, :n].contiguous())) for n in range(64, columns, 64))
 
 
+def bits_depend_on_outputs(rows, width, dtype):
+    """The same for one thread: some processors' BLAS rounds each output differently if there are more of them."""
+    x, w = torch.randn(rows, width, dtype=dtype, device="cpu"), torch.randn(4096, width, dtype=dtype, device="cpu")
+    whole = x.mm(w.t())
+    return not all(torch.equal(whole[:, :n], x.mm(w[:n].t())) for n in range(48, 4096, 48))
+
+
 def input_of(*shape):
     made = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(3), device="cpu")
     return made.to(torch.get_default_device()).requires_grad_()
@@ -116,7 +123,8 @@ def test_exact_tiles_end_where_the_kernels_of_products_do(rows, width, dtype, co
 
     with one_thread():
         _, got, expected = both(config, make, run, tiling="exact", device_memory="8MB", tile_above="256KB")
-    same(got, expected)
+        is_close = bits_depend_on_outputs(rows, width, dtype)
+    same(got, expected, close=[0, 1] if is_close else [])
 
 
 @pytest.mark.cpu

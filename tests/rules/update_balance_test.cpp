@@ -20,7 +20,7 @@ struct Steps {
     constexpr int kParameters = 50;
     early = 0;
     run(forward, on_disk * (1 - before));
-    for (int i = 0; i < kParameters; ++i) early += balance.takes(1000, {now, waited});
+    for (int i = 0; i < kParameters; ++i) early += balance.takes(1000, true, {now, waited});
     before = static_cast<double>(early) / kParameters;
     run(backward, on_disk * before);
     balance.step({now, waited});

@@ -161,7 +161,14 @@ bool note_arrival(StorageSegment& leaf) {
   if (when == EarlyUpdate::never) return false;
   std::lock_guard lock(leaf.domain()->deferral_mutex);
   UpdateHabit* const habit = habit_of(leaf);
-  return habit && ++habit->arrivals == habit->arrivals_a_step && habit->is_expected(when);
+  if (!habit || ++habit->arrivals != habit->arrivals_a_step) return false;
+  const bool may = habit->is_expected(when);
+  if (when != EarlyUpdate::automatic) return may;
+  const std::shared_ptr<Domain> domain = leaf.domain();
+  if (!domain->update_balance) domain->update_balance = std::make_shared<UpdateBalance>();
+  if (domain->update_balance->takes(leaf.bytes(), may, moment(*domain))) return true;
+  habit->runs_ahead = false;
+  return false;
 }
 
 void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
@@ -181,10 +188,6 @@ void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
   }
   StorageSegment* const made = made_by_backward(*segment_of(gradient), habit->widens());
   if (!made || made->is_pinned() || !habit->is_expected(when)) return;
-  if (when == EarlyUpdate::automatic) {
-    if (!domain->update_balance) domain->update_balance = std::make_shared<UpdateBalance>();
-    if (!domain->update_balance->takes(leaf.bytes(), moment(*domain))) return;
-  }
   auto update = habit->expected(domain, *made, numbers);
   if (!update) return;
   const auto storages = std::move(update->storages);  // keeps its segments alive meanwhile

@@ -34,7 +34,7 @@ using StepNumbers = std::vector<double>;
 /// Sets the callback that gives an optimizer's numbers for the next step, by its key. We call it without a lock.
 void set_next_numbers(std::function<StepNumbers(std::int64_t optimizer)> next);
 
-/// Counts a gradient of `leaf`. True if it is probably the last one before the step.
+/// Counts a gradient of `leaf`. True if it is probably the last one before the step, and early_update() shall follow.
 bool note_arrival(StorageSegment& leaf);
 /// Runs the update that the step will probably request, after the leaf's last gradient.
 void early_update(StorageSegment& leaf, const at::Tensor& gradient);

@@ -1,7 +1,7 @@
-// Divides the updates of one space between backward and the next forward, so that the program waits about equally
-// long for the disk in both: then neither has time to spare that the other lacks. The parameters whose gradients come
-// first in backward are updated there. The last ones are left to the step's program: their gradients stay in memory
-// until the next forward, which uses these parameters first.
+// Divides the updates of one space between backward and the next forward. If the disk has more to do in backward than
+// the program hides, and forward has time to spare, the last parameters of backward are left to the step's program:
+// their gradients stay in memory until forward, which uses these parameters first. A controller moves the limit by the
+// waits for the disk in both passes.
 //
 // It decides nothing about correctness. Under the domain's deferral_mutex.
 #pragma once
@@ -20,18 +20,22 @@ struct Moment {
 
 class UpdateBalance {
  public:
-  /// The next gradient of a backward is there. Whether its parameter of so many bytes is updated in backward.
-  bool takes(std::size_t bytes, const Moment& moment) {
+  /// The last gradient of a parameter of so many bytes is there. Whether backward updates it. `may`: it can.
+  bool takes(std::size_t bytes, bool may, const Moment& moment) {
     if (arrived_ == 0) {
-      if (total_ > 0) adapt(moment);
+      adapt(moment);
       began_ = moment;
+      possible_ = 0;
     }
     arrived_ += bytes;
-    return total_ == 0 || static_cast<double>(arrived_) <= share_ * static_cast<double>(total_);
+    if (!may) return false;
+    possible_ += bytes;
+    return share_ == 1 || total_ == 0 || static_cast<double>(arrived_) <= share_ * static_cast<double>(total_);
   }
   /// The optimizer's step has been called.
   void step(const Moment& moment) {
     if (arrived_ == 0) return;  // another optimizer's step came before
+    is_like_before_ = arrived_ == total_ && possible_ >= arrived_ - arrived_ / 8;
     total_ = std::exchange(arrived_, 0);
     stepped_ = moment;
   }
@@ -39,22 +43,39 @@ class UpdateBalance {
  private:
   // Moving a share moves up to as large a share of the step's time from one side to the other, so that the difference
   // changes by up to twice the share. Small differences stay, because each change is a surprise to the plan: those
-  // under a share of the step, and those under a share of all waits, since the disk is busy as long as both passes
-  // wait.
-  static constexpr double kGain = 0.6, kTolerated = 0.03, kToleratedOfWaits = 0.3;
+  // under a share of the step, and those under a share of all waits, because the disk is busy while both passes wait,
+  // and a gradient that waits for forward may cost a write and a read.
+  static constexpr double kGain = 0.6, kTolerated = 0.03, kToleratedOfWaits = 0.5;
+  // Parameters are whole. If one of them turns the difference round again and again, such differences are
+  // unavoidable. They are tolerated for some time: a hundred steps halve it.
+  static constexpr double kMargin = 1.3, kForgets = 0.993;
+  // Without waits in backward, it slowly takes back what it left.
+  static constexpr double kNoWait = 0.005, kBack = 0.01;
 
   /// A backward and the forward after it are over, both with the same share.
   void adapt(const Moment& moment) {
+    // The step after a change surprises the plan, and other steps than the last one cannot be compared.
+    if (std::exchange(has_changed_, false) || !is_like_before_) return;
     const double seconds = moment.now - began_.now;
-    const double in_backward = stepped_.waited - began_.waited, in_forward = moment.waited - stepped_.waited;
-    const double lead = (in_backward - in_forward) / seconds;
-    const double tolerated = std::max(kTolerated, kToleratedOfWaits * (in_backward + in_forward) / seconds);
-    if (std::abs(lead) > tolerated) share_ = std::clamp(share_ - kGain * lead, 0.0, 1.0);
+    const double in_backward = (stepped_.waited - began_.waited) / seconds,
+                 in_forward = (moment.waited - stepped_.waited) / seconds, lead = in_backward - in_forward;
+    unavoidable_ *= kForgets;
+    if (in_backward < kNoWait && in_forward < kTolerated) share_ = std::min(1.0, share_ + kBack);
+    if (!(std::abs(lead) > std::max({kTolerated, kToleratedOfWaits * (in_backward + in_forward), unavoidable_})))
+      return;
+    if (lead * lead_ < 0 && ++turns_ > 1) unavoidable_ = kMargin * std::min(std::abs(lead), std::abs(lead_));
+    lead_ = lead;
+    share_ = std::clamp(share_ - kGain * lead, 0.0, 1.0);
+    has_changed_ = true;
   }
 
-  double share_ = 1;                     // of the parameters' bytes, which backward updates
-  std::size_t arrived_ = 0, total_ = 0;  // bytes, since the latest step and before it
-  Moment began_{}, stepped_{};           // the latest backward
+  double share_ = 1;                                    // of the parameters' bytes, which backward updates
+  std::size_t arrived_ = 0, possible_ = 0, total_ = 0;  // bytes: in this backward, and in the latest one with a step
+  bool is_like_before_ = false;        // the latest two backwards had the same parameters, and nearly all could run
+  bool has_changed_ = true;            // the share; or nothing ran early before
+  double lead_ = 0, unavoidable_ = 0;  // shares of a step: the latest that led to a change
+  int turns_ = 0;                      // changes in the other direction
+  Moment began_{}, stepped_{};         // the latest backward
 };
 
 }  // namespace zeropage

@@ -194,7 +194,7 @@ void Frames::consider(Frame& frame) noexcept {
   if (frame.permanent || frame.pins > 0 || frame.transfers > 0) return;
   const bool dirty = is_dirty(frame);
   const auto next = timeline_.plan().next_use(frame.ordinal);
-  const bool is_read = next.access != Access::overwrite || frame.shares_page;
+  bool is_read = next.access != Access::overwrite || frame.shares_page;
   AccessPlan::Time time = frame.transient ? AccessPlan::kNever - 1 : VictimQueue::unplanned(frame.last_use);
   if (next.begin != AccessPlan::kNever) {
     time = AccessPlan::time_of_page(next.begin, next.end, frame.first_page, frame.run_pages);
@@ -207,6 +207,7 @@ void Frames::consider(Frame& frame) noexcept {
   if (same_on_ranks && frame.first_page >= run.stream_page &&
       run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
     time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
+    is_read = true;
   }
   if (frame.ahead && frame.ahead_in == timeline_.plan().surprises() && frame.ahead_for >= timeline_.now()) {
     time = std::min(time, frame.ahead_for);

@@ -80,6 +80,7 @@ void AccessPlan::use(const Use& use, std::size_t bytes, double seconds) {
     Use& latest = at(end_ - 1).use;
     if (use.access != Access::read && latest.access == Access::read) latest.access = Access::write;
     latest.whole |= use.whole;
+    latest.last = false;  // of a run that died, whose ordinal this one took over
     return;
   }
   if (size() == kMostUses) forget_oldest();
