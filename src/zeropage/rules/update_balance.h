@@ -1,7 +1,7 @@
 // Divides the updates of one space between backward and the next forward. If the disk has more to do in backward than
 // the program hides, and forward has time to spare, the last parameters of backward are left to the step's program:
-// their gradients stay in memory until forward, which uses these parameters first. A controller moves the limit by the
-// waits for the disk in both passes.
+// their gradients stay in memory until forward, which uses these parameters first. A controller moves the limit by
+// the waits for the disk in both passes.
 //
 // It decides nothing about correctness. Under the domain's deferral_mutex.
 #pragma once
@@ -41,10 +41,10 @@ class UpdateBalance {
   }
 
  private:
-  // Moving a share moves up to as large a share of the step's time from one side to the other, so that the difference
-  // changes by up to twice the share. Small differences stay, because each change is a surprise to the plan: those
-  // under a share of the step, and those under a share of all waits, because the disk is busy while both passes wait,
-  // and a gradient that waits for forward may cost a write and a read.
+  // Moving a share moves up to as large a share of the step's time from one side to the other. The difference then
+  // changes by up to twice the share. Small differences stay, because each change is a surprise to the plan. So do
+  // differences up to a share of all waits: the disk is busy while both passes wait, and a gradient that waits for
+  // forward may cost a write and a read.
   static constexpr double kGain = 0.6, kTolerated = 0.03, kToleratedOfWaits = 0.5;
   // Parameters are whole. If one of them turns the difference round again and again, such differences are
   // unavoidable. They are tolerated for some time: a hundred steps halve it.
@@ -69,13 +69,16 @@ class UpdateBalance {
     has_changed_ = true;
   }
 
-  double share_ = 1;                                    // of the parameters' bytes, which backward updates
-  std::size_t arrived_ = 0, possible_ = 0, total_ = 0;  // bytes: in this backward, and in the latest one with a step
-  bool is_like_before_ = false;        // the latest two backwards had the same parameters, and nearly all could run
-  bool has_changed_ = true;            // the share; or nothing ran early before
-  double lead_ = 0, unavoidable_ = 0;  // shares of a step: the latest that led to a change
-  int turns_ = 0;                      // changes in the other direction
-  Moment began_{}, stepped_{};         // the latest backward
+  double share_ = 1;             // of the parameters' bytes, which backward updates
+  std::size_t total_ = 0;        // bytes of the parameters in the latest backward with a step
+  std::size_t arrived_ = 0;      // bytes of those whose last gradient is there, in this backward
+  std::size_t possible_ = 0;     // of them, bytes that could be updated early
+  bool is_like_before_ = false;  // The latest two backwards had the same parameters, and nearly all were possible.
+  bool has_changed_ = true;      // the share, before this backward; or nothing ran early before
+  double lead_ = 0;              // the latest difference that led to a change, as a share of a step
+  double unavoidable_ = 0;       // differences that are tolerated, likewise
+  int turns_ = 0;                // changes in the other direction than the one before
+  Moment began_{}, stepped_{};   // the latest backward's begin, and the step after it
 };
 
 }  // namespace zeropage
