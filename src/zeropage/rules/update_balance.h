@@ -42,9 +42,9 @@ class UpdateBalance {
 
  private:
   // Moving a share moves up to as large a share of the step's time from one side to the other. The difference then
-  // changes by up to twice the share. Small differences stay, because each change is a surprise to the plan. So do
-  // differences up to a share of all waits: the disk is busy while both passes wait, and a gradient that waits for
-  // forward may cost a write and a read.
+  // changes by up to twice the share. Small differences stay, because each change is a surprise to the plan.
+  // Differences up to a share of all waits stay too: the disk is busy while both passes wait, and a gradient that
+  // waits for forward may cost a write and a read.
   static constexpr double kGain = 0.6, kTolerated = 0.03, kToleratedOfWaits = 0.5;
   // Parameters are whole. If one of them turns the difference round again and again, such differences are
   // unavoidable. They are tolerated for some time: a hundred steps halve it.
@@ -69,16 +69,16 @@ class UpdateBalance {
     has_changed_ = true;
   }
 
-  double share_ = 1;             // of the parameters' bytes, which backward updates
-  std::size_t total_ = 0;        // bytes of the parameters in the latest backward with a step
-  std::size_t arrived_ = 0;      // bytes of those whose last gradient is there, in this backward
-  std::size_t possible_ = 0;     // of them, bytes that could be updated early
+  double share_ = 1;             // The part of the parameters' bytes that backward updates.
+  std::size_t total_ = 0;        // Bytes of the parameters in the latest backward with a step.
+  std::size_t arrived_ = 0;      // Bytes of those whose last gradient is there.
+  std::size_t possible_ = 0;     // Bytes of those that could be updated early.
   bool is_like_before_ = false;  // The latest two backwards had the same parameters, and nearly all were possible.
-  bool has_changed_ = true;      // the share, before this backward; or nothing ran early before
-  double lead_ = 0;              // the latest difference that led to a change, as a share of a step
-  double unavoidable_ = 0;       // differences that are tolerated, likewise
-  int turns_ = 0;                // changes in the other direction than the one before
-  Moment began_{}, stepped_{};   // the latest backward's begin, and the step after it
+  bool has_changed_ = true;      // The share has just changed, or nothing ran early before.
+  double lead_ = 0;              // The latest difference that led to a change, as a share of a step.
+  double unavoidable_ = 0;       // Differences that are tolerated, likewise.
+  int turns_ = 0;                // Changes in the other direction than the one before.
+  Moment began_{}, stepped_{};   // The latest backward's begin, and the step after it.
 };
 
 }  // namespace zeropage
