@@ -317,9 +317,14 @@ def train_with(info, inputs, dtype, space=None):
 
 def is_unsteady(plain, expected, actual):
     """Whether plain PyTorch differs from itself, as fused SGD does in 16 bits, and also gives `actual`."""
-    others = [plain() for _ in range(24)]
-    differs_from_itself = any(difference(expected, other) for other in others)
-    return differs_from_itself and any(not difference(other, actual) for other in others)
+    differs_from_itself = gives_actual = False
+    for _ in range(300):  # some values come once in tens of runs
+        other = plain()
+        differs_from_itself |= bool(difference(expected, other))
+        gives_actual |= not difference(other, actual)
+        if differs_from_itself and gives_actual:
+            return True
+    return False
 
 
 @cases(("shared", torch.float32), ("own", torch.bfloat16), ("own", torch.complex64), dtypes=DTYPES[:3])
