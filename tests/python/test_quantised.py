@@ -1,5 +1,6 @@
 """Moments of fused optimizers in fewer bits: float32 to operators, in half or a quarter of the bytes at home."""
 
+import contextlib
 import copy
 
 import devices
@@ -83,6 +84,50 @@ def test_async_equals_sync_equals_any_budget_to_the_bit(kept, config):
         for losses, parameters, kept_states in group[1:]:
             assert losses == group[0][0] and same(kept_states, group[0][2])
             assert all(torch.equal(a, b) for a, b in zip(parameters, group[0][1], strict=True))
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_elements_after_the_last_vector_have_the_same_bits_in_each_way(kept, config):
+    results = []
+    for settings in ({}, {"async_step": "false"}):
+        torch.manual_seed(0)
+        with zeropage.init(config.replace(optimizer_dtype=kept, **settings)):
+            weights = [torch.nn.Parameter(torch.randn(size)) for size in range(17, 1200, 51)]
+        optimizer = torch.optim.Adam(weights, lr=1e-2, fused=True)
+        for step in range(4):
+            for i, weight in enumerate(weights):
+                gradient = torch.randn(len(weight), generator=generator_of(10 * step + i))
+                gradient[-1] *= 10 / abs(gradient[-1]) ** 0.9  # the largest: the scale of the last block
+                (weight * gradient).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((states(optimizer), [w.detach().clone() for w in weights]))
+    assert same(results[0][0], results[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("is_async", ["true", "false"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_after_an_error_at_the_second_parameter_the_first_is_updated_whole(kept, is_async, config):
+    results = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        with zeropage.init(config.replace(optimizer_dtype=kept, async_step=is_async, compute_dtype="bfloat16")):
+            model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Linear(128, 33))
+        first, second = model[0].weight, model[1].weight
+        optimizer = torch.optim.AdamW([first, second], lr=1e-2, fused=True, amsgrad=True)
+        model(torch.randn(8, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+        second.grad = None
+        if fails:
+            second.grad_dtype = None
+            second.grad = torch.ones(33, 128, dtype=torch.bfloat16)
+        context = pytest.raises(RuntimeError, match="expected scalar type Float but found BFloat16")
+        with context if fails else contextlib.nullcontext():
+            optimizer.step()
+        results.append(([w.detach().float() for w in (first, second)], states(optimizer)[:1]))
+    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
+    assert same(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("kept", KEPT)

@@ -358,9 +358,35 @@ bool is_adam_in_place(const Update& u, const Arrays& arrays, const AdamNumbers& 
          is_float(arrays.state[2]);
 }
 
+ZEROPAGE_INLINE Block part_of(const Block& b, std::size_t from, std::size_t to, bool scalar) {
+  Block part{b.parameter + from, b.gradient + from, {}, to - from, scalar};
+  for (int s = 0; s < 3; ++s) part.state[s] = b.state[s] ? b.state[s] + from : nullptr;
+  return part;
+}
+
+template <bool fma>
+ZEROPAGE_INLINE void apply(const Update& u, const AdamNumbers& numbers, const Block& b) {
+  switch (u.rule) {
+    case Rule::adam:
+    case Rule::adamw:
+      adam<fma, false>(u, numbers, b);
+      break;
+    case Rule::sgd:
+      sgd<fma>(u, b);
+      break;
+    case Rule::adagrad:
+      adagrad<fma>(u, b);
+      break;
+    case Rule::lion:
+      lion<fma>(u, b);
+      break;
+  }
+}
+
+/// [vectors_end, end): [Note: scalar ends].
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
-                                       bool scalar) {
+                                       std::size_t vectors_end) {
   constexpr std::size_t kStep = 8 * kBlock;  // `visible` is written while the block is in the first-level cache
   alignas(64) float all[kStep];
   float* const scratch[] = {all, all + kBlock, all + 2 * kBlock, all + 3 * kBlock, all + 4 * kBlock};
@@ -370,7 +396,7 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
   if (is_adam_in_place(u, arrays, numbers)) {
     for (std::size_t at = begin; at < end; at += kStep) {
       const std::size_t n = std::min(kStep, end - at);
-      Block b{load(arrays.parameter, at, n, nullptr), load(gradient, at, n, all), {}, n, scalar};
+      Block b{load(arrays.parameter, at, n, nullptr), load(gradient, at, n, all), {}, n, at >= vectors_end};
       for (int s = 0; s < 3; ++s) b.state[s] = load(arrays.state[s], at, n, nullptr);
       not_finite += adam<fma, true>(u, numbers, b);
       store(arrays.visible, at, n, b.parameter);
@@ -380,7 +406,7 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
   // Works on a copy of a gradient that must not change.
   for (std::size_t at = begin; at < end; at += kBlock) {
     const std::size_t n = std::min(kBlock, end - at);
-    Block b{load(arrays.parameter, at, n, scratch[0]), load(gradient, at, n, scratch[1]), {}, n, scalar};
+    Block b{load(arrays.parameter, at, n, scratch[0]), load(gradient, at, n, scratch[1]), {}, n, false};
     if (b.gradient != scratch[1]) {
       const float* __restrict from = b.gradient;
       for (std::size_t i = 0; i < n; ++i) scratch[1][i] = from[i];
@@ -392,20 +418,10 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
     if (u.maximize) {
       for (std::size_t i = 0; i < n; ++i) b.gradient[i] = -b.gradient[i];
     }
-    switch (u.rule) {
-      case Rule::adam:
-      case Rule::adamw:
-        adam<fma, false>(u, numbers, b);
-        break;
-      case Rule::sgd:
-        sgd<fma>(u, b);
-        break;
-      case Rule::adagrad:
-        adagrad<fma>(u, b);
-        break;
-      case Rule::lion:
-        lion<fma>(u, b);
-        break;
+    for (std::size_t from = 0, to = 0; from < n; from = to) {
+      const bool scalar = at + from >= vectors_end;
+      to = scalar ? n : std::min(n, vectors_end - at);
+      apply<fma>(u, numbers, part_of(b, from, to, scalar));
     }
     store(arrays.parameter, at, n, b.parameter);
     store(arrays.visible, at, n, b.parameter);
@@ -421,11 +437,12 @@ ZEROPAGE_INLINE std::size_t run(const Update& u, const Arrays& arrays, std::size
   const auto has_blocks = [](const Array& a) {
     return a.format == Format::signed_blocks8 || a.format == Format::unsigned_blocks8;
   };
-  // A block has one scale and must not be split. PyTorch has no such arrays to compare with.
+  // A block has one scale and must not be split.
   const bool whole = std::any_of(std::begin(arrays.state), std::end(arrays.state), has_blocks);
-  const std::size_t vectors_end = whole ? end : begin + (end - begin) / u.vector * u.vector;
-  std::size_t not_finite = run_blocks<fma>(u, arrays, begin, vectors_end, false);
-  if (vectors_end < end) not_finite += run_blocks<fma>(u, arrays, vectors_end, end, true);
+  const std::size_t vectors_end = begin + (end - begin) / u.vector * u.vector;
+  const std::size_t first_end = whole ? end : vectors_end;
+  std::size_t not_finite = run_blocks<fma>(u, arrays, begin, first_end, vectors_end);
+  if (first_end < end) not_finite += run_blocks<fma>(u, arrays, first_end, end, vectors_end);
   return not_finite;
 }
 

@@ -204,10 +204,9 @@ void run_dequantised(Call& call, c10::function_ref<void(Call&)> run) {
   const auto settle = [&](const at::Tensor& tensor, const at::Tensor& value) {
     encode(*segment_of(tensor)->quantisation(), seen_as(value, c10::kFloat));
   };
-  // If an operator on a list throws, it may already have deferred its calls on the first tensors.
-  const auto may_have_changed = [](const at::Tensor&, const at::Tensor& value) {
-    return has_program(segment_of(value));
-  };
+  // If an operator on a list throws, it may already have run on the first tensors, or have deferred those calls.
+  // Values that have not changed are encoded to the same codes.
+  const auto may_have_changed = [](const at::Tensor&, const at::Tensor&) { return true; };
   values.run([&] { return run(call), true; }, settle, may_have_changed);
 }
 
