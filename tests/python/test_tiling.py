@@ -253,6 +253,19 @@ def test_bags_of_embeddings(settings, config):
     same(got, expected)
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+def test_a_padding_that_no_bag_holds(mode, config):
+    """With a padding index, PyTorch rounds each addition to bfloat16; without, only the sum."""
+
+    def run(layer):
+        indices = torch.randint(6, 1024, (60,), generator=torch.Generator().manual_seed(1)).view(10, 6)
+        return grads(layer(indices), [layer.weight])
+
+    _, got, expected = both(config, lambda: nn.EmbeddingBag(1024, 1000, mode=mode, padding_idx=5).bfloat16(), run)
+    same(got, expected)
+
+
 @pytest.mark.parametrize("way", ["index", "negative", "select"])
 def test_rows_by_index(way, config):
     def run(weight):

@@ -175,11 +175,13 @@ bool tile_embedding_bag(Call& call) {
     return false;
   if (indices.dim() != 1) return false;
   // Run the bag over an ordinary tensor of only the used rows, in the same order.
-  const auto [used, places] = at::_unique(indices, /*sorted=*/true, /*return_inverse=*/true);
+  auto [used, places] = at::_unique(indices, /*sorted=*/true, /*return_inverse=*/true);
   if (call.arguments == 9 && !call.argument(8).isNone()) {
     const std::int64_t given = call.argument(8).toInt(), padding = given < 0 ? given + weight.size(0) : given;
     const at::Tensor place = used.eq(padding).nonzero();
-    call.argument(8) = place.numel() ? c10::IValue(place.item<std::int64_t>()) : c10::IValue();
+    // Without a padding index, the operator adds in another order: the padding's row comes along if no bag uses it.
+    call.argument(8) = place.numel() ? place.item<std::int64_t>() : used.numel();
+    if (place.numel() == 0) used = at::cat({used, used.new_full({1}, padding)});
   }
   call.argument(0) = rows_of(weight, used, Sums::embedding);
   call.argument(1) = places.to(indices.scalar_type());
