@@ -3,28 +3,35 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <vector>
 
 using namespace zeropage;
 
 namespace {
 
-/// A program with parameters of equal size, whose update takes as long on the disk as `on_disk` says. A phase takes
-/// the longer of its computing and its disk time.
+/// A program whose updates take `on_disk` seconds a step on the disk. Forward and backward each take the longer of
+/// the time for which they compute and the disk's time for the updates that run under them.
 struct Steps {
   double on_disk, forward, backward;
+  std::vector<std::size_t> bytes = std::vector<std::size_t>(50, 1000);  // of the parameters, as backward reaches them
   UpdateBalance balance = {};
   double now = 0, waited = 0;
-  int early = 0;
+  double before = 1;                  // the share that the latest backward updated
+  std::size_t early = 0, clocks = 0;  // parameters that it updated; calls of the clock in the latest step
 
   void step() {
-    constexpr int kParameters = 50;
-    early = 0;
+    const auto clock = [&] { return ++clocks, Moment{now, waited}; };
+    early = clocks = 0;
     run(forward, on_disk * (1 - before));
-    for (int i = 0; i < kParameters; ++i) early += balance.takes(1000, true, {now, waited});
-    before = static_cast<double>(early) / kParameters;
+    double taken = 0, all = 0;
+    for (const std::size_t n : bytes) {
+      const bool takes = balance.takes(n, true, clock);
+      early += takes, taken += takes ? n : 0, all += n;
+    }
+    before = taken / all;
     run(backward, on_disk * before);
-    balance.step({now, waited});
-    balance.step({now, waited});  // another optimizer's
+    for (std::size_t i = 0; i < bytes.size(); ++i) balance.step(clock);
   }
   void run(double computes, double moves) {
     now += std::max(computes, moves);
@@ -35,7 +42,6 @@ struct Steps {
     step();
     return now - start;
   }
-  double before = 1;  // the share that the latest backward updated
 };
 
 }  // namespace
@@ -46,14 +52,13 @@ TEST_CASE("updates that backward hides stay there") {
   CHECK(steps.early == 50);
 }
 
-TEST_CASE("updates are divided so that forward and backward wait equally long") {
+TEST_CASE("updates are divided so that the disk is idle neither in forward nor in backward") {
   for (const double on_disk : {2.5, 4.0, 8.0}) {
     Steps steps{.on_disk = on_disk, .forward = 1, .backward = 2};
     for (int i = 0; i < 30; ++i) steps.step();
-    // The shorter of them would wait for as many bytes as the other, less what it computes longer.
-    const double least = std::max(3.0, on_disk);
+    const double least = std::max(3.0, on_disk);  // seconds, if it never is
     CHECK(steps.seconds_of_a_step() < 1.04 * least);
-    const int divided = steps.early;
+    const std::size_t divided = steps.early;
     for (int i = 0; i < 30; ++i) {
       steps.step();
       CHECK(steps.early == divided);  // each change would be a surprise to the plan
@@ -61,7 +66,35 @@ TEST_CASE("updates are divided so that forward and backward wait equally long") 
   }
 }
 
-TEST_CASE("they come back to backward when it has time again") {
+TEST_CASE("a large parameter that no division suits does not change its pass for ever") {
+  Steps steps{.on_disk = 2.4, .forward = 0.5, .backward = 2, .bytes = {69'000, 31'000}};
+  for (int i = 0; i < 40; ++i) steps.step();
+  std::size_t changes = 0;
+  for (int i = 0; i < 40; ++i) {
+    const std::size_t before = steps.early;
+    steps.step();
+    changes += steps.early != before;
+  }
+  CHECK(changes <= 4);
+}
+
+TEST_CASE("parameters that cannot run early this time leave the others where they are") {
+  Steps steps{.on_disk = 6, .forward = 1, .backward = 2};
+  for (int i = 0; i < 30; ++i) steps.step();
+  steps.run(steps.forward, steps.on_disk * (1 - steps.before));
+  const auto clock = [&] { return Moment{steps.now, steps.waited}; };
+  std::size_t taken = 0;
+  for (std::size_t i = 0; i < 50; ++i) taken += steps.balance.takes(1000, i >= 10, clock);
+  CHECK(taken == steps.early - 10);
+}
+
+TEST_CASE("the clock is read once a backward and once a step, however many parameters there are") {
+  Steps steps{.on_disk = 6, .forward = 1, .backward = 2};
+  for (int i = 0; i < 3; ++i) steps.step();
+  CHECK(steps.clocks == 2);
+}
+
+TEST_CASE("updates come back to backward when it has time again") {
   Steps steps{.on_disk = 6, .forward = 1, .backward = 2};
   for (int i = 0; i < 30; ++i) steps.step();
   CHECK(steps.early < 45);

@@ -152,6 +152,14 @@ StorageSegment* made_by_backward(StorageSegment& gradient, bool widens) {
   return program->slots()[0].segment;
 }
 
+/// Whether backward updates the parameter of so many bytes, or leaves it to forward. `may`: it can update it.
+bool backward_takes(Domain& domain, std::size_t bytes, bool may) {
+  if (domain.leaves_updates && ++domain.last_arrivals % 3 == 0) return false;
+  if (domain.early_update == EarlyUpdate::always) return may;
+  if (!domain.update_balance) domain.update_balance = std::make_shared<UpdateBalance>();
+  return domain.update_balance->takes(bytes, may, [&] { return moment(domain); });
+}
+
 }  // namespace
 
 void set_next_numbers(std::function<StepNumbers(std::int64_t)> next) { next_numbers = std::move(next); }
@@ -163,10 +171,7 @@ bool note_arrival(StorageSegment& leaf) {
   UpdateHabit* const habit = habit_of(leaf);
   if (!habit || ++habit->arrivals != habit->arrivals_a_step) return false;
   const bool may = habit->is_expected(when);
-  if (when != EarlyUpdate::automatic) return may;
-  const std::shared_ptr<Domain> domain = leaf.domain();
-  if (!domain->update_balance) domain->update_balance = std::make_shared<UpdateBalance>();
-  if (domain->update_balance->takes(leaf.bytes(), may, moment(*domain))) return true;
+  if (backward_takes(*leaf.domain(), leaf.bytes(), may)) return true;
   habit->runs_ahead = false;
   return false;
 }
@@ -217,7 +222,7 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
     UpdateHabit* const habit = make_habit(*leaf);
     habit->optimizer = optimizer;
     habit->numbers = known;
-    if (domain->update_balance) domain->update_balance->step(moment(*domain));
+    if (domain->update_balance) domain->update_balance->step([&] { return moment(*domain); });
     if (const auto deferred = leaf->deferred()) deferred->settle();
   }
 }

@@ -20,9 +20,12 @@ struct Moment {
 
 class UpdateBalance {
  public:
-  /// The last gradient of a parameter of so many bytes is there. Whether backward updates it. `may`: it can.
-  bool takes(std::size_t bytes, bool may, const Moment& moment) {
+  /// Whether backward updates the parameter of so many bytes whose last gradient is there. `may`: it can. `now`
+  /// returns the present Moment; it is called once in a backward.
+  template <class Now>
+  bool takes(std::size_t bytes, bool may, Now now) {
     if (arrived_ == 0) {
+      const Moment moment = now();
       adapt(moment);
       began_ = moment;
       possible_ = 0;
@@ -32,12 +35,13 @@ class UpdateBalance {
     possible_ += bytes;
     return share_ == 1 || total_ == 0 || static_cast<double>(arrived_) <= share_ * static_cast<double>(total_);
   }
-  /// The optimizer's step has been called.
-  void step(const Moment& moment) {
-    if (arrived_ == 0) return;  // another optimizer's step came before
+  /// To be called for each parameter of an optimizer's step. `now`: as above.
+  template <class Now>
+  void step(Now now) {
+    if (arrived_ == 0) return;  // It was called for another parameter.
     is_like_before_ = arrived_ == total_ && possible_ >= arrived_ - arrived_ / 8;
     total_ = std::exchange(arrived_, 0);
-    stepped_ = moment;
+    stepped_ = now();
   }
 
  private:
@@ -52,7 +56,7 @@ class UpdateBalance {
   // Without waits in backward, it slowly takes back what it left.
   static constexpr double kNoWait = 0.005, kBack = 0.01;
 
-  /// A backward and the forward after it are over, both with the same share.
+  /// Moves the share after a backward and the forward after it, which had the same one.
   void adapt(const Moment& moment) {
     // The step after a change surprises the plan, and other steps than the last one cannot be compared.
     if (std::exchange(has_changed_, false) || !is_like_before_) return;

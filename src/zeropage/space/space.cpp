@@ -506,6 +506,7 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
   domain.async_step = flag_of("async_step", config.async_step);
   const EarlyUpdate early_update = early_update_of(config.early_update);
   if (!over_ranks && !separate) domain.early_update = early_update;
+  domain.leaves_updates = std::getenv("ZEROPAGE_LEAVE_UPDATES") != nullptr;
   choose_dtypes(config, domain);
   if (config.state_dict != "master" && config.state_dict != "compute") {
     throw ConfigError(fmt::format("state_dict = \"{}\": must be \"master\" or \"compute\"", config.state_dict));

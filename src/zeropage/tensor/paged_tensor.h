@@ -179,7 +179,9 @@ struct Domain {
   std::size_t deferred_alive = 0;                 // how many of them lived when last counted.
   std::size_t next_deferred = 0;                  // position of run_deferred() in it; 0: it does not run.
   EarlyUpdate early_update = EarlyUpdate::never;
-  std::shared_ptr<UpdateBalance> update_balance;  // null: no update could run early yet
+  std::shared_ptr<UpdateBalance> update_balance;  // null: no parameter's last gradient came yet.
+  bool leaves_updates = false;                    // For tests: backward leaves every third early update to forward.
+  std::size_t last_arrivals = 0;                  // of parameters' last gradients, if so.
   // Early updates of a parameter, those among them that the step requested, and the bytes that the others wrote.
   std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
   std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have read.
