@@ -15,8 +15,8 @@ import threading
 
 import pytest
 import torch
+from slow_disk import run_on_slow_disk
 from test_equality import OPTIMIZERS
-from test_report_times import SLOW_DISK
 
 import zeropage
 
@@ -565,8 +565,6 @@ def test_settings_are_checked_and_told(config):
 
 
 ON_SLOW_DISK = """
-    import sys
-    sys.path.insert(0, {tests!r})
     import torch, zeropage
 
     torch.set_num_threads(1)
@@ -600,15 +598,5 @@ ON_SLOW_DISK = """
 
 
 def test_where_the_disk_is_the_bound_forward_runs_a_part_of_the_updates(disk, tmp_path):
-    source, library = tmp_path / "slow.c", tmp_path / "slow.so"
-    source.write_text(textwrap.dedent(SLOW_DISK).replace("5000", "1000"))
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    code = textwrap.dedent(ON_SLOW_DISK).format(tests=os.path.dirname(__file__), disk=disk)
-    env = os.environ | {"LD_PRELOAD": str(library)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=env, timeout=280
-    )
-    assert run.returncode == 0, run.stderr
-    early = json.loads(run.stdout.splitlines()[-1])
-    print(early)
+    early = json.loads(run_on_slow_disk(ON_SLOW_DISK.format(disk=disk), tmp_path, 1000))
     assert all(1 <= count <= 15 for count in early[-6:]), early  # of 16

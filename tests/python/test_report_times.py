@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import pytest
 import torch
+from slow_disk import run_on_slow_disk
 from torch import nn
 
 import zeropage
@@ -48,6 +46,12 @@ class Idle:
         return time.perf_counter() - self._start - (self._now() - self._used)
 
 
+def stolen():
+    """Seconds in which a hypervisor ran others on this machine's processors: the kernel counts them as nobody's."""
+    with open("/proc/stat", encoding="ascii") as file:
+        return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.fixture
 def one_thread():
     before = torch.get_num_threads()
@@ -79,36 +83,24 @@ def test_causes_and_operators_sum_to_the_step_and_waits_are_all_idle_time(name, 
     for _ in range(3):
         step()
     # This thread may lose its core between a report and a clock: two clocks bracket what the reports measure.
-    begin_outside, before, begin, idle = time.perf_counter(), space.report(), time.perf_counter(), Idle()
+    others, begin_outside = stolen(), time.perf_counter()
+    before, begin, idle = space.report(), time.perf_counter(), Idle()
     for _ in range(STEPS):
         step()
     inside, idle_seconds = time.perf_counter() - begin, idle.seconds()
     report = space.report().since(before)
-    outside, wall = time.perf_counter() - begin_outside, report.seconds
+    outside, others, wall = time.perf_counter() - begin_outside, stolen() - others, report.seconds
     causes = report.waited_total + sum(getattr(report, field) for field in TIME_FIELDS)
     print(f"{name}: {wall:.3f} s, idle {idle_seconds:.3f} s\n{report}")
     assert 0.99 * inside <= wall <= 1.01 * outside
     assert causes + report.operator_seconds == pytest.approx(wall, rel=0.03)
-    assert report.waited_total >= idle_seconds - 0.1 * wall  # faults of memory can put a thread to sleep, too
+    assert report.waited_total >= idle_seconds - others - 0.03 * wall
     assert report.waited_total <= idle_seconds + 0.2 * wall  # a waiting thread looks at what changed, and is queued
     parts = ("disk", "upload", "gather", "memory", "device", "ranks", "threads", "checkpoint")
     assert sum(getattr(report, f"waited_for_{part}") for part in parts) == pytest.approx(report.waited_total)
     assert report.update_seconds > 0
 
 
-SLOW_DISK = """
-    #define _GNU_SOURCE
-    #include <dlfcn.h>
-    #include <sys/uio.h>
-    #include <unistd.h>
-    typedef ssize_t call(int, const struct iovec *, int, off_t);
-    ssize_t preadv(int file, const struct iovec *parts, int count, off_t at) {
-      static call *real;
-      if (!real) real = (call *)dlsym(RTLD_NEXT, "preadv");
-      usleep(5000);
-      return real(file, parts, count, at);
-    }
-"""
 ON_SLOW_DISK = """
     import json, sys
     sys.path.insert(0, {tests!r})
@@ -128,14 +120,8 @@ ON_SLOW_DISK = """
 
 
 def test_a_slow_disk_is_the_bound(disk, tmp_path):
-    source, library = tmp_path / "slow.c", tmp_path / "slow.so"
-    source.write_text(textwrap.dedent(SLOW_DISK))
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    code = textwrap.dedent(ON_SLOW_DISK).format(tests=os.path.dirname(__file__), disk=disk)
-    command = [sys.executable, "-c", code]
-    env = os.environ | {"LD_PRELOAD": str(library)}
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=300).stdout
-    (cause, share), report = json.loads(printed.splitlines()[-1])
+    code = ON_SLOW_DISK.format(tests=os.path.dirname(__file__), disk=disk)
+    (cause, share), report = json.loads(run_on_slow_disk(code, tmp_path, 5000))
     assert cause == "disk" and share > 0.5
     assert report["waited_for_disk"] > 0.5 * report["seconds"]
 
