@@ -290,14 +290,13 @@ class Ring final : public Io {
   std::condition_variable finished_;
   const std::size_t depth_;
   TransferQueue queue_;
-  Clock::time_point demanded_at_{};  // under the lock
-  // The thread's own:
-  bool may_be_batch_ = false, is_batch_ = false;
+  Clock::time_point demanded_at_{};  // the latest demand
   bool woken_ = false;
   bool closing_ = false;
   int refused_ = 0;  // the errno with which the kernel stopped taking requests
 
   // Used by the thread only:
+  bool may_be_batch_ = false, is_batch_ = false;
   io_uring ring_{};
   bool open_ = false;
   int wake_up_ = -1;

@@ -207,7 +207,7 @@ void Frames::consider(Frame& frame) noexcept {
   if (same_on_ranks && frame.first_page >= run.stream_page &&
       run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
     time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
-    is_read = true;
+    is_read = true;  // unless the stream overwrites, which the frame does not know
   }
   if (frame.ahead && frame.ahead_in == timeline_.plan().surprises() && frame.ahead_for >= timeline_.now()) {
     time = std::min(time, frame.ahead_for);
