@@ -363,16 +363,22 @@ def test_autocast(config):
         assert one.dtype == other.dtype and torch.allclose(one.float(), other.float(), rtol=2e-2, atol=5e-2)
 
 
-def test_a_cast_weight_that_is_written_before_backward_is_named(config):
+@pytest.mark.parametrize("beside", ["nothing", "another space's activations", "hooks"])
+def test_a_cast_weight_that_is_written_before_backward_is_named(beside, config):
+    other = zeropage.init(config.replace(activations="disk")) if "another" in beside else None
+    context = contextlib.nullcontext()
+    if beside == "hooks":
+        context = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with zeropage.init(config, **BUDGET):
         layer = nn.Linear(128, 2048)
     x = input_of(16, 128)
-    with torch.autocast(x.device.type, torch.bfloat16):
+    with context, torch.autocast(x.device.type, torch.bfloat16):
         result = layer(x)
     with torch.no_grad():
         layer.weight.zero_()
     with pytest.raises(RuntimeError, match=r"(?s)inplace operation.*no cast of it is kept for autocast.*tile_above"):
         result.sum().backward()
+    del other
 
 
 def test_derivatives_of_derivatives(config):

@@ -32,21 +32,32 @@ void refuse_graph_of_gradient() {
 }
 
 void save(AutogradContext* context, variable_list tensors, const at::Tensor& weight, at::ScalarType computed) {
+  const bool is_read_again =
+      std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.is_same(weight); });
+  if (is_read_again && weight.scalar_type() != computed) context->saved_data["version"] = version_of(weight);
+  context->saved_data["weight"] = weight.detach();  // of the same version
   context->save_for_backward(std::move(tensors));
-  context->saved_data["is_cast"] = weight.scalar_type() != computed;
 }
 
 variable_list saved_of(AutogradContext* context) {
-  try {
-    return context->get_saved_variables();
-  } catch (const c10::Error& error) {
-    const std::string_view said = error.what_without_backtrace();
-    if (!context->saved_data["is_cast"].toBool() || said.find("inplace operation") == said.npos) throw;
+  const auto version = context->saved_data.find("version"), weight = context->saved_data.find("weight");
+  if (version != context->saved_data.end() && weight != context->saved_data.end() &&
+      version->second.toInt() != version_of(weight->second.toTensor())) {
+    const at::Tensor written = weight->second.toTensor();
     throw Error(fmt::format(
-        "{}\nA weight in tiles is read again in backward, and no cast of it is kept for autocast. Write it after "
-        "backward, or raise tile_above or device_memory so that it is taken in one piece.",
-        said));
+        "one of the variables needed for gradient computation has been modified by an inplace operation: [{} [{}]] "
+        "is "
+        "at version {}; expected version {} instead.\nA weight in tiles is read again in backward, and no cast of it "
+        "is "
+        "kept for autocast. Write it after backward, or raise tile_above or device_memory so that it is taken in one "
+        "piece.",
+        written.toString(), fmt::join(written.sizes(), ", "), version_of(written), version->second.toInt()));
   }
+  return context->get_saved_variables();
+}
+
+void forget_weight(AutogradContext* context) {
+  if (!torch::autograd::get_current_graph_task_keep_graph()) context->saved_data.erase("weight");
 }
 
 bool fits_in_memory(const at::Tensor& tensor) {
@@ -194,7 +205,6 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
     // Only x's gradient reads the weight. Without it, the program may write the weight before backward.
     save(context, {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()}, weight,
          x.scalar_type());
-    context->saved_data["weight"] = weight.detach();
     context->saved_data["rows_are_outputs"] = rows_are_outputs;
     context->saved_data["bias"] = bias.has_value() && bias->defined();
     context->saved_data["dtype"] = static_cast<std::int64_t>(x.scalar_type());
@@ -205,7 +215,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     variable_list result = translated([&] { return backward_of(context, gradients); });
-    if (!torch::autograd::get_current_graph_task_keep_graph()) context->saved_data.erase("weight");
+    forget_weight(context);
     return result;
   }
 

@@ -29,13 +29,17 @@ bool is_plain(const at::Tensor& x, const at::Tensor& weight);
 /// Throws in a backward that cannot be differentiated, if autograd wants a graph of it.
 void refuse_graph_of_gradient();
 
-/// Saves tensors of a product with tiles of `weight`, whose input has the dtype `computed`.
+/// Saves tensors of a product with tiles of `weight`, whose input has the dtype `computed`, and the weight's place as
+/// saved_data["weight"].
 void save(torch::autograd::AutogradContext* context, torch::autograd::variable_list tensors, const at::Tensor& weight,
           at::ScalarType computed);
 
 /// Returns what save() saved. Throws if the program has written one of these tensors since, as PyTorch does. Under
 /// autocast PyTorch saves a cast, and the program may write the weight. Tiles save no cast; the error says so.
 torch::autograd::variable_list saved_of(torch::autograd::AutogradContext* context);
+
+/// At the end of a backward: drops save()'s reference to the weight, unless the graph is kept.
+void forget_weight(torch::autograd::AutogradContext* context);
 
 /// Translates our errors in a backward for autograd, which does not know them.
 template <class Run>

@@ -187,7 +187,9 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    return translated([&] { return backward_of(context, gradients[0]); });
+    variable_list result = translated([&] { return backward_of(context, gradients[0]); });
+    forget_weight(context);
+    return result;
   }
 
  private:
