@@ -41,6 +41,27 @@ TEST_CASE("what dies makes room for what is created") {
   CHECK(arena.try_allocate(4 * kMiB));
 }
 
+TEST_CASE("a kernel may read a few bytes beyond any block") {
+  const auto sum_beyond = [](const Block& block) {
+    int sum = 0;
+    for (std::size_t i = 0; i < 64; ++i) sum += std::to_integer<int>(block.data()[block.bytes() + i]);
+    return sum;
+  };
+  Arena joins(8 * kMiB), registered(8 * kMiB, [](std::span<std::byte>) {});
+  for (Arena* arena : {&joins, &registered}) {
+    const auto all = arena->try_allocate(8 * kMiB);
+    REQUIRE(all);
+    CHECK(sum_beyond(*all) == 0);
+  }
+  std::vector<Block> blocks;
+  for (int i = 0; i < 8; ++i) blocks.push_back(*joins.try_allocate(kMiB));
+  for (int i = 0; i < 8; i += 2) blocks[i] = Block();
+  const auto joined = joins.try_allocate(4 * kMiB);
+  REQUIRE(joined);
+  CHECK(sum_beyond(*joined) == 0);
+  for (int i = 1; i < 8; i += 2) (void)sum_beyond(blocks[i]);  // what was behind them has moved
+}
+
 TEST_CASE("each slab is announced once, before it is used") {
   std::size_t announced = 0;
   Arena arena(3 * Arena::kSlabBytes, [&](std::span<std::byte> slab) { announced += slab.size(); });

@@ -29,6 +29,11 @@ Block::~Block() {
 
 namespace {
 
+/// [Note: bare addresses] They read as zeros. Kernels may read a few bytes beyond a tensor, as PyTorch's fused SGD
+/// does in bfloat16, and a tensor may end where memory does. A block of bare addresses follows the arena.
+constexpr int kBareProtection = PROT_READ;
+constexpr std::size_t kBehind = kBlockBytes;
+
 constexpr std::size_t kSpread = 16;  // addresses per byte of memory
 constexpr std::size_t kMostUnits = 1U << 14;
 constexpr std::size_t kMostMappings = 1U << 13;  // of memory; as many of bare addresses; a process has few arenas
@@ -71,7 +76,7 @@ Arena::Arena(std::size_t capacity, SlabHook on_first_use)
   reserve_for(/*joins=*/!on_first_use_);
   if (!base_ || !map({0, capacity_}, protection_)) {
     const int error = errno;
-    if (base_) ::munmap(base_, span_);
+    if (base_) ::munmap(base_, span_ + kBehind);
     throw BudgetError(fmt::format("cannot map {} of memory ({}); lower device_memory or host_memory",
                                   format_bytes(capacity_), std::strerror(error)));
   }
@@ -101,6 +106,7 @@ Arena::~Arena() {
   if (!mapped_ || is_forked()) return;
   for (const auto& [offset, bytes] : mappings_) ::munmap(base_ + offset, bytes);
   bare_.visit_largest([&](std::size_t offset, std::size_t bytes) { return ::munmap(base_ + offset, bytes) == 0; });
+  ::munmap(base_ + span_, kBehind);
 }
 
 /// Reserves the arena's addresses: free memory, and the bare ones that joining holes needs.
@@ -113,17 +119,18 @@ void Arena::reserve_for(bool joins) {
   mappings_.emplace(0, capacity_);
 }
 
-/// Reserves addresses without memory. Leaves base_ null if that fails.
+/// Reserves addresses without memory, and a block behind them. Leaves base_ null if that fails. [Note: bare
+/// addresses]
 void Arena::reserve(std::size_t span) {
   // Reserves one huge page more, then cuts both ends to align the base.
-  const std::size_t mapped = span + kHugePageBytes;
-  void* raw = ::mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const std::size_t mapped = span + kHugePageBytes + kBehind;
+  void* raw = ::mmap(nullptr, mapped, kBareProtection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return;
   auto* start = static_cast<std::byte*>(raw);
   base_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(start), kHugePageBytes));
   if (base_ != start) ::munmap(start, base_ - start);
-  const std::size_t tail = start + mapped - (base_ + span);
-  if (tail) ::munmap(base_ + span, tail);
+  const std::size_t tail = start + mapped - (base_ + span + kBehind);
+  if (tail) ::munmap(base_ + span + kBehind, tail);
   span_ = span;
 }
 
@@ -274,7 +281,7 @@ std::size_t Arena::replace(const std::vector<Range>& holes, Range to) {
   if (!map(to, protection_)) return 0;
   std::size_t replaced = 0;
   for (const Range& hole : holes) {
-    if (!map(hole, PROT_NONE)) break;
+    if (!map(hole, kBareProtection)) break;
     for (const Range& piece : mappings_in(hole)) mappings_.erase(piece.offset);
     free_.take_at(hole.offset, hole.bytes);
     bare_.release(hole.offset, hole.bytes);
@@ -282,7 +289,7 @@ std::size_t Arena::replace(const std::vector<Range>& holes, Range to) {
   }
   if (replaced > 0) mappings_.emplace(to.offset, replaced);
   const Range rest{to.offset + replaced, to.bytes - replaced};
-  if (rest.bytes > 0 && map(rest, PROT_NONE)) bare_.release(rest.offset, rest.bytes);
+  if (rest.bytes > 0 && map(rest, kBareProtection)) bare_.release(rest.offset, rest.bytes);
   return replaced;
 }
 
@@ -291,7 +298,7 @@ bool Arena::map(Range range, int protection) {
   constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
   std::byte* const at = base_ + range.offset;
   if (::mmap(at, range.bytes, protection, kHow, -1, 0) == MAP_FAILED) return false;
-  if (protection == PROT_NONE) return true;
+  if (!(protection & PROT_WRITE)) return true;
   // Advice only: without huge pages, transfers are slower and nothing else changes.
   for (const int advice : {MADV_HUGEPAGE, MADV_DONTFORK, MADV_DONTDUMP}) ::madvise(at, range.bytes, advice);
   return true;
@@ -323,7 +330,7 @@ bool Arena::map_anew(Range mapping, std::size_t to) {
   // The old addresses stay reserved, so no other thread's mapping can take them.
   constexpr int kHow = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (::mremap(from, mapping.bytes, mapping.bytes, kHow, base_ + to) == MAP_FAILED) return false;
-  (void)map(mapping, PROT_NONE);  // a failure is harmless: they have no memory anyway
+  (void)map(mapping, kBareProtection);  // a failure is harmless: they have no memory anyway
   auto node = mappings_.extract(mapping.offset);
   node.key() = to;
   mappings_.insert(std::move(node));
