@@ -78,8 +78,9 @@ test: cpp-tests ## C++ and Python tests, without the long ones
 test-all: cpp-tests test-install check-headers sanitize ## every test
 	$(PYTEST) tests/python tests/fuzz -k "not ranks" $(ARGS)
 	$(PYTEST) tests/python tests/fuzz -k ranks $(ARGS)
-	# The same again on a device with memory and streams of its own, simulated: tests/accelerator.
-	$(PYTEST) --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
+	# The same again on a device with memory and streams of its own, simulated: tests/accelerator. Its tiles are other
+	# ones, and some processors' kernels in MKL round a column by how many there are; the compatible ones do not.
+	MKL_CBWR=COMPATIBLE $(PYTEST) --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE)))
 	$(PYTHON) -m pytest -q --device sim tests/python/test_ranks.py -k "two and (1 or 2 or 3) and disk"
 
 # Programs outside the tree, against an installed library: a prefix, the Python package, pkg-config, an archive.
