@@ -3,7 +3,7 @@ import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("MKL_CBWR", "AUTO")  # on several threads, MKL rounds each run in its own way without it
+os.environ.setdefault("MKL_CBWR", "AUTO")  # without it, MKL on several threads may round one run unlike another
 os.environ.setdefault("ZEROPAGE_POISON", "1")  # new frames hold signalling NaN until they are read or written
 
 import devices

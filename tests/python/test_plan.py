@@ -133,9 +133,8 @@ def test_steps_count_once_they_are_alike(tmp_path):
     assert usual.read_bytes == pytest.approx(late.read_bytes, rel=0.02)
     assert late.read_bytes < 0.95 * early.read_bytes and 6 < steps < 14
     traced, steps_traced = plan(program, DISK | SMALL, trace=tmp_path / "plan.json")
-    both, _ = plan(
-        program, DISK | SMALL, steps=4
-    )  # the usual two steps, and the two after them that a timeline shows
+    # The usual two steps, and the two after them that a timeline shows.
+    both, _ = plan(program, DISK | SMALL, steps=4)
     assert 2 * both.read_bytes == usual.read_bytes + traced.read_bytes and steps_traced == steps + 2
     assert plan(small(), IN_HOST)[1] == 4
     assert plan(small(), IN_HOST, steps=3)[1] == 5

@@ -130,6 +130,29 @@ def test_after_an_error_at_the_second_parameter_the_first_is_updated_whole(kept,
     assert same(results[0][1], results[1][1])
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("is_async", ["true", "false"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_an_error_leaves_the_moments_that_it_did_not_reach(kept, is_async, config):
+    with zeropage.init(config.replace(optimizer_dtype=kept, async_step=is_async, compute_dtype="bfloat16")):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Linear(128, 33))
+    first, second = model[0].weight, model[1].weight
+    optimizer = torch.optim.AdamW([first, second], lr=1e-2, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    before = states(optimizer)[1]
+    second.grad = None
+    second.grad_dtype = None
+    second.grad = torch.ones(33, 128, dtype=torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="expected scalar type Float but found BFloat16"):
+            optimizer.step()
+    after = states(optimizer)[1]
+    assert all(torch.equal(before[name], after[name]) and before[name].any() for name in MOMENTS)
+
+
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_program_of_operators_gives_the_bits_of_the_kernel(kept, config):
     """Moments that the program reads between steps are decoded by operators of their own."""

@@ -378,7 +378,8 @@ def test_a_cast_weight_that_is_written_before_backward_is_named(beside, config):
         layer.weight.zero_()
     with pytest.raises(RuntimeError, match=r"(?s)inplace operation.*no cast of it is kept for autocast.*tile_above"):
         result.sum().backward()
-    del other
+    if other:
+        other.close()
 
 
 def test_derivatives_of_derivatives(config):

@@ -383,7 +383,7 @@ ZEROPAGE_INLINE void apply(const Update& u, const AdamNumbers& numbers, const Bl
   }
 }
 
-/// [vectors_end, end): [Note: scalar ends].
+/// Computes the elements from `vectors_end` on as [Note: scalar ends] says.
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end,
                                        std::size_t vectors_end) {

@@ -46,11 +46,9 @@ variable_list saved_of(AutogradContext* context) {
     const at::Tensor written = weight->second.toTensor();
     throw Error(fmt::format(
         "one of the variables needed for gradient computation has been modified by an inplace operation: [{} [{}]] "
-        "is "
-        "at version {}; expected version {} instead.\nA weight in tiles is read again in backward, and no cast of it "
-        "is "
-        "kept for autocast. Write it after backward, or raise tile_above or device_memory so that it is taken in one "
-        "piece.",
+        "is at version {}; expected version {} instead.\n"
+        "A weight in tiles is read again in backward, and no cast of it is kept for autocast. Write it after "
+        "backward, or raise tile_above or device_memory so that it is taken in one piece.",
         written.toString(), fmt::join(written.sizes(), ", "), version_of(written), version->second.toInt()));
   }
   return context->get_saved_variables();
