@@ -5,7 +5,8 @@
 // [Note: who is interrupted] If all cores compute, an ordinary thread that wakes for a completion interrupts an
 // operator's thread, and the operator's other threads wait for that one: thousands of times a step. While no request
 // is demanded, this thread therefore has the policy SCHED_BATCH. The kernel then lets it wait for the end of a time
-// slice, and it finds several completions at once. A program that has chosen another policy keeps it.
+// slice, and it finds several completions at once. If it comes so late that nothing was in flight any more, although
+// requests waited, it has the ordinary policy for some time. A program that has chosen another policy keeps it.
 //
 // A completion may wait for a lock. The thread therefore submits what is queued before each completion.
 #include "zeropage/io/transfer_queue.h"
@@ -18,6 +19,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -35,7 +37,7 @@ namespace {
 
 // Requests in flight. 8 use all of a disk, and on some virtual disks 64 run at a third of the speed.
 constexpr std::size_t kDepth = 32;
-constexpr auto kUrgent = std::chrono::milliseconds(20);  // after a demand
+constexpr auto kUrgent = std::chrono::milliseconds(20);  // after a demand, or after this thread came late
 constexpr auto kLongestWait = std::chrono::milliseconds(1000);
 constexpr std::uint64_t kWakeUp = ~std::uint64_t{0} - 1;
 #ifdef LIBURING_UDATA_TIMEOUT
@@ -169,6 +171,7 @@ class Ring final : public Io {
     repeated_.clear();
     std::unique_lock lock(mutex_);
     woken_ = false;
+    const bool was_idle = free_slots_.size() == depth_;
     while (!free_slots_.empty()) {
       auto request = queue_.pop();
       if (!request) break;
@@ -177,8 +180,9 @@ class Ring final : public Io {
       slots_[slot] = std::move(*request);
       prepare(slot);
     }
+    if (std::exchange(had_more_, queue_.has_queued()) && was_idle) late_at_ = Clock::now();
     look_again_ = queue_.has_background() ? kUntilIdle : kLongestWait;
-    const bool goes_on = !closing_, is_urgent = Clock::now() - demanded_at_ <= kUrgent;
+    const bool goes_on = !closing_, is_urgent = Clock::now() - std::max(demanded_at_, late_at_) <= kUrgent;
     lock.unlock();
     run_as_batch(!is_urgent);
     return goes_on;
@@ -297,6 +301,8 @@ class Ring final : public Io {
 
   // Used by the thread only:
   bool may_be_batch_ = false, is_batch_ = false;
+  bool had_more_ = false;  // requests waited for others to end when it last looked
+  Clock::time_point late_at_{};
   io_uring ring_{};
   bool open_ = false;
   int wake_up_ = -1;
