@@ -302,6 +302,7 @@ CacheStats FrameCache::stats() const {
   }
   if (!separate)
     sum.read_bytes = transfers_.read_bytes() + home_reads_.bytes(), sum.written_bytes = transfers_.written_bytes();
+  if (!lower_) sum.disk_seconds = transfers_.busy_seconds();
   if (separate) sum.uploaded_bytes = transfers_.read_bytes(), sum.downloaded_bytes = transfers_.written_bytes();
   // Only this cache's faults: those of the host below follow from them.
   sum.faults = whole_pins_.faults() + page_pins_.faults();

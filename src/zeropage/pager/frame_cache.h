@@ -93,6 +93,7 @@ struct CacheStats {
   std::size_t evictions = 0;                             // frames that left memory.
   std::size_t read_bytes = 0;                            // from disk.
   std::size_t written_bytes = 0;                         // to disk.
+  double disk_seconds = 0;                               // with a transfer from or to disk in flight.
   std::size_t uploaded_bytes = 0, downloaded_bytes = 0;  // to and from a device with memory of its own.
   BookedTime::Seconds spent = {};                        // by cause, of the program's threads, in all caches.
   std::size_t surprises = 0;                             // uses that were not planned.

@@ -138,10 +138,10 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
 };
 
 Moment moment(const Domain& domain) {
-  const BookedTime::Seconds seconds = domain.cache->booked().seconds();
-  const auto waited = [&](Spent spent) { return seconds[static_cast<std::size_t>(spent)]; };
-  return {std::chrono::duration<double>(Clock::now().time_since_epoch()).count(),
-          waited(Spent::disk) + waited(Spent::memory)};
+  const CacheStats stats = domain.cache->stats();
+  const auto waited = [&](Spent spent) { return stats.spent[static_cast<std::size_t>(spent)]; };
+  const double now = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  return {now, waited(Spent::disk) + waited(Spent::memory), now - stats.disk_seconds};
 }
 
 /// The segment that backward wrote: the gradient, or the narrower tensor that it widens. Null if more is deferred.

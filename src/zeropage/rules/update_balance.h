@@ -1,7 +1,9 @@
-// Divides the updates of one space between backward and the next forward. If the disk has more to do in backward than
-// the program hides, and forward has time to spare, the last parameters of backward are left to the step's program:
-// their gradients stay in memory until forward, which uses these parameters first. A controller moves the limit by
-// the waits for the disk in both passes.
+// Divides the updates of one space between backward and the next forward. The aim is a disk that is never idle while
+// the program waits. If the disk is idle in forward and the program waits for it in backward, the last parameters of
+// backward are left to the step's program: their gradients stay in memory until forward, which uses these parameters
+// first. If the disk is idle in backward and the program waits in forward, backward takes more. A controller moves
+// the limit by the smaller of the two times, if two steps agree: in one of them the program may have done other work,
+// such as an evaluation.
 //
 // It decides nothing about correctness. Under the domain's deferral_mutex.
 #pragma once
@@ -13,9 +15,10 @@
 
 namespace zeropage {
 
-/// A moment of the program: seconds on any clock, and those of them in which it waited for the disk or for memory.
+/// Seconds since any earlier moment: all of them, those in which the program waited for the disk or for memory, and
+/// those in which the disk had nothing to do.
 struct Moment {
-  double now, waited;
+  double now, waited, idle;
 };
 
 class UpdateBalance {
@@ -45,31 +48,44 @@ class UpdateBalance {
   }
 
  private:
-  // Moving a share moves up to as large a share of the step's time from one side to the other. The difference then
-  // changes by up to twice the share. Small differences stay, because each change is a surprise to the plan.
-  // Differences up to a share of all waits stay too: the disk is busy while both passes wait, and a gradient that
-  // waits for forward may cost a write and a read.
-  static constexpr double kGain = 0.6, kTolerated = 0.03, kToleratedOfWaits = 0.5;
-  // Parameters are whole. If one of them turns the difference round again and again, such differences are
-  // unavoidable. They are tolerated for some time: a hundred steps halve it.
+  // Small gains stay away, because each change is a surprise to the plan.
+  static constexpr double kTolerated = 0.04;
+  // Parameters are whole. If one of them changes sides again and again, such gains are out of reach. They are
+  // tolerated for some time: a hundred steps halve it.
   static constexpr double kMargin = 1.3, kForgets = 0.993;
+  // A change that leaves more than this of the gain that it promised is taken back. The rest is out of reach too.
+  static constexpr double kHelped = 0.75;
   // Without waits in backward, it slowly takes back what it left.
   static constexpr double kNoWait = 0.005, kBack = 0.01;
 
   /// Moves the share after a backward and the forward after it, which had the same one.
   void adapt(const Moment& moment) {
     // The step after a change surprises the plan, and other steps than the last one cannot be compared.
-    if (std::exchange(has_changed_, false) || !is_like_before_) return;
+    if (std::exchange(has_changed_, false) || !is_like_before_) return void(seen_ = 0);
     const double seconds = moment.now - began_.now;
-    const double in_backward = (stepped_.waited - began_.waited) / seconds,
-                 in_forward = (moment.waited - stepped_.waited) / seconds, lead = in_backward - in_forward;
+    const double waits_in_backward = (stepped_.waited - began_.waited) / seconds,
+                 waits_in_forward = (moment.waited - stepped_.waited) / seconds,
+                 idle_in_backward = (stepped_.idle - began_.idle) / seconds,
+                 idle_in_forward = (moment.idle - stepped_.idle) / seconds;
+    // Time between a step and the next forward counts as forward. The disk's idle time there is of no use to updates,
+    // which forward would wait for as long.
+    const double gain_of_leaving = std::min(idle_in_forward, waits_in_backward - waits_in_forward),
+                 gain_of_taking = std::min(idle_in_backward, waits_in_forward);
+    double gain = std::max(gain_of_leaving, 0.0) - gain_of_taking;
     unavoidable_ *= kForgets;
-    if (in_backward < kNoWait && in_forward < kTolerated) share_ = std::min(1.0, share_ + kBack);
-    if (!(std::abs(lead) > std::max({kTolerated, kToleratedOfWaits * (in_backward + in_forward), unavoidable_})))
-      return;
-    if (lead * lead_ < 0 && ++turns_ > 1) unavoidable_ = kMargin * std::min(std::abs(lead), std::abs(lead_));
-    lead_ = lead;
-    share_ = std::clamp(share_ - kGain * lead, 0.0, 1.0);
+    if (waits_in_backward < kNoWait && waits_in_forward < kTolerated) share_ = std::min(1.0, share_ + kBack);
+    const double before = std::exchange(seen_, gain);
+    gain = gain > 0 ? std::clamp(before, 0.0, gain) : std::clamp(before, gain, 0.0);
+    if (!(std::abs(gain) > std::max(kTolerated, unavoidable_))) return;
+    if (gain * gain_ > 0 && std::abs(gain) > kHelped * std::abs(gain_)) {
+      unavoidable_ = kMargin * std::abs(gain);
+      gain = -gain_;
+    } else if (gain * gain_ < 0 && ++turns_ > 1) {
+      unavoidable_ = kMargin * std::min(std::abs(gain), std::abs(gain_));
+    }
+    gain_ = gain;
+    // All updates take the disk at most as long as a step, so a part of them takes at most this part of a step.
+    share_ = std::clamp(share_ - gain, 0.0, 1.0);
     has_changed_ = true;
   }
 
@@ -79,8 +95,9 @@ class UpdateBalance {
   std::size_t possible_ = 0;     // Bytes of those that could be updated early.
   bool is_like_before_ = false;  // The latest two backwards had the same parameters, and nearly all were possible.
   bool has_changed_ = true;      // The share has just changed, or nothing ran early before.
-  double lead_ = 0;              // The latest difference that led to a change, as a share of a step.
-  double unavoidable_ = 0;       // Differences that are tolerated, likewise.
+  double gain_ = 0;              // The latest gain that led to a change, as a share of a step; of taking: negative.
+  double seen_ = 0;              // The gain that the step before promised; 0 after a change.
+  double unavoidable_ = 0;       // Gains that are out of reach, likewise.
   int turns_ = 0;                // Changes in the other direction than the one before.
   Moment began_{}, stepped_{};   // The latest backward's begin, and the step after it.
 };

@@ -63,6 +63,8 @@ class Transfers {
   std::size_t writing_bytes() const { return writing_bytes_; }
   /// The home's recent read rate in bytes a second; 0 if unknown.
   double read_rate() const { return pace_.read_rate(); }
+  /// Seconds with a transfer in flight, so far.
+  double busy_seconds() const { return pace_.busy_seconds(); }
   /// Whether a demanded transfer may give the lock up, and whether a read can start without doing so.
   bool blocks() const { return home_->blocks(); }
   bool ready_to_read(const Run& run, std::size_t page) const { return home_->ready_to_read(run, page); }
@@ -102,7 +104,7 @@ class Transfers {
   Home* const home_;
   const std::function<void(Lock&)> go_on_;
   std::size_t reading_bytes_ = 0, writing_bytes_ = 0;
-  Pace pace_;
+  mutable Pace pace_;                // mutable: it counts until now
   std::exception_ptr failed_write_;  // its error is not yet thrown to any thread
   Clock::time_point failed_at_;
   std::size_t failed_writes_ = 0;
