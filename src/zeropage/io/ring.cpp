@@ -5,8 +5,8 @@
 // [Note: who is interrupted] If all cores compute, an ordinary thread that wakes for a completion interrupts an
 // operator's thread, and the operator's other threads wait for that one: thousands of times a step. While no request
 // is demanded, this thread therefore has the policy SCHED_BATCH. The kernel then lets it wait for the end of a time
-// slice, and it finds several completions at once. If it comes so late that nothing was in flight any more, although
-// requests waited, it has the ordinary policy for some time. A program that has chosen another policy keeps it.
+// slice, and it finds several completions at once. If it comes so late that nothing is in flight any more, although
+// requests waited, it takes the ordinary policy for some time. A program that has chosen another policy keeps it.
 //
 // A completion may wait for a lock. The thread therefore submits what is queued before each completion.
 #include "zeropage/io/transfer_queue.h"
@@ -180,7 +180,9 @@ class Ring final : public Io {
       slots_[slot] = std::move(*request);
       prepare(slot);
     }
-    if (std::exchange(had_more_, queue_.has_queued()) && was_idle) late_at_ = Clock::now();
+    // Background requests wait for an idle disk, so this thread is never late for them.
+    const bool has_more = queue_.has_queued() && !queue_.has_background();
+    if (std::exchange(had_more_, has_more) && was_idle) late_at_ = Clock::now();
     look_again_ = queue_.has_background() ? kUntilIdle : kLongestWait;
     const bool goes_on = !closing_, is_urgent = Clock::now() - std::max(demanded_at_, late_at_) <= kUrgent;
     lock.unlock();
@@ -301,7 +303,7 @@ class Ring final : public Io {
 
   // Used by the thread only:
   bool may_be_batch_ = false, is_batch_ = false;
-  bool had_more_ = false;  // requests waited for others to end when it last looked
+  bool had_more_ = false;  // when it last looked, requests waited for others to end; background ones do not count
   Clock::time_point late_at_{};
   io_uring ring_{};
   bool open_ = false;

@@ -48,7 +48,7 @@ class UpdateBalance {
   }
 
  private:
-  // Small gains stay away, because each change is a surprise to the plan.
+  // Smaller gains change nothing, because each change is a surprise to the plan.
   static constexpr double kTolerated = 0.04;
   // Parameters are whole. If one of them changes sides again and again, such gains are out of reach. They are
   // tolerated for some time: a hundred steps halve it.
