@@ -30,7 +30,7 @@ import torch.nn as nn
 from _common import DTYPES, dtype_here, finish, median_ratio, turns
 from _disk import FIO, fio, huge_pages, mixed
 from _gpt import GPT, SHAPES, Shape
-from step import CLIPPING, FORMATS, Paged, Plain, train
+from step import CLIPPING, FORMATS, Apart, Paged, train
 
 import zeropage
 
@@ -95,9 +95,9 @@ def main() -> None:
         may = stack.enter_context(huge_pages(64))
         space = make_space(memory, directory, "mixed" if is_mixed else "float32")
         stack.callback(space.close)
-        programs: dict[str, Paged | Plain] = {"paged": Paged(shape, space, CLIPPING["asleep"])}
+        programs: dict[str, Paged | Apart] = {"paged": Paged(shape, space, CLIPPING["asleep"])}
         if args.pairs:
-            programs["plain"] = Plain(shape, is_mixed, CLIPPING["asleep"])
+            programs["plain"] = Apart(shape, is_mixed, CLIPPING["asleep"])
         for program in programs.values():
             train(program, batch, shape, WARM_UP)
 

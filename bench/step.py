@@ -1,8 +1,8 @@
 """A training step as users run it, with everything on disk, against a limit that no such step can beat.
 
 Clipping by the global norm, fused AdamW, budgets of a quarter of the state; bfloat16 over float32 masters, or one of
-the other formats. In one run it alternates with the same step by hand in memory ("plain"), with a paged step without
-early updates, and with fio.
+the other formats. In one run it alternates with a paged step without early updates, with fio, and with "plain": the
+same step by hand, in memory and in a process of its own.
 
 limit: the larger of plain's seconds, and of the paged step's bytes at fio's rate for its mix of reads and writes.
 ratio: seconds of a paged step / limit.
@@ -16,6 +16,8 @@ to_bound: seconds of a paged step / bound.
 
 import argparse
 import itertools
+import multiprocessing
+import multiprocessing.connection
 import statistics
 import tempfile
 import time
@@ -90,6 +92,37 @@ class Plain:
         return 0, 0
 
 
+class Apart:
+    """Plain in a process of its own. An open space gives all of PyTorch's large tensors in its process huge pages."""
+
+    def __init__(self, shape: Shape, is_mixed: bool, most: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        process = context.Process(target=_serve, args=(other, shape, is_mixed, most), daemon=True)
+        process.start()
+        other.close()
+
+    def train(self, batch: int, steps: int) -> "Meter":
+        self.pipe.send((batch, steps))
+        meter = Meter()
+        meter.seconds = self.pipe.recv()
+        return meter
+
+    def moved(self) -> tuple[int, int]:
+        return 0, 0
+
+
+def _serve(pipe: multiprocessing.connection.Connection, shape: Shape, is_mixed: bool, most: float) -> None:
+    """Train as the other end of the pipe asks, until it is closed."""
+    program = Plain(shape, is_mixed, most)
+    try:
+        while True:
+            batch, steps = pipe.recv()
+            pipe.send(train(program, batch, shape, steps).seconds)
+    except EOFError:
+        pass
+
+
 class Meter:
     """Seconds and bytes of each phase in a step."""
 
@@ -111,7 +144,9 @@ class Meter:
         return result
 
 
-def train(program: Paged | Plain, batch: int, shape: Shape, steps: int) -> Meter:
+def train(program: Paged | Plain | Apart, batch: int, shape: Shape, steps: int) -> Meter:
+    if isinstance(program, Apart):
+        return program.train(batch, steps)
     generator, meter = torch.Generator().manual_seed(1), Meter()
     for _ in range(steps):
         text = torch.randint(0, shape.vocabulary, (batch, shape.length + 1), generator=generator)
@@ -154,8 +189,8 @@ def measure(model: str, batch: int, kind: str, clipping: str, args: argparse.Nam
             )
 
         spaces = {"paged": make_space("auto"), "not ahead": make_space("never")}
-        programs: dict[str, Paged | Plain] = {name: Paged(shape, space, most) for name, space in spaces.items()}
-        programs["plain"] = Plain(shape, kind != "float32", most)
+        programs: dict[str, Paged | Apart] = {name: Paged(shape, space, most) for name, space in spaces.items()}
+        programs["plain"] = Apart(shape, kind != "float32", most)
         for program in programs.values():
             train(program, batch, shape, 4)
         ratios, to_plain, to_not_ahead, to_bound, limits, bounds = [], [], [], [], [], []

@@ -5,7 +5,6 @@
 
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
-#include "zeropage/base/heap.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/shared_casts.h"
 
@@ -84,16 +83,6 @@ class ReadVersions {
   c10::SmallVector<std::pair<const PagedArgument*, std::int64_t>, 8> read_;
 };
 
-/// Bytes of the operands whose home is the disk. 0 on a device.
-std::size_t bytes_from_disk(const Call& call) {
-  std::size_t bytes = 0;
-  for (const PagedArgument& argument : call.paged) {
-    const bool counts = argument.tensor.is_cpu() && !argument.segment->is_unallocated();
-    if (counts && argument.segment->tier() == Tier::disk) bytes += argument.segment->bytes();
-  }
-  return bytes;
-}
-
 }  // namespace
 
 void Call::redispatch() {
@@ -117,7 +106,6 @@ void Call::run_whole() {
     RECORD_FUNCTION("zeropage::pin", c10::ArrayRef<const c10::IValue>{});  // shows faults in torch.profiler
     return TensorPin(requests);
   }();
-  give_back_holes(bytes_from_disk(*this));
   const ReadVersions versions(*this);
   const bool is_autocast = autocasts(paged[0].tensor);
   const SharedCasts casts(*this, is_autocast);

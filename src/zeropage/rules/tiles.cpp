@@ -9,7 +9,6 @@
 #include <deque>
 
 #include "zeropage/base/errors.h"
-#include "zeropage/base/heap.h"
 #include "zeropage/base/units.h"
 
 namespace zeropage {
@@ -133,10 +132,6 @@ std::int64_t fewest_rows(const Rows& rows, std::size_t most_bytes) {
 
 void for_each_tile(const Rows& rows, Access access,
                    c10::function_ref<void(std::int64_t row, const at::Tensor& tile)> use) {
-  const auto run = [&](std::int64_t row, const at::Tensor& tile) {
-    use(row, tile);
-    if (tile.is_cpu()) give_back_holes(tile.nbytes());  // left by the operators' temporaries
-  };
   const std::size_t item_bytes = rows.options.dtype().itemsize(), row_bytes = rows.columns * item_bytes;
   const std::size_t page_bytes = rows.segment->page_bytes(), begin = rows.begin * item_bytes;
   const std::size_t limit = rows.segment->cache()->frame_limit();
@@ -164,7 +159,7 @@ void for_each_tile(const Rows& rows, Access access,
       // Leave at least `fewest` rows for the last tile.
       const bool joins = n < left && left - n < fewest && n > fewest;
       const std::int64_t taken = joins ? n - fewest : n;
-      run(row, over(pages.find(at), taken, rows.columns));
+      use(row, over(pages.find(at), taken, rows.columns));
       row += taken;
       continue;
     }
@@ -192,7 +187,7 @@ void for_each_tile(const Rows& rows, Access access,
     };
     if (access != Access::overwrite)
       for_each_piece([](const at::Tensor& page, at::Tensor part) { part.copy_(page); });
-    run(row, tile);
+    use(row, tile);
     if (access != Access::read) for_each_piece([](at::Tensor page, const at::Tensor& part) { page.copy_(part); });
     row += n;
   }

@@ -30,6 +30,7 @@
 #include "zeropage/rules/speculation.h"
 #include "zeropage/space/agreement.h"
 #include "zeropage/space/bandwidth.h"
+#include "zeropage/space/cpu_allocator.h"
 #include "zeropage/space/frontend.h"
 #include "zeropage/space/planned_group.h"
 #include "zeropage/space/torch_device.h"
@@ -633,7 +634,10 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   if (domain->early_update == EarlyUpdate::never) config.early_update = "never";
   config.optimizer_device = domain->updates_in_host || !separate ? "host" : "device";
   config.memory = separate ? "separate" : "unified";
-  return std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
+  const bool uses_heap = !planned && domain->device.is_cpu();
+  auto space = std::shared_ptr<Space>(new Space(std::move(config), std::move(domain)));
+  if (uses_heap) space->tensor_heap_ = use_tensor_heap();
+  return space;
 }
 
 namespace {
@@ -702,6 +706,7 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
 void Space::close() {
   if (domain_->gathered) domain_->gathered->close();
   domain_->cache->close();
+  tensor_heap_ = nullptr;
 }
 
 std::shared_ptr<Activations> Space::activations() const {

@@ -195,6 +195,7 @@ class Space : public std::enable_shared_from_this<Space> {
   Space(Config config, std::shared_ptr<Domain> domain) : config_(std::move(config)), domain_(std::move(domain)) {}
   Config config_;
   std::shared_ptr<Domain> domain_;
+  std::shared_ptr<void> tensor_heap_;  // in use until close()
   const Clock::time_point made_ = Clock::now();
   const BookedTime::Seconds spent_before_ = BookedTime::of_no_space().seconds();
 };

@@ -4,6 +4,7 @@
 #include <ATen/core/VariableHooksInterface.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -424,7 +425,9 @@ bool has_memory_of_torch(const at::Tensor& tensor) {
   const auto& data =
       tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   const auto made_by_torch = c10::GetAllocator(tensor.device().type())->raw_deleter();
-  return !made_by_torch || data.get_deleter() == made_by_torch;
+  if (!made_by_torch || data.get_deleter() == made_by_torch) return true;
+  // Made before zeropage's own allocator came (space/cpu_allocator.h).
+  return tensor.is_cpu() && data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
 }
 
 bool adopt_both(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, const at::Tensor& twin, Role role) {

@@ -12,7 +12,6 @@
 
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
-#include "zeropage/base/heap.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/windows.h"
@@ -64,7 +63,6 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
       copy_by_pages();
     }
   }
-  if (tensor.is_cpu()) give_back_holes(bytes);
   return content;
 }
 
@@ -184,7 +182,6 @@ at::Tensor SavedTensor::open() const {
   }
   c10::NoGradGuard no_grad;
   const Booking booking(&segment_of(*content_)->domain()->cache->booked(), Spent::overhead);
-  if (options_.device().is_cpu()) give_back_holes(content_->nbytes());
   struct Held {
     TensorPin pin;  // first: it holds the segment
     std::shared_ptr<const at::Tensor> content;

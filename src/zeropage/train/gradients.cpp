@@ -11,7 +11,6 @@
 
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
-#include "zeropage/base/heap.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/norms.h"
 #include "zeropage/rules/placement.h"
@@ -162,7 +161,6 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       copy(paged, gradient);
     }
     if (made.domain()->offloads_updates() && made.tier() != Tier::device) made.cache()->bring_down(made);
-    if (leaf.is_cpu() && made.tier() == Tier::disk) give_back_holes(gradient.nbytes());
     at::Tensor result = narrow ? widened(paged) : paged;
     if (norm) foresee(result, std::move(norm));
     return result;

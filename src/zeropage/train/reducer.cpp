@@ -13,7 +13,6 @@
 
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
-#include "zeropage/base/heap.h"
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/units.h"
 #include "zeropage/plan/machine.h"
@@ -447,7 +446,6 @@ void Reducer::spill_pile() {
     std::size_t done = 0;
     write(*segment_of(paged), 0, gradient, reduction->dtype, /*add=*/false, done);
     gradient = paged;
-    if (domain_.device.is_cpu()) give_back_holes(paged.nbytes());
   }
 }
 

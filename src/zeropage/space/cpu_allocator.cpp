@@ -1,0 +1,96 @@
+#include "zeropage/space/cpu_allocator.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <unistd.h>
+
+#include <mutex>
+
+#include "zeropage/io/tensor_heap.h"
+
+namespace zeropage {
+
+namespace {
+
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kUses = false;  // it finds reads and writes beyond malloc's blocks
+#else
+constexpr bool kUses = true;
+#endif
+
+/// Bytes of the machine's memory.
+std::size_t physical_memory() {
+  return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+class CpuAllocator final : public c10::Allocator {
+ public:
+  explicit CpuAllocator(c10::Allocator* ordinary) : ordinary_(ordinary) {}
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    // What no memory can hold gets the ordinary allocator's error.
+    if (bytes < memory_ / 2) {
+      if (void* const data = heap_.try_allocate(bytes)) {
+        c10::profiledCPUMemoryReporter().New(data, bytes);
+        return {data, data, &CpuAllocator::free, c10::kCPU};
+      }
+    }
+    void* const data = ordinary_->raw_allocate(bytes);
+    return {data, data, &CpuAllocator::free, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &CpuAllocator::free; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  c10::Allocator* ordinary() const { return ordinary_; }
+  TensorHeap& heap() { return heap_; }
+
+ private:
+  static void free(void* data);
+
+  c10::Allocator* const ordinary_;
+  const std::size_t memory_ = physical_memory();
+  TensorHeap heap_{4 * memory_};
+};
+
+struct Installed {
+  std::mutex mutex;
+  CpuAllocator* allocator = nullptr;  // never destroyed: tensors may outlive all else
+  int users = 0;
+};
+
+Installed& installed() {
+  static auto& one = *new Installed;
+  return one;
+}
+
+void CpuAllocator::free(void* data) {
+  CpuAllocator& self = *installed().allocator;
+  if (!self.heap_.owns(data)) return self.ordinary_->raw_deallocate(data);
+  c10::profiledCPUMemoryReporter().Delete(data);
+  self.heap_.release(data);
+}
+
+void stop_using() {
+  Installed& it = installed();
+  const std::lock_guard lock(it.mutex);
+  if (--it.users > 0) return;
+  if (c10::GetAllocator(c10::kCPU) == it.allocator) c10::SetAllocator(c10::kCPU, it.allocator->ordinary());
+  it.allocator->heap().set_keeps(false);
+}
+
+}  // namespace
+
+std::shared_ptr<void> use_tensor_heap() {
+  Installed& it = installed();
+  const std::lock_guard lock(it.mutex);
+  c10::Allocator* const now = c10::GetAllocator(c10::kCPU);
+  if (!it.allocator) {
+    if (!kUses || !now->raw_deleter()) return nullptr;
+    it.allocator = new CpuAllocator(now);
+  }
+  if (now == it.allocator->ordinary()) c10::SetAllocator(c10::kCPU, it.allocator);
+  it.allocator->heap().set_keeps(true);
+  ++it.users;
+  return {it.allocator, [](void*) { stop_using(); }};
+}
+
+}  // namespace zeropage

@@ -1,0 +1,14 @@
+// While a space on the CPU is open, PyTorch's large tensors on the CPU come from a heap on huge pages
+// ([Note: what malloc keeps] in io/tensor_heap.h).
+#pragma once
+
+#include <memory>
+
+namespace zeropage {
+
+/// Installs the heap as PyTorch's allocator until the result and all others like it are gone. Tensors keep their
+/// memory as long as they live. Does nothing if another library's allocator has a higher priority, or cannot free a
+/// bare address.
+std::shared_ptr<void> use_tensor_heap();
+
+}  // namespace zeropage
