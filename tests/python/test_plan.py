@@ -469,17 +469,6 @@ def test_a_failed_plan_leaves_nothing_behind(tmp_path):
     assert time.perf_counter() > begin
 
 
-def test_memory_that_goes_back_to_the_system_is_had_anew_in_each_step():
-    slow = dataclasses.replace(HERE, new_memory_ms=1e6)  # 1 s a MB
-
-    def planned(home, machine):
-        return zp.simulate(small(), DISK | SMALL | {"gradients": home, "host_memory": "60MB"}, machine)
-
-    assert planned("host", slow).seconds == planned("host", HERE).seconds
-    more = planned("disk", slow).seconds - planned("disk", HERE).seconds
-    assert more == pytest.approx(planned("disk", HERE).ordinary_peak * 1e-6, rel=0.05)
-
-
 def test_memory_that_an_operator_waits_for_is_not_taken_for_what_comes_later():
     """Gradients at home in host memory need holes there, which reading ahead filled again as each read ended: for
     ever, as long as its ends started the next."""

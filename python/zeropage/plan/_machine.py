@@ -31,7 +31,6 @@ class Machine:
     disk_write_gbs: float = 0.0
     disk_latency_us: float = 100.0
     disk_beside_ms: float = 0.0  # that a GB of disk traffic costs operators on the processor.
-    new_memory_ms: float = 0.0  # for the system to allocate a GB of ordinary tensors on the processor.
     disk_endurance_tb: float = 0.0  # bytes written until it is worn; 0: unknown
     devices: int = 1  # of the node: as many ranks
     unified: bool = False

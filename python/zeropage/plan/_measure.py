@@ -43,7 +43,6 @@ def machine(directory: pathlib.Path, device: str) -> Machine:
         "disk_beside_ms": statistics.median(_beside(directory) for _ in range(3)) * 1e12
         if where.type == "cpu"
         else 0.0,
-        "new_memory_ms": _new_memory() * 1e12 if where.type == "cpu" else 0.0,
         "operator_us": _seconds(lambda: torch.ones(1, device=where).add_(1), where) * 1e6,
         "unified": where.type == "cpu",
         "source": f"measured with torch {torch.__version__}",
@@ -148,13 +147,6 @@ def _beside(directory: pathlib.Path) -> float:
             mover.result()  # raises the disk's error, if any
         through = moved / (time.perf_counter() - begin)
     return max(0.0, 1 - beside / alone) / through
-
-
-def _new_memory() -> float:
-    """Return the seconds that a byte's first use costs, on all cores."""
-    old = torch.zeros(_ELEMENTS)
-    first = _seconds(lambda: torch.empty(_ELEMENTS).fill_(1.0), torch.device("cpu"))
-    return max(0.0, first - _seconds(lambda: old.fill_(1.0), torch.device("cpu"))) / (4 * _ELEMENTS)
 
 
 class _Weight(torch.nn.Module):

@@ -64,7 +64,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._machine, self._costs = machine, costs
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._held: weakref.ref[torch.UntypedStorage] | None = None  # the latest condition that holds
-        self.ordinary = self.ordinary_peak = self.peak_since = self.least_since = 0
+        self.ordinary = self.ordinary_peak = 0
         self.attention = Attention(on_cpu)
 
     @classmethod
@@ -110,21 +110,11 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def gone(_: object) -> None:
             self.ordinary -= size
-            self.least_since = min(self.least_since, self.ordinary)
             self._alive.pop(key, None)
 
         self._alive[key] = weakref.ref(storage, gone)
         self.ordinary += size
         self.ordinary_peak = max(self.ordinary_peak, self.ordinary)
-        self.peak_since = max(self.peak_since, self.ordinary)
-
-    def have_anew(self, seconds_per_byte: float) -> None:
-        """Advance virtual time by the system's work of allocating ordinary memory again.
-
-        The amount is the peak use since the last call, less the memory that was never freed.
-        """
-        self._machine.compute((self.peak_since - self.least_since) * seconds_per_byte)
-        self.peak_since = self.least_since = self.ordinary
 
 
 @dataclass
@@ -333,7 +323,6 @@ def _run(
     for module in model.modules():
         if not any(module.children()):
             module.register_forward_pre_hook(_refuse_autocast)
-    new_memory = machine.new_memory_ms * 1e-12 if machine.unified and _gives_memory_back(space.config) else 0.0
     marks = [(space.report(), _Times(planned))]
     end, settled = warm_up + steps, False
     with contextlib.ExitStack() as ending:
@@ -345,7 +334,6 @@ def _run(
                 ending.callback(_core.stop_trace)
             try:
                 _step(program, model, optimizer, counting)
-                counting.have_anew(new_memory)
             except NotImplementedError as error:  # an operator's result depends on values
                 text = str(error).splitlines()[0]
                 raise _core.ConfigError(f"{program.name} cannot be planned: {text}") from None
@@ -389,11 +377,6 @@ def _are_alike(marks: list[tuple[Report, _Times]]) -> bool:
 
     earlier, last = of_step(marks[-3], marks[-2]), of_step(marks[-2], marks[-1])
     return all(abs(a - b) <= _ALIKE * b for a, b in zip(earlier, last, strict=True))
-
-
-def _gives_memory_back(config: Config) -> bool:
-    """Tell whether the space returns holes of malloc's heap to the system (base/heap.h)."""
-    return config.gradients == "disk" or config.activations != "device"
 
 
 class _Times:

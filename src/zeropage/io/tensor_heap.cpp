@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace zeropage {
 
@@ -45,7 +46,7 @@ std::byte* TensorHeap::try_allocate(std::size_t bytes) {
   live.key() = *offset;
   live_.insert(std::move(live));
   alive_bytes_ += bytes;
-  note_peak();
+  if (note_peak()) give_back(limit());
   const std::size_t first = *offset / kHugePageBytes, end = ceil_div(*offset + bytes, kHugePageBytes);
   const auto in_memory = std::count(resident_.begin() + first, resident_.begin() + end, true);
   const std::size_t fresh = (end - first - in_memory) * kHugePageBytes;
@@ -96,14 +97,16 @@ bool TensorHeap::make_writable(std::size_t end) {
 
 std::size_t TensorHeap::limit() const { return std::max(peak_, earlier_peak_) + kSlack; }
 
-void TensorHeap::note_peak() {
+/// Returns whether memory of an earlier peak may be free now.
+bool TensorHeap::note_peak() {
   const auto now = clock_();
-  if (now - since_ >= kLately) {
-    earlier_peak_ = peak_;
-    peak_ = 0;
+  const bool begins = now - since_ >= kLately;
+  if (begins) {
+    earlier_peak_ = std::exchange(peak_, 0);
     since_ = now;
   }
   peak_ = std::max(peak_, alive_bytes_);
+  return begins;
 }
 
 /// Returns huge pages without a live block to the system, the largest holes first, until `most` bytes are in memory.

@@ -5,7 +5,8 @@
 // holes in its heap, so the process grows by half of its activations although nothing is alive. Or it returns them
 // to the system, and each step faults them in again, 4 KiB at a time: 180,000 faults a step of a model with 125
 // million parameters. Here the kernel provides 2 MiB at a fault. Free memory stays, so long as all memory is at most
-// kSlack more than the most bytes alive lately. New memory beyond that first returns as much from holes.
+// kSlack more than the most bytes alive lately. New memory beyond that first returns as much from holes, in whole
+// huge pages: a live block keeps those that it touches.
 //
 // A forked child keeps the tensors that it inherits. It makes no new ones here.
 #pragma once
@@ -59,7 +60,7 @@ class TensorHeap {
   };
   bool make_writable(std::size_t end);
   std::size_t limit() const;
-  void note_peak();
+  bool note_peak();
   void give_back(std::size_t most) noexcept;
 
   mutable std::mutex mutex_;

@@ -27,7 +27,7 @@ class CpuAllocator final : public c10::Allocator {
   explicit CpuAllocator(c10::Allocator* ordinary) : ordinary_(ordinary) {}
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    // What no memory can hold gets the ordinary allocator's error.
+    // The ordinary allocator raises PyTorch's error if no memory can hold the tensor.
     if (bytes < memory_ / 2) {
       if (void* const data = heap_.try_allocate(bytes)) {
         c10::profiledCPUMemoryReporter().New(data, bytes);
