@@ -105,7 +105,7 @@ TEST_CASE("holes of all sizes are at most the slack beyond the most bytes alive"
       blocks.push_back(filled(heap, size * kMiB));
       stay.push_back(filled(heap, kHugePageBytes));
     }
-    // Holes of an odd number of MiB share huge pages with the blocks beside them.
+    // Holes of an odd number of MiB share huge pages with their neighbours.
     CHECK(heap.resident_bytes() <= heap.alive_bytes() + stay.size() * kHugePageBytes + TensorHeap::kSlack);
     std::size_t really = 0;
     for (std::byte* const block : blocks) really += in_memory(block, round_down(size * kMiB, kBlockBytes));
