@@ -55,7 +55,7 @@ mallinfo2.restype = Heap
 
 def in_use() -> int:
     heap = mallinfo2()
-    return int(heap.uordblks + heap.hblkhd)
+    return int(heap.uordblks + heap.hblkhd) + zeropage._core.tensor_heap_bytes()
 
 
 def run(rank: int, ranks: int, port: int, args: argparse.Namespace, directory: str) -> None:

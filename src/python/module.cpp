@@ -17,6 +17,7 @@
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/quantised.h"
 #include "zeropage/rules/speculation.h"
+#include "zeropage/space/cpu_allocator.h"
 #include "zeropage/space/frontend.h"
 #include "zeropage/train/activations.h"
 #include "zeropage/zeropage.h"
@@ -425,6 +426,7 @@ void bind_steps(py::module_& module) {
 }
 
 void bind_watching(py::module_& module) {
+  module.def("tensor_heap_bytes", &tensor_heap_bytes);
   module.def("available_memory", [] { return available_memory(); });
   py::class_<LongWait>(module, "LongWait")
       .def_readonly("number", &LongWait::number)

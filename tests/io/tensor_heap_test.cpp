@@ -128,6 +128,23 @@ TEST_CASE("memory of a peak that is long past goes back to the system") {
   CHECK(in_memory(peak, 512 * kMiB) <= 8 * kMiB + TensorHeap::kSlack);
 }
 
+TEST_CASE("trim returns all that is free, and a block that is freed after a pause what an earlier peak left") {
+  HandClock hand;
+  TensorHeap heap(kGiB, hand.clock());
+  std::byte* const stays = filled(heap, 4 * kMiB);
+  heap.release(filled(heap, 256 * kMiB));
+  std::byte* const last = filled(heap, 4 * kMiB);
+  hand.pass(TensorHeap::kLately);
+  heap.release(filled(heap, 4 * kMiB));
+  hand.pass(TensorHeap::kLately);
+  heap.release(last);  // makes no block
+  CHECK(heap.resident_bytes() <= 12 * kMiB + TensorHeap::kSlack);
+  CHECK(heap.resident_bytes() > 4 * kMiB);
+  heap.trim();
+  CHECK(heap.resident_bytes() == 4 * kMiB);
+  CHECK(std::to_integer<int>(stays[4 * kMiB - 1]) == 1);
+}
+
 TEST_CASE("a heap that keeps nothing returns each block, and keeps what is alive") {
   TensorHeap heap(kGiB);
   std::byte* const one = filled(heap, 32 * kMiB, 7);
@@ -164,6 +181,8 @@ TEST_CASE("a forked child reads the heap's blocks and makes none") {
           if (heap.try_allocate(kMiB)) return 1;
           if (std::to_integer<int>(block[kMiB - 1]) != 5) return 2;
           heap.release(block);
+          heap.trim();
+          heap.set_keeps(false);
           return 0;
         }) == 0);
   CHECK(std::to_integer<int>(block[kMiB - 1]) == 5);

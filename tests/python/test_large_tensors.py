@@ -1,5 +1,6 @@
 """Memory of large ordinary tensors on the CPU while a space is open: as PyTorch's own, without page faults."""
 
+import concurrent.futures
 import copy
 import multiprocessing
 import pickle
@@ -67,6 +68,39 @@ def open_and_close():
     again = open_space()
     assert torch.equal(stays, torch.arange(8 * MB))
     again.close()
+
+
+def test_free_memory_does_not_count_against_another_space():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(open_after_a_peak)
+
+
+def open_after_a_peak():
+    one = open_space()
+    before = zeropage._core.tensor_heap_bytes()
+    large = torch.ones(400 * MB, dtype=torch.uint8)
+    assert zeropage._core.tensor_heap_bytes() == before + 400 * MB
+    del large
+    kept = resident()
+    other = open_space()
+    assert resident() < kept - 350 * MB
+    other.close()
+    one.close()
+
+
+def test_a_space_may_be_closed_in_a_forked_child_and_by_two_threads():
+    space, other = open_space(), open_space()
+    before = zeropage._core.tensor_heap_bytes()
+    process = multiprocessing.get_context("fork").Process(target=space.close)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(lambda _: space.close(), range(4)):
+            pass
+    large = torch.ones(MB, dtype=torch.uint8)
+    assert zeropage._core.tensor_heap_bytes() == before + large.nbytes  # the other space is open
+    other.close()
 
 
 def test_what_no_memory_can_hold_raises_as_in_pytorch():

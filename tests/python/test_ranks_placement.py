@@ -228,10 +228,10 @@ class Mallinfo(ctypes.Structure):
 
 
 def allocated():
-    """Bytes of the heap that are in use."""
+    """Bytes of malloc's heap and of large tensors that are in use."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = Mallinfo
-    return mallinfo().uordblks + mallinfo().hblkhd
+    return mallinfo().uordblks + mallinfo().hblkhd + zeropage._core.tensor_heap_bytes()
 
 
 def piles_up():

@@ -14,11 +14,11 @@ constexpr std::size_t kStep = 64 * kMiB;  // of making addresses writable: where
 }  // namespace
 
 TensorHeap::TensorHeap(std::size_t addresses, Clock clock) : clock_(std::move(clock)), since_(clock_()) {
-  const std::size_t span = round_up(addresses, kStep);
+  const std::size_t span = round_up(addresses, kStep), mapped = span + kHugePageBytes + kBlockBytes;
   // Readable: kernels may read a few bytes beyond a tensor.
-  void* raw = ::mmap(nullptr, span + kHugePageBytes + kBlockBytes, PROT_READ,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* raw = ::mmap(nullptr, mapped, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) return;
+  mapped_ = {static_cast<std::byte*>(raw), mapped};
   base_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(raw), kHugePageBytes));
   ::madvise(base_, span, MADV_HUGEPAGE);
   span_ = span;
@@ -27,11 +27,11 @@ TensorHeap::TensorHeap(std::size_t addresses, Clock clock) : clock_(std::move(cl
 }
 
 TensorHeap::~TensorHeap() {
-  if (base_) ::munmap(base_, span_);
+  if (!mapped_.empty()) ::munmap(mapped_.data(), mapped_.size());
 }
 
 std::byte* TensorHeap::try_allocate(std::size_t bytes) {
-  if (bytes < kLeast || bytes > span_ || process_ != process_generation()) return nullptr;
+  if (bytes < kLeast || bytes > span_ || is_forked()) return nullptr;
   bytes = round_up(bytes, kBlockBytes);
   std::map<std::size_t, Live> one;  // so that nothing is allocated once memory is taken
   one.emplace(0, Live{bytes, FreeList::make_entry()});
@@ -62,16 +62,27 @@ bool TensorHeap::owns(const void* data) const noexcept {
 }
 
 void TensorHeap::release(void* data) noexcept {
-  if (process_ != process_generation()) return;  // a thread that the child lacks may hold the lock
+  if (is_forked()) return;  // a thread that the child lacks may hold the lock
   const std::lock_guard lock(mutex_);
   const std::size_t offset = static_cast<std::byte*>(data) - base_;
   auto live = live_.extract(offset);
   alive_bytes_ -= live.mapped().bytes;
   free_.release(offset, live.mapped().bytes, std::move(live.mapped().entry));
-  if (!keeps_) give_back(0);
+  if (!keeps_) {
+    give_back(0);
+  } else if (note_peak()) {
+    give_back(limit());
+  }
+}
+
+void TensorHeap::trim() noexcept {
+  if (is_forked()) return;
+  const std::lock_guard lock(mutex_);
+  give_back(0);
 }
 
 void TensorHeap::set_keeps(bool keeps) noexcept {
+  if (is_forked()) return;
   const std::lock_guard lock(mutex_);
   keeps_ = keeps;
   if (!keeps_) give_back(0);
@@ -114,7 +125,7 @@ void TensorHeap::give_back(std::size_t most) noexcept {
   if (resident_bytes_ <= most) return;
   free_.visit_largest([&](std::size_t offset, std::size_t bytes) {
     if (bytes < kHugePageBytes) return false;
-    const std::size_t end = (offset + bytes) / kHugePageBytes;
+    const std::size_t end = std::min(offset + bytes, writable_) / kHugePageBytes;
     for (std::size_t page = ceil_div(offset, kHugePageBytes); page < end && resident_bytes_ > most; ++page) {
       if (!resident_[page]) continue;
       if (::madvise(base_ + page * kHugePageBytes, kHugePageBytes, MADV_DONTNEED) != 0) return false;

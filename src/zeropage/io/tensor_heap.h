@@ -5,8 +5,9 @@
 // holes in its heap, so the process grows by half of its activations although nothing is alive. Or it returns them
 // to the system, and each step faults them in again, 4 KiB at a time: 180,000 faults a step of a model with 125
 // million parameters. Here the kernel provides 2 MiB at a fault. Free memory stays, so long as all memory is at most
-// kSlack more than the most bytes alive lately. New memory beyond that first returns as much from holes, in whole
-// huge pages: a live block keeps those that it touches.
+// kSlack more than the most bytes alive lately: in the last 10 to 20 seconds, as seen when a block is made or freed.
+// New memory beyond that first returns as much from holes, in whole huge pages: a live block keeps those that it
+// touches.
 //
 // A forked child keeps the tensors that it inherits. It makes no new ones here.
 #pragma once
@@ -16,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "zeropage/base/process.h"
@@ -46,8 +48,11 @@ class TensorHeap {
   /// Frees a block. Does nothing in a forked child.
   void release(void* data) noexcept;
   /// Whether free memory stays for later blocks. If not, it returns to the system when a block is freed. At first it
-  /// stays.
+  /// stays. Does nothing in a forked child.
   void set_keeps(bool keeps) noexcept;
+  /// Returns all free memory to the system now: all huge pages that no live block touches. Does nothing in a forked
+  /// child.
+  void trim() noexcept;
 
   std::size_t alive_bytes() const;
   /// In memory, alive or free: whole huge pages.
@@ -60,11 +65,13 @@ class TensorHeap {
   };
   bool make_writable(std::size_t end);
   std::size_t limit() const;
+  bool is_forked() const { return process_ != process_generation(); }
   bool note_peak();
   void give_back(std::size_t most) noexcept;
 
   mutable std::mutex mutex_;
   const Clock clock_;
+  std::span<std::byte> mapped_;
   std::byte* base_ = nullptr;
   std::size_t span_ = 0, writable_ = 0;
   FreeList free_;

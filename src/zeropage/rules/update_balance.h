@@ -53,8 +53,9 @@ class UpdateBalance {
   // Parameters are whole. If one of them changes sides again and again, such gains are out of reach. They are
   // tolerated for some time: a hundred steps halve it.
   static constexpr double kMargin = 1.3, kForgets = 0.993;
-  // A change that leaves more than this of the gain that it promised is taken back. The rest is out of reach too.
-  static constexpr double kHelped = 0.75;
+  // A change that leaves more than this of the gain that it promised, and made the step no faster, is taken back. The
+  // rest is out of reach too. If updates are a small part of the disk's work, a change leaves most of the gain.
+  static constexpr double kHelped = 0.75, kFaster = 1.0 / 16;
   // Without waits in backward, it slowly takes back what it left.
   static constexpr double kNoWait = 0.005, kBack = 0.01;
 
@@ -77,13 +78,16 @@ class UpdateBalance {
     const double before = std::exchange(seen_, gain);
     gain = gain > 0 ? std::clamp(before, 0.0, gain) : std::clamp(before, gain, 0.0);
     if (!(std::abs(gain) > std::max(kTolerated, unavoidable_))) return;
-    if (gain * gain_ > 0 && std::abs(gain) > kHelped * std::abs(gain_)) {
+    if ((gain < 0 && share_ == 1) || (gain > 0 && share_ == 0)) return;  // there is nothing left to move
+    const bool is_faster = seconds < (1 - kFaster * std::abs(gain_)) * seconds_;
+    if (gain * gain_ > 0 && std::abs(gain) > kHelped * std::abs(gain_) && !is_faster) {
       unavoidable_ = kMargin * std::abs(gain);
       gain = -gain_;
     } else if (gain * gain_ < 0 && ++turns_ > 1) {
       unavoidable_ = kMargin * std::min(std::abs(gain), std::abs(gain_));
     }
     gain_ = gain;
+    seconds_ = seconds;
     // All updates take the disk at most as long as a step, so a part of them takes at most this part of a step.
     share_ = std::clamp(share_ - gain, 0.0, 1.0);
     has_changed_ = true;
@@ -96,6 +100,7 @@ class UpdateBalance {
   bool is_like_before_ = false;  // The latest two backwards had the same parameters, and nearly all were possible.
   bool has_changed_ = true;      // The share has just changed, or nothing ran early before.
   double gain_ = 0;              // The latest gain that led to a change, as a share of a step; of taking: negative.
+  double seconds_ = 0;           // of the step that led to it
   double seen_ = 0;              // The gain that the step before promised; 0 after a change.
   double unavoidable_ = 0;       // Gains that are out of reach, likewise.
   int turns_ = 0;                // Changes in the other direction than the one before.

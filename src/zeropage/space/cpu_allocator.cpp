@@ -5,11 +5,18 @@
 
 #include <mutex>
 
+#include "zeropage/base/process.h"
 #include "zeropage/io/tensor_heap.h"
 
 namespace zeropage {
 
 namespace {
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1  // as GCC names it
+#endif
+#endif
 
 #ifdef __SANITIZE_ADDRESS__
 constexpr bool kUses = false;  // it finds reads and writes beyond malloc's blocks
@@ -34,6 +41,7 @@ class CpuAllocator final : public c10::Allocator {
         return {data, data, &CpuAllocator::free, c10::kCPU};
       }
     }
+    if (bytes >= TensorHeap::kLeast) heap_.trim();  // it may need the memory
     void* const data = ordinary_->raw_allocate(bytes);
     return {data, data, &CpuAllocator::free, c10::kCPU};
   }
@@ -55,6 +63,9 @@ struct Installed {
   std::mutex mutex;
   CpuAllocator* allocator = nullptr;  // never destroyed: tensors may outlive all else
   int users = 0;
+  const std::uint64_t process = process_generation();
+  /// A thread that the child lacks may hold the mutex. The child leaves all as it is.
+  bool is_forked() const { return process != process_generation(); }
 };
 
 Installed& installed() {
@@ -71,16 +82,34 @@ void CpuAllocator::free(void* data) {
 
 void stop_using() {
   Installed& it = installed();
+  if (it.is_forked()) return;
   const std::lock_guard lock(it.mutex);
   if (--it.users > 0) return;
   if (c10::GetAllocator(c10::kCPU) == it.allocator) c10::SetAllocator(c10::kCPU, it.allocator->ordinary());
   it.allocator->heap().set_keeps(false);
 }
 
+struct User {
+  bool counts = false;
+  ~User() {
+    if (counts) stop_using();
+  }
+};
+
+/// Null if no space on the CPU was ever open, or in a forked child.
+TensorHeap* heap_if_any() {
+  Installed& it = installed();
+  if (it.is_forked()) return nullptr;
+  const std::lock_guard lock(it.mutex);
+  return it.allocator ? &it.allocator->heap() : nullptr;
+}
+
 }  // namespace
 
 std::shared_ptr<void> use_tensor_heap() {
   Installed& it = installed();
+  if (it.is_forked()) return nullptr;
+  const auto user = std::make_shared<User>();
   const std::lock_guard lock(it.mutex);
   c10::Allocator* const now = c10::GetAllocator(c10::kCPU);
   if (!it.allocator) {
@@ -90,7 +119,17 @@ std::shared_ptr<void> use_tensor_heap() {
   if (now == it.allocator->ordinary()) c10::SetAllocator(c10::kCPU, it.allocator);
   it.allocator->heap().set_keeps(true);
   ++it.users;
-  return {it.allocator, [](void*) { stop_using(); }};
+  user->counts = true;
+  return user;
+}
+
+void trim_tensor_heap() {
+  if (TensorHeap* const heap = heap_if_any()) heap->trim();
+}
+
+std::size_t tensor_heap_bytes() {
+  TensorHeap* const heap = heap_if_any();
+  return heap ? heap->alive_bytes() : 0;
 }
 
 }  // namespace zeropage

@@ -2,6 +2,7 @@
 // ([Note: what malloc keeps] in io/tensor_heap.h).
 #pragma once
 
+#include <cstddef>
 #include <memory>
 
 namespace zeropage {
@@ -10,5 +11,11 @@ namespace zeropage {
 /// memory as long as they live. Does nothing if another library's allocator has a higher priority, or cannot free a
 /// bare address.
 std::shared_ptr<void> use_tensor_heap();
+
+/// Returns the heap's free memory to the system, for those who ask how much memory is free.
+void trim_tensor_heap();
+
+/// Bytes of the tensors that the heap holds, which no statistics of malloc count.
+std::size_t tensor_heap_bytes();
 
 }  // namespace zeropage

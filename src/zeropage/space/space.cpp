@@ -16,6 +16,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <sstream>
 #include <tuple>
@@ -49,6 +50,7 @@ std::size_t ranks_here() {
 /// Bytes of the machine's memory that this process may use.
 std::size_t free_memory(bool over_ranks, const Machine* planned) {
   if (planned) return planned->speeds.host_bytes;
+  trim_tensor_heap();  // another space's
   return available_memory() / (over_ranks ? ranks_here() : 1);
 }
 
@@ -706,6 +708,8 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
 void Space::close() {
   if (domain_->gathered) domain_->gathered->close();
   domain_->cache->close();
+  static std::mutex closing;  // two threads may close one space
+  const std::lock_guard lock(closing);
   tensor_heap_ = nullptr;
 }
 
