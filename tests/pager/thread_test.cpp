@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <random>
 #include <thread>
 
@@ -179,4 +180,31 @@ TEST_CASE_FIXTURE(CacheFixture,
   })
       .join();
   cache->unpin({&first, 1});
+}
+
+TEST_CASE_FIXTURE(CacheFixture, "zeros stay although another thread joins the pages in one frame meanwhile") {
+  make(24 * 1024 * K, 0, 256 * K);
+  for (int round = 0; round < 60; ++round) {
+    auto a = segment(8 * 1024 * K);
+    for (std::size_t page = 0; page < 32; ++page) {
+      PagePin pin = cache->pin_page(*a, page, Access::overwrite);
+      pin.wait();
+      std::memset(pin.data(), 7, 256 * K);
+    }
+    const PinRequest request{a.get(), Access::read};
+    std::thread other([&] {
+      cache->pin({&request, 1});
+      cache->unpin({&request, 1});
+    });
+    std::this_thread::sleep_for(std::chrono::microseconds(round * 50));
+    cache->zero(*a);
+    other.join();
+    for (std::size_t page = 0; page < 32; ++page) {
+      PagePin pin = cache->pin_page(*a, page, Access::read);
+      pin.wait();
+      const bool is_zero =
+          std::all_of(pin.data(), pin.data() + 256 * K, [](std::byte b) { return b == std::byte{0}; });
+      REQUIRE(is_zero);
+    }
+  }
 }

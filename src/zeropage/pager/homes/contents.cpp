@@ -20,15 +20,19 @@ void Contents::zero(Segment& segment) {
   }
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
-  transfers_.wait_until(lock, [&] { return run.lent == 0; });
-  for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
-    if (run.is_owed(i) || !run.has_slot_to_write(i)) transfers_.make_writable(lock, run, i);
-  }
+  // A thread that copies the pages to one frame without the lock would bring the old content back.
+  const auto is_free = [&] { return run.lent == 0 && run.filling == 0; };
   ++run.changes;
-  settle_transfers(lock, run);
-  if (run.below) {
-    (void)change_below(lock, run, [&] { return run.below->cache()->zero(*run.below), true; });
-  }
+  do {
+    transfers_.wait_until(lock, is_free);
+    for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
+      if (run.is_owed(i) || !run.has_slot_to_write(i)) transfers_.make_writable(lock, run, i);
+    }
+    settle_transfers(lock, run);
+    if (run.below) {
+      (void)change_below(lock, run, [&] { return run.below->cache()->zero(*run.below), true; });
+    }
+  } while (!is_free());
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     Page& page = run.pages[i];
     if (page.frame && page.frame->pins > 0) {

@@ -91,7 +91,9 @@ void Versions::discard(Segment& segment) {
   transfers_.wait_until(lock, [&] { return std::ranges::none_of(run.pages, is_busy); }, Cause::content);
   for (Page& page : run.pages) {
     page.target = nullptr;
-    if (!std::exchange(page.is_new, false) || !page.frame) continue;
+    if (!std::exchange(page.is_new, false)) continue;
+    transfers_.forget_failed_write(page);
+    if (!page.frame) continue;
     // The frame's other pages are new too, or unchanged from home.
     for (std::size_t i = page.frame->first_page; i < page.frame->first_page + page.frame->pages; ++i) {
       if (run.pages[i].frame == page.frame) run.pages[i].is_new = false;
