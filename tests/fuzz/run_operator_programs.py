@@ -13,6 +13,7 @@ import sys
 
 os.environ.setdefault("ZEROPAGE_POISON", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("ZEROPAGE_TENSOR_HEAP_LEAST", "64")  # the programs' tensors are small
 
 import operator_programs as programs
 import workers

@@ -30,6 +30,7 @@ for _folder in ("fuzz", "python"):
 from rank_programs import Program, generate  # noqa: E402
 
 LIMIT = 20.0  # seconds for a program
+os.environ.setdefault("ZEROPAGE_TENSOR_HEAP_LEAST", "64")  # the programs' tensors are small
 OTHERS = 5.0  # seconds for the other ranks, once one has failed
 
 

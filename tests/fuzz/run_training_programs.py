@@ -15,6 +15,7 @@ from dataclasses import replace
 
 os.environ.setdefault("ZEROPAGE_POISON", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("ZEROPAGE_TENSOR_HEAP_LEAST", "64")  # the programs' tensors are small
 
 import training_programs as programs
 import workers

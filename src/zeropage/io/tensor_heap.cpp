@@ -13,7 +13,8 @@ constexpr std::size_t kStep = 64 * kMiB;  // of making addresses writable: where
 
 }  // namespace
 
-TensorHeap::TensorHeap(std::size_t addresses, Clock clock) : clock_(std::move(clock)), since_(clock_()) {
+TensorHeap::TensorHeap(std::size_t addresses, Clock clock, std::size_t least)
+    : clock_(std::move(clock)), least_(least), since_(clock_()) {
   const std::size_t span = round_up(addresses, kStep), mapped = span + kHugePageBytes + kBlockBytes;
   // Readable: kernels may read a few bytes beyond a tensor.
   void* raw = ::mmap(nullptr, mapped, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -31,7 +32,7 @@ TensorHeap::~TensorHeap() {
 }
 
 std::byte* TensorHeap::try_allocate(std::size_t bytes) {
-  if (bytes < kLeast || bytes > span_ || is_forked()) return nullptr;
+  if (bytes < least_ || bytes > span_ || is_forked()) return nullptr;
   bytes = round_up(bytes, kBlockBytes);
   std::map<std::size_t, Live> one;  // so that nothing is allocated once memory is taken
   one.emplace(0, Live{bytes, FreeList::make_entry()});
@@ -68,11 +69,7 @@ void TensorHeap::release(void* data) noexcept {
   auto live = live_.extract(offset);
   alive_bytes_ -= live.mapped().bytes;
   free_.release(offset, live.mapped().bytes, std::move(live.mapped().entry));
-  if (!keeps_) {
-    give_back(0);
-  } else if (note_peak()) {
-    give_back(limit());
-  }
+  if (note_peak() || !keeps_) give_back(limit());
 }
 
 void TensorHeap::trim() noexcept {
@@ -85,7 +82,7 @@ void TensorHeap::set_keeps(bool keeps) noexcept {
   if (is_forked()) return;
   const std::lock_guard lock(mutex_);
   keeps_ = keeps;
-  if (!keeps_) give_back(0);
+  if (!keeps_) give_back(limit());
 }
 
 std::size_t TensorHeap::alive_bytes() const {
@@ -106,7 +103,8 @@ bool TensorHeap::make_writable(std::size_t end) {
   return true;
 }
 
-std::size_t TensorHeap::limit() const { return std::max(peak_, earlier_peak_) + kSlack; }
+/// Bytes in memory up to which free ones stay.
+std::size_t TensorHeap::limit() const { return keeps_ ? std::max(peak_, earlier_peak_) + kSlack : 0; }
 
 /// Returns whether memory of an earlier peak may be free now.
 bool TensorHeap::note_peak() {

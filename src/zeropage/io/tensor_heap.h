@@ -33,14 +33,15 @@ class TensorHeap {
   static constexpr std::size_t kSlack = 32 * kMiB;   // half of what the process may take beyond budgets
   static constexpr std::chrono::seconds kLately{10};
 
-  /// `addresses`: bytes that blocks share. Without so much address space, try_allocate() returns null. `clock`: for
-  /// tests.
-  explicit TensorHeap(std::size_t addresses, Clock clock = std::chrono::steady_clock::now);
+  /// `addresses`: bytes that blocks share. Without so much address space, try_allocate() returns null. `least` and
+  /// `clock`: for tests.
+  explicit TensorHeap(std::size_t addresses, Clock clock = std::chrono::steady_clock::now,
+                      std::size_t least = kLeast);
   ~TensorHeap();
   TensorHeap(const TensorHeap&) = delete;
   TensorHeap& operator=(const TensorHeap&) = delete;
 
-  /// A block of at least `bytes`, aligned to 4 KiB, of any content. Null if bytes < kLeast, if no range of addresses
+  /// A block of at least `bytes`, aligned to 4 KiB, of any content. Null if bytes < least, if no range of addresses
   /// is large enough, or in a forked child.
   [[nodiscard]] std::byte* try_allocate(std::size_t bytes);
   /// Whether try_allocate() returned `data`.
@@ -71,6 +72,7 @@ class TensorHeap {
 
   mutable std::mutex mutex_;
   const Clock clock_;
+  const std::size_t least_;
   std::span<std::byte> mapped_;
   std::byte* base_ = nullptr;
   std::size_t span_ = 0, writable_ = 0;

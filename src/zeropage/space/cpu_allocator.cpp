@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <mutex>
 
 #include "zeropage/base/process.h"
@@ -27,6 +28,12 @@ constexpr bool kUses = true;
 /// Bytes of the machine's memory.
 std::size_t physical_memory() {
   return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+/// Bytes of the smallest tensor that the heap makes. Tests of small programs set it lower.
+std::size_t least_bytes() {
+  const char* const set = std::getenv("ZEROPAGE_TENSOR_HEAP_LEAST");
+  return set ? std::strtoull(set, nullptr, 10) : TensorHeap::kLeast;
 }
 
 class CpuAllocator final : public c10::Allocator {
@@ -56,7 +63,7 @@ class CpuAllocator final : public c10::Allocator {
 
   c10::Allocator* const ordinary_;
   const std::size_t memory_ = physical_memory();
-  TensorHeap heap_{4 * memory_};
+  TensorHeap heap_{4 * memory_, std::chrono::steady_clock::now, least_bytes()};
 };
 
 struct Installed {

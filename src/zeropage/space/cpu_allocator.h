@@ -8,8 +8,8 @@
 namespace zeropage {
 
 /// Installs the heap as PyTorch's allocator until the result and all others like it are gone. Tensors keep their
-/// memory as long as they live. Does nothing if another library's allocator has a higher priority, or cannot free a
-/// bare address.
+/// memory as long as they live. Has no effect if another library's allocator has a higher priority or cannot free a
+/// bare address, in a forked child, and under the address sanitizer. The result may be null.
 std::shared_ptr<void> use_tensor_heap();
 
 /// Returns the heap's free memory to the system, for those who ask how much memory is free.

@@ -16,7 +16,6 @@
 #include <charconv>
 #include <cstdlib>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <sstream>
 #include <tuple>
@@ -708,9 +707,7 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
 void Space::close() {
   if (domain_->gathered) domain_->gathered->close();
   domain_->cache->close();
-  static std::mutex closing;  // two threads may close one space
-  const std::lock_guard lock(closing);
-  tensor_heap_ = nullptr;
+  if (!closed_.exchange(true)) tensor_heap_ = nullptr;  // two threads may close one space
 }
 
 std::shared_ptr<Activations> Space::activations() const {

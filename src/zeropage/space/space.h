@@ -15,6 +15,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <iosfwd>
@@ -196,6 +197,7 @@ class Space : public std::enable_shared_from_this<Space> {
   Config config_;
   std::shared_ptr<Domain> domain_;
   std::shared_ptr<void> tensor_heap_;  // in use until close()
+  std::atomic<bool> closed_ = false;
   const Clock::time_point made_ = Clock::now();
   const BookedTime::Seconds spent_before_ = BookedTime::of_no_space().seconds();
 };
