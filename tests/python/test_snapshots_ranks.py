@@ -55,9 +55,8 @@ def fails_behind(path):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        saving = zeropage.save(path, model, optimizer, background=True)
-        if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        saving = zeropage.save(path, model, optimizer, background=True)
         with pytest.raises(zeropage.ZeropageError) as raised, pytest.warns(RuntimeWarning):
             saving.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -96,9 +95,9 @@ def closes_alone(path, rank, fails):
     """One rank closes its space while the other goes on to a collective of its own."""
     with space(min_page_bytes=4096) as made:
         model, optimizer = trained(made)
-        saving = zeropage.save(path, model, optimizer, background=True)
         with file_size(4096 if fails and dist.get_rank() == 1 else resource.RLIM_INFINITY), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            saving = zeropage.save(path, model, optimizer, background=True)
             if dist.get_rank() == rank:
                 made.close()
             dist.barrier()
