@@ -133,6 +133,7 @@ class _Generator:
                 for layer in of.LAYERS
                 if layer.takes == kind
                 and not (program.is_mixed and of.NOT_MIXED.search(layer.init + layer.forward))
+                and not ("bmm" in layer.forward and self.tiles_round_few_rows())
                 and not ("ncoder" in layer.init + layer.forward and width % 2)
                 and not ("Multihead" in layer.init and width % 2)
                 and not (kind == "image" and number == 0 and "Conv2d($c, $d" not in layer.init)
@@ -154,6 +155,10 @@ class _Generator:
             self.add_layer(of.Layer("", "", "self.$i = nn.Linear($c, 32)", "x = self.$i(x)", of.ONE), "narrow", width)
             width = 32
         self.add_head(tokens, width, huge)
+
+    def tiles_round_few_rows(self) -> bool:
+        """Products of two rows have other bits in tiles, where they sum in 16 bits (docs/bits.md)."""
+        return "tile_above" in self.program.settings and self.program.dtype != "torch.float32"
 
     def add_layer(self, layer: of.Layer, name: str, width: int) -> int:
         r = self.r

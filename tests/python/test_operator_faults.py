@@ -436,17 +436,28 @@ def test_gradients_of_a_weight_used_twice_under_autocast_come_in_the_same_order(
     ours = copy.deepcopy(layer)
     for parameter in ours.parameters():
         paged(parameter)
-    x = torch.randn(6, 3, 16)
+    assert_gradients_come_in_the_same_order(layer, ours, torch.randn(6, 3, 16))
+
+
+def test_the_gradient_of_an_ordinary_bias_comes_where_it_does_beside_an_ordinary_weight(paged):
+    layer = nn.Linear(16, 16)
+    ours = copy.deepcopy(layer)
+    paged(ours.weight)
+    assert_gradients_come_in_the_same_order(layer, ours, torch.randn(6, 16))
+
+
+def assert_gradients_come_in_the_same_order(layer, ours, x):
     orders = []
     for model in (layer, ours):
         with torch.autocast("cpu", torch.bfloat16):
-            y = model(x)[0]
+            y = model(x)
+        y = y[0] if isinstance(y, tuple) else y
         order = []
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name, order=order: order.append(name))
         y.float().square().mean().backward()
         orders.append(order)
-    assert orders[0] == orders[1] and len(orders[0]) == 4
+    assert orders[0] == orders[1] and len(orders[0]) == len(list(layer.parameters()))
 
 
 def test_an_average_kept_by_lerp_beside_masters(settings):

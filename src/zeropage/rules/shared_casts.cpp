@@ -78,11 +78,15 @@ bool is_cached(const at::Tensor& tensor) {
 }
 
 /// The node that the casts of a leaf share. For an ordinary leaf it is that of autocast's cached cast, which
-/// operators outside zeropage use too.
+/// operators outside zeropage use too. The first cast's node is `made`, with the number that plain PyTorch gives it.
 NodePointer shared_node(const at::Tensor& leaf, c10::ScalarType lower, const NodePointer& made) {
   if (segment_of(leaf)) return Known::instance().find(leaf, made);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
-  return at::autocast::cached_cast(lower, leaf, leaf.device().type()).grad_fn();
+  const auto first_free = at::sequence_number::peek();
+  const at::Tensor cast = at::autocast::cached_cast(lower, leaf, leaf.device().type());
+  const bool is_first = at::sequence_number::peek() != first_free;
+  if (is_first) torch::autograd::impl::set_gradient_edge(cast, Edge(made, 0));
+  return cast.grad_fn();
 }
 
 bool is_cast(const Node& node) {
