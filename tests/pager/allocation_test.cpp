@@ -7,6 +7,7 @@
 
 #include "cache_fixture.h"
 #include "memory_shortage.h"
+#include "queued_device.h"
 #include "zeropage/pager/foresight/timeline.h"
 
 using namespace zeropage;
@@ -16,6 +17,7 @@ namespace {
 struct Program : CacheFixture {
   static constexpr std::size_t kSegments = 4;
   std::vector<std::unique_ptr<TestSegment>> segments{kSegments};
+  std::vector<std::unique_ptr<TestSegment>> short_lived;
   std::vector<unsigned> seeds = std::vector<unsigned>(kSegments, 0);
   std::vector<bool> is_zero = std::vector<bool>(kSegments, true);
   int thrown = 0;
@@ -47,6 +49,23 @@ struct Program : CacheFixture {
     }
     survive([&] { cache->zero(*segments[0]); });
     is_zero[0] = true;
+    overwrite(1, 41);
+    FrozenSegment frozen;
+    survive([&] { frozen = cache->freeze(*segments[1]); });
+    overwrite(1, 42);
+    frozen = {};
+    // Homes in memory, and small tensors that share a page, which die.
+    for (const Tier tier : {Tier::host, Tier::disk}) {
+      for (const std::size_t bytes : {20 * K, 100 * std::size_t{1}, 200 * std::size_t{1}}) {
+        survive([&] {
+          auto made = std::make_unique<TestSegment>();
+          cache->bind(*made, {bytes, 0, Role::gradient, tier});
+          short_lived.push_back(std::move(made));
+        });
+      }
+    }
+    for (auto& one : short_lived) survive([&] { write(*one, 5); });
+    short_lived.clear();
     for (auto& one : segments) survive([&] { cache->evict(*one); });
     survive([&] { cache->wait(); });
   }
@@ -92,9 +111,14 @@ struct Program : CacheFixture {
     }
     cache->wait();
     // All of the budget can still be used at once.
-    auto large = segment(90 * K);
+    segments.clear();
+    // With a device's memory apart, pages pass through the host's.
+    auto host = segment((cache->has_separate_memory() ? 40 : 60) * K, Role::parameter, Tier::host);
+    auto large = segment(96 * K);
+    write(*host, 6);
     write(*large, 7);
     CHECK(holds(*large, 7));
+    CHECK(holds(*host, 6));
   }
 
   std::size_t wrong = 0;
@@ -102,18 +126,23 @@ struct Program : CacheFixture {
 
 }  // namespace
 
-TEST_CASE("an allocation that fails at any point leaves the cache whole") {
+namespace {
+
+/// `apart`: on a device with memory of its own.
+void fail_each_allocation(bool apart) {
 #if defined(__SANITIZE_THREAD__)
-  constexpr std::size_t kEach = 11;  // each one takes minutes there
+  const std::size_t each = apart ? 101 : 11;  // each one takes minutes there
 #else
-  constexpr std::size_t kEach = 1;
+  const std::size_t each = apart ? 5 : 1;
 #endif
   bool failed = true;
   std::size_t number = 0, met = 0;
-  for (; failed; number += kEach) {
+  for (; failed; number += each) {
     CAPTURE(number);
     Program program;
-    program.make(96 * K, 64 * K);
+    const auto device = apart ? std::make_shared<QueuedDevice>(96 * K) : nullptr;
+    if (device) device->runs_operators_at_once = true;
+    program.make(96 * K, 64 * K, 4 * kBlockBytes, /*failing=*/false, device);
     {
       const FailingAllocation failing(number);
       program.run();
@@ -123,5 +152,13 @@ TEST_CASE("an allocation that fails at any point leaves the cache whole") {
     program.check();
   }
   CHECK(number > 100);
-  CHECK(met > 500 / kEach);
+  CHECK(met > 500 / each);
+}
+
+}  // namespace
+
+TEST_CASE("an allocation that fails at any point leaves the cache whole") { fail_each_allocation(/*apart=*/false); }
+
+TEST_CASE("an allocation that fails at any point leaves the caches of a device whole") {
+  fail_each_allocation(/*apart=*/true);
 }

@@ -5,6 +5,7 @@
 
 #include "failing_io.h"
 #include "temporary_directory.h"
+#include "zeropage/io/buffers.h"
 #include "zeropage/pager/frame_cache.h"
 
 namespace zeropage {
@@ -70,6 +71,35 @@ struct CacheFixture {
     cache->unpin({&request, 1});
     return same;
   }
+
+  // For snapshots, in pages of 16 KiB:
+
+  /// Whether what was frozen is the pattern of `seed`, and takes it from where it is. Zeros: seed 0.
+  bool save(const FrozenSegment& frozen, unsigned seed) {
+    bool same = true;
+    for (std::size_t i = 0; i < frozen.pages(); ++i) same = save_page(frozen, i, seed) && same;
+    return same;
+  }
+  bool save_page(const FrozenSegment& frozen, std::size_t i, unsigned seed) {
+    const auto is = [&](const std::byte* data) {
+      for (std::size_t k = 0; k < frozen.bytes_of(i); ++k) {
+        if (data[k] != pattern(seed, i * 16 * K + k)) return false;
+      }
+      return true;
+    };
+    if (frozen.place(i) == Frozen::Place::nowhere) return seed == 0;
+    if (frozen.place(i) != Frozen::Place::home) {
+      const PagePin pin = frozen.try_pin(i);
+      if (pin && frozen.begin_copy(i)) {
+        const bool same = is(pin.data());
+        frozen.end_copy(i);
+        return same;
+      }
+    }
+    HomeRead read = frozen.read(i, buffer.get());
+    return read.wait() && is(buffer.get());
+  }
+  Buffer buffer = make_buffer(16 * K);
 
   static std::byte pattern(unsigned seed, std::size_t i) {
     return static_cast<std::byte>(((i >> 3) * 0x9E3779B97F4A7C15 + i + seed * 40503u) >> 24);

@@ -283,6 +283,81 @@ TEST_CASE_FIXTURE(DeviceFixture, "a device that is lost under transfers fails pr
   cache.reset();
 }
 
+TEST_CASE_FIXTURE(DeviceFixture, "a page that a lost device cannot give is an error, and nothing stays pinned") {
+  make_apart(8 * kPage, 20 * kPage);
+  auto tensor = segment(4 * kPage), zeros = segment(2 * kPage);
+  write_later(*tensor, 1);
+  cache->evict(*tensor);
+  check_later(*tensor, 1);  // its frame waits for an upload
+  device->is_lost = true;
+  CHECK_THROWS_AS((void)cache->pin_page(*tensor, 0, Access::read), std::runtime_error);
+  CHECK_THROWS_AS((void)cache->try_pin_page(*tensor, 0, Access::read), std::runtime_error);
+  CHECK_THROWS_AS((void)cache->pin_page(*zeros, 0, Access::write), std::runtime_error);
+  device->is_lost = false;
+  cache->pin_page(*tensor, 0, Access::read).wait();
+  cache->pin_page(*zeros, 0, Access::write).wait();
+  auto large = segment(8 * kPage);
+  write_later(*large, 2);
+  check_later(*large, 2);
+  check_later(*tensor, 1);
+  check_zeros_later(*zeros);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a cache that is closed while a download is being started waits for it") {
+  make_apart(8 * kPage, 20 * kPage);
+  auto tensor = segment(3 * kPage);
+  write_later(*tensor, 1);
+  device->on_download = [&] { cache->close(); };
+  CHECK_THROWS_AS(cache->evict(*tensor), AccessError);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "what was asked of the device for a tensor in use is part of what is frozen") {
+  make_apart(12 * kPage, 20 * kPage);
+  auto tensor = segment(3 * kPage), at_home = segment(3 * kPage, Role::parameter, Tier::device);
+  for (TestSegment* one : {tensor.get(), at_home.get()}) {
+    write_later(*one, 1);
+    device->finish();
+    const PinRequest request{one, Access::write};
+    cache->pin({&request, 1});
+    device->run([at = one->data, bytes = one->bytes()] {
+      for (std::size_t i = 0; i < bytes; ++i) at[i] = pattern(2, i);
+    });
+    FrozenSegment frozen = cache->freeze(*one);
+    device->use_stream(1);
+    if (one == tensor.get()) {
+      CHECK(save(frozen, 2));
+    } else {
+      const PagePin pin = frozen.try_pin(0);
+      device->finish_stream(1);
+      CHECK(pin.data()[0] == pattern(2, 0));
+    }
+    device->use_stream(0);
+    cache->unpin({&request, 1});
+  }
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "an overwrite that has not ended on the device is not part of what is frozen") {
+  make_apart(12 * kPage, 20 * kPage);
+  auto tensor = segment(3 * kPage);
+  write_later(*tensor, 1);
+  cache->evict(*tensor);
+  FrozenSegment frozen;
+  try {
+    PagePin pin = cache->pin_page(*tensor, 0, Access::overwrite);
+    pin.wait();
+    device->run([at = pin.data()] { std::memset(at, 9, kPage); });
+    frozen = cache->freeze(*tensor);
+    throw std::runtime_error("of an operator");
+  } catch (const std::runtime_error&) {
+  }
+  CHECK(save(frozen, 1));
+  check_later(*tensor, 1);
+  device->finish();
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(DeviceFixture, "small tensors share a page on the device as in the host") {
   make_apart(8 * kPage, 6 * kPage);
   std::vector<std::unique_ptr<TestSegment>> small;

@@ -4,6 +4,7 @@
 #include <random>
 #include <thread>
 
+#include "queued_device.h"
 #include "rank_fixture.h"
 #include "zeropage/base/errors.h"
 
@@ -150,4 +151,39 @@ TEST_CASE("ranks run the same collectives in the same order, whatever their disk
   });
   CHECK(logs[0].size() > 200);
   for (const auto& log : logs) CHECK(log == logs[0]);
+}
+
+TEST_CASE("a share takes what another stream wrote to the whole, before the memory is used again") {
+  Meeting meeting(1);
+  const auto device = std::make_shared<QueuedDevice>(8 * kPage);
+  const auto above = std::make_shared<QueuedDevice>(4 * kPage, *device);
+  Rank self(meeting, 0, 4 * kPage, device, above);
+  constexpr std::size_t kElements = 3 * kPage / kItem;
+  Tensor tensor = self.make_tensor(kElements, 1), other = self.make_tensor(kElements, 2);
+  const auto write_later = [&](Tensor& into, unsigned seed) {
+    const PinRequest request{into.whole.get(), Access::overwrite};
+    self.cache->pin({&request, 1});
+    device->run([at = into.whole->data, seed] {
+      for (std::size_t i = 0; i < kElements * kItem; ++i) at[i] = CacheFixture::pattern(seed, i);
+    });
+    self.cache->unpin({&request, 1});
+  };
+  write_later(tensor, 1);
+  device->use_stream(1);
+  self.cache->store(*tensor.whole);
+  device->use_stream(0);
+  write_later(other, 2);
+  device->finish_stream(0);
+  device->finish_stream(1);
+  device->finish();
+  std::size_t wrong = 0;
+  for (std::size_t page = 0; page < tensor.share->pages(); ++page) {
+    PagePin pin = self.local->pin_page(*tensor.share, page, Access::read);
+    pin.wait();
+    device->finish();
+    for (std::size_t i = 0; i < tensor.share->bytes_of(page); ++i) {
+      wrong += pin.data()[i] != CacheFixture::pattern(1, page * tensor.share->page_bytes() + i);
+    }
+  }
+  CHECK(wrong == 0);
 }

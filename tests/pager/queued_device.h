@@ -6,8 +6,10 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "zeropage/store/device_memory.h"
@@ -17,31 +19,41 @@ namespace zeropage {
 class QueuedDevice final : public DeviceMemory {
  public:
   explicit QueuedDevice(std::size_t bytes) : memory_(bytes + 4096) {}
+  /// More memory of the same device.
+  QueuedDevice(std::size_t bytes, const QueuedDevice& other) : memory_(bytes + 4096), queues_(other.queues_) {}
 
   /// Sets the stream of the requests that follow: 0 or 1.
   void use_stream(int stream) {
-    std::lock_guard lock(mutex_);
-    current_ = &operators_[stream];
+    std::lock_guard lock(queues_->mutex);
+    queues_->current = &queues_->operators[stream];
   }
   /// An operator of the test's, on the stream in use.
   void run(std::function<void()> work) {
-    std::lock_guard lock(mutex_);
-    current_->push(std::move(work));
+    std::lock_guard lock(queues_->mutex);
+    queues_->current->push(std::move(work));
+  }
+  /// Runs what was asked of one stream, and what that waits for.
+  void finish_stream(int stream) {
+    std::lock_guard lock(queues_->mutex);
+    queues_->operators[stream].run_until(queues_->operators[stream].asked);
   }
   void finish_transfers() {
-    std::lock_guard lock(mutex_);
-    uploads_.run_until(uploads_.asked);
-    downloads_.run_until(downloads_.asked);
+    std::lock_guard lock(queues_->mutex);
+    queues_->uploads.run_until(queues_->uploads.asked);
+    queues_->downloads.run_until(queues_->downloads.asked);
   }
   /// Runs everything.
   void finish() {
-    std::lock_guard lock(mutex_);
-    for (Queue* queue : {&operators_[0], &operators_[1], &uploads_, &downloads_}) queue->run_until(queue->asked);
+    std::lock_guard lock(queues_->mutex);
+    for (Queue* queue : {&queues_->operators[0], &queues_->operators[1], &queues_->uploads, &queues_->downloads})
+      queue->run_until(queue->asked);
   }
-  std::size_t registered = 0;       // bytes, now
-  std::function<void()> on_waited;  // called at the end of each wait()
+  std::size_t registered = 0;  // bytes, now
+  bool runs_operators_at_once = false;
+  std::function<void()> on_waited;    // called at the end of each wait()
+  std::function<void()> on_download;  // called once, when a download is asked for
   std::atomic<bool> fail_uploads = false;
-  std::atomic<bool> is_lost = false;     // done() and wait() throw
+  std::atomic<bool> is_lost = false;     // clear(), done() and wait() throw
   std::atomic<bool> fails_wait = false;  // the next wait() throws, once
 
   std::span<std::byte> region() override {
@@ -50,58 +62,63 @@ class QueuedDevice final : public DeviceMemory {
     return {aligned, memory_.size() - 4096};
   }
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override {
-    std::lock_guard lock(mutex_);
-    current_->push([=] { std::memmove(to, from, bytes); });
+    std::lock_guard lock(queues_->mutex);
+    queues_->current->push([=] { std::memmove(to, from, bytes); });
+    keep_up();
   }
   void clear(std::byte* at, std::size_t bytes) override {
-    std::lock_guard lock(mutex_);
-    current_->push([=] { std::memset(at, 0, bytes); });
+    std::lock_guard lock(queues_->mutex);
+    if (is_lost) throw std::runtime_error("the device is lost");
+    queues_->current->push([=] { std::memset(at, 0, bytes); });
+    keep_up();
   }
   Event record() override {
-    std::lock_guard lock(mutex_);
-    return event_after(*current_);
+    std::lock_guard lock(queues_->mutex);
+    return event_after(*queues_->current);
   }
   void stream_wait(const Event& event) override {
-    std::lock_guard lock(mutex_);
-    after(*current_, event);
+    std::lock_guard lock(queues_->mutex);
+    after(*queues_->current, event);
+    keep_up();
   }
   Event upload(std::byte* to, const std::byte* from, std::size_t bytes) override {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(queues_->mutex);
     if (fail_uploads) throw std::runtime_error("the device is lost");
-    after_retired(uploads_, {to, bytes});
-    uploads_.push([=] { std::memcpy(to, from, bytes); });
-    return event_after(uploads_);
+    after_retired(queues_->uploads, {to, bytes});
+    return push(queues_->uploads, [=] { std::memcpy(to, from, bytes); });
   }
   Event download(std::byte* to, const std::byte* from, std::size_t bytes, const Event& last_use) override {
-    std::lock_guard lock(mutex_);
-    after(downloads_, last_use);
-    downloads_.push([=] { std::memcpy(to, from, bytes); });
-    return event_after(downloads_);
+    if (const auto call = std::exchange(on_download, nullptr)) call();
+    std::lock_guard lock(queues_->mutex);
+    after(queues_->downloads, last_use);
+    return push(queues_->downloads, [=] { std::memcpy(to, from, bytes); });
   }
   void retire(std::span<std::byte> memory, const Event& event) override {
-    std::lock_guard lock(mutex_);
-    if (event) retired_.emplace_back(memory, event);
+    std::lock_guard lock(queues_->mutex);
+    if (event) queues_->retired.emplace_back(memory, event);
   }
   void reuse(std::span<std::byte> memory) override {
-    std::lock_guard lock(mutex_);
-    after_retired(*current_, memory);
+    std::lock_guard lock(queues_->mutex);
+    after_retired(*queues_->current, memory);
+    keep_up();
   }
   bool done(const Event& event) override {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(queues_->mutex);
     if (!event) return true;
     if (is_lost) throw std::runtime_error("the device is lost");
     const auto& point = *std::static_pointer_cast<Point>(event);
     return point.queue->ran >= point.position;
   }
   void wait(const Event& event) override {
-    std::unique_lock lock(mutex_);
+    std::unique_lock lock(queues_->mutex);
     if (!event) return;
     if (is_lost) throw std::runtime_error("the device is lost");
-    if (waits_ == 0 && fails_wait.exchange(false)) throw std::runtime_error("an operator on the device failed");
+    if (queues_->waits == 0 && fails_wait.exchange(false))
+      throw std::runtime_error("an operator on the device failed");
     const auto& point = *std::static_pointer_cast<Point>(event);
-    ++waits_;
+    ++queues_->waits;
     point.queue->run_until(point.position);  // whose work may wait too
-    const bool is_outermost = --waits_ == 0;
+    const bool is_outermost = --queues_->waits == 0;
     lock.unlock();
     if (is_outermost && on_waited) on_waited();
   }
@@ -112,8 +129,6 @@ class QueuedDevice final : public DeviceMemory {
   }
 
  private:
-  int waits_ = 0;               // within each other
-  std::recursive_mutex mutex_;  // transfers start on threads of the Io too
   struct Queue {
     std::deque<std::function<void()>> work;
     std::size_t asked = 0, ran = 0;
@@ -128,19 +143,35 @@ class QueuedDevice final : public DeviceMemory {
       }
     }
   };
+  struct Queues {
+    int waits = 0;               // within each other
+    std::recursive_mutex mutex;  // transfers start on threads of the Io too
+    Queue operators[2], uploads, downloads;
+    Queue* current = &operators[0];
+    std::vector<std::pair<std::span<std::byte>, Event>> retired;
+  };
   struct Point {
     Queue* queue;
     std::size_t position;
   };
 
+  void keep_up() {
+    if (runs_operators_at_once) queues_->current->run_until(queues_->current->asked);
+  }
+  /// Returns the event after the work. All or nothing.
+  static Event push(Queue& queue, std::function<void()> work) {
+    auto event = std::make_shared<Point>(Point{&queue, queue.asked + 1});
+    queue.push(std::move(work));
+    return event;
+  }
   static Event event_after(Queue& queue) { return std::make_shared<Point>(Point{&queue, queue.asked}); }
   void after(Queue& queue, const Event& event) {
     if (event && std::static_pointer_cast<Point>(event)->queue != &queue) queue.push([this, event] { wait(event); });
   }
 
   void after_retired(Queue& queue, std::span<std::byte> memory) {
-    std::erase_if(retired_, [&](const auto& retired) { return done(retired.second); });
-    for (const auto& [other, event] : retired_) {
+    std::erase_if(queues_->retired, [&](const auto& retired) { return done(retired.second); });
+    for (const auto& [other, event] : queues_->retired) {
       if (other.data() < memory.data() + memory.size() && memory.data() < other.data() + other.size()) {
         after(queue, event);
       }
@@ -148,9 +179,7 @@ class QueuedDevice final : public DeviceMemory {
   }
 
   std::vector<std::byte> memory_;
-  Queue operators_[2], uploads_, downloads_;
-  Queue* current_ = &operators_[0];
-  std::vector<std::pair<std::span<std::byte>, Event>> retired_;
+  std::shared_ptr<Queues> queues_ = std::make_shared<Queues>();
 };
 
 }  // namespace zeropage

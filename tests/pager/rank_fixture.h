@@ -19,10 +19,13 @@ struct Tensor {
 };
 
 struct Rank : CacheFixture {
-  Rank(Meeting& meeting, int rank, std::size_t gathered_bytes) : ranks(std::make_shared<ThreadRanks>(meeting, rank)) {
-    make(8 * kPage, 24 * kPage, kPage);
+  /// `device` has the shares' memory apart, and `above` that of whole tensors. Null: one memory.
+  Rank(Meeting& meeting, int rank, std::size_t gathered_bytes, std::shared_ptr<DeviceMemory> device = nullptr,
+       std::shared_ptr<DeviceMemory> above = nullptr)
+      : ranks(std::make_shared<ThreadRanks>(meeting, rank)) {
+    make(8 * kPage, 24 * kPage, kPage, /*failing=*/false, std::move(device));
     local = cache;
-    cache = FrameCache::make_gathered(local, ranks, gathered_bytes, nullptr);
+    cache = FrameCache::make_gathered(local, ranks, gathered_bytes, std::move(above));
   }
   ~Rank() { cache.reset(); }
 

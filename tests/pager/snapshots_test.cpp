@@ -7,40 +7,12 @@
 
 #include "pager/cache_fixture.h"
 #include "zeropage/base/errors.h"
-#include "zeropage/io/buffers.h"
 
 using namespace zeropage;
 
 namespace {
 
 struct SnapshotsFixture : CacheFixture {
-  Buffer memory = make_buffer(16 * K);
-
-  /// Whether what was frozen is the pattern of `seed`, and takes it from where it is. Zeros: seed 0.
-  bool save(const FrozenSegment& frozen, unsigned seed) {
-    bool same = true;
-    for (std::size_t i = 0; i < frozen.pages(); ++i) same = save_page(frozen, i, seed) && same;
-    return same;
-  }
-  bool save_page(const FrozenSegment& frozen, std::size_t i, unsigned seed) {
-    const auto is = [&](const std::byte* data) {
-      for (std::size_t k = 0; k < frozen.bytes_of(i); ++k) {
-        if (data[k] != pattern(seed, i * 16 * K + k)) return false;
-      }
-      return true;
-    };
-    if (frozen.place(i) == Frozen::Place::nowhere) return seed == 0;
-    if (frozen.place(i) != Frozen::Place::home) {
-      const PagePin pin = frozen.try_pin(i);
-      if (pin && frozen.begin_copy(i)) {
-        const bool same = is(pin.data());
-        frozen.end_copy(i);
-        return same;
-      }
-    }
-    HomeRead read = frozen.read(i, memory.get());
-    return read.wait() && is(memory.get());
-  }
   bool any_in_frame(const FrozenSegment& frozen) {
     for (std::size_t i = 0; i < frozen.pages(); ++i) {
       if (frozen.place(i) == Frozen::Place::frame) return true;
@@ -155,6 +127,65 @@ TEST_CASE_FIXTURE(SnapshotsFixture, "who holds a tensor for writing may go on, a
   cache->evict(*a);
   CHECK(holds(*a, 2));
   CHECK((!asked || save(frozen, 1)));
+}
+
+TEST_CASE_FIXTURE(SnapshotsFixture, "an overwrite that has not ended is not part of what is frozen, and may fail") {
+  make(160 * K, 96 * K);
+  auto tensor = segment(48 * K);
+  write(*tensor, 1);
+  for (unsigned round = 0; round < 4; ++round) {
+    const bool fails = round % 2 == 0;
+    cache->evict(*tensor);
+    FrozenSegment frozen;
+    const PinRequest request{tensor.get(), Access::overwrite};
+    if (round < 2) {
+      cache->pin({&request, 1});
+      for (std::size_t i = 0; i < tensor->bytes(); ++i) tensor->data[i] = pattern(round + 2, i);
+      frozen = cache->freeze(*tensor);
+      cache->unpin({&request, 1}, {}, this_thread_number(), fails);
+    } else {
+      try {
+        for (std::size_t page = 0; page < tensor->pages(); ++page) {
+          PagePin pin = cache->pin_page(*tensor, page, Access::overwrite);
+          pin.wait();
+          for (std::size_t i = 0; i < 16 * K; ++i) pin.data()[i] = pattern(round + 2, page * 16 * K + i);
+          if (page == 0) frozen = cache->freeze(*tensor);
+          if (fails) throw std::runtime_error("of an operator");
+        }
+      } catch (const std::runtime_error&) {
+      }
+    }
+    const unsigned before = round < 2 ? 1 : 3;
+    REQUIRE(frozen.place(0) == Frozen::Place::home);
+    CHECK(save(frozen, before));
+    CHECK(holds(*tensor, fails ? before : round + 2));
+    frozen = {};
+  }
+  write(*tensor, 9);
+  CHECK(holds(*tensor, 9));
+}
+
+TEST_CASE_FIXTURE(SnapshotsFixture, "a checkpoint copies a page in memory while operators wait for memory") {
+  make(160 * K, 96 * K);
+  auto tensor = segment(48 * K), large = segment(100 * K), larger = segment(150 * K);
+  write(*tensor, 1);
+  const PinRequest used{tensor.get(), Access::read};
+  cache->pin({&used, 1});
+  FrozenSegment frozen = cache->freeze(*tensor);  // which does not write home what is in use
+  const PinRequest held{large.get(), Access::read}, wanted{larger.get(), Access::read};
+  cache->pin({&held, 1});
+  cache->unpin({&used, 1});
+  std::thread waiting([&] {
+    cache->pin({&wanted, 1});
+    cache->unpin({&wanted, 1});
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  bool pinned = false;
+  std::thread([&] { pinned = static_cast<bool>(frozen.try_pin(0)); }).join();
+  cache->unpin({&held, 1});
+  waiting.join();
+  CHECK(pinned);
+  CHECK(save(frozen, 1));
 }
 
 TEST_CASE_FIXTURE(SnapshotsFixture, "a frame that is a home may be written when its content is given up") {
@@ -287,7 +318,7 @@ TEST_CASE_FIXTURE(SnapshotsFixture, "a cache that is closed meanwhile takes all 
   write(*a, 1);
   const FrozenSegment frozen = cache->freeze(*a);
   cache->close();
-  CHECK_THROWS_AS((void)frozen.read(0, memory.get()), AccessError);
+  CHECK_THROWS_AS((void)frozen.read(0, buffer.get()), AccessError);
 }
 
 namespace {

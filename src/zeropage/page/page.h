@@ -137,6 +137,7 @@ struct Run {
   std::shared_ptr<Frozen> frozen;                  // null: no checkpoint needs the content of its pages.
   std::unique_ptr<Segment> below;                  // in a lower cache.
   std::optional<FreeList> slots;                   // for shared runs: the free parts of the page.
+  std::vector<FreeList::Entry> entries = {};       // for shared runs: one for each tensor, to release its part.
   std::size_t tensors = 0;                         // segments alive in it.
   std::uint32_t ordinal = 0;                       // in the plan.
   std::uint64_t stream_use = 0;                    // number of the use that streams its pages one by one.

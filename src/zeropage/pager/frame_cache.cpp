@@ -115,12 +115,7 @@ void FrameCache::close() {
     monitor_.close();
   }
   if (lower_) lower_->upper_.disconnect();
-  for (bool ends = home_ != nullptr; ends;) {
-    try {
-      ends = home_->tidy(/*wait=*/true);
-    } catch (...) {  // the transfer has ended with this error
-    }
-  }
+  transfers_.finish();
   lower_pins_.close();
   if (io_) io_->wait_all();
   {
@@ -224,6 +219,10 @@ FrozenSegment FrameCache::freeze(Segment& segment) {
   Lock lock(monitor_.mutex());
   check_usable();
   Run& run = *segment.run();
+  // Operators that hold it may have asked the device for changes, which belong to its content.
+  for (const Page& page : run.pages) {
+    if (page.frame && page.frame->pins > 0) memory_.mark_used(*page.frame);
+  }
   if (!run.below) {
     lock.unlock();
     return snapshots_.freeze(shared_from_this(), segment);

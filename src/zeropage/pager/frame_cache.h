@@ -151,8 +151,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   }
   /// The same without waiting: succeeds if the page is in memory and idle, or if a frame to overwrite it is free.
   /// Otherwise returns no pin, and starts the read if memory is free.
-  [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access) {
-    return page_pins_.try_pin(segment, page, access);
+  /// `is_brief`: until the pin ends, the caller waits for nothing. Then a page in memory needs no grant.
+  [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access, bool is_brief = false) {
+    return page_pins_.try_pin(segment, page, access, is_brief);
   }
 
   // For a device's cache: pins in the host memory below it, for code that runs on the host.

@@ -121,19 +121,17 @@ class TorchDevice final : public DeviceMemory {
     Ordinary ordinary;
     wait_for_retired({to, bytes}, uploads_);
     c10::StreamGuard on(uploads_);
-    in_parts(from_host, bytes, uploads_, [&](std::size_t at, std::size_t part) {
+    return in_parts(from_host, bytes, uploads_, [&](std::size_t at, std::size_t part) {
       on_device(to + at, part).copy_(in_host(const_cast<std::byte*>(from_host) + at, part), /*non_blocking=*/true);
     });
-    return record(uploads_);
   }
   Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) override {
     Ordinary ordinary;
     stream_wait(after, downloads_);
     c10::StreamGuard on(downloads_);
-    in_parts(to_host, bytes, downloads_, [&](std::size_t at, std::size_t part) {
+    return in_parts(to_host, bytes, downloads_, [&](std::size_t at, std::size_t part) {
       in_host(to_host + at, part).copy_(on_device(const_cast<std::byte*>(from) + at, part), /*non_blocking=*/true);
     });
-    return record(downloads_);
   }
 
   void retire(std::span<std::byte> memory, const Event& event) override {
@@ -180,15 +178,16 @@ class TorchDevice final : public DeviceMemory {
     std::span<std::byte> memory;
     Event event;
   };
-  /// Calls copy(offset, bytes) for each part of the host's memory that one copy may move. If it throws, no part
-  /// before is under way any more: the memory may be used otherwise then.
+  /// Calls copy(offset, bytes) for each part of the host's memory that one copy may move. Returns the event after
+  /// them. If it throws, no part is under way any more: the memory may be used otherwise then.
   template <class Copy>
-  void in_parts(const std::byte* host, std::size_t bytes, const c10::Stream& stream, const Copy& copy) {
+  Event in_parts(const std::byte* host, std::size_t bytes, const c10::Stream& stream, const Copy& copy) {
     try {
       for (std::size_t done = 0, part = 0; done < bytes; done += part) {
         part = registered_->one_copy(host + done, bytes - done);
         copy(done, part);
       }
+      return record(stream);
     } catch (...) {
       stream.synchronize();
       throw;

@@ -34,7 +34,7 @@ class DeviceMemory {
   /// Makes this thread's next requests wait for `event`.
   virtual void stream_wait(const Event& event) = 0;
 
-  // Concurrently with operators:
+  // Concurrently with operators. If one of these throws, nothing that it asked for is under way.
   virtual Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) = 0;
   virtual Event download(std::byte* to_host, const std::byte* from, std::size_t bytes, const Event& after) = 0;
   /// Frees memory that was last used at `event`. Uploads into it wait for that event, and so do the operators of a

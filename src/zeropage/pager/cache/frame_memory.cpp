@@ -78,13 +78,22 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
 }
 
 void FrameMemory::drop(Frame& frame) noexcept {
-  try {
-    if (device_) {
-      device_->retire({frame.memory.data(), frame.memory.bytes()}, frame.last_used ? frame.last_used : frame.ready);
-    }
-  } catch (...) {  // a device that cannot wait for an event has lost its results too
-  }
+  retire(frame);
   frames_.erase(frame.memory.data());
+}
+
+/// Who takes the memory next waits for the frame's last use. If that cannot be noted, this thread waits.
+void FrameMemory::retire(const Frame& frame) const noexcept {
+  if (!device_) return;
+  const auto& last = frame.last_used ? frame.last_used : frame.ready;
+  try {
+    device_->retire({frame.memory.data(), frame.memory.bytes()}, last);
+  } catch (...) {
+    try {
+      device_->wait(last);
+    } catch (...) {  // a device that has failed has lost its results too
+    }
+  }
 }
 
 /// Both ends of the window go along the memory once.

@@ -57,6 +57,7 @@ class FrameMemory {
 
  private:
   void take(std::size_t bytes) const;
+  void retire(const Frame& frame) const noexcept;
 
   std::shared_ptr<DeviceMemory> device_;  // null: the CPU's
   const std::optional<Hollow> hollow_;

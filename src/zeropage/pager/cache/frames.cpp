@@ -6,9 +6,10 @@ namespace zeropage {
 
 Frame* Frames::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool must,
                         bool& fragmented) {
+  ThreadUse& use = entry_of_this_thread();  // may throw: before there is a frame
   Frame* const frame = memory_.try_make(run, first_page, pages, for_long, must, fragmented);
-  if (!frame) return nullptr;
-  count_pin(*frame, /*is_first=*/true);
+  if (!frame) return drop_if_unused(use), nullptr;
+  count_pin(use, *frame, /*is_first=*/true);
   budgets_.note_usage();
   return frame;
 }
@@ -78,8 +79,8 @@ void Frames::uncount_bytes(const Frame& frame) noexcept {
   drop_if_unused(*use);
 }
 
-void Frames::count_pin(Frame& frame, bool is_first) {
-  ++entry_of_this_thread().pins, ++pins_;
+void Frames::count_pin(ThreadUse& use, Frame& frame, bool is_first) noexcept {
+  ++use.pins, ++pins_;
   if (!is_first) return;
   frame.charged = this_thread_number();
   if (!frame.permanent) count_bytes(frame);
@@ -92,7 +93,7 @@ void Frames::set_permanent(Frame& frame, bool permanent) noexcept {
 }
 
 void Frames::add_pin(Frame& frame) {
-  count_pin(frame, frame.pins == 0);
+  count_pin(entry_of_this_thread(), frame, frame.pins == 0);
   if (std::exchange(frame.ahead, false)) ahead_bytes_ -= frame.memory.bytes();
   victims_.remove(frame);
   ++frame.pins;

@@ -80,6 +80,10 @@ class Frames {
 
   /// Remembers the state of a page that is about to be overwritten and has no content in its frame.
   static void promise(Run& run, std::size_t page);
+  /// Returns that state, or `clean` if no overwrite is under way.
+  static Residency state_before_overwrite(const Frame& frame, std::size_t page) {
+    return frame.promised.empty() ? Residency::clean : frame.promised[page - frame.first_page];
+  }
   /// Forgets that state: the operator has written the page.
   static void keep_promise(Frame& frame, std::size_t page);
 
@@ -122,7 +126,7 @@ class Frames {
  private:
   /// Restores the earlier states of pages that no operator has written. The frame has no pin.
   static void break_promises(Frame& frame) noexcept;
-  void count_pin(Frame& frame, bool is_first);
+  void count_pin(ThreadUse& use, Frame& frame, bool is_first) noexcept;
   void count_bytes(const Frame& frame) noexcept;
   void uncount_bytes(const Frame& frame) noexcept;
   ThreadUse& entry_of_this_thread();

@@ -87,11 +87,10 @@ bool Grants::wait_for_others(Lock& lock) {
   const Stuck stuck(*this, has_changed);
   const auto give_up_at = Clock::now() + longest_wait_;
   while (!has_changed() && !is_hopeless() && !monitor_.closed()) {
-    if (some_will_let_go(me)) {
-      monitor_.sleep(lock);
-    } else if (!monitor_.changed().wait_until(lock, give_up_at)) {
-      break;
-    }
+    if (tidy_above(lock)) return true;
+    const bool others_run = some_will_let_go(me);
+    if (!others_run && Clock::now() >= give_up_at) break;
+    sleep_until(lock, others_run ? Clock::time_point::max() : give_up_at);
   }
   monitor_.check_usable();
   return has_changed();
@@ -166,10 +165,14 @@ Grants::Need Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need)
       if (ticket.blocked && Clock::now() >= give_up_at) refuse(wanted);
       if (ticket.blocked && !was_blocked) monitor_.changed().notify_all();  // it is the turn of others
     }
-    auto until = ticket.blocked ? give_up_at : Clock::time_point::max();
-    if (upper_.connected()) until = std::min(until, Clock::now() + kUntilTidied);
-    until == Clock::time_point::max() ? monitor_.sleep(lock) : void(monitor_.changed().wait_until(lock, until));
+    sleep_until(lock, ticket.blocked ? give_up_at : Clock::time_point::max());
   }
+}
+
+/// Sleeps until something has changed, or until it is time to look for ended transfers of a device.
+void Grants::sleep_until(Lock& lock, Clock::time_point until) {
+  if (upper_.connected()) until = std::min(until, Clock::now() + kUntilTidied);
+  until == Clock::time_point::max() ? monitor_.sleep(lock) : void(monitor_.changed().wait_until(lock, until));
 }
 
 void Grants::refuse(const Need& need) const {

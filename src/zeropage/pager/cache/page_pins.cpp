@@ -6,6 +6,28 @@
 
 namespace zeropage {
 
+/// A pin that this thread has taken on the frame of a page, until a PagePin has it. Under the lock.
+class PagePins::Taken {
+ public:
+  Taken() = default;
+  Taken(Frames& frames, Frame& frame, const Page& page) : frames_(&frames), frame_(&frame), page_(&page) {}
+  Taken(Taken&& other) noexcept
+      : frames_(other.frames_), frame_(std::exchange(other.frame_, nullptr)), page_(other.page_) {}
+  Taken& operator=(Taken&&) = delete;
+  ~Taken() {
+    if (!frame_) return;
+    give_back_unused(*frame_, *page_);
+    frames_->drop_pin(*frame_);
+  }
+  Frame* frame() const { return frame_; }
+  Frame* release() { return std::exchange(frame_, nullptr); }
+
+ private:
+  Frames* frames_ = nullptr;
+  Frame* frame_ = nullptr;
+  const Page* page_ = nullptr;
+};
+
 void PagePins::announce(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
@@ -53,8 +75,9 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   for (bool is_alone = false;;) {
     monitor_.check_usable();
     try {
-      if (Frame* const frame = try_take_frame(lock, run, index, access))
-        return take_pin(*frame, segment, index, access);
+      if (Taken taken = try_take_frame(lock, run, index, access); taken.frame()) {
+        return wrap(taken, segment, index, access);
+      }
     } catch (const Shortage&) {
       // As in WholePins::pin().
       if (grants_.wait_for_others(lock)) continue;
@@ -66,12 +89,12 @@ PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   }
 }
 
-/// The page's frame, with a pin. Null if it must be looked at again. Throws Shortage.
-Frame* PagePins::try_take_frame(Lock& lock, Run& run, std::size_t index, Access access) {
+/// A pin on the page's frame. Empty if it must be looked at again. Throws Shortage.
+PagePins::Taken PagePins::try_take_frame(Lock& lock, Run& run, std::size_t index, Access access) {
   Page& page = run.pages[index];
   pass(transfers_, lock, run, index, Intent::pin);
   const Grants::Claim claim = grants_.wait_for(lock, [&] { return need_of(run, index); });
-  if (obstacle(run, index, Intent::pin) != Obstacle::none) return nullptr;
+  if (obstacle(run, index, Intent::pin) != Obstacle::none) return {};
   const bool is_claimed = page.frame && (page.state == Residency::evicted || page.state == Residency::zero);
   Frame* frame = page.frame;
   if (frame) {
@@ -81,15 +104,16 @@ Frame* PagePins::try_take_frame(Lock& lock, Run& run, std::size_t index, Access 
     if (page.frame || obstacle(run, index, Intent::pin) != Obstacle::none) {  // another thread was quicker
       frame->assembling = true;
       frames_.drop_pin(*frame);
-      return nullptr;
+      return {};
     }
     ++faults_;
     page.frame = frame;
     frame->claimer = std::this_thread::get_id();
   }
+  Taken taken(frames_, *frame, page);
   const bool is_own = is_claimed || frame->claimer == std::this_thread::get_id();
   if (is_own && access != Access::overwrite) bring_claimed(lock, run, index);
-  return frame;
+  return taken;
 }
 
 /// Reads or clears a page that this thread has claimed and pinned: its content is needed after all.
@@ -118,8 +142,9 @@ void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   }
 }
 
-/// Wraps a pin that the caller has taken on the frame.
-PagePin PagePins::take_pin(Frame& frame, Segment& segment, std::size_t index, Access access) {
+PagePin PagePins::wrap(Taken& taken, Segment& segment, std::size_t index, Access access) {
+  memory_.order_after(*taken.frame());  // may throw: before the PagePin, whose destructor takes the lock
+  Frame& frame = *taken.release();
   PagePin pin;
   pin.pins_ = this;
   pin.run_ = segment.run();
@@ -129,24 +154,26 @@ PagePin PagePins::take_pin(Frame& frame, Segment& segment, std::size_t index, Ac
   pin.thread_ = this_thread_number();
   pin.exceptions_ = std::uncaught_exceptions();
   pin.data_ = frame.memory.data() + (index - frame.first_page) * segment.run()->page_bytes + segment.offset();
-  memory_.order_after(frame);
   return pin;
 }
 
-PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
+PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access, bool is_brief) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
   Page& page = run.pages[index];
-  if (obstacle(run, index, Intent::pin) != Obstacle::none || !grants_.fits(need_of(run, index))) return {};
+  if (obstacle(run, index, Intent::pin) != Obstacle::none) return {};
+  const bool adds_nothing_for_long = is_brief && page.frame;
+  if (!adds_nothing_for_long && !grants_.fits(need_of(run, index))) return {};
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
   if (access != Access::read && !transfers_.try_make_writable(run, index)) return {};
   if (page.frame && !absent && page.state != Residency::reading) {
     timeline_.note_page(run, index);
     frames_.add_pin(*page.frame);
-    return take_pin(*page.frame, segment, index, access);
+    Taken taken(frames_, *page.frame, page);
+    return wrap(taken, segment, index, access);
   }
   if (page.frame || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // reading ahead reads it
@@ -155,8 +182,18 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access) {
   timeline_.note_page(run, index);
   page.frame = frame;
   frame->claimer = std::this_thread::get_id();
+  Taken taken(frames_, *frame, page);
   if (access != Access::overwrite) bring_claimed(lock, run, index);
-  return take_pin(*frame, segment, index, access);
+  return wrap(taken, segment, index, access);
+}
+
+/// Before the pin is dropped: gives up the frame of a page that was claimed and not overwritten. Its content is at
+/// home.
+void PagePins::give_back_unused(Frame& frame, const Page& page) {
+  const bool is_unused = page.frame == &frame && (page.state == Residency::evicted || page.state == Residency::zero);
+  if (!is_unused || frame.pins > 1) return;
+  frame.claimer = {};
+  frame.assembling = true;
 }
 
 void PagePins::let_go(PagePin& pin, bool failed) noexcept {
@@ -169,12 +206,7 @@ void PagePins::let_go(PagePin& pin, bool failed) noexcept {
   } catch (...) {  // as in WholePins::unpin()
   }
   if (frame.run) {
-    Page& page = pin.run_->pages[pin.page_];
-    const bool unused = page.frame == &frame && (page.state == Residency::evicted || page.state == Residency::zero);
-    if (unused && frame.pins == 1) {  // claimed, and not overwritten: its content is at home
-      frame.claimer = {};
-      frame.assembling = true;
-    }
+    give_back_unused(frame, pin.run_->pages[pin.page_]);
     if (pin.access_ != Access::read) failed ? Frames::begin_to_revert(frame) : Frames::keep_promise(frame, pin.page_);
     frame.transient = pin.will_not_reuse_;
   }
@@ -193,10 +225,28 @@ void PagePins::wait(PagePin& pin) {
     std::rethrow_exception(frame.failure);
   }
   memory_.order_after(frame);
-  if (!frame.run) return;  // the tensor died after its read had ended
-  if (pin.access_ == Access::read) return;
+  if (!frame.run || pin.access_ == Access::read) return;  // the tensor may have died after its read
   transfers_.wait_until(lock, [&] { return !frame.clearing; });
   transfers_.make_writable(lock, *pin.run_, pin.page_);
+  begin_use(pin);
+}
+
+bool PagePins::try_wait(PagePin& pin) {
+  monitor_.check_usable();
+  const Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  Frame& frame = *pin.frame_;
+  if (Frames::is_reading(frame) || frame.failure || frame.clearing) return false;
+  const bool writes = frame.run && pin.access_ != Access::read;
+  if (writes && !transfers_.try_make_writable(*pin.run_, pin.page_)) return false;
+  memory_.order_after(frame);
+  if (writes) begin_use(pin);
+  return true;
+}
+
+/// For a page that the pin's thread is about to write, and may.
+void PagePins::begin_use(PagePin& pin) {
+  Frame& frame = *pin.frame_;
   if (frame.permanent) return void(++pin.run_->changes);
   frame.claimer = {};
   Frames::promise(*pin.run_, pin.page_);
@@ -230,6 +280,12 @@ void PagePin::written() {
 void PagePin::wait() {
   if (frame_) pins_->wait(*this);
   if (loan_) loan_->waited_for = true;
+}
+
+bool PagePin::try_wait() {
+  if (frame_ && !pins_->try_wait(*this)) return false;
+  if (loan_) loan_->waited_for = true;
+  return true;
 }
 
 void PagePin::wait_for_uses() {

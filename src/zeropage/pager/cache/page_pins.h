@@ -51,6 +51,8 @@ class PagePin {
   /// Returns when the bytes have been read or, for an overwrite, when they may be written. Until then a page to be
   /// overwritten keeps its content. Throws DiskError if the read failed.
   void wait();
+  /// The same without waiting; false if it would have to wait.
+  [[nodiscard]] bool try_wait();
   /// On a device: orders the calling thread's stream after all operators that have used the page.
   void wait_for_uses();
   /// The segment's bytes of this page; in device memory if the device has its own.
@@ -99,7 +101,7 @@ class PagePins {
   void announce(std::span<const PinRequest> requests);
   [[nodiscard]] Grants::Claim claim(Monitor::Lock& lock, std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
-  [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access);
+  [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access, bool is_brief);
   /// Pins that met a page without a frame.
   std::size_t faults() const { return faults_; }
 
@@ -107,13 +109,17 @@ class PagePins {
   friend class PagePin;
   using Lock = Monitor::Lock;
 
-  Frame* try_take_frame(Lock& lock, Run& run, std::size_t index, Access access);
+  class Taken;
+  Taken try_take_frame(Lock& lock, Run& run, std::size_t index, Access access);
   static Grants::Need need_of(const Run& run, std::size_t index);
-  PagePin take_pin(Frame& frame, Segment& segment, std::size_t index, Access access);
+  PagePin wrap(Taken& taken, Segment& segment, std::size_t index, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t index);
   void let_go(PagePin& pin, bool failed) noexcept;
   void written(PagePin& pin);
   void wait(PagePin& pin);
+  bool try_wait(PagePin& pin);
+  void begin_use(PagePin& pin);
+  static void give_back_unused(Frame& frame, const Page& page);
   void wait_for_uses(const PagePin& pin);
 
   Monitor& monitor_;

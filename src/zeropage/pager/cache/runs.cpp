@@ -6,12 +6,21 @@
 
 namespace zeropage {
 
-void Runs::add(std::unique_ptr<Run> owned) {
+void Runs::add(std::unique_ptr<Run>&& owned) try {
   Run& run = *owned;
+  if (by_ordinal_.size() == by_ordinal_.capacity()) by_ordinal_.reserve(2 * by_ordinal_.size() + 8);
+  bytes_of_ordinal_.reserve(by_ordinal_.capacity());
+  std::unique_ptr<Run>& place = runs_[&run];
   const std::uint64_t kind =
       (run.bytes << 8) | (static_cast<std::uint64_t>(run.role) << 4) | static_cast<std::uint64_t>(run.tier);
-  run.ordinal = shares_ordinal(run) ? timeline_.plan().shared(kind)
-                                    : timeline_.plan().create(kind, /*take_over=*/!frames_.is_gathered());
+  try {
+    run.ordinal = shares_ordinal(run) ? timeline_.plan().shared(kind)
+                                      : timeline_.plan().create(kind, /*take_over=*/!frames_.is_gathered());
+  } catch (...) {
+    runs_.erase(&run);
+    throw;
+  }
+  // Nothing throws from here on: ordinals have no gaps.
   if (by_ordinal_.size() <= run.ordinal) {
     by_ordinal_.resize(run.ordinal + 1, nullptr);
     bytes_of_ordinal_.resize(run.ordinal + 1, 0);
@@ -21,7 +30,22 @@ void Runs::add(std::unique_ptr<Run> owned) {
   if (shares_ordinal(run)) by_ordinal_[run.ordinal] = nullptr, bytes_of_ordinal_[run.ordinal] = 0;
   count_home(run, true);
   budgets_.note_usage();
-  runs_.emplace(&run, std::move(owned));
+  place = std::move(owned);
+} catch (...) {
+  leave_frames(*owned);
+  throw;
+}
+
+/// Frames of its pages go with their last pins.
+void Runs::leave_frames(Run& run) noexcept {
+  for (Page& page : run.pages) {
+    Frame* const frame = page.frame;
+    if (!frame) continue;
+    Frames::forget(*frame);
+    frame->run = nullptr;
+    frames_.set_permanent(*frame, false);
+    if (frame->pins == 0) frames_.settle(*frame);
+  }
 }
 
 /// [Note: gathered] Each step creates new gradients and states. Ranks may differ in when they die, so none can reuse
@@ -68,15 +92,8 @@ void Runs::let_die(Run& run) {
 }
 
 void Runs::remove(Run& run) {
-  for (Page& page : run.pages) {
-    note_write(page, /*failed=*/false);
-    Frame* frame = page.frame;
-    if (!frame) continue;
-    Frames::forget(*frame);
-    frame->run = nullptr;
-    frames_.set_permanent(*frame, false);
-    if (frame->pins == 0) frames_.settle(*frame);  // else the last pin does
-  }
+  for (Page& page : run.pages) note_write(page, /*failed=*/false);
+  leave_frames(run);
   if (run.below) run.home->forget(run);
   if (run.frozen) run.frozen->run = nullptr;
   runs_.erase(&run);

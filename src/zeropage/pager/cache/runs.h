@@ -19,8 +19,9 @@ class Runs {
   Runs(Frames& frames, Budgets& budgets, Timeline& timeline)
       : frames_(frames), budgets_(budgets), timeline_(timeline) {}
 
-  /// Adds a run that has its home, and gives it an ordinal.
-  void add(std::unique_ptr<Run> run);
+  /// Adds a run that has its home, and gives it an ordinal. If it throws, the caller still has the run, whose frames
+  /// have left it.
+  void add(std::unique_ptr<Run>&& run);
   /// Lets a run without tensors die, now or once its transfers have ended.
   void let_die(Run& run);
   /// Deletes a dead run that has no transfer in flight.
@@ -51,6 +52,7 @@ class Runs {
 
  private:
   bool shares_ordinal(const Run& run) const;
+  void leave_frames(Run& run) noexcept;
   void count_home(const Run& run, bool created);
 
   Frames& frames_;

@@ -115,6 +115,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
   std::vector<std::size_t> pages;
   for (std::size_t i = frame.first_page; i < frame.first_page + frame.pages; ++i) {
     if (run.pages[i].state != Residency::dirty || run.pages[i].frame != &frame) continue;
+    if (Frames::state_before_overwrite(frame, i) != Residency::clean) continue;
     if (priority != Priority::demanded && !home_->ready_to_write(run, i)) break;
     pages.push_back(i);
   }
@@ -124,7 +125,6 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     pages.resize(i);
   }
   if (pages.empty()) return false;
-  if (frames_.is_gathered()) memory_.order_after(frame);
   const bool is_held = frame.pins > 0;
   frames_.add_pin(frame);  // keeps the frame while the lock is given up
   for (const std::size_t i : pages) {
@@ -157,9 +157,24 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     }
     if (outcome) write_ended(run, i, *outcome);
   }
+  if (blocks && monitor_.closed()) {  // close() has not seen what started meanwhile
+    const Unlocked unlocked(lock);
+    finish();
+  }
   frames_.drop_pin(frame);
-  if (blocks) monitor_.changed().notify_all();  // a thread that found nothing to wait for can now wait
+  if (!blocks) return true;
+  monitor_.changed().notify_all();  // a thread that found nothing to wait for can now wait
+  monitor_.check_usable();
   return true;
+}
+
+void Transfers::finish() noexcept {
+  for (bool ends = home_ != nullptr; ends;) {
+    try {
+      ends = home_->tidy(/*wait=*/true);
+    } catch (...) {  // the transfer has ended with this error
+    }
+  }
 }
 
 void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& outcome) {
@@ -178,6 +193,7 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
     }
   } else {
     runs_.note_write(page, /*failed=*/false);
+    if (outcome.ready) page.frame->last_used = outcome.ready;
     page.state = page.state == Residency::rewritten ? Residency::dirty : Residency::clean;
     if (page.target && !page.is_new) page.home = std::exchange(page.target, nullptr);
     if (run.frozen && run.frozen->pages[index].place == Frozen::Place::frame) {

@@ -37,7 +37,8 @@ class Transfers {
   /// If a read cannot start, the frame has failed, and the thread that waits for it throws the error.
   void start_reads(Lock& lock, Frame& frame, Priority priority);
   /// Starts to write home the frame's pages that are newer there. Returns false if that would block; then it has
-  /// started nothing, or all that it could.
+  /// started nothing, or all that it could. Pages that are being overwritten stay ([Note: overwriting]). Throws
+  /// AccessError if the cache was closed meanwhile; the frame may be gone then.
   bool write_back(Lock& lock, Frame& frame, Priority priority);
 
   /// Prepares a page to be written: waits until no checkpoint needs its frame's content, and reserves a slot for its
@@ -56,6 +57,8 @@ class Transfers {
   void wait_until(Lock& lock, Ready ready, Cause cause = Cause::other);
   /// Returns when no read into the frame is in flight. Unless the caller has a pin on the frame, it may be gone then.
   void wait_for_reads(Lock& lock, Frame& frame);
+  /// After close(): returns when all transfers have ended that do so without a signal. Not under the lock.
+  void finish() noexcept;
   /// Speeds up the writes of the run, for a thread that will wait for them. Gives the lock up; the run must stay.
   void hurry_writes(Lock& lock, const Run& run);
 

@@ -31,48 +31,62 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
     }
     // If nothing repeats, reusing the ordinals of long-dead runs bounds their number.
     if (!free_.empty()) {
+      ++kinds_[kind].ordinals;
       const Ordinal ordinal = free_.front();
-      free_.pop_front();
-      known_[ordinal] = {kind, true};
+      alive_.splice(alive_.end(), free_, free_.begin());
+      known_[ordinal].kind = kind, known_[ordinal].alive = true;
       return ordinal;
     }
-    if (const auto spare = spare_.find(kind); spare != spare_.end() && spare->second.size() > 1024) {
-      return revive(spare->second.front());
+    if (const auto of = kinds_.find(kind); of != kinds_.end() && of->second.spare.size() > 1024) {
+      return revive(of->second.spare.front());
     }
   }
-  known_.push_back({kind, true});
-  return static_cast<Ordinal>(known_.size() - 1);
+  known_.emplace_back();  // of no kind yet, and in no list: the last one
+  try {
+    ++kinds_[kind].ordinals;
+    alive_.push_back(static_cast<Ordinal>(known_.size() - 1));
+  } catch (...) {
+    known_.pop_back();
+    throw;
+  }
+  known_.back() = {kind, true, 0, {}, std::prev(alive_.end())};
+  return alive_.back();
 }
 
-AccessPlan::Ordinal AccessPlan::revive(Ordinal ordinal) {
-  known_[ordinal].alive = true;
-  std::list<Ordinal> revived;
-  move_spare(ordinal, revived);
+AccessPlan::Ordinal AccessPlan::revive(Ordinal ordinal) noexcept {
+  Known& known = known_[ordinal];
+  known.alive = true;
+  alive_.splice(alive_.end(), kinds_.find(known.kind)->second.spare, known.node);
   return ordinal;
 }
 
-/// Moves the dead ordinal from the spare ones of its kind to `to`. It allocates nothing.
-void AccessPlan::move_spare(Ordinal ordinal, std::list<Ordinal>& to) noexcept {
-  const auto spare = spare_.find(known_[ordinal].kind);
-  to.splice(to.end(), spare->second, known_[ordinal].spare);
-  if (spare->second.empty()) spare_.erase(spare);
+/// Makes any run's what the history does not know any more.
+void AccessPlan::free(Ordinal ordinal, Ordinals& from) noexcept {
+  free_.splice(free_.end(), from, known_[ordinal].node);
+  const auto of = kinds_.find(known_[ordinal].kind);
+  if (--of->second.ordinals == 0) kinds_.erase(of);
 }
 
 AccessPlan::Ordinal AccessPlan::shared(std::uint64_t kind) {
-  const auto [at, is_new] = shared_.try_emplace(kind, 0);
-  if (is_new) at->second = create(kind, /*take_over=*/false);
-  return at->second;
+  if (const auto known = shared_.find(kind); known != shared_.end()) return known->second;
+  Ordinal& ordinal = shared_[kind];
+  try {
+    return ordinal = create(kind, /*take_over=*/false);
+  } catch (...) {
+    shared_.erase(kind);
+    throw;
+  }
 }
 
-void AccessPlan::destroy(Ordinal ordinal) {
+void AccessPlan::destroy(Ordinal ordinal) noexcept {
   Known& known = known_[ordinal];
   known.alive = false;
-  if (known.places.empty()) return free_.push_back(ordinal);
+  if (known.places.empty()) return free(ordinal, alive_);
   Entry& latest = at(position_of(known.places.back()));
   latest.use.last = true;
   latest.died = now_;
-  auto& spare = spare_[known.kind];
-  known.spare = spare.insert(spare.end(), ordinal);
+  Ordinals& spare = kinds_.find(known.kind)->second.spare;
+  spare.splice(spare.end(), alive_, known.node);
 }
 
 void AccessPlan::use(const Use& use, std::size_t bytes, double seconds) {
@@ -193,7 +207,7 @@ void AccessPlan::forget_oldest() {
   }
   if (known.places.empty() && !known.alive) {  // any run may take its ordinal: the history knows nothing of it
     known.places = {};
-    move_spare(entry.use.ordinal, free_);
+    free(entry.use.ordinal, kinds_.find(known.kind)->second.spare);
   }
   if (match_ == oldest_) match_ = kNowhere;
   ++oldest_;

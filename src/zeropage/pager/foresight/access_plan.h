@@ -52,7 +52,7 @@ class AccessPlan {
   /// Returns the ordinal of a new run. Runs of different `kind`, such as role and size, cannot stand for each other.
   /// `take_over`: it may take the ordinal of a dead run.
   Ordinal create(std::uint64_t kind, bool take_over = true);
-  void destroy(Ordinal ordinal);
+  void destroy(Ordinal ordinal) noexcept;
   /// One ordinal for all runs of a kind that have no plan of their own. It is never destroyed.
   Ordinal shared(std::uint64_t kind);
 
@@ -109,7 +109,13 @@ class AccessPlan {
     bool alive;
     std::uint32_t forgotten = 0;    // of the places
     std::vector<Slot> places = {};  // in the history, in order
-    std::list<Ordinal>::iterator spare = {};
+    std::list<Ordinal>::iterator node;
+  };
+  /// An ordinal is always in one list, so that a death allocates nothing.
+  using Ordinals = std::list<Ordinal>;
+  struct Kind {
+    std::size_t ordinals = 0;  // alive or spare
+    Ordinals spare = {};       // dead, the oldest first
   };
 
   Entry& at(Position position) { return blocks_[position % kRing / kBlock][position % kBlock]; }
@@ -125,18 +131,18 @@ class AccessPlan {
   std::uint32_t& find_context(std::size_t context, std::uint64_t hash);
   void index_latest();
   void forget_oldest();
-  Ordinal revive(Ordinal ordinal);
-  void move_spare(Ordinal ordinal, std::list<Ordinal>& to) noexcept;
+  Ordinal revive(Ordinal ordinal) noexcept;
+  void free(Ordinal ordinal, Ordinals& from) noexcept;
 
   std::vector<std::unique_ptr<Entry[]>> blocks_;  // of the ring
   Position oldest_ = kLongestContext, end_ = kLongestContext;
-  std::vector<std::uint32_t> buckets_;                           // The latest end of each context, by hash.
-  std::deque<Slot> groups_;                                      // Uses that begin a group, in order.
-  std::vector<Known> known_;                                     // By ordinal.
-  std::unordered_map<std::uint64_t, std::list<Ordinal>> spare_;  // dead, by kind, the oldest first
-  std::list<Ordinal> free_;                                      // dead and forgotten
-  std::unordered_map<std::uint64_t, Ordinal> shared_;            // by kind
-  Position match_ = kNowhere;                                    // the earlier use that matches the latest one
+  std::vector<std::uint32_t> buckets_;                 // The latest end of each context, by hash.
+  std::deque<Slot> groups_;                            // Uses that begin a group, in order.
+  std::vector<Known> known_;                           // By ordinal.
+  std::unordered_map<std::uint64_t, Kind> kinds_;      // that have an ordinal
+  Ordinals alive_, free_;                              // free: dead and forgotten
+  std::unordered_map<std::uint64_t, Ordinal> shared_;  // by kind
+  Position match_ = kNowhere;                          // the earlier use that matches the latest one
   bool confident_ = false;
   Time now_ = 0;
   std::uint64_t uses_ = 0, latest_group_ = 0;

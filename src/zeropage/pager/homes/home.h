@@ -17,7 +17,8 @@ namespace zeropage {
 
 class Home {
  public:
-  /// The outcome of a transfer: an error or null, and an event that users of a device's frame wait for.
+  /// The outcome of a transfer: an error or null, and an event of a device. After a read, users of the frame wait for
+  /// it. After a write, users of the frame's memory do; it follows `after`.
   struct Outcome {
     std::exception_ptr error;
     DeviceMemory::Event ready;

@@ -25,33 +25,38 @@ Run& HomeAllocator::run_for(Lock& lock, const SegmentSpec& spec, std::size_t& of
   const std::size_t shared_bytes = std::max(page_bytes_ / 4, kBlockBytes);
   if (spec.alone || spec.bytes > shared_bytes / 4) {
     return new_run(lock, spec, spec.bytes,
-                   spec.page_bytes ? spec.page_bytes : cut_on_rows(page_bytes_, spec.row_bytes));
+                   spec.page_bytes ? spec.page_bytes : cut_on_rows(page_bytes_, spec.row_bytes),
+                   /*is_shared=*/false);
   }
   const std::size_t slot = round_up(std::max<std::size_t>(spec.bytes, 1), kSlotBytes);
   std::vector<Run*>& with_room = shared_[{spec.role, spec.tier}];
   while (!with_room.empty()) {
     Run& run = *with_room.back();
+    run.entries.push_back(FreeList::make_entry());
     if (auto at = run.slots->take(slot)) {
       offset = *at;
       return run;
     }
+    run.entries.pop_back();
     run.listed = false;  // until one of its tensors dies
     with_room.pop_back();
   }
-  Run& run = new_run(lock, spec, shared_bytes, shared_bytes);
-  run.slots.emplace();
-  run.slots->release(0, shared_bytes);
-  offset = *run.slots->take(slot);
+  Run& run = new_run(lock, spec, shared_bytes, shared_bytes, /*is_shared=*/true);
   list_room(run);
+  offset = *run.slots->take(slot);
   return run;
 }
 
-void HomeAllocator::list_room(Run& run) {
-  if (std::exchange(run.listed, true)) return;
+/// If memory is short, the run is listed when its next tensor dies.
+void HomeAllocator::list_room(Run& run) noexcept try {
+  if (run.listed) return;
   shared_[{run.role, run.tier}].push_back(&run);
+  run.listed = true;
+} catch (const std::bad_alloc&) {
 }
 
-Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes) {
+Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes,
+                            bool is_shared) {
   auto owned = std::make_unique<Run>();
   Run& run = *owned;
   run.role = spec.role;
@@ -60,6 +65,11 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
   run.bytes = std::max<std::size_t>(bytes, 1);
   run.page_bytes = page_bytes;
   run.pages = std::vector<Page>(ceil_div(run.bytes, run.page_bytes));
+  if (is_shared) {
+    run.slots.emplace();
+    run.slots->release(0, run.bytes);
+    run.entries.push_back(FreeList::make_entry());  // of its first tensor
+  }
   if (memory_.device() && spec.tier != Tier::device) {
     // Not under this cache's lock: bind() may wait for transfers below that end in this cache.
     run.below = std::make_unique<LowerSegment>();
@@ -158,7 +168,8 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
 
 void HomeAllocator::release(Run& run, std::size_t offset, std::size_t bytes) {
   if (run.slots) {
-    run.slots->release(offset, round_up(std::max<std::size_t>(bytes, 1), kSlotBytes));
+    run.slots->release(offset, round_up(std::max<std::size_t>(bytes, 1), kSlotBytes), std::move(run.entries.back()));
+    run.entries.pop_back();
     list_room(run);
   }
   if (--run.tensors == 0) let_die(run);

@@ -48,11 +48,11 @@ class HomeAllocator {
   void release(Run& run, std::size_t offset, std::size_t bytes);
 
  private:
-  Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes);
+  Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes, bool is_shared);
   void bind_below(Segment& segment, const SegmentSpec& spec);
   void take_slots(Lock& lock, Run& run, const SourceRange& source);
   void make_permanent(Lock& lock, Run& run);
-  void list_room(Run& run);
+  void list_room(Run& run) noexcept;
   Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed);
   void let_die(Run& run);
 

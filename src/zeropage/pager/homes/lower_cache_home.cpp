@@ -70,7 +70,18 @@ bool LowerCacheHome::ready_to_write(const Run& run, std::size_t page) {
   return is_ready(run, page, Access::overwrite);
 }
 
+/// The page below, for a transfer to use now. Only a demanded transfer waits.
 PagePin LowerCacheHome::pin(const Run& run, std::size_t page, Access access, Priority priority) {
+  PagePin host_page = find_or_take(run, page, access, priority);
+  if (priority == Priority::demanded) {
+    host_page.wait();
+  } else if (!host_page.try_wait()) {
+    throw BudgetError("the page in host_memory is in use");  // it was ready a moment ago
+  }
+  return host_page;
+}
+
+PagePin LowerCacheHome::find_or_take(const Run& run, std::size_t page, Access access, Priority priority) {
   follow(run, page, access);
   {
     std::lock_guard lock(mutex_);
@@ -95,24 +106,25 @@ PagePin LowerCacheHome::pin(const Run& run, std::size_t page, Access access, Pri
 
 std::optional<Home::Outcome> LowerCacheHome::read(const Run& run, std::size_t page, std::byte* into,
                                                   Priority priority, Done) {
-  PagePin host_page = pin(run, page, Access::read, priority);
-  host_page.wait();
-  const DeviceMemory::Event event = device_.upload(into, host_page.data(), run.bytes_of(page));
-  if (!device_.done(event)) {
-    std::lock_guard lock(mutex_);
-    uploads_.push_back({&run, page, event, std::move(host_page), nullptr});
-  }
+  std::list<UnderWay> made;  // before the device is asked, since it may throw
+  UnderWay& upload = made.emplace_back(&run, page, nullptr, pin(run, page, Access::read, priority), nullptr);
+  const DeviceMemory::Event event = device_.upload(into, upload.host_page.data(), run.bytes_of(page));
+  upload.event = event;
+  if (device_.done(event)) return Outcome{nullptr, event};
+  std::lock_guard lock(mutex_);
+  uploads_.splice(uploads_.end(), made);
   return Outcome{nullptr, event};
 }
 
 std::optional<Home::Outcome> LowerCacheHome::write(const Run& run, std::size_t page, const std::byte* from,
                                                    const DeviceMemory::Event& after, Priority priority, Done done) {
-  PagePin host_page = pin(run, page, Access::overwrite, priority);
-  host_page.wait();
-  const DeviceMemory::Event event = device_.download(host_page.data(), from, run.bytes_of(page), after);
-  if (device_.done(event)) return Outcome{};
+  std::list<UnderWay> made;
+  UnderWay& download =
+      made.emplace_back(&run, page, nullptr, pin(run, page, Access::overwrite, priority), std::move(done));
+  download.event = device_.download(download.host_page.data(), from, run.bytes_of(page), after);
+  if (device_.done(download.event)) return Outcome{};
   std::lock_guard lock(mutex_);
-  downloads_.push_back({&run, page, event, std::move(host_page), std::move(done)});
+  downloads_.splice(downloads_.end(), made);
   return std::nullopt;
 }
 

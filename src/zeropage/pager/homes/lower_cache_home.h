@@ -45,6 +45,7 @@ class LowerCacheHome final : public Home {
   using Key = std::tuple<const Run*, std::size_t, Access>;
 
   PagePin pin(const Run& run, std::size_t page, Access access, Priority priority);
+  PagePin find_or_take(const Run& run, std::size_t page, Access access, Priority priority);
   void follow(const Run& run, std::size_t page, Access access);
   bool is_ready(const Run& run, std::size_t page, Access access);
   bool has_ended(UnderWay& transfer) const noexcept;

@@ -260,7 +260,9 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) 
 }
 
 std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page, const std::byte* from,
-                                                const DeviceMemory::Event&, Priority, Done) {
+                                                const DeviceMemory::Event& after, Priority, Done) {
+  const auto& device = memory_.device();
+  if (device) device->stream_wait(after);
   const std::size_t ranks = ranks_->size(), rank = ranks_->rank();
   for (const Share& share : SharesInUse(gathered_, run)) {
     if (!share.segment) continue;
@@ -270,7 +272,7 @@ std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page
     part.wait();
     part.fill(from + share.offset + rank * bytes, bytes, place.offset);
   }
-  return Outcome{};
+  return Outcome{nullptr, device ? device->record() : nullptr};
 }
 
 }  // namespace zeropage

@@ -12,8 +12,14 @@ namespace {
 
 using In = Frozen::Place;
 
-bool is_newer_in_frame(const Page& page) {
-  return page.state == Residency::dirty || page.state == Residency::writing || page.state == Residency::rewritten;
+bool is_newer_in_frame(Residency state) {
+  return state == Residency::dirty || state == Residency::writing || state == Residency::rewritten;
+}
+
+/// An overwrite that has not ended is none yet.
+Residency state_of_content(const Page& page, std::size_t index) {
+  const auto before = page.frame ? Frames::state_before_overwrite(*page.frame, index) : Residency::clean;
+  return before == Residency::clean ? page.state : before;
 }
 
 }  // namespace
@@ -35,10 +41,11 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   // Nothing throws from here on.
   for (std::size_t i = 0; i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
-    if (is_newer_in_frame(page)) {
+    const Residency state = state_of_content(page, i);
+    if (is_newer_in_frame(state)) {
       frozen->pages[i].place = In::frame;
-      frozen->pages[i].older_on_its_way = page.state == Residency::rewritten;
-    } else if (page.state != Residency::zero) {
+      frozen->pages[i].older_on_its_way = state == Residency::rewritten;
+    } else if (state != Residency::zero) {
       frozen->pages[i] = {In::home, page.home};
     }
   }
@@ -48,21 +55,27 @@ FrozenSegment Snapshots::freeze(std::shared_ptr<FrameCache> cache, Segment& segm
   result.cache_ = std::move(cache);
   result.segment_ = &segment;
   result.frozen_ = std::move(frozen);
-  // Writes newer pages home soon, so that no thread has to wait for them.
+  write_behind(lock, run);
+  return result;
+}
+
+/// Writes newer pages home soon, so that no thread has to wait for them. Under the lock, which the destructor of a
+/// FrozenSegment takes: nothing may be thrown.
+void Snapshots::write_behind(Lock& lock, Run& run) noexcept try {
   for (std::size_t i = 0; run.is_on_disk && i < run.pages.size(); ++i) {
     const Page& page = run.pages[i];
-    if (transfers_.has_failed_write()) break;  // throw_failed_write() must come first
+    if (transfers_.has_failed_write()) return;  // throw_failed_write() must come first
     if (page.state != Residency::dirty || page.frame->pins > 0) continue;
-    if (!transfers_.write_back(lock, *page.frame, Priority::behind)) break;
+    if (!transfers_.write_back(lock, *page.frame, Priority::behind)) return;
   }
-  return result;
+} catch (...) {  // the write starts again when a thread needs it, and throws its error then
 }
 
 void Snapshots::write_home(Lock& lock, Run& run) {
   transfers_.wait_until(lock, [&] { return run.lent == 0; });
   for (Page& page : run.pages) {
     bool is_held = false;  // by an operator, which may write the page again: then it stays dirty
-    while (page.frame && is_newer_in_frame(page) && !is_held) {
+    while (page.frame && is_newer_in_frame(page.state) && !is_held) {
       is_held = page.state == Residency::dirty && page.frame->pins > 0;
       const std::size_t failed_before = transfers_.failed_writes();
       if (page.state == Residency::dirty) transfers_.write_back(lock, *page.frame, Priority::demanded);
@@ -138,7 +151,7 @@ PagePin FrozenSegment::try_pin(std::size_t page) const {
     const Monitor::Lock lock(snapshots_->monitor_.mutex());
     if (!frozen_->run) throw AccessError("a tensor died while a checkpoint of it was being written");
   }
-  PagePin pin = cache_->try_pin_page(*segment_, page, Access::read);
+  PagePin pin = cache_->try_pin_page(*segment_, page, Access::read, /*is_brief=*/true);
   if (pin) pin.wait(), pin.wait_for_uses();
   return pin;
 }

@@ -40,7 +40,7 @@ class FrozenSegment {
   /// False if it has been written home.
   [[nodiscard]] bool begin_copy(std::size_t page) const;
   void end_copy(std::size_t page) const;
-  /// Pins the page for reading. Empty if it is not in memory, or lent.
+  /// Pins the page for reading, for a copy that waits for nothing. Empty if it is not in memory, or lent.
   [[nodiscard]] PagePin try_pin(std::size_t page) const;
   std::size_t bytes_of(std::size_t page) const { return sizes_[page]; }
   /// Whether that memory is a device's.
@@ -72,6 +72,7 @@ class Snapshots {
   friend class FrozenSegment;
   using Lock = Monitor::Lock;
 
+  void write_behind(Lock& lock, Run& run) noexcept;
   void let_go(FrozenSegment& segment) noexcept;
 
   Monitor& monitor_;
