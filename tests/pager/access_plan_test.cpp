@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <string>
 
+#include "memory_shortage.h"
+
 using namespace zeropage;
 
 namespace {
@@ -217,4 +219,24 @@ TEST_CASE("the ordinals of the dead are taken over in a moment, however many the
   const double begin = cpu_seconds();
   for (AccessPlan::Ordinal i = 0; i + 1024 < kRuns; ++i) CHECK(plan.create(1) == i);
   CHECK(cpu_seconds() - begin < 1);
+}
+
+TEST_CASE("a use for which memory was short is one like any other when it comes again") {
+  for (std::size_t number = 0; number < 8; ++number) {
+    AccessPlan plan;
+    const auto use = [&](AccessPlan::Ordinal ordinal) { plan.use({ordinal, Access::read, true, true}, 1000); };
+    const AccessPlan::Ordinal first = plan.create(1);
+    for (int round = 0; round < 3; ++round) {
+      use(first);
+      const AccessPlan::Ordinal second = plan.create(2);
+      CHECK(second == first + 1);
+      try {
+        const FailingAllocation failing(number);
+        use(second);
+      } catch (const std::bad_alloc&) {
+        use(second);
+      }
+      plan.destroy(second);
+    }
+  }
 }

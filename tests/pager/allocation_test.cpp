@@ -53,6 +53,9 @@ struct Program : CacheFixture {
     FrozenSegment frozen;
     survive([&] { frozen = cache->freeze(*segments[1]); });
     overwrite(1, 42);
+    for (std::size_t page = 0; page < frozen.pages(); ++page) {
+      survive([&] { wrong += !save_page(frozen, page, 41); });
+    }
     frozen = {};
     // Homes in memory, and small tensors that share a page, which die.
     for (const Tier tier : {Tier::host, Tier::disk}) {
@@ -64,7 +67,12 @@ struct Program : CacheFixture {
         });
       }
     }
-    for (auto& one : short_lived) survive([&] { write(*one, 5); });
+    for (int round = 0; round < 2; ++round) {
+      for (auto& one : short_lived) survive([&] { write(*one, 5); });
+      for (auto& one : short_lived) {
+        survive([&] { wrong += !holds(*one, 5); });
+      }
+    }
     short_lived.clear();
     for (auto& one : segments) survive([&] { cache->evict(*one); });
     survive([&] { cache->wait(); });

@@ -1,11 +1,13 @@
 // A device with memory of its own: two pagers, and work that runs as late as it may.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <thread>
 
 #include "device_fixture.h"
+#include "memory_shortage.h"
 #include "random_program.h"
 #include "zeropage/base/errors.h"
 
@@ -39,7 +41,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a frame for which other threads' pins leave no
   write_later(*large, 7);
   check_later(*large, 7);
   for (unsigned i = 0; i < 7; ++i) check_later(*segments[i], i);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -56,7 +58,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "what operators wrote late is what later operat
     if (step % 3 == 0) write_later(*segments[i], seeds[i] = 100 + step);
     if (step % 17 == 0) cache->evict(*segments[random() % 8]);
   }
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
   const CacheStats stats = cache->stats();
   CHECK(stats.uploaded_bytes > 0);
@@ -90,7 +92,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a thread waits for its download although anoth
   device->on_waited = {};
   REQUIRE(woke);
   check_later(*tensor, 1);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -104,7 +106,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a download that ends while an exception passes
   cache->pin({&last, 1});
   cache->unpin({&last, 1});
   cache->bring_down(*tensor);
-  device->finish();
+  device->finish_all();
   struct Looks {
     FrameCache& cache;
     ~Looks() { (void)cache.stats(); }
@@ -116,7 +118,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a download that ends while an exception passes
   }
   cache->evict(*tensor);
   check_later(*tensor, 2);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -134,7 +136,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "pages pinned one by one on the device become p
   }
   run_later(*tensor, Access::read,
             [this](std::byte byte, std::size_t i) { wrong += byte != pattern(i / kPage % 2 == 0 ? 2 : 1, i); });
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -145,7 +147,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a tensor larger than the host's budget passes 
   write_later(*other, 2);
   check_later(*tensor, 1);
   check_later(*other, 2);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
   CHECK(cache->usage(Pool::host).peak <= 5 * kPage);
 }
@@ -159,7 +161,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a frame filled for one stream is filled before
   device->use_stream(1);
   device->wait(check_later(*tensor, 1));  // runs stream 1 alone, and what it comes after
   CHECK(wrong == 0);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -172,7 +174,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "memory that one stream still reads is not clea
   device->finish_transfers();
   device->use_stream(1);
   device->wait(check_zeros_later(*zeros));  // takes the frame that stream 0 has yet to read
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -185,7 +187,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "homes on the device and in the host need no di
   cache->evict(*in_host);
   check_later(*on_device, 1);
   check_later(*in_host, 2);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
   const CacheStats stats = cache->stats();
   CHECK(stats.read_bytes + stats.written_bytes == 0);
@@ -201,7 +203,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "zeroed pages reach neither the link nor the di
   const CacheStats before = cache->stats();
   cache->zero(*tensor);
   check_zeros_later(*tensor);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
   CHECK(cache->stats().uploaded_bytes == before.uploaded_bytes);
 }
@@ -218,10 +220,10 @@ TEST_CASE_FIXTURE(DeviceFixture, "a page is not zeroed in the host under an uplo
     frame = pin.data();
   }
   cache->zero(*tensor);
-  device->finish();
+  device->finish_all();
   for (std::size_t i = 0; i < kPage; ++i) wrong += frame[i] != pattern(1, i);  // its memory was not used again
   check_zeros_later(*tensor);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -231,7 +233,7 @@ TEST_CASE_FIXTURE(DeviceFixture,
   auto tensor = segment(2 * kPage);
   write_later(*tensor, 1);
   cache->evict(*tensor);
-  device->finish();
+  device->finish_all();
   { const PagePin pin = cache->pin_page(*tensor, 0, Access::read); }
   int waits = 0;
   device->on_waited = [&] { ++waits; };
@@ -246,7 +248,7 @@ TEST_CASE_FIXTURE(DeviceFixture,
   }
   device->finish_transfers();
   for (unsigned i = 0; i < 3; ++i) check_later(*others[i], 2 + i);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
   others.clear();
   (void)cache->stats();  // ends the transfers that are done
@@ -264,7 +266,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "an error that only a wait for a download tells
   check_later(*tensor, 1);
   cache->evict(*tensor);
   check_later(*tensor, 1);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -301,7 +303,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a page that a lost device cannot give is an er
   check_later(*large, 2);
   check_later(*tensor, 1);
   check_zeros_later(*zeros);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -318,7 +320,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "what was asked of the device for a tensor in u
   auto tensor = segment(3 * kPage), at_home = segment(3 * kPage, Role::parameter, Tier::device);
   for (TestSegment* one : {tensor.get(), at_home.get()}) {
     write_later(*one, 1);
-    device->finish();
+    device->finish_all();
     const PinRequest request{one, Access::write};
     cache->pin({&request, 1});
     device->run([at = one->data, bytes = one->bytes()] {
@@ -338,6 +340,63 @@ TEST_CASE_FIXTURE(DeviceFixture, "what was asked of the device for a tensor in u
   }
 }
 
+TEST_CASE_FIXTURE(DeviceFixture, "what another stream freezes has been uploaded, and stays") {
+  make_apart(12 * kPage, 20 * kPage);
+  auto tensor = segment(3 * kPage);
+  write_later(*tensor, 1);
+  cache->evict(*tensor);
+  device->finish_all();
+  std::ranges::fill(device->region(), std::byte{9});
+  const PinRequest request{tensor.get(), Access::write};
+  cache->pin({&request, 1});
+  device->use_stream(1);
+  FrozenSegment frozen = cache->freeze(*tensor);
+  device->finish_stream(1);
+  CHECK(save(frozen, 1));
+  device->use_stream(0);
+  cache->unpin({&request, 1});
+  check_later(*tensor, 1);
+  cache->evict(*tensor);
+  check_later(*tensor, 1);
+  device->finish_all();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "what an operator asked for counts although memory is short at its end") {
+  make_apart(4 * kPage, 20 * kPage);
+  auto tensor = segment(3 * kPage), other = segment(3 * kPage);
+  for (unsigned number = 0; number < 12; ++number) {
+    write_later(*tensor, 2 * number + 1);
+    cache->evict(*tensor);
+    const PinRequest request{tensor.get(), Access::write};
+    cache->pin({&request, 1});
+    device->run([at = tensor->data, number] {
+      for (std::size_t i = 0; i < 3 * kPage; ++i) at[i] = pattern(2 * number + 2, i);
+    });
+    {
+      const FailingAllocation failing(number);
+      cache->unpin({&request, 1});
+    }
+    write_later(*other, 7);  // takes the tensor's place
+    check_later(*tensor, 2 * number + 2);
+    check_later(*other, 7);
+  }
+  device->finish_all();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(DeviceFixture, "a home that a lost device cannot clear takes no room") {
+  make_apart(8 * kPage, 20 * kPage);
+  device->is_lost = true;
+  CHECK_THROWS_AS((void)segment(3 * kPage, Role::parameter, Tier::device), std::runtime_error);
+  device->is_lost = false;
+  const auto home = segment(8 * kPage, Role::parameter, Tier::device);
+  write_later(*home, 1);
+  check_later(*home, 1);
+  device->finish_all();
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(DeviceFixture, "an overwrite that has not ended on the device is not part of what is frozen") {
   make_apart(12 * kPage, 20 * kPage);
   auto tensor = segment(3 * kPage);
@@ -354,7 +413,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "an overwrite that has not ended on the device 
   }
   CHECK(save(frozen, 1));
   check_later(*tensor, 1);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -368,7 +427,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "small tensors share a page on the device as in
   for (unsigned i = 0; i < 40; ++i) {
     if (i != 5) check_later(*small[i], i);
   }
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -384,7 +443,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a disk that fails under an upload is an error,
   io->set_outcome([](const Transfer&) { return 1L; });
   check_later(*tensor, 1);
   check_later(*other, 2);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -400,7 +459,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "a disk that cannot be written leaves dirty pag
   write_later(*other, 2);
   check_later(*tensor, 1);
   check_later(*other, 2);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -422,14 +481,14 @@ TEST_CASE_FIXTURE(DeviceFixture, "what passes from disk to device in rounds is r
     segments.push_back(segment((1 + i % 3) * kPage));
     bytes += segments.back()->bytes();
     write_later(*segments[i], i);
-    device->finish();
+    device->finish_all();
   }
   CacheStats before;
   for (unsigned round = 0; round < 8; ++round) {
     if (round == 4) before = cache->stats();
     for (unsigned i = 0; i < 15; ++i) {
       check_later(*segments[i], i);
-      device->finish();
+      device->finish_all();
     }
   }
   CHECK(wrong == 0);
@@ -447,7 +506,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "pages that are uploaded ahead do not take turn
       for (int step = 0; step < 4; ++step) {
         for (const auto& group : program.groups()) {
           program.run(group);
-          device->finish();
+          device->finish_all();
           const auto before = cache->stats();
           cache->wait();
           most = std::max(most, cache->stats().uploaded_bytes - before.uploaded_bytes);

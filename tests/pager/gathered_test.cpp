@@ -154,36 +154,64 @@ TEST_CASE("ranks run the same collectives in the same order, whatever their disk
 }
 
 TEST_CASE("a share takes what another stream wrote to the whole, before the memory is used again") {
-  Meeting meeting(1);
-  const auto device = std::make_shared<QueuedDevice>(8 * kPage);
-  const auto above = std::make_shared<QueuedDevice>(4 * kPage, *device);
-  Rank self(meeting, 0, 4 * kPage, device, above);
-  constexpr std::size_t kElements = 3 * kPage / kItem;
-  Tensor tensor = self.make_tensor(kElements, 1), other = self.make_tensor(kElements, 2);
-  const auto write_later = [&](Tensor& into, unsigned seed) {
-    const PinRequest request{into.whole.get(), Access::overwrite};
-    self.cache->pin({&request, 1});
-    device->run([at = into.whole->data, seed] {
-      for (std::size_t i = 0; i < kElements * kItem; ++i) at[i] = CacheFixture::pattern(seed, i);
-    });
-    self.cache->unpin({&request, 1});
-  };
-  write_later(tensor, 1);
-  device->use_stream(1);
-  self.cache->store(*tensor.whole);
-  device->use_stream(0);
-  write_later(other, 2);
-  device->finish_stream(0);
-  device->finish_stream(1);
-  device->finish();
-  std::size_t wrong = 0;
-  for (std::size_t page = 0; page < tensor.share->pages(); ++page) {
-    PagePin pin = self.local->pin_page(*tensor.share, page, Access::read);
-    pin.wait();
-    device->finish();
-    for (std::size_t i = 0; i < tensor.share->bytes_of(page); ++i) {
-      wrong += pin.data()[i] != CacheFixture::pattern(1, page * tensor.share->page_bytes() + i);
+  for (const int first : {0, 1}) {  // the stream that runs first
+    Meeting meeting(1);
+    const auto device = std::make_shared<QueuedDevice>(8 * kPage);
+    const auto above = std::make_shared<QueuedDevice>(4 * kPage, *device);
+    Rank self(meeting, 0, 4 * kPage, device, above);
+    constexpr std::size_t kElements = 3 * kPage / kItem;
+    Tensor tensor = self.make_tensor(kElements, 1), other = self.make_tensor(kElements, 2);
+    const auto write_later = [&](Tensor& into, unsigned seed) {
+      const PinRequest request{into.whole.get(), Access::overwrite};
+      self.cache->pin({&request, 1});
+      device->run([at = into.whole->data, seed] {
+        for (std::size_t i = 0; i < kElements * kItem; ++i) at[i] = CacheFixture::pattern(seed, i);
+      });
+      self.cache->unpin({&request, 1});
+    };
+    write_later(tensor, 1);
+    device->use_stream(1);
+    self.cache->store(*tensor.whole);
+    device->use_stream(0);
+    write_later(other, 2);
+    device->finish_stream(first);
+    device->finish_stream(1 - first);
+    device->finish_all();
+    std::size_t wrong = 0;
+    for (std::size_t page = 0; page < tensor.share->pages(); ++page) {
+      PagePin pin = self.local->pin_page(*tensor.share, page, Access::read);
+      pin.wait();
+      device->finish_all();
+      for (std::size_t i = 0; i < tensor.share->bytes_of(page); ++i) {
+        wrong += pin.data()[i] != CacheFixture::pattern(1, page * tensor.share->page_bytes() + i);
+      }
     }
+    CHECK(wrong == 0);
   }
-  CHECK(wrong == 0);
+}
+
+TEST_CASE("a rank's operator waits for a checkpoint that copies the only page that could leave") {
+  Meeting meeting(1);
+  Rank self(meeting, 0, 4 * kPage);
+  const auto home = std::make_unique<TestSegment>(), saved = std::make_unique<TestSegment>(),
+             wanted = std::make_unique<TestSegment>();
+  self.local->bind(*home, {24 * kPage, 0, Role::parameter, Tier::host});
+  self.local->bind(*saved, {8 * kPage, 0, Role::parameter, Tier::disk});
+  self.local->bind(*wanted, {8 * kPage, 0, Role::parameter, Tier::disk});
+  const PinRequest write{saved.get(), Access::write};
+  self.local->pin({&write, 1});
+  const FrozenSegment frozen = self.local->freeze(*saved);
+  self.local->unpin({&write, 1});
+  std::thread waiting;
+  {
+    const PagePin pin = frozen.try_pin(0);
+    REQUIRE(pin);
+    waiting = std::thread([&] {
+      const PinRequest read{wanted.get(), Access::read};
+      REQUIRE_NOTHROW(self.local->pin({&read, 1}));
+      self.local->unpin({&read, 1});
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  waiting.join();
 }

@@ -46,10 +46,10 @@ TEST_CASE_FIXTURE(LowerFixture, "what the device wrote late is read below, and w
     check_later(*tensor, 3);
     write_later(*tensor, 4);
     for (std::size_t page = 0; page < 3; ++page) CHECK(holds_below(*tensor, page, 4));
-    device->finish();
+    device->finish_all();
     CHECK(wrong == 0);
   }
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -60,7 +60,7 @@ TEST_CASE_FIXTURE(LowerFixture, "an update in the host moves what the device wro
   auto parameter = segment(2 * kPage, Role::parameter, Tier::host);
   write_later(*parameter, 100);
   for (unsigned step = 1; step <= 4; ++step) {
-    device->finish();
+    device->finish_all();
     const CacheStats before = cache->stats();
     check_later(*parameter, step + 99);
     write_later(*gradient, step);
@@ -72,7 +72,7 @@ TEST_CASE_FIXTURE(LowerFixture, "an update in the host moves what the device wro
       CHECK(write_below(*parameter, page, step + 100));
     }
     check_later(*parameter, step + 100);
-    device->finish();
+    device->finish_all();
     const CacheStats after = cache->stats();
     if (step == 1) continue;  // the parameter was newer on the device
     CHECK(after.uploaded_bytes - before.uploaded_bytes == 2 * kPage);
@@ -94,7 +94,7 @@ TEST_CASE_FIXTURE(LowerFixture, "a page that an operator holds on the device is 
     CHECK(write_below(*tensor, 0, 1));
     CHECK(holds_below(*tensor, 0, 1));
   }
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -108,7 +108,7 @@ TEST_CASE_FIXTURE(LowerFixture, "a page that was to be overwritten below and was
     { const PagePin pin = cache->pin_page_below(*tensor, 1, Access::write); }
     check_later(*tensor, 1);
   }
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -146,7 +146,7 @@ TEST_CASE_FIXTURE(LowerFixture, "who wants a lent page on the device waits until
       }
       operators.join();
       CHECK_FALSE(has_it);
-      device->finish();
+      device->finish_all();
     }
   }
   CHECK(wrong == 0);
@@ -169,7 +169,7 @@ TEST_CASE_FIXTURE(LowerFixture, "a host that cannot hold a page more says so, an
     CHECK(pins.size() >= 3);
   }
   for (unsigned i = 0; i < 6; ++i) check_later(*segments[i], i);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -191,7 +191,7 @@ TEST_CASE_FIXTURE(LowerFixture,
   io->set_outcome([](const Transfer&) { return 1; });
   CHECK(told);
   for (unsigned i = 0; i < 8; ++i) check_later(*segments[i], i);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
 }
 
@@ -224,7 +224,7 @@ TEST_CASE_FIXTURE(LowerFixture, "what is staged takes room in the host for as lo
   for (unsigned i = 0; i < 3; ++i) in_host.push_back(segment(kPage, Role::gradient, Tier::host));
   for (unsigned i = 0; i < 6; ++i) check_later(*on_device[i], i);
   check_later(*on_disk, 10);
-  device->finish();
+  device->finish_all();
   CHECK(wrong == 0);
   CHECK(cache->usage(Pool::host).peak <= cache->usage(Pool::host).limit);
 }
@@ -259,7 +259,7 @@ TEST_CASE_FIXTURE(LowerFixture, "threads that work below and above on pages of o
   for (const Tier tier : {Tier::disk, Tier::device}) {
     auto tensor = segment(4 * kPage, Role::parameter, tier);
     write_later(*tensor, 0);
-    device->finish();
+    device->finish_all();
     std::vector<std::thread> threads;
     std::atomic<int> bad = 0;
     for (std::size_t page = 0; page < 4; ++page) {
@@ -279,7 +279,7 @@ TEST_CASE_FIXTURE(LowerFixture, "threads that work below and above on pages of o
     for (std::thread& thread : threads) thread.join();
     CHECK(bad == 0);
     check_later(*tensor, 0);
-    device->finish();
+    device->finish_all();
   }
   CHECK(wrong == 0);
 }

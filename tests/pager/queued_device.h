@@ -43,7 +43,7 @@ class QueuedDevice final : public DeviceMemory {
     queues_->downloads.run_until(queues_->downloads.asked);
   }
   /// Runs everything.
-  void finish() {
+  void finish_all() {
     std::lock_guard lock(queues_->mutex);
     for (Queue* queue : {&queues_->operators[0], &queues_->operators[1], &queues_->uploads, &queues_->downloads})
       queue->run_until(queue->asked);
@@ -76,6 +76,7 @@ class QueuedDevice final : public DeviceMemory {
     std::lock_guard lock(queues_->mutex);
     return event_after(*queues_->current);
   }
+  void finish() override { finish_stream(queues_->current == &queues_->operators[1]); }
   void stream_wait(const Event& event) override {
     std::lock_guard lock(queues_->mutex);
     after(*queues_->current, event);

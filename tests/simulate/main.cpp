@@ -97,7 +97,7 @@ void simulate_seed(std::uint64_t seed, const Arguments& arguments, Result& resul
     world.segments.clear();
     owners.clear();
     world.cache.reset();
-    if (world.device) world.device->finish();
+    if (world.device) world.device->finish_all();
     world.device.reset();
   });
   result.virtual_us = static_cast<std::uint64_t>(

@@ -22,7 +22,8 @@ class SimulatedDevice final : public DeviceMemory {
     queues.run(std::move(work));
     queues.wait(queues.record());
   }
-  void finish() { queues_.finish(); }
+  void finish_all() { queues_.finish_all(); }
+  void finish() override { turn().finish(); }
 
   std::span<std::byte> region() override { return queues_.region(); }
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override { turn().copy(to, from, bytes); }

@@ -220,8 +220,10 @@ FrozenSegment FrameCache::freeze(Segment& segment) {
   check_usable();
   Run& run = *segment.run();
   // Operators that hold it may have asked the device for changes, which belong to its content.
-  for (const Page& page : run.pages) {
-    if (page.frame && page.frame->pins > 0) memory_.mark_used(*page.frame);
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    Frame* const frame = run.pages[i].frame;
+    const bool is_in_use = frame && frame->pins > 0 && !Frames::is_reading(*frame);
+    if (is_in_use && (i == 0 || frame != run.pages[i - 1].frame)) memory_.mark_used(*frame);
   }
   if (!run.below) {
     lock.unlock();

@@ -34,6 +34,7 @@ class PlannedDevice final : public DeviceMemory {
     machine_->compute_later(static_cast<double>(bytes) / machine_->speeds.device_memory);
   }
   Event record() override { return event(std::max(machine_->stream_free, now())); }
+  void finish() override { wait(record()); }
   void stream_wait(const Event& event) override {
     if (event) machine_->stream_waits(time_of(event), machine_->idle_for_link);
   }

@@ -115,6 +115,7 @@ class TorchDevice final : public DeviceMemory {
   }
 
   Event record() override { return record(driver_.getStream(device_)); }
+  void finish() override { driver_.getStream(device_).synchronize(); }
   void stream_wait(const Event& event) override { stream_wait(event, driver_.getStream(device_)); }
 
   Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
@@ -240,6 +241,7 @@ class CpuApart final : public DeviceMemory {
   void copy(std::byte* to, const std::byte* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
   void clear(std::byte* at, std::size_t bytes) override { std::memset(at, 0, bytes); }
   Event record() override { return nullptr; }
+  void finish() override {}
   void stream_wait(const Event&) override {}
   Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
     const Booking copies(Spent::copies);

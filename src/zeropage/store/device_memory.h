@@ -31,6 +31,8 @@ class DeviceMemory {
   virtual void clear(std::byte* at, std::size_t bytes) = 0;
   /// An event after all work that this thread has requested.
   virtual Event record() = 0;
+  /// Waits for that work.
+  virtual void finish() = 0;
   /// Makes this thread's next requests wait for `event`.
   virtual void stream_wait(const Event& event) = 0;
 

@@ -162,8 +162,26 @@ void FrameMemory::order_after(Frame& frame) const {
 
 void FrameMemory::mark_used(Frame& frame) const {
   if (!device_) return;
-  device_->stream_wait(frame.last_used);  // perhaps of another thread's stream
-  frame.last_used = device_->record();
+  try {
+    order_after(frame);                     // this thread's stream may not have used it before
+    device_->stream_wait(frame.last_used);  // perhaps of another thread's stream
+    frame.last_used = device_->record();
+  } catch (const std::bad_alloc&) {
+    device_->finish();
+    device_->wait(frame.ready);
+    device_->wait(frame.last_used);
+    frame.ready = frame.last_used = nullptr;
+  }
+}
+
+DeviceMemory::Event FrameMemory::record() const {
+  if (!device_) return nullptr;
+  try {
+    return device_->record();
+  } catch (const std::bad_alloc&) {
+    device_->finish();
+    return nullptr;
+  }
 }
 
 void FrameMemory::abandon() noexcept {

@@ -47,6 +47,8 @@ class FrameMemory {
   void order_after(Frame& frame) const;
   /// Records that this thread has used the frame.
   void mark_used(Frame& frame) const;
+  /// An event after this thread's requests. Null on the CPU, or after a wait for them if memory is short.
+  DeviceMemory::Event record() const;
   /// In a forked child, which owns nothing here.
   void abandon() noexcept;
   void close();

@@ -181,7 +181,8 @@ void Frames::keep_promise(Frame& frame, std::size_t page) {
 void Frames::break_promises(Frame& frame) noexcept {
   for (std::size_t i = 0; frame.run && i < frame.promised.size(); ++i) {
     Page& page = frame.run->pages[frame.first_page + i];
-    if (frame.promised[i] == Residency::clean || page.frame != &frame || page.state != Residency::dirty) continue;
+    const bool has_content = page.state == Residency::dirty || page.state == Residency::clean;
+    if (frame.promised[i] == Residency::clean || page.frame != &frame || !has_content) continue;
     page.state = frame.promised[i];
     page.frame = nullptr;
     frame.assembling = true;  // not all of its pages point to it

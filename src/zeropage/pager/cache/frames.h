@@ -35,6 +35,9 @@ class Frames {
   /// `thread` is the one that took the pin. Whether others hold pins decides whether a thread waits for them.
   void drop_pin(Frame& frame, std::uint64_t thread = this_thread_number()) noexcept;
   std::size_t pins() const { return pins_; }
+  /// Pins whose holders wait for nothing, among them.
+  std::size_t brief_pins() const { return brief_pins_; }
+  void count_brief(bool begins) { brief_pins_ += begins ? 1 : -1; }
   /// Bytes of frames that are pinned and may leave memory otherwise.
   std::size_t pinned_bytes() const { return pinned_bytes_; }
 
@@ -142,7 +145,7 @@ class Frames {
   VictimQueue victims_;
   std::uint64_t planned_at_ = 0;  // surprises when the victims were last ordered
   std::uint64_t uses_when_planned_ = 0;
-  std::size_t pins_ = 0, pinned_bytes_ = 0;
+  std::size_t pins_ = 0, brief_pins_ = 0, pinned_bytes_ = 0;
   std::vector<ThreadUse> uses_;
   std::size_t ahead_bytes_ = 0;
   LookedAhead looked_ahead_;

@@ -72,8 +72,7 @@ bool Grants::some_hold_lastingly(std::uint64_t but) const {
 }
 
 bool Grants::wait_for_others(Lock& lock) {
-  // If refused, ShardedHome frees what its gathers hold.
-  if (is_below_ranks()) return false;
+  if (is_below_ranks()) return wait_for_brief_pins(lock);  // if refused, ShardedHome frees what its gathers hold
   const std::uint64_t me = this_thread_number();
   const auto pins_of_others = [&, own = frames_.use_of_this_thread().pins] { return frames_.pins() - own; };
   const auto is_hopeless = [&] { return !some_will_let_go(me) && !some_hold_lastingly(me); };
@@ -94,6 +93,16 @@ bool Grants::wait_for_others(Lock& lock) {
   }
   monitor_.check_usable();
   return has_changed();
+}
+
+/// True if there were any.
+bool Grants::wait_for_brief_pins(Lock& lock) {
+  if (frames_.brief_pins() == 0) return false;
+  const Waiting waiting(monitor_, Cause::memory);
+  const Inside inside(monitor_);
+  while (frames_.brief_pins() > 0 && !monitor_.closed()) monitor_.sleep(lock);
+  monitor_.check_usable();
+  return true;
 }
 
 bool Grants::tidy_above(Lock& lock) {
@@ -157,6 +166,7 @@ Grants::Need Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need)
       if (can_never_fit(wanted)) refuse(wanted);
       const bool others_run = some_will_let_go(this_thread_number());
       // Over ranks, ShardedHome frees what its gathers hold.
+      if (is_below_ranks() && wait_for_brief_pins(lock)) continue;
       if (is_below_ranks()) refuse(wanted);
       const bool was_blocked =
           std::exchange(ticket.blocked, !others_run && some_hold_lastingly(this_thread_number()));

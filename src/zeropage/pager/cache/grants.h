@@ -99,6 +99,7 @@ class Grants {
   };
 
   void end(std::size_t bytes, std::size_t held) noexcept;
+  bool wait_for_brief_pins(Lock& lock);
   void sleep_until(Lock& lock, Clock::time_point until);
   std::size_t beyond_claim(const Need& need) const;
   bool fits_beside_others(const Need& need) const;

@@ -123,7 +123,7 @@ void PagePins::bring_claimed(Lock& lock, Run& run, std::size_t index) {
   if (page.state == Residency::zero) {
     if (memory_.device()) {
       memory_.clear(frame.memory.data(), frame.memory.bytes());
-      frame.ready = memory_.device()->record();
+      frame.ready = memory_.record();
     } else {
       frame.clearing = true;
       {
@@ -173,7 +173,9 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access, bo
     timeline_.note_page(run, index);
     frames_.add_pin(*page.frame);
     Taken taken(frames_, *page.frame, page);
-    return wrap(taken, segment, index, access);
+    PagePin pin = wrap(taken, segment, index, access);
+    if (is_brief) pin.is_brief_ = true, frames_.count_brief(/*begins=*/true);
+    return pin;
   }
   if (page.frame || run.assembled) return {};
   if (page.state == Residency::evicted && access != Access::overwrite) return {};  // reading ahead reads it
@@ -200,6 +202,7 @@ void PagePins::let_go(PagePin& pin, bool failed) noexcept {
   if (monitor_.in_forked_child()) return;
   Lock lock(monitor_.mutex());
   Frame& frame = *pin.frame_;
+  if (pin.is_brief_) frames_.count_brief(/*begins=*/false);
   if (monitor_.closed()) return frames_.drop_pin(frame, pin.thread_);
   try {
     memory_.mark_used(frame);

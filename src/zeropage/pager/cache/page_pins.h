@@ -40,6 +40,7 @@ class PagePin {
     std::swap(data_, other.data_);
     std::swap(access_, other.access_);
     std::swap(will_not_reuse_, other.will_not_reuse_);
+    std::swap(is_brief_, other.is_brief_);
     std::swap(thread_, other.thread_);
     std::swap(loan_, other.loan_);
     std::swap(exceptions_, other.exceptions_);
@@ -77,6 +78,7 @@ class PagePin {
   std::byte* data_ = nullptr;
   Access access_ = Access::read;
   bool will_not_reuse_ = false;
+  bool is_brief_ = false;     // its holder waits for nothing
   std::uint64_t thread_ = 0;  // the thread that took it
   std::unique_ptr<PageLoan> loan_;
   int exceptions_ = 0;  // uncaught when it was taken

@@ -147,15 +147,22 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     std::byte* const from = frame.memory.data() + (i - frame.first_page) * run.page_bytes;
     const auto after = frame.last_used ? frame.last_used : frame.ready;
     std::optional<Home::Outcome> outcome;
+    bool has_failed = true;
     try {
       monitor_.check_usable();
-      std::optional<Unlocked> unlocked;
-      if (blocks) unlocked.emplace(lock);
-      outcome = home_->write(run, i, from, after, priority, std::move(done));
+      {
+        std::optional<Unlocked> unlocked;
+        if (blocks) unlocked.emplace(lock);
+        outcome = home_->write(run, i, from, after, priority, std::move(done));
+      }
+      if (frames_.is_gathered()) memory_.mark_used(frame);  // by copies that this thread has asked for
+    } catch (const BudgetError&) {                          // in the background, the write starts again
+      outcome = Home::Outcome{std::current_exception(), nullptr};
+      has_failed = priority == Priority::demanded;
     } catch (...) {
       outcome = Home::Outcome{std::current_exception(), nullptr};
     }
-    if (outcome) write_ended(run, i, *outcome);
+    if (outcome) write_ended(run, i, *outcome, has_failed);
   }
   if (blocks && monitor_.closed()) {  // close() has not seen what started meanwhile
     const Unlocked unlocked(lock);
@@ -177,7 +184,8 @@ void Transfers::finish() noexcept {
   }
 }
 
-void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& outcome) {
+/// `has_failed`: an error of the outcome is one of the write. Else the write has not started.
+void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& outcome, bool has_failed) {
   Page& page = run.pages[index];
   writing_bytes_ -= round_up(run.bytes_of(index), kBlockBytes);
   pace_.end_write(round_up(run.bytes_of(index), kBlockBytes));
@@ -185,15 +193,14 @@ void Transfers::write_ended(Run& run, std::size_t index, const Home::Outcome& ou
   if (outcome.error) {
     page.state = Residency::dirty;
     if (run.frozen) run.frozen->pages[index].older_on_its_way = false;
-    ++failed_writes_;
-    if (!run.dead) {
+    failed_writes_ += has_failed;
+    if (!run.dead && has_failed) {
       failed_write_ = outcome.error;
       failed_at_ = Clock::now();
       runs_.note_write(page, /*failed=*/true);
     }
   } else {
     runs_.note_write(page, /*failed=*/false);
-    if (outcome.ready) page.frame->last_used = outcome.ready;
     page.state = page.state == Residency::rewritten ? Residency::dirty : Residency::clean;
     if (page.target && !page.is_new) page.home = std::exchange(page.target, nullptr);
     if (run.frozen && run.frozen->pages[index].place == Frozen::Place::frame) {

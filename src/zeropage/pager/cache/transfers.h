@@ -94,7 +94,7 @@ class Transfers {
   void wait_for_a_checkpoint(Lock& lock, std::exception_ptr full);
   void detach_missing(Frame& frame) noexcept;
   void read_ended(Run& run, Frame& frame, std::size_t page, Home::Outcome outcome);
-  void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome);
+  void write_ended(Run& run, std::size_t page, const Home::Outcome& outcome, bool has_failed = true);
   void transfer_ended(Run& run);
   template <class Book>
   void on_end(Book book);

@@ -350,7 +350,7 @@ void WholePins::fill(Lock& lock, std::vector<Hold>& holds) {
   }
   for (Hold& hold : holds) {
     for (Frame* source : hold.sources) memory_.mark_used(*source);
-    if (hold.is_new && memory_.device()) hold.frame->ready = memory_.device()->record();
+    if (hold.is_new) hold.frame->ready = memory_.record();
   }
   monitor_.check_usable();
 }

@@ -42,13 +42,15 @@ AccessPlan::Ordinal AccessPlan::create(std::uint64_t kind, bool take_over) {
     }
   }
   known_.emplace_back();  // of no kind yet, and in no list: the last one
+  Ordinals made;
   try {
+    made.push_back(static_cast<Ordinal>(known_.size() - 1));
     ++kinds_[kind].ordinals;
-    alive_.push_back(static_cast<Ordinal>(known_.size() - 1));
   } catch (...) {
     known_.pop_back();
     throw;
   }
+  alive_.splice(alive_.end(), made);
   known_.back() = {kind, true, 0, {}, std::prev(alive_.end())};
   return alive_.back();
 }
@@ -101,16 +103,22 @@ void AccessPlan::use(const Use& use, std::size_t bytes, double seconds) {
   if (const std::size_t block = slot_of(end_) / kBlock; block == blocks_.size()) {
     blocks_.push_back(std::make_unique<Entry[]>(kBlock));
   }
+  // All that may throw comes first.
+  if (buckets_.empty()) buckets_.resize(kBuckets);
+  std::vector<Slot>& places = known_[use.ordinal].places;
+  places.push_back(slot_of(end_));
+  try {
+    if (use.begins) groups_.push_back(slot_of(end_));
+  } catch (...) {
+    places.pop_back();
+    throw;
+  }
   const bool expected = match_ != kNowhere && at(match_ + 1).use.ordinal == use.ordinal;
   const Position here = end_++;
   at(here) = {use, now_, seconds, 0, at(here - 1).hash * kBase + use.ordinal + 1, {kNone, kNone, kNone}, {}};
-  if (use.begins) {
-    groups_.push_back(slot_of(here));
-    latest_group_ = uses_, latest_group_began_ = now_;
-  }
+  if (use.begins) latest_group_ = uses_, latest_group_began_ = now_;
   now_ += bytes + 1;
   ++uses_;
-  known_[use.ordinal].places.push_back(slot_of(here));
   if (expected) {
     ++match_;
     confident_ = true;
@@ -169,7 +177,6 @@ AccessPlan::Position AccessPlan::find_place() {
 /// A bucket is a list of contexts. Each is four times the slot of its latest end, plus its number from 1 to 3; 0 ends
 /// the list. Returns the link to the context with this hash, or the list's end.
 std::uint32_t& AccessPlan::find_context(std::size_t context, std::uint64_t hash) {
-  if (buckets_.empty()) buckets_.resize(kBuckets);
   std::uint32_t* link = &buckets_[(hash + context) * kBase / (~std::uint64_t{0} / kBuckets + 1)];
   while (*link != 0) {
     const std::size_t c = *link % 4 - 1;

@@ -17,8 +17,7 @@ namespace zeropage {
 
 class Home {
  public:
-  /// The outcome of a transfer: an error or null, and an event of a device. After a read, users of the frame wait for
-  /// it. After a write, users of the frame's memory do; it follows `after`.
+  /// The outcome of a transfer: an error or null, and an event that users of a device's frame wait for.
   struct Outcome {
     std::exception_ptr error;
     DeviceMemory::Event ready;

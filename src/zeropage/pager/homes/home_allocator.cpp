@@ -145,13 +145,19 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
   try {
     const Grants::Claim claim = grants_.wait_for(lock, [&] { return Grants::Need{bytes, on_device ? bytes : 0}; });
     Frame& frame = room_.make_frame(lock, run, 0, run.pages.size(), /*for_long=*/true);
-    if (memory_.device()) {
-      if (!run.is_staging) memory_.clear(frame.memory.data(), frame.memory.bytes());
-      frame.ready = memory_.device()->record();
-    } else if (!run.is_staging) {
-      const Inside inside(monitor_);
-      const Unlocked unlocked(lock);
-      memory_.clear(frame.memory.data(), frame.memory.bytes());
+    try {
+      if (memory_.device()) {
+        if (!run.is_staging) memory_.clear(frame.memory.data(), frame.memory.bytes());
+        frame.ready = memory_.record();
+      } else if (!run.is_staging) {
+        const Inside inside(monitor_);
+        const Unlocked unlocked(lock);
+        memory_.clear(frame.memory.data(), frame.memory.bytes());
+      }
+    } catch (...) {
+      frame.assembling = true;
+      frames_.drop_pin(frame);
+      throw;
     }
     if (budgets_.homes_in(run.tier) + bytes > limit) {  // another thread was quicker
       frame.assembling = true;

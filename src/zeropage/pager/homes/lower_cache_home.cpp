@@ -26,6 +26,17 @@ bool LowerCacheHome::has_ended(UnderWay& transfer) const noexcept {
   }
 }
 
+/// Throws the device's error. The device may then still use the host's page, which is kept.
+bool LowerCacheHome::has_just_ended(std::list<UnderWay>& transfer) {
+  try {
+    return device_.done(transfer.front().event);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    lost_.splice(lost_.end(), transfer);
+    throw;
+  }
+}
+
 /// Waits for the event. Its error is that of its transfer, which has then ended, and is thrown too.
 void LowerCacheHome::wait_for(const DeviceMemory::Event& event) {
   try {
@@ -110,9 +121,10 @@ std::optional<Home::Outcome> LowerCacheHome::read(const Run& run, std::size_t pa
   UnderWay& upload = made.emplace_back(&run, page, nullptr, pin(run, page, Access::read, priority), nullptr);
   const DeviceMemory::Event event = device_.upload(into, upload.host_page.data(), run.bytes_of(page));
   upload.event = event;
-  if (device_.done(event)) return Outcome{nullptr, event};
-  std::lock_guard lock(mutex_);
-  uploads_.splice(uploads_.end(), made);
+  if (!has_just_ended(made)) {
+    std::lock_guard lock(mutex_);
+    uploads_.splice(uploads_.end(), made);
+  }
   return Outcome{nullptr, event};
 }
 
@@ -122,7 +134,7 @@ std::optional<Home::Outcome> LowerCacheHome::write(const Run& run, std::size_t p
   UnderWay& download =
       made.emplace_back(&run, page, nullptr, pin(run, page, Access::overwrite, priority), std::move(done));
   download.event = device_.download(download.host_page.data(), from, run.bytes_of(page), after);
-  if (device_.done(download.event)) return Outcome{};
+  if (has_just_ended(made)) return Outcome{};
   std::lock_guard lock(mutex_);
   downloads_.splice(downloads_.end(), made);
   return std::nullopt;

@@ -49,6 +49,7 @@ class LowerCacheHome final : public Home {
   void follow(const Run& run, std::size_t page, Access access);
   bool is_ready(const Run& run, std::size_t page, Access access);
   bool has_ended(UnderWay& transfer) const noexcept;
+  bool has_just_ended(std::list<UnderWay>& transfer);
   void wait_for(const DeviceMemory::Event& event);
 
   Monitor& upper_;

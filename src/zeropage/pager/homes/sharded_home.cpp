@@ -252,7 +252,7 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) 
   if (gather->work || gather->part) complete(*gather);
   DeviceMemory::Event ready;
   try {
-    if (memory_.device() && !gather->failure) ready = memory_.device()->record();
+    if (!gather->failure) ready = memory_.record();
   } catch (...) {
     gather->failure = std::current_exception();
   }
@@ -261,8 +261,7 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) 
 
 std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page, const std::byte* from,
                                                 const DeviceMemory::Event& after, Priority, Done) {
-  const auto& device = memory_.device();
-  if (device) device->stream_wait(after);
+  if (memory_.device()) memory_.device()->stream_wait(after);
   const std::size_t ranks = ranks_->size(), rank = ranks_->rank();
   for (const Share& share : SharesInUse(gathered_, run)) {
     if (!share.segment) continue;
@@ -272,7 +271,7 @@ std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page
     part.wait();
     part.fill(from + share.offset + rank * bytes, bytes, place.offset);
   }
-  return Outcome{nullptr, device ? device->record() : nullptr};
+  return Outcome{};
 }
 
 }  // namespace zeropage
