@@ -1,5 +1,6 @@
 """The optimizer's step: what it defers, when that runs, and what it moves."""
 
+import contextlib
 import gc
 import random
 
@@ -73,8 +74,9 @@ def test_a_step_is_one_pass_over_the_states(make, config):
             assert 2 + arrays - spared <= read <= 2 + arrays and written == 1 + arrays
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.cpu  # as above
-def test_scaling_and_clipping_add_nothing_to_the_pass(config):
+def test_scaling_clipping_and_clearing_add_nothing_to_the_pass(set_to_none, config):
     with zeropage.init(config) as space:
         layer = torch.nn.Linear(1024, ELEMENTS // 1024, bias=False)
     optimizer = adamw([layer.weight])
@@ -85,12 +87,65 @@ def test_scaling_and_clipping_add_nothing_to_the_pass(config):
             torch._foreach_mul_([layer.weight.grad], 1 / 1024)
             torch._foreach_mul_([layer.weight.grad], torch.tensor(0.5))
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             space.synchronize()
 
         read, written = moved(space, layer.weight, optimizer, step)
         if last:
             assert (read, written) == (4, 3)
+        assert set_to_none or not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("early_update", ["never", "always"])
+@pytest.mark.parametrize("async_step", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"compute_dtype": "bfloat16"}], ids=["float32", "mixed"])
+def test_gradients_that_are_cleared_after_a_step_are_zeros_and_add_up_again(
+    settings, async_step, early_update, config
+):
+    trained = []
+    for set_to_none in (True, False):
+        torch.manual_seed(0)
+        with zeropage.init(config, async_step=async_step, early_update=early_update, **settings):
+            layers = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+        optimizer = adamw(layers.parameters())
+        dtype = layers[0].weight.dtype
+        for step in range(5):
+            for micro in range(1 + step % 2):
+                x = torch.randn(4, 300, generator=generator_of(2 * step + micro)).to(dtype)
+                layers(x).square().mean().backward()
+            optimizer.step()
+            if step == 2:  # something else is asked of the zeros before they are there
+                layers[0].weight.grad.mul_(2)
+            optimizer.zero_grad(set_to_none)
+            if step == 3 and not set_to_none:
+                layers[1].weight.grad.add_(1)
+                assert (layers[1].weight.grad == 1).all() and not layers[2].bias.grad.any()
+                layers[1].weight.grad.zero_()
+            if step == 1 and not set_to_none:
+                kept = layers[1].weight.grad
+                del kept
+                layers[1].weight.grad = None  # dies with its zeros
+        trained.append([p.detach().clone() for p in layers.parameters()] + states_of(optimizer))
+    for a, b in zip(*trained, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.cpu  # as above
+def test_clearing_a_widened_gradient_writes_nothing(config):
+    with zeropage.init(config, compute_dtype="bfloat16", early_update="never") as space:
+        layer = torch.nn.Linear(1024, ELEMENTS // 1024, bias=False)
+    optimizer = adamw([layer.weight])
+    for _ in range(3):
+        layer(torch.randn(1, 1024, dtype=torch.bfloat16)).square().mean().backward()
+
+        def step():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            space.synchronize()
+
+        _, written = moved(space, layer.weight, optimizer, step)
+        assert not layer.weight.grad.any()
+    assert 3 <= written <= 3.5  # master, moments, and as much of the bfloat16 copy as has left memory
 
 
 def test_a_step_runs_nothing_until_somebody_asks(config):
@@ -435,3 +490,21 @@ def test_a_step_that_was_skipped_says_nothing_of_the_next_ones_dtypes(fused, con
     optimizer.found_inf = torch.tensor(0.0)
     with pytest.raises(RuntimeError, match="expected scalar type"):
         optimizer.step()
+
+
+def test_a_sparse_momentum_is_loaded_as_it_is(config):
+    trained = []
+    for scope in (None, zeropage.init(config)):
+        torch.manual_seed(0)
+        with scope or contextlib.nullcontext():
+            embedding = torch.nn.Embedding(40, 32, sparse=True)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.05, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            embedding(torch.tensor([step, 7])).square().sum().backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        (state,) = states_of(optimizer)
+        trained.append((embedding.weight, state.to_dense()))
+    for a, b in zip(*trained, strict=True):
+        assert torch.equal(a, b)

@@ -100,7 +100,7 @@ def _optimizer_value(original: Any) -> Any:
             return result
         if not value.is_floating_point():
             return value.to(device=param.device)
-        if value.dim() == 0 or value.shape != param.shape:
+        if value.dim() == 0 or value.shape != param.shape or value.layout is not torch.strided:
             return value.to(dtype=_core.dtype_of_states(param), device=param.device)
         if _core.in_one_space(value, param) and value.dtype == _core.dtype_of_states(param):
             return value  # the same tensor, as in torch

@@ -20,6 +20,11 @@ struct Running {
   Running& operator=(const Running&) = delete;
 };
 
+// [Note: zeroed at the end] After the step, zero_grad(set_to_none=False) clears gradients that the program reads.
+// Such an instruction is kept apart from the others. Once they have run, the segment becomes zero without a transfer.
+// Until then its content is that of before, and changes to it need not be kept. If another instruction on the slot
+// follows, the zeroing becomes an instruction like any other.
+
 class Program final : public Deferred, public std::enable_shared_from_this<Program> {
  public:
   struct Slot {
@@ -29,6 +34,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
     Access access = Access::read;  // by the whole program
     bool temporary = false;        // the result of one of the program's instructions
     std::size_t per = 1;
+    std::unique_ptr<Instruction> zero = nullptr;  // [Note: zeroed at the end]
 
     /// Whether a tensor may still read its content.
     bool is_alive() const { return segment && !orphan; }
@@ -54,7 +60,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void seal() override { sealed_ = true; }
   bool is_sealed() const { return sealed_; }
 
-  std::size_t length() const override { return code_.instructions.size(); }
+  std::size_t length() const override { return code_.instructions.size() + std::ranges::count_if(slots_, is_zeroed); }
   const Code& code() const { return code_; }
   const std::vector<Slot>& slots() const { return slots_; }
   /// Runs all of it now, page by page.
@@ -64,7 +70,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   /// Marks it as running while the result lives.
   [[nodiscard]] Running hold() { return Running(running_); }
 
-  bool empty() const { return code_.instructions.empty(); }
+  bool empty() const { return length() == 0; }
   bool makes_only(const StorageSegment& segment) const;
   void run_into(const at::Tensor& target, const StorageSegment& segment);
   bool fits(std::size_t more_slots) const;
@@ -85,6 +91,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   static constexpr std::size_t kMostSlots = 24, kMostInstructions = 256;
 
  private:
+  static bool is_zeroed(const Slot& slot) { return slot.zero != nullptr; }
+  void zero_at_the_end();
   bool is_wanted() const;
   void touch(int slot, Access access);
   void drop_copies(c10::ArrayRef<int> slots);

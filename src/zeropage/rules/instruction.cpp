@@ -33,6 +33,7 @@ Kind kind_of(const Instruction& instruction) {
       {"mul_", Kind::scale},
       {"div_", Kind::scale},
       {"copy_", Kind::copy},
+      {"zero_", Kind::zero},
       {"widen", Kind::widen},
       {"join_hi_lo", Kind::join_hi_lo},
       {"split_hi_lo_", Kind::split_hi_lo},
@@ -45,6 +46,7 @@ Kind kind_of(const Instruction& instruction) {
   const bool rounds = instruction.op.schema().overload_name().find("_mode") != std::string::npos;
   if (found->second == Kind::scale && (rounds || instruction.slots.size() != 1)) return Kind::other;
   if (found->second == Kind::copy && instruction.slots.size() != 2) return Kind::other;
+  if (found->second == Kind::zero && instruction.slots.size() != 1) return Kind::other;
   return found->second;
 }
 

@@ -24,6 +24,7 @@ struct Instruction {
     other,
     scale,        // slots[0] *= number, or /= it.
     copy,         // slots[0] = slots[1], in slots[0]'s dtype.
+    zero,         // slots[0] = 0.
     widen,        // result = slots[0], in float32.
     join_hi_lo,   // result = float32 from slots[0], slots[1].
     split_hi_lo,  // slots[0], slots[1] = slots[2].

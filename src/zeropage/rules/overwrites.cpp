@@ -46,14 +46,7 @@ bool run_zero(Call& call) {
   const PagedArgument* target = whole_target(call);
   if (!target) return false;
   if (join_program(call, *target)) return true;
-  StorageSegment& segment = *target->segment;
-  segment.refresh(Access::overwrite);
-  if (segment.is_partitioned()) {
-    segment.open_share(Access::overwrite);
-    segment.share_segment().cache()->zero(segment.share_segment());
-  } else {
-    segment.cache()->zero(segment);
-  }
+  target->segment->zero();
   finish(call, target->tensor);
   return true;
 }

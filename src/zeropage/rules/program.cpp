@@ -75,6 +75,14 @@ int Program::add_temporary(const at::Tensor& tensor) {
 
 void Program::add(Instruction instruction, Chunking chunking, bool any_chunking) {
   elements_ = slots_[0].shape.numel();
+  if (instruction.kind == Instruction::Kind::zero) {
+    Slot& slot = slots_[instruction.slots[0]];
+    slot.zero = std::make_unique<Instruction>(std::move(instruction));
+    return choose_where();
+  }
+  for (const int slot : instruction.slots) {
+    if (const auto zero = std::move(slots_[slot].zero)) code_.instructions.push_back(std::move(*zero));
+  }
   if (instruction.kind == Instruction::Kind::copy) drop_copies(instruction.slots);
   if (!any_chunking) code_.chunking = chunking, code_.any_chunking = false;
   code_.instructions.push_back(std::move(instruction));
@@ -105,6 +113,7 @@ void Program::take_over(Program& other) {
   const int shift = static_cast<int>(slots_.size());
   for (Slot& slot : other.slots_) {
     if (slot.is_alive()) slot.segment->defer(shared_from_this());
+    if (slot.zero) slot.zero->slots[0] += shift;
     slots_.push_back(std::move(slot));
   }
   for (Instruction& instruction : other.code_.instructions) {
@@ -174,10 +183,14 @@ void Program::keep(c10::ArrayRef<std::size_t> indices) {
     for (const int slot : instruction.slots) place[slot] = 0;
     if (instruction.result >= 0) place[instruction.result] = 0;
   }
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (is_zeroed(slots_[i])) place[i] = 0;
+  }
   std::vector<Slot> kept, dropped;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (place[i] == 0) {
       place[i] = static_cast<int>(kept.size());
+      if (slots_[i].zero) slots_[i].zero->slots[0] = place[i];
       kept.push_back(std::move(slots_[i]));
     } else {
       if (slots_[i].is_alive()) slots_[i].segment->defer(nullptr);
@@ -212,10 +225,20 @@ bool Program::run() {
   {
     const TraceSpan span("update", "update");
     const Booking booking(&domain_->cache->booked(), Spent::updates);
-    run_or_end();
+    if (!code_.instructions.empty()) run_or_end();
+    zero_at_the_end();
   }
   end();
   return true;
+}
+
+void Program::zero_at_the_end() {
+  const Running running(running_);
+  for (const Slot& slot : slots_) {
+    if (!is_zeroed(slot) || !slot.is_alive()) continue;
+    slot.segment->find_home();
+    slot.segment->zero();
+  }
 }
 
 /// Runs the program. After an error of memory, disk or ranks, the next run() resumes. An operator's own error would
@@ -247,10 +270,10 @@ void Program::execute() {
   std::vector<int> operand_of(slots_.size(), -1);
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (!slot.segment) continue;
+    if (!slot.segment || (slot.temporary && is_zeroed(slot))) continue;
     slot.segment->find_home();
     operand_of[i] = static_cast<int>(operands.size());
-    const bool dropped = slot.orphan && !domain_->partition.ranks;  // nothing will read it
+    const bool dropped = is_zeroed(slot) || (slot.orphan && !domain_->partition.ranks);  // nothing will read it
     operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
   }
   const OutsideModes unseen;
@@ -331,7 +354,8 @@ std::vector<Instruction> Program::instructions_in_host() const {
 /// Whether the program makes nothing else that is alive but this temporary.
 bool Program::makes_only(const StorageSegment& segment) const {
   return !running_ && !begun() && std::all_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-    return slot.segment == &segment ? slot.temporary : slot.access == Access::read || !slot.segment;
+    if (slot.segment == &segment) return slot.temporary && !is_zeroed(slot);
+    return slot.access == Access::read || !slot.segment;
   });
 }
 
@@ -386,7 +410,7 @@ std::optional<UpdateProgram> Program::find_update(c10::ArrayRef<Instruction> ins
     if (!fits(update->state[i], update->quantised[i].codes >= 0)) return std::nullopt;
   }
   const Slot& gradient = slots_[update->gradient];
-  if (!gradient.is_alive()) update->update.store_gradient = false;
+  if (!gradient.is_alive() || is_zeroed(gradient)) update->update.store_gradient = false;
   return update;
 }
 

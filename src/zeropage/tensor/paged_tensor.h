@@ -338,6 +338,8 @@ class StorageSegment final : public Segment {
   void complete_pending();
   /// Prepares for operators that use the whole tensor: completes it and makes all shares current.
   void refresh(Access access);
+  /// Makes the content zeros. It moves no bytes unless tensors share its pages.
+  void zero();
   /// Prepares for operators that use this rank's share alone.
   void open_share(Access access);
   /// Does the same for the reducer, which itself brings the pending content.

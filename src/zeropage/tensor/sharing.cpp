@@ -249,6 +249,12 @@ void StorageSegment::set_stale(bool stale) {
   stale ? void(domain_->stale.emplace(number_, storage())) : void(domain_->stale.erase(number_));
 }
 
+void StorageSegment::zero() {
+  refresh(Access::overwrite);
+  if (is_partitioned()) open_share(Access::overwrite);
+  at_home().cache()->zero(at_home());
+}
+
 void StorageSegment::open_share(Access access) {
   complete();
   claim_share(access);
