@@ -492,6 +492,7 @@ def test_a_step_that_was_skipped_says_nothing_of_the_next_ones_dtypes(fused, con
         optimizer.step()
 
 
+@pytest.mark.cpu  # the simulated device has no sparse tensors
 def test_a_sparse_momentum_is_loaded_as_it_is(config):
     trained = []
     for scope in (None, zeropage.init(config)):
