@@ -18,6 +18,9 @@ namespace {
 constexpr std::size_t kLargestWindow = std::size_t{1}
                                        << 22;  // elements, if no page ends sooner: bounds the memory of `run`
 
+/// Bytes of all operands from which threads share a window. PyTorch's grain, for an operator on two float32 tensors.
+constexpr std::size_t kShared = 2 * sizeof(float) * at::internal::GRAIN_SIZE;
+
 /// One operand's bytes, reached window by window.
 class Cursor {
  public:
@@ -53,6 +56,7 @@ class Cursor {
   }
 
   bool reads() const { return operand_.access == Access::read; }
+  std::size_t bytes_of(std::size_t elements) const { return elements / operand_.per * item_bytes_; }
 
   /// Waits for the pages. A page for overwriting keeps its content until then, so wait after all pages that are read.
   void wait() {
@@ -182,7 +186,9 @@ void run_straddling(Cursors& cursors, Cut window, RunSlices run) {
 /// scale.
 void run_window(Cursors& cursors, Cut window, RunSlices run) {
   const std::size_t elements = window.end - window.begin;
-  if (elements < at::internal::GRAIN_SIZE || at::get_num_threads() == 1) return run_part(cursors, window, run);
+  std::size_t bytes = 0;
+  for (const auto& cursor : cursors) bytes += cursor->bytes_of(elements);
+  if (bytes < kShared || at::get_num_threads() == 1) return run_part(cursors, window, run);
   const std::size_t part = round_up(ceil_div(elements, at::get_num_threads()), kernels::kQuantum);
   const bool inference = c10::InferenceMode::is_enabled();
   at::parallel_for(
