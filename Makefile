@@ -13,7 +13,7 @@ UNITY  ?= $(or $(shell sed -n 's/^CMAKE_UNITY_BUILD:[^=]*=//p' $(BUILD)/cp*/CMak
 # Extras of pyproject.toml whose tools `build` installs.
 EXTRAS := all
 
-.PHONY: build test test-all test-torch check-headers fuzz simulate lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
+.PHONY: arm build test test-all test-torch check-headers fuzz simulate lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
 
 demo: EXTRAS := examples
 demo: build ## train a GPT whose states are on disk
@@ -102,6 +102,16 @@ sanitize: build
 	  ninja -C $(BUILD)/$$kind --quiet core_tests simulate $$([ $${kind}$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
 	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
+
+# An emulated processor is too slow for the tests of whole stresses.
+arm: system $(PYTHON) ## the modules without torch for aarch64, and their tests of kernels and pager under qemu
+	@tools/system_packages.sh g++-aarch64-linux-gnu qemu-user
+	cmake -S . -B $(BUILD)/arm -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=OFF -DCMAKE_UNITY_BUILD=ON \
+	  -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	ninja -C $(BUILD)/arm --quiet core_tests
+	qemu-aarch64 -L /usr/aarch64-linux-gnu $(BUILD)/arm/tests/core_tests -sf="*/kernels/*,*/pager/*" \
+	  -tce="*volume*,an allocation that fails*"
 
 lint: build docs ## formatting, types, functions' lengths, which module uses which, prose, and the docs
 	$(PYTHON) -m ruff check python tests examples bench tools

@@ -54,7 +54,7 @@ class Paged(Case):
         roles = dict.fromkeys(["parameters", "gradients", "optimizer"], "device")
         mixed = {"compute_dtype": "bfloat16"} if all_in_one else {}
         self.space = zeropage.init(
-            device="cpu", device_memory=24 * tensors * each + (64 << 20), host_memory="64MB", **roles, **mixed
+            device="cpu", device_memory=32 * tensors * each + (64 << 20), host_memory="512MB", **roles, **mixed
         )
         model = torch.nn.Module()
         with self.space:
