@@ -601,3 +601,39 @@ def test_where_the_disk_is_the_bound_updates_run_early_and_change_no_bit(disk, t
     early = json.loads(run_on_slow_disk(ON_SLOW_DISK.format(disk=disk), tmp_path, 1000))
     # Of 16. How many depends on the time for which the disk is idle in forward.
     assert all(1 <= count <= 16 for count in early[-6:]), early
+
+
+class Noisy(torch.optim.Optimizer):
+    """Adds a buffer to each parameter, and clears it for what is to come."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["added"] = torch.zeros_like(p)
+            p.add_(p.grad, alpha=-0.01)
+            p.add_(state["added"])
+            state["added"].zero_()
+
+
+def test_what_a_step_clears_after_its_use_may_be_filled_before_the_next(config):
+    trained = []
+    for scope in (None, zeropage.init(config, early_update="always")):
+        with scope or contextlib.nullcontext():
+            model = chain()
+        optimizer = Noisy(model.parameters())
+        for step in range(8):
+            loss_of(model, step).backward()
+            if step in (4, 6):
+                torch.manual_seed(step)
+                for state in optimizer.state.values():
+                    state["added"].normal_()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        trained.append(content_of(model, optimizer))
+    for plain, paged in zip(*trained, strict=True):
+        assert torch.equal(plain, paged)

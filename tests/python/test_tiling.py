@@ -363,7 +363,7 @@ def test_autocast(config):
         assert one.dtype == other.dtype and torch.allclose(one.float(), other.float(), rtol=2e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("beside", ["nothing", "another space's activations", "hooks"])
+@pytest.mark.parametrize("beside", ["nothing", "another space's activations", "hooks", "data"])
 def test_a_cast_weight_that_is_written_before_backward_is_named(beside, config):
     other = zeropage.init(config.replace(activations="disk")) if "another" in beside else None
     context = contextlib.nullcontext()
@@ -375,7 +375,7 @@ def test_a_cast_weight_that_is_written_before_backward_is_named(beside, config):
     with context, torch.autocast(x.device.type, torch.bfloat16):
         result = layer(x)
     with torch.no_grad():
-        layer.weight.zero_()
+        layer.weight.data.mul_(0.5) if beside == "data" else layer.weight.zero_()
     with pytest.raises(RuntimeError, match=r"(?s)inplace operation.*no cast of it is kept for autocast.*tile_above"):
         result.sum().backward()
     if other:

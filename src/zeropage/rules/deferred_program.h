@@ -22,8 +22,8 @@ struct Running {
 
 // [Note: zeroed at the end] After the step, zero_grad(set_to_none=False) clears gradients that the program reads.
 // Such an instruction is kept apart from the others. Once they have run, the segment becomes zero without a transfer.
-// Until then its content is that of before, and changes to it need not be kept. If another instruction on the slot
-// follows, the zeroing becomes an instruction like any other.
+// If the kernel of an update reads the gradient, it need not store what clipping made of it. If another instruction
+// on the slot follows, the zeroing becomes an instruction like any other.
 
 class Program final : public Deferred, public std::enable_shared_from_this<Program> {
  public:
@@ -92,6 +92,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
 
  private:
   static bool is_zeroed(const Slot& slot) { return slot.zero != nullptr; }
+  bool is_changed(int slot) const;
   void zero_at_the_end();
   bool is_wanted() const;
   void touch(int slot, Access access);

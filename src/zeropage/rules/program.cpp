@@ -266,16 +266,6 @@ void Program::run_or_end() {
 void Program::execute() {
   const Running running(running_);
   written_window_ = SIZE_MAX;
-  c10::SmallVector<Operand, 8> operands;
-  std::vector<int> operand_of(slots_.size(), -1);
-  for (std::size_t i = 0; i < slots_.size(); ++i) {
-    Slot& slot = slots_[i];
-    if (!slot.segment || (slot.temporary && is_zeroed(slot))) continue;
-    slot.segment->find_home();
-    operand_of[i] = static_cast<int>(operands.size());
-    const bool dropped = is_zeroed(slot) || (slot.orphan && !domain_->partition.ranks);  // nothing will read it
-    operands.push_back({slot.shape, slot.segment, dropped ? Access::read : slot.access, slot.per});
-  }
   const OutsideModes unseen;
   in_host_ = in_host_ && can_run_in_host();
   const Where where = in_host_ ? Where::in_host : Where::on_device;
@@ -286,6 +276,18 @@ void Program::execute() {
   const bool updates = domain_->cache->has_separate_memory() && updates_states();
   const bool on_host = (in_host_ || slots_[0].shape.is_cpu()) && !is_planned;
   const auto update = on_host ? find_update(on_cpu) : std::nullopt;
+  c10::SmallVector<Operand, 8> operands;
+  std::vector<int> operand_of(slots_.size(), -1);
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (!slot.segment || (slot.temporary && is_zeroed(slot))) continue;
+    slot.segment->find_home();
+    operand_of[i] = static_cast<int>(operands.size());
+    const bool dropped = slot.orphan && !domain_->partition.ranks;  // nothing will read it
+    // The kernel of an update leaves a gradient that it need not store as it is.
+    const bool unchanged = is_zeroed(slot) && (update || !is_changed(static_cast<int>(i)));
+    operands.push_back({slot.shape, slot.segment, dropped || unchanged ? Access::read : slot.access, slot.per});
+  }
   for_each_window(
       operands, code_.chunking,
       [&](c10::ArrayRef<at::Tensor> slices) {
@@ -295,6 +297,16 @@ void Program::execute() {
         update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
       },
       &progress_, where);
+}
+
+/// Whether an instruction writes the slot. Its zeroing at the end does not count.
+bool Program::is_changed(int slot) const {
+  return std::ranges::any_of(code_.instructions, [&](const Instruction& instruction) {
+    for (std::size_t i = 0; i < instruction.slots.size(); ++i) {
+      if (instruction.slots[i] == slot && instruction.writes[i]) return true;
+    }
+    return instruction.result == slot;
+  });
 }
 
 /// Charges a planned machine for the bytes that the update of these slices reads and writes.

@@ -31,25 +31,40 @@ void refuse_graph_of_gradient() {
       "that it fits in one piece, or use create_graph=False");
 }
 
+namespace {
+
+/// The weight's version and, for writes through `.data`, what is known of its content.
+std::vector<std::int64_t> state_of_content(const at::Tensor& weight) {
+  std::vector<std::int64_t> state{static_cast<std::int64_t>(version_of(weight))};
+  if (const auto* segment = segment_of(weight)) {
+    const ContentMark mark = segment->content_mark();
+    state.push_back(static_cast<std::int64_t>(mark.changes));
+    state.push_back(static_cast<std::int64_t>(mark.deferred));
+  }
+  return state;
+}
+
+}  // namespace
+
 void save(AutogradContext* context, variable_list tensors, const at::Tensor& weight, at::ScalarType computed) {
   const bool is_read_again =
       std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.is_same(weight); });
-  if (is_read_again && weight.scalar_type() != computed) context->saved_data["version"] = version_of(weight);
+  if (is_read_again && weight.scalar_type() != computed) context->saved_data["content"] = state_of_content(weight);
   context->saved_data["weight"] = weight.detach();  // of the same version
   context->save_for_backward(std::move(tensors));
 }
 
 variable_list saved_of(AutogradContext* context) {
-  const auto version = context->saved_data.find("version"), weight = context->saved_data.find("weight");
-  if (version != context->saved_data.end() && weight != context->saved_data.end() &&
-      version->second.toInt() != version_of(weight->second.toTensor())) {
+  const auto content = context->saved_data.find("content"), weight = context->saved_data.find("weight");
+  if (content != context->saved_data.end() && weight != context->saved_data.end() &&
+      content->second.toIntVector() != state_of_content(weight->second.toTensor())) {
     const at::Tensor written = weight->second.toTensor();
     throw Error(fmt::format(
         "one of the variables needed for gradient computation has been modified by an inplace operation: [{} [{}]] "
         "is at version {}; expected version {} instead.\n"
         "A weight in tiles is read again in backward, and no cast of it is kept for autocast. Write it after "
         "backward, or raise tile_above or device_memory so that it is taken in one piece.",
-        written.toString(), fmt::join(written.sizes(), ", "), version_of(written), version->second.toInt()));
+        written.toString(), fmt::join(written.sizes(), ", "), version_of(written), content->second.toIntVector()[0]));
   }
   return context->get_saved_variables();
 }

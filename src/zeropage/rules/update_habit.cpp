@@ -228,9 +228,13 @@ void UpdateHabit::learn(const Program& program, const ParameterUpdate& update) {
   settled_ = same;
   for (std::size_t i = 0; i < habits_.size(); ++i) settled_ &= habits_[i].note(update.numbers[i], known);
   slots_.clear();
-  for (const Program::Slot& slot : program.slots()) {
+  for (std::size_t i = 0; i < program.slots().size(); ++i) {
+    const Program::Slot& slot = program.slots()[i];
     const bool lasts = !slot.temporary;
-    slots_.push_back({.shape = slot.shape, .access = slot.access, .lasts = lasts, .per = slot.per});
+    // The update only reads what the program clears after it.
+    const bool writes = !lasts || std::ranges::count(update.written, static_cast<int>(i)) > 0;
+    slots_.push_back(
+        {.shape = slot.shape, .access = writes ? slot.access : Access::read, .lasts = lasts, .per = slot.per});
     if (!lasts) continue;
     if (slot.is_alive()) slots_.back().storage = slot.segment->storage();
     slots_.back().address = slot.segment->virtual_address();

@@ -140,6 +140,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     if (Trace::is_on()) trace(/*begins=*/true, /*reads=*/false, run, i);
   }
   const bool blocks = home_->blocks() && (priority == Priority::demanded || frames_.is_gathered());
+  bool has_started = true;
   for (const std::size_t i : pages) {
     auto done = [this, &run, i](Home::Outcome outcome) {
       on_end([this, &run, i, outcome = std::move(outcome)] { write_ended(run, i, outcome); });
@@ -159,6 +160,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     } catch (const BudgetError&) {                          // in the background, the write starts again
       outcome = Home::Outcome{std::current_exception(), nullptr};
       has_failed = priority == Priority::demanded;
+      has_started = has_failed;
     } catch (...) {
       outcome = Home::Outcome{std::current_exception(), nullptr};
     }
@@ -169,7 +171,7 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
     finish();
   }
   frames_.drop_pin(frame);
-  if (!blocks) return true;
+  if (!blocks) return has_started;
   monitor_.changed().notify_all();  // a thread that found nothing to wait for can now wait
   monitor_.check_usable();
   return true;
