@@ -381,3 +381,18 @@ def test_backward_gets_the_strides_that_were_saved(config):
     torch.stack([Keep.apply(part).sum() for part in parts]).sum().backward()
     for part, (content, strides) in zip(reversed(parts), seen, strict=True):
         assert strides == part.stride() and torch.equal(content, part)
+
+
+@pytest.mark.states_only
+def test_backward_meets_what_was_put_into_a_leaf_under_save_on_cpu(config):
+    norms = []
+    for scope in (None, zeropage.init(config)):
+        torch.manual_seed(0)
+        with scope or contextlib.nullcontext():
+            layer = torch.nn.Linear(300, 200)
+        with torch.autograd.graph.save_on_cpu():
+            loss = layer.weight.logsumexp(1).mean()
+        layer.weight.data = torch.zeros_like(layer.weight)
+        loss.backward()
+        norms.append(layer.weight.grad)
+    assert torch.equal(*norms)

@@ -27,7 +27,7 @@ class _Left:
     """A paged tensor that was not copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor  # itself: like PyTorch, backward meets what `.data = …` has put into a leaf
         self._version = tensor._version
 
     def open(self) -> torch.Tensor:
