@@ -14,22 +14,28 @@ struct DeviceFixture : CacheFixture {
     make(device_bytes, host_bytes, kPage, failing, device);
   }
 
+  /// Asks the device for an operator on a pinned segment: `on_byte(byte, index)` for each of its bytes.
+  template <class OnByte>
+  void ask(TestSegment& segment, OnByte on_byte) {
+    device->run([at = segment.data, bytes = segment.bytes(), on_byte] {
+      for (std::size_t i = 0; i < bytes; ++i) on_byte(at[i], i);
+    });
+  }
+  static auto writes(unsigned seed) {
+    return [seed](std::byte& byte, std::size_t i) { byte = pattern(seed, i); };
+  }
   /// An operator on `segment`: `on_byte(byte, index)` for each of its bytes, run later than it is asked for. Returns
   /// the event after what was asked for while the segment was pinned.
   template <class OnByte>
   DeviceMemory::Event run_later(TestSegment& segment, Access access, OnByte on_byte) {
     const PinRequest request{&segment, access};
     cache->pin({&request, 1});
-    device->run([at = segment.data, bytes = segment.bytes(), on_byte] {
-      for (std::size_t i = 0; i < bytes; ++i) on_byte(at[i], i);
-    });
+    ask(segment, on_byte);
     auto event = device->record();
     cache->unpin({&request, 1});
     return event;
   }
-  void write_later(TestSegment& segment, unsigned seed) {
-    run_later(segment, Access::overwrite, [seed](std::byte& byte, std::size_t i) { byte = pattern(seed, i); });
-  }
+  void write_later(TestSegment& segment, unsigned seed) { run_later(segment, Access::overwrite, writes(seed)); }
   DeviceMemory::Event check_later(TestSegment& segment, unsigned seed) {
     return run_later(segment, Access::read,
                      [seed, this](std::byte byte, std::size_t i) { wrong += byte != pattern(seed, i); });

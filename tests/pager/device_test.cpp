@@ -323,9 +323,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "what was asked of the device for a tensor in u
     device->finish_all();
     const PinRequest request{one, Access::write};
     cache->pin({&request, 1});
-    device->run([at = one->data, bytes = one->bytes()] {
-      for (std::size_t i = 0; i < bytes; ++i) at[i] = pattern(2, i);
-    });
+    ask(*one, writes(2));
     FrozenSegment frozen = cache->freeze(*one);
     device->use_stream(1);
     if (one == tensor.get()) {
@@ -370,9 +368,7 @@ TEST_CASE_FIXTURE(DeviceFixture, "what an operator asked for counts although mem
     cache->evict(*tensor);
     const PinRequest request{tensor.get(), Access::write};
     cache->pin({&request, 1});
-    device->run([at = tensor->data, number] {
-      for (std::size_t i = 0; i < 3 * kPage; ++i) at[i] = pattern(2 * number + 2, i);
-    });
+    ask(*tensor, writes(2 * number + 2));
     {
       const FailingAllocation failing(number);
       cache->unpin({&request, 1});

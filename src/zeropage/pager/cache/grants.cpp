@@ -165,9 +165,10 @@ Grants::Need Grants::wait_in_turn(Lock& lock, const std::function<Need()>& need)
       if (tidy_above(lock)) continue;
       if (can_never_fit(wanted)) refuse(wanted);
       const bool others_run = some_will_let_go(this_thread_number());
-      // Over ranks, ShardedHome frees what its gathers hold.
-      if (is_below_ranks() && wait_for_brief_pins(lock)) continue;
-      if (is_below_ranks()) refuse(wanted);
+      if (is_below_ranks()) {
+        if (wait_for_brief_pins(lock)) continue;
+        refuse(wanted);  // ShardedHome then frees what its gathers hold
+      }
       const bool was_blocked =
           std::exchange(ticket.blocked, !others_run && some_hold_lastingly(this_thread_number()));
       if (!others_run && !ticket.blocked) refuse(wanted);

@@ -156,8 +156,10 @@ bool Transfers::write_back(Lock& lock, Frame& frame, Priority priority) {
         if (blocks) unlocked.emplace(lock);
         outcome = home_->write(run, i, from, after, priority, std::move(done));
       }
-      if (frames_.is_gathered()) memory_.mark_used(frame);  // by copies that this thread has asked for
-    } catch (const BudgetError&) {                          // in the background, the write starts again
+      // ShardedHome has asked this thread's stream to copy from the frame.
+      if (frames_.is_gathered()) memory_.mark_used(frame);
+    } catch (const BudgetError&) {
+      // A write in the background has not started, and starts again later.
       outcome = Home::Outcome{std::current_exception(), nullptr};
       has_failed = priority == Priority::demanded;
       has_started = has_failed;

@@ -154,15 +154,11 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
         const Unlocked unlocked(lock);
         memory_.clear(frame.memory.data(), frame.memory.bytes());
       }
+      if (budgets_.homes_in(run.tier) + bytes > limit) refuse_home();  // another thread was quicker
     } catch (...) {
       frame.assembling = true;
       frames_.drop_pin(frame);
       throw;
-    }
-    if (budgets_.homes_in(run.tier) + bytes > limit) {  // another thread was quicker
-      frame.assembling = true;
-      frames_.drop_pin(frame);
-      refuse_home();
     }
     for (Page& page : run.pages) page.frame = &frame, page.state = Residency::dirty;
     frames_.set_permanent(frame, true);
