@@ -123,6 +123,24 @@ TEST_CASE("moments of 8 bits are within a thirtieth, down to a small part of the
   }
 }
 
+TEST_CASE("a block of 8 bits with a value that is not finite is NaN as a whole, whatever the sign of the NaN") {
+  for (const float value : {NAN, -NAN, INFINITY, -INFINITY}) {
+    for (const Format format : {Format::signed_blocks8, Format::unsigned_blocks8}) {
+      std::vector<float> exact(3 * kQuantum, 0.5f), kept(exact.size());
+      exact[kQuantum + 7] = value;
+      std::vector<std::uint8_t> bytes(exact.size(), 0);
+      std::vector<float> scales(3, 0.0f);
+      const Array array{format, bytes.data(), scales.data()};
+      encode(array, 0, exact.size(), exact.data());
+      decode(array, 0, exact.size(), kept.data());
+      for (std::size_t i = 0; i < exact.size(); ++i) {
+        CHECK(std::isnan(kept[i]) == (i / kQuantum == 1));
+        CHECK(bytes[i] == (i / kQuantum == 1 ? 0 : bytes[0]));
+      }
+    }
+  }
+}
+
 TEST_CASE("an update does not depend on how its range is cut, but at a vector's end") {
   for (const Rule rule : {Rule::adam, Rule::adamw, Rule::sgd, Rule::adagrad, Rule::lion}) {
     for (const bool store : {false, true}) {

@@ -188,9 +188,17 @@ TEST_CASE_FIXTURE(LowerFixture,
       told = true;
     }
   }
+  io->wait_all();
   io->set_outcome([](const Transfer&) { return 1; });
+  for (unsigned i = 0; i < 8; ++i) {
+    try {
+      check_later(*segments[i], i);
+    } catch (const DiskError&) {  // its page was written after the last pin, and is told of once
+      told = true;
+      check_later(*segments[i], i);
+    }
+  }
   CHECK(told);
-  for (unsigned i = 0; i < 8; ++i) check_later(*segments[i], i);
   device->finish_all();
   CHECK(wrong == 0);
 }

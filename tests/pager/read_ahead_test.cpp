@@ -92,11 +92,15 @@ TEST_CASE_FIXTURE(CycleFixture,
   make_segments(4, 60 * K);
   cycle(), cycle();
   cache->wait();
-  for (auto& s : segments) cache->evict(*s);
-  io->set_outcome([&, first = true](const Transfer& t) mutable {
-    const bool fails = t.direction == Direction::read && !std::exchange(first, false) && io->reads > 0;
+  // Room that one segment leaves may be used to read another ahead.
+  std::atomic<bool> first = false;
+  io->set_outcome([&](const Transfer& t) {
+    const bool fails = t.direction == Direction::read && !first.exchange(false);
     return fails ? -static_cast<long>(EIO) : 1L;
   });
+  for (auto& s : segments) cache->evict(*s);
+  cache->wait();
+  first = true;
   const PinRequest zeroth{segments[0].get(), Access::read};
   CHECK_THROWS_AS(cache->pin({&zeroth, 1}), DiskError);  // of its pages, all but the first fail
   CHECK_FALSE(cache->resident(*segments[0]));
@@ -204,21 +208,23 @@ TEST_CASE_FIXTURE(CycleFixture,
                   "writes that failed for a moment do not end reading ahead, and are forgotten once done") {
   make(400 * K, 0, 16 * K, /*failing=*/true);
   make_segments(8, 100 * K);
-  const auto cycle_writing = [&] {
-    for (unsigned i = 0; i < segments.size(); ++i) use(i, Access::write);
-  };
-  const auto faults_in = [&](auto run) {
+  const auto faults_in_a_cycle = [&] {
     const std::size_t before = cache->stats().faults;
-    run();
+    for (unsigned i = 0; i < segments.size(); ++i) {
+      use(i, Access::write);
+      cache->wait();
+    }
     return cache->stats().faults - before;
   };
-  // On a busy machine some cycles have more faults than others.
+  // On a busy machine some cycles have more faults than others, and after a cycle that an error cut short the plan
+  // has to learn them anew.
   const auto fewest_faults = [&] {
     std::size_t fewest = ~std::size_t{0};
-    for (int i = 0; i < 20; ++i) fewest = std::min(fewest, faults_in(cycle_writing));
+    for (int i = 0; i < 50; ++i) fewest = std::min(fewest, faults_in_a_cycle());
     return fewest;
   };
-  const std::size_t usual = fewest_faults();
+  const std::size_t without_reading_ahead = faults_in_a_cycle(), usual = fewest_faults();
+  REQUIRE(usual < without_reading_ahead / 2);
   std::atomic<int> failures = 3;
   io->set_outcome([&](const Transfer& t) {
     return t.direction == Direction::write && failures-- > 0 ? -static_cast<long>(EIO) : 1L;
@@ -226,12 +232,12 @@ TEST_CASE_FIXTURE(CycleFixture,
   for (int i = 0, after = 0; after < 3 && i < 100; ++i) {
     after += failures <= 0;
     try {
-      cycle_writing();
+      for (unsigned k = 0; k < segments.size(); ++k) use(k, Access::write);
     } catch (const DiskError&) {  // a thread that needed the memory gets the error, perhaps a cycle later
     }
   }
   REQUIRE(failures <= 0);
-  CHECK(fewest_faults() <= usual + 1);
+  CHECK(fewest_faults() <= without_reading_ahead / 2);
   cache->wait();  // all pages have been written since
   CHECK(wrong == 0);
 }

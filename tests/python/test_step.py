@@ -302,6 +302,29 @@ def test_whatever_happens_around_steps_the_bits_are_the_same(seed, config):
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_moment_that_is_zero_has_pytorchs_sign_at_a_tensors_end_too(maximize, mixed, config):
+    """Where beta1 = 0, the last elements, after whole vectors, get zeros of another sign than the others."""
+
+    def moments(scope):
+        torch.manual_seed(0)
+        with scope:
+            parameter = torch.nn.Parameter(torch.randn(2063))
+        form = {"betas": (0.0, 0.5), "maximize": maximize, "fused": True}
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2, **form)
+        for factor in (1.0, 0.0):  # zeros of both signs after a moment of both signs
+            (parameter * (torch.randn(2063) * factor).bfloat16()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.state[parameter]["exp_avg"].clone()
+
+    scope = zeropage.init(config.replace(compute_dtype="bfloat16") if mixed else config)
+    expected = moments(contextlib.nullcontext())
+    assert (expected == 0).all() and 0 < expected.signbit().sum() < 2063
+    assert torch.equal(moments(scope).signbit(), expected.signbit())
+
+
 @pytest.mark.parametrize("maximize", [False, True])
 def test_lion_is_its_formula(maximize, config):
     options = {"lr": 1e-2, "weight_decay": 0.1, "maximize": maximize}

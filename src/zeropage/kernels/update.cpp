@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace zeropage::kernels {
 namespace {
@@ -32,13 +33,18 @@ ZEROPAGE_INLINE void encode(std::uint16_t* __restrict to, const float* __restric
   for (std::size_t i = 0; i < n; ++i) to[i] = one(from[i]);
 }
 
+ZEROPAGE_INLINE std::uint32_t is_not_finite(float x) {
+  return (std::bit_cast<std::uint32_t>(x) & 0x7f800000) == 0x7f800000 ? 1 : 0;
+}
+
+/// NaN if one of them is NaN.
 ZEROPAGE_INLINE float largest_magnitude(const float* x, std::size_t n) {
-  float largest = 0;
+  std::int32_t largest = 0;
   for (std::size_t i = 0; i < n; ++i) {
-    const float magnitude = __builtin_fabsf(x[i]);
+    const auto magnitude = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu);
     largest = magnitude > largest ? magnitude : largest;
   }
-  return largest;
+  return std::bit_cast<float>(largest);
 }
 
 /// Floats of few bits, with `exponents` exponents, the largest that of numbers in [1, 2), and `mantissa` bits. The
@@ -80,10 +86,17 @@ ZEROPAGE_INLINE void decode_blocks8(float* __restrict to, const std::uint8_t* __
   }
 }
 
+/// A block with a value that is not finite becomes NaN as a whole: its scale is NaN and its codes are 0.
 ZEROPAGE_INLINE void encode_blocks8(std::uint8_t* __restrict to, const float* __restrict from, float* scale_of_block,
                                     bool is_signed, std::size_t n) {
   const float top = is_signed ? SignedCode::kTop : UnsignedCode::kTop;
-  const float scale = largest_magnitude(from, n) / top;
+  const float largest = largest_magnitude(from, n);
+  if (is_not_finite(largest)) {
+    *scale_of_block = __builtin_nanf("");
+    std::memset(to, 0, n);
+    return;
+  }
+  const float scale = largest / top;
   const float inverse = scale > 0x1p-120f ? 1 / scale : 0;
   *scale_of_block = inverse > 0 ? scale : 0;
   if (is_signed) {
@@ -185,10 +198,6 @@ ZEROPAGE_INLINE float blend(float a, float b, float c, float d, bool scalar) {
   return scalar ? multiply_add<fma>(a, b, c * d) : multiply_add<fma>(c, d, a * b);
 }
 
-ZEROPAGE_INLINE std::uint32_t is_not_finite(float x) {
-  return (std::bit_cast<std::uint32_t>(x) & 0x7f800000) == 0x7f800000 ? 1 : 0;
-}
-
 /// Scales the gradient for the rule. Returns how many of its values were not finite.
 ZEROPAGE_INLINE std::size_t scale_gradient(const Update& u, float* __restrict g, std::size_t n) {
   std::uint32_t not_finite = 0;
@@ -218,13 +227,15 @@ struct AdamNumbers {
     const auto of_gradient = static_cast<float>(1 - u.beta1);
     from_moment = of_gradient < 0.5f;
     weight = from_moment ? of_gradient : of_gradient - 1;
+    scalar_weight = from_moment ? of_gradient : -(1 - of_gradient);
     for (std::size_t i = 0; i < u.scale_count; ++i) {
       if (u.scales[i].divides || i >= 2) simple = false;
       if (i < 2) scale[i] = u.scales[i].value;
     }
     sign = u.maximize ? -1.0f : 1.0f;
   }
-  float step_size, bias2_sqrt, eps, beta2, of_square, keep, decay, weight = 0, scale[2] = {1, 1}, sign = 1;
+  float step_size, bias2_sqrt, eps, beta2, of_square, keep, decay;
+  float weight = 0, scalar_weight = 0, scale[2] = {1, 1}, sign = 1;
   bool from_moment = true;
   bool simple = true;  // at most two factors scale the gradient
 };
@@ -239,7 +250,8 @@ ZEROPAGE_INLINE std::uint32_t adam_loop(const AdamNumbers& a, const Block& b) {
   float* __restrict v = b.state[1];
   float* __restrict largest = b.state[2];
   const float step_size = -a.step_size, bias2_sqrt = a.bias2_sqrt, eps = a.eps, beta2 = a.beta2;
-  const float of_square = a.of_square, keep = a.keep, decay = a.decay, weight = a.weight;
+  const float of_square = a.of_square, keep = a.keep, decay = a.decay;
+  const float weight = b.scalar ? a.scalar_weight : a.weight;  // [Note: scalar ends]: another zero
   const float scale0 = a.scale[0], scale1 = a.scale[1], sign = a.sign;
   std::uint32_t not_finite = 0;
   for (std::size_t i = 0; i < b.n; ++i) {
