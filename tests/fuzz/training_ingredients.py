@@ -624,7 +624,7 @@ kept = [p.grad.clone() for p in with_grad()]
 
 torch._foreach_div_([p.grad for p in with_grad()], 2.0)
 
-$p.grad.detach_()
+$p.grad.requires_grad_(False) if $p.grad._is_view() else $p.grad.detach_()  # a tiled gradient is no view
 
 $p.grad, $w.grad = None, None
 
