@@ -1,5 +1,7 @@
 #include <doctest/doctest.h>
 
+#include <cerrno>
+
 #include "pager/cache_fixture.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/io/buffers.h"
@@ -62,4 +64,30 @@ TEST_CASE_FIXTURE(HomeReadsFixture, "a second version that is open is not read, 
   CHECK_FALSE(cache->read_home(*a, 0, memory.get()));
   cache->discard_version(*a);
   CHECK(cache->read_home(*a, 0, memory.get()).wait());
+}
+
+TEST_CASE_FIXTURE(HomeReadsFixture, "blocks of a page are read alone, and their errors and changes are reported") {
+  make(256 * K, 256 * K, 4 * kBlockBytes, /*failing=*/true);
+  auto a = segment(100 * K);
+  write(*a, 1);
+  CHECK_FALSE(cache->read_part_of_home(*a, 2, 0, kBlockBytes, memory.get()));  // in memory
+  cache->evict(*a);
+  const auto before = cache->stats();
+  for (std::size_t at = 0; at < 16 * K; at += kBlockBytes) {
+    HomeRead read = cache->read_part_of_home(*a, 2, at, kBlockBytes, memory.get() + at);
+    REQUIRE(read);
+    CHECK(read.wait());
+  }
+  CHECK(holds_page(1, 2, 16 * K));
+  HomeRead end = cache->read_part_of_home(*a, 6, 0, kBlockBytes, memory.get());  // the last page has 4 KiB
+  CHECK(end.wait());
+  CHECK(holds_page(1, 6, 4 * K));
+  CHECK(cache->stats().read_bytes == before.read_bytes + 20 * K);
+  HomeRead changed = cache->read_part_of_home(*a, 2, 2 * kBlockBytes, kBlockBytes, memory.get());
+  write(*a, 2);
+  cache->evict(*a);
+  CHECK_FALSE(changed.wait());
+  io->set_outcome([](const Transfer&) { return -static_cast<long>(EIO); });
+  HomeRead failed = cache->read_part_of_home(*a, 2, 0, kBlockBytes, memory.get());
+  CHECK_THROWS_AS(static_cast<void>(failed.wait()), DiskError);
 }

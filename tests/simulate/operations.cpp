@@ -216,12 +216,22 @@ void Owner::evict() {
 /// Reads past the cache. If the owner writes meanwhile, the read must notice.
 void Owner::read_home(const Shared& segment) {
   const std::size_t page = below(details_, segment->pages());
-  const Buffer memory = make_buffer(round_up(segment->bytes_of(page), kBlockBytes));
-  HomeRead read = cache_.read_home(*segment, page, memory.get());
+  const std::size_t bytes = round_up(segment->bytes_of(page), kBlockBytes);
+  const Buffer memory = make_buffer(bytes);
+  const bool in_parts = page % 2 == 1 && bytes > kBlockBytes;
+  HomeRead first, read;
+  if (in_parts) {
+    first = cache_.read_part_of_home(*segment, page, 0, kBlockBytes, memory.get());
+    read = cache_.read_part_of_home(*segment, page, kBlockBytes, bytes - kBlockBytes, memory.get() + kBlockBytes);
+    if (!first) return;
+  } else {
+    read = cache_.read_home(*segment, page, memory.get());
+  }
   if (!read) return;
   if (chance(3)) stream({segment}, {Access::write});
   if (chance(4)) compute();
-  if (read.wait() && !world_.is_closing) {
+  const bool is_first_whole = !first || first.wait();
+  if (read.wait() && is_first_whole && !world_.is_closing) {
     world_.check(*segment, page, segment->model[page], memory.get(), "a read past the cache");
   }
 }

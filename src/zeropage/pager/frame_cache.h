@@ -187,6 +187,12 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   [[nodiscard]] HomeRead read_home(const Segment& segment, std::size_t page, std::byte* into) {
     return home_reads_.start(segment, page, into);
   }
+  /// The same for `bytes` of the page from `at` on, both multiples of 4 KiB up to the page's last block. Also returns
+  /// an empty read if the page's content has a checksum. Other transfers wait for it.
+  [[nodiscard]] HomeRead read_part_of_home(const Segment& segment, std::size_t page, std::size_t at,
+                                           std::size_t bytes, std::byte* into) {
+    return home_reads_.start_part(segment, page, at, bytes, into);
+  }
 
   /// A snapshot of the segment's content, for a thread that saves it: later writes do not change it. Returns soon,
   /// except that a device's newer pages are downloaded first. Throws VersionOpen, DiskError, and AccessError for a

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "zeropage/rules/preview.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/tiled_product.h"
 
@@ -39,6 +40,10 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     // Return no view of another tensor: autograd forbids writing those in place.
     const at::Tensor result = at::empty(sizes, weight.options().requires_grad(false));
     at::Tensor rows = result.view({-1, weight.size(1)});
+    if (const at::Tensor previewed = preview_rows(weight, flat); previewed.defined()) {
+      rows.copy_(previewed);
+      return result;
+    }
     for_each_used(weight, flat, Access::read,
                   [&](std::int64_t row, const at::Tensor& tile, const at::Tensor& places) {
                     rows.index_copy_(0, places, tile.index_select(0, flat.index_select(0, places) - row));
@@ -138,6 +143,51 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
   }
 };
 
+/// A lookup whose result is known, with the gradient that PyTorch computes.
+class KnownEmbedding : public torch::autograd::Function<KnownEmbedding> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
+                            std::int64_t padding, bool by_frequency, const at::Tensor& rows) {
+    context->save_for_backward({indices});
+    context->saved_data["rows"] = weight.size(0);
+    context->saved_data["padding"] = padding;
+    context->saved_data["by_frequency"] = by_frequency;
+    auto sizes = indices.sizes().vec();
+    sizes.push_back(weight.size(1));
+    const OutsideScopes ordinary;
+    at::Tensor result = at::empty(sizes, rows.options());  // no view of `rows`
+    return result.copy_(rows.view(sizes));
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return {at::embedding_dense_backward(gradients[0], context->get_saved_variables()[0],
+                                         context->saved_data["rows"].toInt(), context->saved_data["padding"].toInt(),
+                                         context->saved_data["by_frequency"].toBool()),
+            {},
+            {},
+            {},
+            {}};
+  }
+};
+
+/// Whether all indices are rows of the weight.
+bool are_rows(const at::Tensor& indices, const at::Tensor& weight) {
+  return indices.numel() > 0 && indices.min().item<std::int64_t>() >= 0 &&
+         indices.max().item<std::int64_t>() < weight.size(0);
+}
+
+/// Looks up rows of a weight whose update is deferred, and does not run it.
+bool look_up_deferred(Call& call, const at::Tensor& weight, const at::Tensor& indices) {
+  const bool are_indices = indices.scalar_type() == c10::kLong || indices.scalar_type() == c10::kInt;
+  if (!are_indices || indices.is_meta() || segment_of(indices) || !is_plain(indices, weight)) return false;
+  if (!are_rows(indices, weight)) return false;
+  const at::Tensor rows = preview_rows(weight, indices.reshape(-1));
+  if (!rows.defined()) return false;
+  call.return_value(
+      KnownEmbedding::apply(weight, indices, call.argument(2).toInt(), call.argument(3).toBool(), rows));
+  return true;
+}
+
 }  // namespace
 
 namespace {
@@ -162,8 +212,10 @@ at::Tensor rows_of(const at::Tensor& weight, const at::Tensor& indices, Sums sum
 
 bool tile_embedding(Call& call) {
   const at::Tensor weight = call.argument(0).toTensor(), indices = call.argument(1).toTensor();
-  if (weight.dim() != 2 || !is_tiled(weight) || !takes_rows(weight, indices) || call.argument(4).toBool())
-    return false;
+  if (weight.dim() != 2 || call.argument(4).toBool()) return false;
+  const auto* const segment = segment_of(weight);
+  if (segment && segment->is_deferred() && !is_tiled(weight)) return look_up_deferred(call, weight, indices);
+  if (!is_tiled(weight) || !takes_rows(weight, indices)) return false;
   const std::int64_t padding = call.argument(2).toInt();
   call.return_value(TiledEmbedding::apply(weight, indices, padding, call.argument(3).toBool(), Sums::embedding));
   return true;

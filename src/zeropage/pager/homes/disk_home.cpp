@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,13 @@ class DiskHome final : public Home {
     return std::nullopt;
   }
 
+  bool read_part(const Slot& slot, std::size_t at, std::size_t bytes, std::byte* into, Priority priority,
+                 Done done) override {
+    if (!slot.extent) return false;
+    if (auto ended = start(Direction::read, slot.extent, bytes, into, priority, done, at)) done(std::move(*ended));
+    return true;
+  }
+
   void hurry(const Run&, std::size_t, std::span<std::byte> frame) override { io_.expedite(frame); }
 
   bool blocks() const override { return false; }
@@ -72,11 +80,14 @@ class DiskHome final : public Home {
     }
   }
 
+  /// A transfer of `bytes` of the extent from `first` on.
   std::optional<Outcome> start(Direction direction, const Extent& extent, std::size_t bytes, std::byte* at,
-                               Priority priority, Done done) {
+                               Priority priority, Done done, std::size_t first = 0) {
     std::vector<SwapFile::Piece> pieces;
-    file_.for_each_piece(extent, round_up(bytes, kBlockBytes),
-                         [&](const SwapFile::Piece& piece) { pieces.push_back(piece); });
+    file_.for_each_piece(extent, first + round_up(bytes, kBlockBytes), [&](const SwapFile::Piece& piece) {
+      const std::size_t end = piece.at + piece.bytes, begin = std::max(piece.at, first);
+      if (begin < end) pieces.push_back({piece.file, piece.offset + begin - piece.at, begin - first, end - begin});
+    });
     const auto all = std::make_shared<Pieces>(pieces.size(), std::move(done));
     for (std::size_t i = 0; i < pieces.size(); ++i) {
       const SwapFile::Piece& piece = pieces[i];

@@ -36,6 +36,12 @@ class Home {
                                                          Done) {
     return Outcome{};
   }
+  /// Starts to read `bytes` of a slot from `at` on, both multiples of 4 KiB. False, and nothing is read, if the slot
+  /// cannot be read in part: its content is compared with a checksum.
+  [[nodiscard]] virtual bool read_part(const Slot&, std::size_t /*at*/, std::size_t /*bytes*/, std::byte*, Priority,
+                                       Done) {
+    return false;
+  }
   /// Starts to read a page into `into`. Returns an outcome if the read has ended already; then `done` is not called.
   /// With Priority::demanded it may block for memory below and throw BudgetError, DiskError or RankError. With other
   /// priorities it does not block; the cache calls it under its lock after ready_to_read() returned true.

@@ -63,9 +63,33 @@ HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* i
   monitor_.check_usable();
   const Run& run = *segment.run();
   if (obstacle(run, page, Intent::bypass) != Obstacle::none) return {};
-  HomeRead read = start(run.bytes_of(page), [&](Home::Done done) {
-    return home_->read(run, page, into, Priority::ahead, std::move(done));
+  return watched(start(run.bytes_of(page),
+                       [&](Home::Done done) {
+                         return home_->read(run, page, into, Priority::ahead, std::move(done));
+                       }),
+                 run, page);
+}
+
+HomeRead HomeReads::start_part(const Segment& segment, std::size_t page, std::size_t at, std::size_t bytes,
+                               std::byte* into) {
+  if (!home_) return {};
+  monitor_.check_usable();
+  Monitor::Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  const Run& run = *segment.run();
+  if (obstacle(run, page, Intent::bypass) != Obstacle::none) return {};
+  bool is_read = true;
+  HomeRead read = start(bytes, [&](Home::Done done) -> std::optional<Home::Outcome> {
+    is_read = home_->read_part(run.slot_of(page), at, bytes, into, Priority::demanded, std::move(done));
+    return is_read ? std::nullopt : std::optional<Home::Outcome>(Home::Outcome{});
   });
+  if (is_read) return watched(std::move(read), run, page);
+  bytes_ -= bytes;
+  return {};
+}
+
+/// Remembers the content that is read, for HomeRead::wait(). Under the lock.
+HomeRead HomeReads::watched(HomeRead read, const Run& run, std::size_t page) {
   read.state_->run = &run;
   read.state_->page = page;
   read.state_->changes = run.changes;

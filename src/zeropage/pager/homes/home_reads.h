@@ -40,6 +40,7 @@ class HomeReads {
 
   /// See FrameCache.
   HomeRead start(const Segment& segment, std::size_t page, std::byte* into);
+  HomeRead start_part(const Segment& segment, std::size_t page, std::size_t at, std::size_t bytes, std::byte* into);
   std::size_t bytes() const;
   /// Reads content that nothing writes (pager/homes/snapshots.h). Transfers that a program waits for go first. Under
   /// the lock.
@@ -48,6 +49,7 @@ class HomeReads {
  private:
   friend class HomeRead;
   HomeRead start(std::size_t bytes, const std::function<std::optional<Home::Outcome>(Home::Done)>& begin);
+  static HomeRead watched(HomeRead read, const Run& run, std::size_t page);
   Monitor& monitor_;
   Home* const home_;
   std::size_t bytes_ = 0;

@@ -1,0 +1,15 @@
+// Previews of rows: what deferred operators will make of a few rows of a tensor. A lookup in an embedding needs few
+// rows. Its update may read many times the bytes, and wait for them where nothing else can be computed: at the begin of
+// forward. A preview reads the rows alone, of all of the program's operands, and computes them in memory of its own. It
+// changes nothing: the program updates all rows when an operator needs the whole tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace zeropage {
+
+/// The rows of `weight`, [n, columns], that `indices`, [n] on the CPU, name. Undefined if they are not deferred, or
+/// cannot be previewed, or are too many. Throws the errors of reads.
+at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices);
+
+}  // namespace zeropage
