@@ -91,6 +91,7 @@ class Report:
     updated_on_device: int
     early_updates: int
     updates_committed: int
+    previews: int
     wasted_bytes: int
     collectives: int
     io: str

@@ -184,6 +184,8 @@ class Report:
     """Updates of a parameter that ran during backward (early_update)."""
     updates_committed: int = _counter()
     """Early updates that the optimizer's step accepted."""
+    previews: int = _counter()
+    """Lookups in an embedding that computed rows of its deferred update, which runs later."""
     wasted_bytes: int = _counter()
     """Bytes that the other early updates wrote."""
     io: str = "none"
@@ -343,6 +345,8 @@ class Report:
             moved.append(["early updates of a parameter", f"{self.early_updates:,}"])
             moved.append(["early updates that the step accepted", f"{self.updates_committed:,}"])
             moved.append(["wasted by the other early updates", _megabytes(self.wasted_bytes)])
+        if self.previews:
+            moved.append(["lookups in embeddings ahead of their update", f"{self.previews:,}"])
         if self.nonfinite_grads:
             moved.append(["values in gradients that were not finite", f"{self.nonfinite_grads:,}"])
         if self.ranks > 1:

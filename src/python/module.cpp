@@ -180,6 +180,7 @@ void bind_report(py::module_& module) {
       .def_readonly("updated_on_device", &Report::updated_on_device)
       .def_readonly("early_updates", &Report::early_updates)
       .def_readonly("updates_committed", &Report::updates_committed)
+      .def_readonly("previews", &Report::previews)
       .def_readonly("wasted_bytes", &Report::wasted_bytes)
       .def_readonly("collectives", &Report::collectives)
       .def_readonly("io", &Report::io)

@@ -193,7 +193,7 @@ TEST_CASE_FIXTURE(LowerFixture,
   for (unsigned i = 0; i < 8; ++i) {
     try {
       check_later(*segments[i], i);
-    } catch (const DiskError&) {  // its page was written after the last pin, and is told of once
+    } catch (const DiskError&) {  // of a write that began after the last pin; once
       told = true;
       check_later(*segments[i], i);
     }

@@ -305,7 +305,7 @@ def test_whatever_happens_around_steps_the_bits_are_the_same(seed, config):
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_a_moment_that_is_zero_has_pytorchs_sign_at_a_tensors_end_too(maximize, mixed, config):
-    """Where beta1 = 0, the last elements, after whole vectors, get zeros of another sign than the others."""
+    """With beta1 = 0, the last elements, after whole vectors, get zeros of another sign than the others."""
 
     def moments(scope):
         torch.manual_seed(0)

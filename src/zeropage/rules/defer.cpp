@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "zeropage/base/errors.h"
 #include "zeropage/rules/deferred_program.h"
-#include "zeropage/rules/speculation.h"
 
 namespace zeropage {
 namespace {
@@ -134,28 +132,6 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
 
 OneCall::OneCall() : outer_(std::exchange(current_call, this)) {}
 OneCall::~OneCall() { current_call = outer_; }
-
-at::Tensor preview(const at::Tensor& tensor) {
-  auto* const segment = segment_of(tensor);
-  if (!has_program(segment) || !segment->is_unallocated() || !is_operand(tensor, tensor)) return {};
-  if (tensor.nbytes() > segment->domain()->cache->frame_limit()) return {};  // its operator reads pages repeatedly
-  const auto& domain = segment->domain();
-  if (domain->partition.ranks) return {};  // all ranks would have to make the same copies
-  std::lock_guard lock(domain->deferral_mutex);
-  const auto program = std::static_pointer_cast<Program>(segment->deferred());
-  if (program) discard_ahead(*program);
-  if (!program || !program->makes_only(*segment)) return {};
-  try {
-    at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
-                                 {.layout = segment->layout(), .like = segment});
-    const PinRequest request{segment_of(copy), Access::overwrite};
-    const TensorPin in_one_frame(request);
-    program->run_into(copy, *segment);
-    return copy;
-  } catch (const BudgetError&) {
-    return {};  // no room for both: the caller makes the tensor itself
-  }
-}
 
 std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
                                 std::optional<caffe2::TypeMeta> dtype) {

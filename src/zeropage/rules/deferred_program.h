@@ -76,8 +76,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   /// Computes what the program will make of some elements of one segment, in the cuts' order (preview.h). The cuts
   /// are in order, disjoint and of whole units. The program stays as it is.
   at::Tensor preview(const StorageSegment& segment, c10::ArrayRef<Cut> cuts);
-  /// The elements in a unit; 0 if parts of the program cannot be computed alone.
-  std::size_t unit_of_preview() const;
+  /// The elements in a unit; 0 if the tensor is not what the program makes, or parts cannot be computed alone.
+  std::size_t unit_of_preview(const at::Tensor& tensor) const;
   bool fits(std::size_t more_slots) const;
   bool begun() const { return progress_.done > 0; }
   bool takes(Chunking chunking, bool any_chunking) const;

@@ -105,6 +105,7 @@ class GroupedProduct : public torch::autograd::Function<GroupedProduct> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& ends, bool rows_are_outputs) {
+    context->set_materialize_grads(false);
     context->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight, ends});
     context->saved_data["rows_are_outputs"] = rows_are_outputs;
     const Computing computing;
@@ -112,6 +113,7 @@ class GroupedProduct : public torch::autograd::Function<GroupedProduct> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return variable_list(4);
     return translated([&]() -> variable_list {
       const auto saved = context->get_saved_variables();
       const at::Tensor &x = saved[0], &weight = saved[1], &ends = saved[2], arrived = gradients[0].contiguous();

@@ -2,6 +2,7 @@
 // another. It runs a tensor page by page if windows can, and otherwise loads the whole tensor.
 #include "zeropage/rules/placement.h"
 #include "zeropage/rules/pointwise.h"
+#include "zeropage/rules/preview.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/stand_ins.h"

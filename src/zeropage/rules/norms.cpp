@@ -21,6 +21,7 @@
 #include "zeropage/kernels/norm.h"
 #include "zeropage/kernels/update.h"
 #include "zeropage/plan/machine.h"
+#include "zeropage/rules/preview.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/stand_ins.h"

@@ -3,9 +3,12 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <vector>
 
+#include "zeropage/base/booked_time.h"
+#include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
 #include "zeropage/io/buffers.h"
 #include "zeropage/rules/deferred_program.h"
@@ -15,63 +18,89 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kMostBytes = 32 * kMiB;  // of copies, outside the budget
-/// A preview of more rows than this part of all does not pay.
-constexpr std::int64_t kWorthIt = 8;
+constexpr std::size_t kMostBytes = 32 * kMiB;      // of copies, outside the budget
+constexpr std::size_t kMostInFlight = 8 * kMiB;    // of blocks being read, likewise
+constexpr std::size_t kOneRead = 2 * kBlockBytes;  // of a row that begins anywhere in a block
+/// A preview that reads more than this part of the program's bytes does not pay.
+constexpr std::size_t kWorthIt = 4;
 
-/// Copies ranges of segments, from pages in memory and, all at once, from disk.
+/// Copies ranges of segments, from pages in memory and, many at once, from disk.
 class PartReader {
  public:
-  /// `into` must live until finish().
+  /// `into` must live until finish(). Ranges of one segment come in order.
   void add(StorageSegment& segment, std::size_t at, std::size_t bytes, std::byte* into) {
     while (bytes > 0) {
       const std::size_t page = at / segment.page_bytes(), within = at % segment.page_bytes();
       const std::size_t here = std::min(bytes, segment.page_bytes() - within);
-      add_within({.segment = &segment, .page = page, .at = within, .bytes = here, .into = into});
+      add_within(segment, page, {within, here, into});
       at += here, into += here, bytes -= here;
     }
   }
   void finish() {
-    for (Part& part : parts_) {
-      if (part.read && part.read.wait()) {
-        std::memcpy(part.into, part.buffer.get() + part.at % kBlockBytes, part.bytes);
-      } else {
-        PagePin pin = part.segment->cache()->pin_page(*part.segment, part.page, Access::read);
-        pin.wait();
-        std::memcpy(part.into, pin.data() + part.at, part.bytes);
-      }
-    }
-    parts_.clear();
+    for (Blocks& blocks : all_) start(blocks);
+    for (Blocks& blocks : all_) end(blocks);
+    all_.clear();
+    in_flight_ = 0;
   }
 
  private:
   struct Part {
-    StorageSegment* segment;
-    std::size_t page, at, bytes;
+    std::size_t at, bytes;  // in the page
     std::byte* into;
+  };
+  /// Consecutive blocks of a page, and the parts that they contain.
+  struct Blocks {
+    StorageSegment* segment;
+    std::size_t page, begin, end;
+    std::vector<Part> parts;
     Buffer buffer = nullptr;
     HomeRead read = {};  // ends before the buffer
   };
 
-  void add_within(Part part) {
-    FrameCache& cache = *part.segment->cache();
-    if (PagePin pin = cache.try_pin_page(*part.segment, part.page, Access::read, /*is_brief=*/true);
-        pin && pin.try_wait()) {
-      std::memcpy(part.into, pin.data() + part.at, part.bytes);
-      return;
+  void add_within(StorageSegment& segment, std::size_t page, Part part) {
+    const std::size_t begin = round_down(part.at, kBlockBytes), end = round_up(part.at + part.bytes, kBlockBytes);
+    if (all_.empty() || all_.back().segment != &segment || all_.back().page != page || begin > all_.back().end) {
+      if (in_flight_ > kMostInFlight) finish();
+      all_.push_back({&segment, page, begin, begin, {}});
     }
-    if (!part.segment->run()->shares_page()) {
-      const std::size_t begin = round_down(part.at, kBlockBytes), end = round_up(part.at + part.bytes, kBlockBytes);
-      part.buffer = make_buffer(end - begin);
-      part.read = cache.read_part_of_home(*part.segment, part.page, begin, end - begin, part.buffer.get());
-    }
-    parts_.push_back(std::move(part));
+    in_flight_ += end - all_.back().end;
+    all_.back().end = end;
+    all_.back().parts.push_back(part);
   }
 
-  std::vector<Part> parts_;
+  static void start(Blocks& blocks) {
+    if (blocks.segment->run()->shares_page()) return;
+    const std::size_t bytes = blocks.end - blocks.begin;
+    blocks.buffer = make_buffer(bytes);
+    blocks.read = blocks.segment->cache()->read_part_of_home(*blocks.segment, blocks.page, blocks.begin, bytes,
+                                                             blocks.buffer.get());
+  }
+
+  static void end(Blocks& blocks) {
+    const std::byte* from = nullptr;  // of the first block
+    if (blocks.read) {
+      const Booking waits(Spent::disk);
+      if (blocks.read.wait()) from = blocks.buffer.get();
+    }
+    PagePin pin;
+    if (!from) {
+      FrameCache& cache = *blocks.segment->cache();
+      pin = cache.try_pin_page(*blocks.segment, blocks.page, Access::read, /*is_brief=*/true);
+      if (!pin || !pin.try_wait()) {
+        pin = {};
+        pin = cache.pin_page(*blocks.segment, blocks.page, Access::read);
+        pin.wait();
+      }
+      from = pin.data() + blocks.begin;
+    }
+    for (const Part& part : blocks.parts) std::memcpy(part.into, from + part.at - blocks.begin, part.bytes);
+  }
+
+  std::vector<Blocks> all_;
+  std::size_t in_flight_ = 0;
 };
 
-/// The units in which the rows lie, as ranges of elements. Rows are sorted.
+/// The units that contain the rows, as ranges of elements. Rows are sorted.
 std::vector<Cut> cuts_around(const std::vector<std::int64_t>& rows, std::size_t columns, std::size_t unit,
                              std::size_t elements) {
   std::vector<Cut> cuts;
@@ -87,6 +116,19 @@ std::vector<Cut> cuts_around(const std::vector<std::int64_t>& rows, std::size_t 
   return cuts;
 }
 
+/// Gives a counter its present value back at the end.
+class Restored {
+ public:
+  explicit Restored(std::atomic<std::size_t>& counter) : counter_(counter), value_(counter) {}
+  ~Restored() { counter_ = value_; }
+  Restored(const Restored&) = delete;
+  Restored& operator=(const Restored&) = delete;
+
+ private:
+  std::atomic<std::size_t>& counter_;
+  const std::size_t value_;
+};
+
 std::size_t elements_of(c10::ArrayRef<Cut> cuts) {
   std::size_t elements = 0;
   for (const Cut& cut : cuts) elements += cut.end - cut.begin;
@@ -97,10 +139,14 @@ std::size_t elements_of(c10::ArrayRef<Cut> cuts) {
 
 /// Kernels round the last elements of a range in another way ([Note: bits at the edges] in windows.h), so all ranges
 /// but the tensor's last are whole vectors, and one thread's part of the operator is the whole tensor.
-std::size_t Program::unit_of_preview() const {
+std::size_t Program::unit_of_preview(const at::Tensor& tensor) const {
+  const auto its = std::ranges::find(slots_, segment_of(tensor), &Slot::segment);
+  if (its == slots_.end() || its->temporary || is_zeroed(*its) || its->per != 1 ||
+      its->shape.dtype() != tensor.dtype() || its->shape.numel() != tensor.numel()) {
+    return 0;
+  }
   if (running_ || in_host_ || domain_->partition.ranks || domain_->planned_on) return 0;
-  if (!code_.any_chunking &&
-      chunk_of(elements_, 0, code_.chunking, at::get_num_threads()).end != elements_) {
+  if (!code_.any_chunking && chunk_of(elements_, 0, code_.chunking, at::get_num_threads()).end != elements_) {
     return 0;
   }
   std::size_t unit = kVector;
@@ -138,20 +184,42 @@ at::Tensor Program::preview(const StorageSegment& segment, c10::ArrayRef<Cut> cu
   reader.finish();
   const auto update = find_update(code_.instructions);
   const Running running(running_);
-  const std::size_t written = written_window_, not_finite = domain_->not_finite;
+  const Restored written(written_window_), not_finite(domain_->not_finite);
   update ? run_update_on(*update, slices, operand_of) : run_piece(code_.instructions, slices, operand_of);
-  written_window_ = written;
-  domain_->not_finite = not_finite;
   return slices[wanted];
+}
+
+at::Tensor preview(const at::Tensor& tensor) {
+  auto* const segment = segment_of(tensor);
+  if (!has_program(segment) || !segment->is_unallocated() || !is_operand(tensor, tensor)) return {};
+  if (tensor.nbytes() > segment->domain()->cache->frame_limit()) return {};  // its operator reads pages repeatedly
+  const auto& domain = segment->domain();
+  if (domain->partition.ranks) return {};  // all ranks would have to make the same copies
+  std::lock_guard lock(domain->deferral_mutex);
+  const auto program = std::static_pointer_cast<Program>(segment->deferred());
+  if (program) discard_ahead(*program);
+  if (!program || !program->makes_only(*segment)) return {};
+  try {
+    at::Tensor copy = make_paged(domain, tensor.sizes(), tensor.strides(), tensor.dtype(), segment->role(),
+                                 {.layout = segment->layout(), .like = segment});
+    const PinRequest request{segment_of(copy), Access::overwrite};
+    const TensorPin in_one_frame(request);
+    program->run_into(copy, *segment);
+    return copy;
+  } catch (const BudgetError&) {
+    return {};  // no room for both: the caller makes the tensor itself
+  }
 }
 
 at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   auto* const segment = segment_of(weight);
-  if (!has_program(segment) || segment->is_unallocated() || weight.dim() != 2 || !weight.is_contiguous() ||
-      !is_whole(weight) || !indices.is_cpu() || segment->is_pinned()) {
+  if (!has_program(segment) || segment->domain()->cache->holds_everything() || segment->is_unallocated() ||
+      weight.dim() != 2 || !weight.is_contiguous() || !is_whole(weight) || !indices.is_cpu() ||
+      segment->is_pinned()) {
     return {};
   }
-  const Domain& domain = *segment->domain();
+  const Computing computing;
+  Domain& domain = *segment->domain();
   const auto columns = static_cast<std::size_t>(weight.size(1));
   const at::Tensor on_host = indices.to(c10::kLong).contiguous();
   const c10::ArrayRef<std::int64_t> wanted(on_host.const_data_ptr<std::int64_t>(),
@@ -159,23 +227,25 @@ at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   std::vector<std::int64_t> rows(wanted.begin(), wanted.end());
   std::ranges::sort(rows);
   rows.erase(std::ranges::unique(rows).begin(), rows.end());
-  // Tests let small tensors be previewed too.
-  const std::int64_t part = domain.leaves_updates ? 1 : kWorthIt;
-  if (rows.empty() || domain.cache->holds_everything() ||
-      static_cast<std::int64_t>(rows.size()) > weight.size(0) / part) {
-    return {};
-  }
-  std::lock_guard lock(segment->domain()->deferral_mutex);
+  if (rows.empty()) return {};
+  std::lock_guard lock(domain.deferral_mutex);
   if (const auto deferred = segment->deferred()) deferred->settle();
   const auto program = std::static_pointer_cast<Program>(segment->deferred());
   if (!program) return {};
   discard_ahead(*program);
-  const std::size_t unit = program->unit_of_preview(), elements = weight.numel();
+  const std::size_t unit = program->unit_of_preview(weight);
   if (unit == 0 || program->begun()) return {};
-  const std::vector<Cut> cuts = cuts_around(rows, columns, unit, elements);
-  const std::size_t bytes = elements_of(cuts) * program->slots().size() * sizeof(float);
+  const std::vector<Cut> cuts = cuts_around(rows, columns, unit, weight.numel());
+  const std::size_t slots = program->slots().size(), bytes = elements_of(cuts) * slots * sizeof(float);
   if (bytes > std::min(kMostBytes, domain.cache->frame_limit() / 8)) return {};
+  // Tests let small tensors be previewed too.
+  const bool is_worth_it =
+      (bytes + cuts.size() * slots * kOneRead) * kWorthIt <= weight.numel() * slots * sizeof(float);
+  if (!is_worth_it && !domain.leaves_updates) return {};
   const at::Tensor flat = program->preview(*segment, cuts);
+  // The next step's operators do not join it: it would keep its gradients, and grow.
+  program->seal();
+  ++domain.previews;
   const at::Tensor result = at::empty({on_host.numel(), weight.size(1)}, flat.options());
   const std::size_t row_bytes = columns * weight.itemsize();
   std::vector<std::size_t> places;  // of the cuts, in elements of `flat`

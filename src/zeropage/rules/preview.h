@@ -1,12 +1,17 @@
-// Previews of rows: what deferred operators will make of a few rows of a tensor. A lookup in an embedding needs few
-// rows. Its update may read many times the bytes, and wait for them where nothing else can be computed: at the begin of
-// forward. A preview reads the rows alone, of all of the program's operands, and computes them in memory of its own. It
-// changes nothing: the program updates all rows when an operator needs the whole tensor.
+// Previews: what deferred operators will make, for an operator that reads it once. The operators stay deferred.
+//
+// A lookup in an embedding needs few rows. Its update may read many times the bytes, and wait for them where nothing
+// else can be computed: at the begin of forward. A preview reads the rows alone, of all of the program's operands,
+// and computes them in memory of its own. The program updates all rows when an operator needs the whole tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace zeropage {
+
+/// Makes an ordinary copy of the content that deferred operators will give `tensor`, for an operator that reads it
+/// once. The operators stay deferred and `tensor` without a home. Undefined unless `tensor` is all that they write.
+at::Tensor preview(const at::Tensor& tensor);
 
 /// The rows of `weight`, [n, columns], that `indices`, [n] on the CPU, name. Undefined if they are not deferred, or
 /// cannot be previewed, or are too many. Throws the errors of reads.

@@ -53,8 +53,4 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
 /// Whether the operand already has a program, which an overwrite should join: it would otherwise run at once.
 inline bool has_program(const StorageSegment* segment) { return segment && segment->is_deferred(); }
 
-/// Makes an ordinary copy of the content that deferred operators will give `tensor`, for an operator that reads it
-/// once. The operators stay deferred and `tensor` without a home. Undefined unless `tensor` is all that they write.
-at::Tensor preview(const at::Tensor& tensor);
-
 }  // namespace zeropage

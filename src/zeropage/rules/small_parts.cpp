@@ -38,7 +38,10 @@ bool run_view_in_place(Call& call) {
 /// Makes a copy that autograd records.
 class RecordedCopy : public torch::autograd::Function<RecordedCopy> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& part) { return copy_of_part(part); }
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& part) {
+    context->set_materialize_grads(false);
+    return copy_of_part(part);
+  }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                  const torch::autograd::variable_list& gradients) {
     return gradients;

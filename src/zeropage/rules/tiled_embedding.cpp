@@ -7,6 +7,7 @@
 #include <ATen/ops/sort.h>
 #include <ATen/ops/where.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 
@@ -27,6 +28,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
   /// `sums`: the operator whose kernel sums the gradient of a row in PyTorch.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
                             std::int64_t padding, bool by_frequency, Sums sums) {
+    context->set_materialize_grads(false);
     context->save_for_backward({indices});
     context->saved_data["weight"] = weight.detach();  // for its shape and segment; later writes do not matter
     context->saved_data["sums"] = static_cast<std::int64_t>(sums);
@@ -52,6 +54,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return variable_list(5);
     variable_list result = translated([&] { return backward_of(context, gradients); });
     if (!torch::autograd::get_current_graph_task_keep_graph()) context->saved_data.erase("weight");
     return result;
@@ -148,6 +151,7 @@ class KnownEmbedding : public torch::autograd::Function<KnownEmbedding> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
                             std::int64_t padding, bool by_frequency, const at::Tensor& rows) {
+    context->set_materialize_grads(false);
     context->save_for_backward({indices});
     context->saved_data["rows"] = weight.size(0);
     context->saved_data["padding"] = padding;
@@ -160,6 +164,7 @@ class KnownEmbedding : public torch::autograd::Function<KnownEmbedding> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return variable_list(5);
     return {at::embedding_dense_backward(gradients[0], context->get_saved_variables()[0],
                                          context->saved_data["rows"].toInt(), context->saved_data["padding"].toInt(),
                                          context->saved_data["by_frequency"].toBool()),
@@ -180,7 +185,8 @@ bool are_rows(const at::Tensor& indices, const at::Tensor& weight) {
 bool look_up_deferred(Call& call, const at::Tensor& weight, const at::Tensor& indices) {
   const bool are_indices = indices.scalar_type() == c10::kLong || indices.scalar_type() == c10::kInt;
   if (!are_indices || indices.is_meta() || segment_of(indices) || !is_plain(indices, weight)) return false;
-  if (!are_rows(indices, weight)) return false;
+  if (torch::jit::tracer::isTracing() || scope_domain() || weight.is_complex() || !are_rows(indices, weight))
+    return false;
   const at::Tensor rows = preview_rows(weight, indices.reshape(-1));
   if (!rows.defined()) return false;
   call.return_value(

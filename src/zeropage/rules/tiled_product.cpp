@@ -49,7 +49,10 @@ std::vector<std::int64_t> state_of_content(const at::Tensor& weight) {
 void save(AutogradContext* context, variable_list tensors, const at::Tensor& weight, at::ScalarType computed) {
   const bool is_read_again =
       std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.is_same(weight); });
-  if (is_read_again && weight.scalar_type() != computed) context->saved_data["content"] = state_of_content(weight);
+  if (is_read_again && weight.scalar_type() != computed) {
+    if (auto* segment = segment_of(weight)) segment->complete();  // the product reads it next
+    context->saved_data["content"] = state_of_content(weight);
+  }
   context->saved_data["weight"] = weight.detach();  // of the same version
   context->save_for_backward(std::move(tensors));
 }
@@ -215,6 +218,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
   /// Its arguments have addmm's order, so that autograd makes gradients in that order.
   static at::Tensor forward(AutogradContext* context, const std::optional<at::Tensor>& bias, const at::Tensor& x,
                             const at::Tensor& weight, bool rows_are_outputs, at::ScalarType dtype, bool is_lazy) {
+    context->set_materialize_grads(false);
     // Only x's gradient reads the weight. Without it, the program may write the weight before backward.
     save(context, {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()}, weight,
          x.scalar_type());
@@ -227,6 +231,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return variable_list(6);
     variable_list result = translated([&] { return backward_of(context, gradients); });
     forget_weight(context);
     return result;

@@ -94,6 +94,7 @@ std::vector<Row> moved(const Report& report) {
     add("early updates that the step accepted", counted(report.updates_committed));
     add("wasted by the other early updates", megabytes(report.wasted_bytes));
   }
+  if (report.previews) add("lookups in embeddings ahead of their update", counted(report.previews));
   if (report.nonfinite_grads) add("values in gradients that were not finite", counted(report.nonfinite_grads));
   if (report.ranks > 1) {
     add("ranks", std::to_string(report.ranks));

@@ -768,6 +768,7 @@ Report Space::report() const {
                 .updated_on_device = domain_->updated_on_device.load(),
                 .early_updates = domain_->early_updates.load(),
                 .updates_committed = domain_->updates_committed.load(),
+                .previews = domain_->previews.load(),
                 .wasted_bytes = domain_->wasted_bytes.load(),
                 .collectives = traffic.collectives,
                 .io = std::string(cache.io_name()),

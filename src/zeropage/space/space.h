@@ -75,6 +75,7 @@ struct Report {
   // Elements of parameters that optimizers updated, if the device has memory of its own.
   std::size_t updated_in_host, updated_on_device;
   std::size_t early_updates, updates_committed;  // parameter updates during backward, and those the step used.
+  std::size_t previews;                          // embedding lookups that computed rows of a deferred update.
   std::size_t wasted_bytes;                      // written by the other early updates.
   std::size_t collectives;                       // that moved data.
   std::string io;

@@ -184,6 +184,7 @@ struct Domain {
   std::size_t last_arrivals = 0;                  // of parameters' last gradients, if so.
   // Early updates of a parameter, those among them that the step requested, and the bytes that the others wrote.
   std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
+  std::atomic<std::size_t> previews = 0;    // lookups that computed rows of a deferred update.
   std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have read.
   // Elements of parameters updated in the host and on the device. Counted with a device that has its own memory.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;

@@ -63,6 +63,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (!segment || !gradient.defined()) return gradients;
     const Booking booking(&segment->domain()->cache->booked(), Spent::overhead);
     if (segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
+    segment->run_deferred();  // lookups alone have used the leaf since its step
     const bool is_last = note_arrival(*segment);
     if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
     if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};

@@ -1,5 +1,6 @@
 #include "zeropage/pager/homes/home_reads.h"
 
+#include <cstring>
 #include <mutex>
 #include <utility>
 
@@ -13,6 +14,7 @@ struct HomeRead::State {
   const Run* run = nullptr;  // null: the content read cannot change
   std::size_t page = 0;
   std::uint64_t changes = 0;
+  bool is_unwritten = false;  // the page has no home content: it reads as zeros
   Mutex mutex;
   Condition ended;
   bool done = false;
@@ -52,8 +54,8 @@ bool HomeRead::wait() {
   if (!state->run) return true;
   Monitor::Lock lock(state->monitor->mutex());
   state->monitor->check_usable();
-  return obstacle(*state->run, state->page, Intent::bypass) == Obstacle::none &&
-         state->run->changes == state->changes;
+  if (state->run->changes != state->changes) return false;
+  return state->is_unwritten || obstacle(*state->run, state->page, Intent::bypass) == Obstacle::none;
 }
 
 HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* into) {
@@ -63,11 +65,10 @@ HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* i
   monitor_.check_usable();
   const Run& run = *segment.run();
   if (obstacle(run, page, Intent::bypass) != Obstacle::none) return {};
-  return watched(start(run.bytes_of(page),
-                       [&](Home::Done done) {
-                         return home_->read(run, page, into, Priority::ahead, std::move(done));
-                       }),
-                 run, page);
+  return watched(
+      start(run.bytes_of(page),
+            [&](Home::Done done) { return home_->read(run, page, into, Priority::ahead, std::move(done)); }),
+      run, page);
 }
 
 HomeRead HomeReads::start_part(const Segment& segment, std::size_t page, std::size_t at, std::size_t bytes,
@@ -77,6 +78,12 @@ HomeRead HomeReads::start_part(const Segment& segment, std::size_t page, std::si
   Monitor::Lock lock(monitor_.mutex());
   monitor_.check_usable();
   const Run& run = *segment.run();
+  if (run.pages[page].state == Residency::zero && !run.pages[page].frame && run.is_on_disk && !run.slots) {
+    std::memset(into, 0, bytes);
+    HomeRead zeros = start(0, [](const Home::Done&) { return Home::Outcome{}; });
+    zeros.state_->is_unwritten = true;
+    return watched(std::move(zeros), run, page);
+  }
   if (obstacle(run, page, Intent::bypass) != Obstacle::none) return {};
   bool is_read = true;
   HomeRead read = start(bytes, [&](Home::Done done) -> std::optional<Home::Outcome> {
