@@ -101,9 +101,12 @@ def config(disk, request):
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own():
-    """Lightning leaves a launcher's variables, with which later programs would join a group."""
-    before = dict(os.environ)
+    """Lightning leaves a launcher's variables, with which later programs would join a group. A number of threads that
+    a test sets would change the bits of later tests' products.
+    """
+    before, threads = dict(os.environ), torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     for name in {*before, *os.environ}:
         if before.get(name) != os.environ.get(name) and not name.startswith("PYTEST_"):
             os.environ.pop(name, None)
