@@ -10,7 +10,6 @@
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/units.h"
-#include "zeropage/io/buffers.h"
 #include "zeropage/rules/deferred_program.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/rules/tiled_product.h"
@@ -18,9 +17,9 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kMostBytes = 32 * kMiB;      // of copies, outside the budget
-constexpr std::size_t kMostInFlight = 8 * kMiB;    // of blocks being read, likewise
-constexpr std::size_t kOneRead = 2 * kBlockBytes;  // of a row that begins anywhere in a block
+// Bytes outside the budget: of copies, and of blocks that are being read.
+constexpr std::size_t kMostBytes = 32 * kMiB, kMostInFlight = 8 * kMiB;
+constexpr std::size_t kOneRead = 2 * kBlockBytes;  // for a row that begins anywhere in a block
 /// A preview that reads more than this part of the program's bytes does not pay.
 constexpr std::size_t kWorthIt = 4;
 

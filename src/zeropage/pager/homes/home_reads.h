@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 
+#include "zeropage/io/buffers.h"  // for callers: what is read into is aligned
 #include "zeropage/pager/cache/monitor.h"
 #include "zeropage/pager/homes/home.h"
 
