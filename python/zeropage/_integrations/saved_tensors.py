@@ -27,7 +27,9 @@ class _Left:
     """A paged tensor that was not copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # itself: like PyTorch, backward meets what `.data = …` has put into a leaf
+        # On the CPU PyTorch keeps the leaf itself: backward meets what `.data = …` has put into it. From a device it
+        # takes a copy.
+        self._tensor = tensor if tensor.device.type == "cpu" else tensor.detach()
         self._version = tensor._version
 
     def open(self) -> torch.Tensor:
