@@ -54,8 +54,8 @@ REFUSALS = {
     "a cast weight in tiles is written before backward": "no cast of it is kept for autocast",
     "growth": "keeps the size it was made with",
     "other parameters": "or they are others",  # a checkpoint knows an optimizer's parameters by name
-    # A recomputation on ordinary memory saves a matrix where tiles saved another view.
-    "a tiled weight leaves its page before a recomputation": "Recomputed values for the following tensors have diff",
+    # A recomputation on ordinary memory saves a matrix where tiles have saved it as the only one of a batch.
+    "a tiled weight leaves its page before a recomputation": "saved metadata: {'shape': torch.Size([1, ",
     "written before backward under save_on_cpu": "a paged tensor of [",  # which keeps no second copy
 }
 # A saved tensor is written before backward: plain PyTorch raises, paged activations keep what was saved.

@@ -114,6 +114,12 @@ def environment_of_its_own():
                 os.environ[name] = before[name]
 
 
+@pytest.fixture
+def one_thread():
+    """With more threads, PyTorch divides large tensors among them, and parts can round otherwise than a whole."""
+    torch.set_num_threads(1)  # environment_of_its_own() gives the others back
+
+
 @pytest.fixture(autouse=True)
 def deterministic(request):
     torch.manual_seed(0)

@@ -299,6 +299,7 @@ def test_both_print_the_same_report(program):
         early_updates=10,
         updates_committed=9,
         wasted_bytes=77_777,
+        previews=5,
         updated_in_host=1_000_000,
         file_bytes=1,
         io="uring",

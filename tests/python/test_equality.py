@@ -161,18 +161,14 @@ def test_muon_steps_equal(config):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_do_not_depend_on_where_pages_end(threads, config):
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        for page_size in ("4KiB", "20KiB", "1MiB"):
-            assert_equal(
-                Uneven,
-                uneven_loss,
-                config.replace(page_size=page_size, device_memory="16MB", host_memory="16MB"),
-                optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
-            )
-    finally:
-        torch.set_num_threads(before)
+    for page_size in ("4KiB", "20KiB", "1MiB"):
+        assert_equal(
+            Uneven,
+            uneven_loss,
+            config.replace(page_size=page_size, device_memory="16MB", host_memory="16MB"),
+            optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
+        )
 
 
 def test_a_model_that_exists_is_paged_in_place(config):

@@ -52,14 +52,6 @@ def stolen():
         return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def program(space):
     with space:
         model = nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])

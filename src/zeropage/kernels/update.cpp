@@ -251,7 +251,7 @@ ZEROPAGE_INLINE std::uint32_t adam_loop(const AdamNumbers& a, const Block& b) {
   float* __restrict largest = b.state[2];
   const float step_size = -a.step_size, bias2_sqrt = a.bias2_sqrt, eps = a.eps, beta2 = a.beta2;
   const float of_square = a.of_square, keep = a.keep, decay = a.decay;
-  const float weight = b.scalar ? a.scalar_weight : a.weight;  // [Note: scalar ends]: another zero
+  const float weight = b.scalar ? a.scalar_weight : a.weight;  // [Note: scalar ends]
   const float scale0 = a.scale[0], scale1 = a.scale[1], sign = a.sign;
   std::uint32_t not_finite = 0;
   for (std::size_t i = 0; i < b.n; ++i) {
@@ -443,7 +443,8 @@ ZEROPAGE_INLINE std::size_t run_blocks(const Update& u, const Arrays& arrays, st
 }
 
 /// [Note: scalar ends] At a tensor's end, PyTorch's kernels compute the elements after the last whole vector by
-/// scalar code. There the compiler fused the other of two products with the addition. This code does the same.
+/// scalar code. There the compiler fused the other of two products with the addition. Its lerp from the gradient also
+/// negates the factor, so that a factor of 0 is -0 and a moment of 0 gets another sign. This code does the same.
 template <bool fma>
 ZEROPAGE_INLINE std::size_t run(const Update& u, const Arrays& arrays, std::size_t begin, std::size_t end) {
   const auto has_blocks = [](const Array& a) {

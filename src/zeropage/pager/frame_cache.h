@@ -188,8 +188,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
     return home_reads_.start(segment, page, into);
   }
   /// The same for `bytes` of the page from `at` on, both multiples of 4 KiB up to the page's last block. A page that
-  /// was never written gives zeros. Also returns an empty read if the page's content has a checksum. Other transfers
-  /// wait for it.
+  /// was never written gives zeros. Also returns an empty read if the page's home is in a file that is only read. The
+  /// read goes before other transfers.
   [[nodiscard]] HomeRead read_part_of_home(const Segment& segment, std::size_t page, std::size_t at,
                                            std::size_t bytes, std::byte* into) {
     return home_reads_.start_part(segment, page, at, bytes, into);

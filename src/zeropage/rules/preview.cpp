@@ -68,7 +68,6 @@ class PartReader {
   }
 
   static void start(Blocks& blocks) {
-    if (blocks.segment->run()->shares_page()) return;
     const std::size_t bytes = blocks.end - blocks.begin;
     blocks.buffer = make_buffer(bytes);
     blocks.read = blocks.segment->cache()->read_part_of_home(*blocks.segment, blocks.page, blocks.begin, bytes,
@@ -210,56 +209,80 @@ at::Tensor preview(const at::Tensor& tensor) {
   }
 }
 
-at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
+namespace {
+
+/// The segment of a weight whose rows may be previewed; null if there is none.
+StorageSegment* find_deferred(const at::Tensor& weight, const at::Tensor& indices) {
   auto* const segment = segment_of(weight);
-  if (!has_program(segment) || segment->domain()->cache->holds_everything() || segment->is_unallocated() ||
-      weight.dim() != 2 || !weight.is_contiguous() || !is_whole(weight) || !indices.is_cpu() ||
-      segment->is_pinned()) {
-    return {};
-  }
-  const Computing computing;
-  Domain& domain = *segment->domain();
-  const auto columns = static_cast<std::size_t>(weight.size(1));
-  const at::Tensor on_host = indices.to(c10::kLong).contiguous();
-  const c10::ArrayRef<std::int64_t> wanted(on_host.const_data_ptr<std::int64_t>(),
-                                           static_cast<std::size_t>(on_host.numel()));
-  std::vector<std::int64_t> rows(wanted.begin(), wanted.end());
+  if (!has_program(segment) || segment->is_unallocated() || segment->is_pinned() || !indices.is_cpu()) return nullptr;
+  const Domain& domain = *segment->domain();
+  if (domain.cache->holds_everything() && !domain.leaves_updates) return nullptr;
+  return weight.dim() == 2 && weight.is_contiguous() && is_whole(weight) ? segment : nullptr;
+}
+
+/// The different ones, in order.
+std::vector<std::int64_t> sorted(c10::ArrayRef<std::int64_t> indices) {
+  std::vector<std::int64_t> rows(indices.begin(), indices.end());
   std::ranges::sort(rows);
   rows.erase(std::ranges::unique(rows).begin(), rows.end());
-  if (rows.empty()) return {};
+  return rows;
+}
+
+/// Whether a preview pays, and its memory is allowed.
+bool pays(c10::ArrayRef<Cut> cuts, std::size_t elements, std::size_t slots, const Domain& domain) {
+  const std::size_t bytes = elements_of(cuts) * slots * sizeof(float);
+  if (bytes > std::min(kMostBytes, domain.cache->frame_limit() / 8)) return false;
+  return domain.leaves_updates ||
+         (bytes + cuts.size() * slots * kOneRead) * kWorthIt <= elements * slots * sizeof(float);
+}
+
+/// Copies rows out of the content of the cuts.
+at::Tensor rows_of(const at::Tensor& content, c10::ArrayRef<Cut> cuts, c10::ArrayRef<std::int64_t> rows,
+                   std::int64_t columns) {
+  std::vector<std::int64_t> places;  // of the cuts, in elements of the content
+  std::int64_t place = 0;
+  for (const Cut& cut : cuts) {
+    places.push_back(place);
+    place += static_cast<std::int64_t>(cut.end - cut.begin);
+  }
+  at::Tensor result = at::empty({static_cast<std::int64_t>(rows.size()), columns}, content.options());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const auto first = static_cast<std::size_t>(rows[i] * columns);
+    const auto cut = std::ranges::upper_bound(cuts, first, {}, &Cut::begin) - 1;
+    const std::int64_t at = places[cut - cuts.begin()] + static_cast<std::int64_t>(first - cut->begin);
+    std::memcpy(static_cast<std::byte*>(result.mutable_data_ptr()) + i * columns * content.itemsize(),
+                static_cast<const std::byte*>(content.const_data_ptr()) + at * content.itemsize(),
+                columns * content.itemsize());
+  }
+  return result;
+}
+
+}  // namespace
+
+at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
+  auto* const segment = find_deferred(weight, indices);
+  if (!segment) return {};
+  const Computing computing;
+  const at::Tensor wide = indices.to(c10::kLong).contiguous();
+  const c10::ArrayRef<std::int64_t> wanted(wide.const_data_ptr<std::int64_t>(),
+                                           static_cast<std::size_t>(wide.numel()));
+  const std::vector<std::int64_t> rows = sorted(wanted);
+  if (rows.empty() || rows.front() < 0 || rows.back() >= weight.size(0)) return {};
+  Domain& domain = *segment->domain();
   std::lock_guard lock(domain.deferral_mutex);
   if (const auto deferred = segment->deferred()) deferred->settle();
   const auto program = std::static_pointer_cast<Program>(segment->deferred());
-  if (!program) return {};
+  if (!program || program->begun()) return {};
   discard_ahead(*program);
   const std::size_t unit = program->unit_of_preview(weight);
-  if (unit == 0 || program->begun()) return {};
-  const std::vector<Cut> cuts = cuts_around(rows, columns, unit, weight.numel());
-  const std::size_t slots = program->slots().size(), bytes = elements_of(cuts) * slots * sizeof(float);
-  if (bytes > std::min(kMostBytes, domain.cache->frame_limit() / 8)) return {};
-  // Tests let small tensors be previewed too.
-  const bool is_worth_it =
-      (bytes + cuts.size() * slots * kOneRead) * kWorthIt <= weight.numel() * slots * sizeof(float);
-  if (!is_worth_it && !domain.leaves_updates) return {};
-  const at::Tensor flat = program->preview(*segment, cuts);
+  if (unit == 0) return {};
+  const auto cuts = cuts_around(rows, static_cast<std::size_t>(weight.size(1)), unit, weight.numel());
+  if (!pays(cuts, weight.numel(), program->slots().size(), domain)) return {};
+  const at::Tensor content = program->preview(*segment, cuts);
   // The next step's operators do not join it: it would keep its gradients, and grow.
   program->seal();
   ++domain.previews;
-  const at::Tensor result = at::empty({on_host.numel(), weight.size(1)}, flat.options());
-  const std::size_t row_bytes = columns * weight.itemsize();
-  std::vector<std::size_t> places;  // of the cuts, in elements of `flat`
-  std::size_t place = 0;
-  for (const Cut& cut : cuts) places.push_back(place), place += cut.end - cut.begin;
-  const auto* const from = static_cast<const std::byte*>(flat.const_data_ptr());
-  auto* into = static_cast<std::byte*>(result.mutable_data_ptr());
-  for (const std::int64_t row : wanted) {
-    const std::size_t first = static_cast<std::size_t>(row) * columns;
-    const auto cut = std::ranges::upper_bound(cuts, first, {}, &Cut::begin) - 1;
-    const std::size_t at = places[cut - cuts.begin()] + first - cut->begin;
-    std::memcpy(into, from + at * weight.itemsize(), row_bytes);
-    into += row_bytes;
-  }
-  return result;
+  return rows_of(content, cuts, wanted, weight.size(1));
 }
 
 }  // namespace zeropage

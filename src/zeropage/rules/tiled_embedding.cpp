@@ -175,36 +175,30 @@ class KnownEmbedding : public torch::autograd::Function<KnownEmbedding> {
   }
 };
 
-/// Whether all indices are rows of the weight.
-bool are_rows(const at::Tensor& indices, const at::Tensor& weight) {
-  return indices.numel() > 0 && indices.min().item<std::int64_t>() >= 0 &&
-         indices.max().item<std::int64_t>() < weight.size(0);
+/// Whether such indices name rows of such a weight.
+bool are_indices_of(const at::Tensor& weight, const at::Tensor& indices) {
+  if (weight.dim() < 2 || weight.numel() == 0 || !weight.is_contiguous() || weight.is_complex()) return false;
+  const bool are_indices = indices.scalar_type() == c10::kLong || indices.scalar_type() == c10::kInt;
+  return are_indices && is_plain(indices, weight);
 }
 
-/// Looks up rows of a weight whose update is deferred, and does not run it.
+/// Whether to load rows of `weight` one by one: it is too large, or the indices name few of its rows.
+bool takes_rows(const at::Tensor& weight, const at::Tensor& indices) {
+  if (!are_indices_of(weight, indices)) return false;
+  if (is_tiled(weight)) return true;
+  return indices.numel() < weight.size(0) / 2 && is_part(weight.select(0, 0));
+}
+
+/// Looks up rows of a weight whose update is deferred, and does not run it. A scope would page the result, and a
+/// trace would take the rows for a constant.
 bool look_up_deferred(Call& call, const at::Tensor& weight, const at::Tensor& indices) {
-  const bool are_indices = indices.scalar_type() == c10::kLong || indices.scalar_type() == c10::kInt;
-  if (!are_indices || indices.is_meta() || segment_of(indices) || !is_plain(indices, weight)) return false;
-  if (torch::jit::tracer::isTracing() || scope_domain() || weight.is_complex() || !are_rows(indices, weight))
-    return false;
+  if (!are_indices_of(weight, indices) || segment_of(indices)) return false;
+  if (scope_domain() || torch::jit::tracer::isTracing()) return false;
   const at::Tensor rows = preview_rows(weight, indices.reshape(-1));
   if (!rows.defined()) return false;
   call.return_value(
       KnownEmbedding::apply(weight, indices, call.argument(2).toInt(), call.argument(3).toBool(), rows));
   return true;
-}
-
-}  // namespace
-
-namespace {
-
-/// Whether to load rows of `weight` one by one: it is too large, or the indices name few of its rows.
-bool takes_rows(const at::Tensor& weight, const at::Tensor& indices) {
-  if (weight.dim() < 2 || weight.numel() == 0 || !weight.is_contiguous() || weight.is_complex()) return false;
-  const bool are_indices = indices.scalar_type() == c10::kLong || indices.scalar_type() == c10::kInt;
-  if (!are_indices || !is_plain(indices, weight)) return false;
-  if (is_tiled(weight)) return true;
-  return indices.numel() < weight.size(0) / 2 && is_part(weight.select(0, 0));
 }
 
 /// Rows of a tensor of any dimensions, [indices..., rest...], with a gradient.
@@ -219,9 +213,8 @@ at::Tensor rows_of(const at::Tensor& weight, const at::Tensor& indices, Sums sum
 bool tile_embedding(Call& call) {
   const at::Tensor weight = call.argument(0).toTensor(), indices = call.argument(1).toTensor();
   if (weight.dim() != 2 || call.argument(4).toBool()) return false;
-  const auto* const segment = segment_of(weight);
-  if (segment && segment->is_deferred() && !is_tiled(weight)) return look_up_deferred(call, weight, indices);
-  if (!is_tiled(weight) || !takes_rows(weight, indices)) return false;
+  if (!is_tiled(weight)) return look_up_deferred(call, weight, indices);
+  if (!takes_rows(weight, indices)) return false;
   const std::int64_t padding = call.argument(2).toInt();
   call.return_value(TiledEmbedding::apply(weight, indices, padding, call.argument(3).toBool(), Sums::embedding));
   return true;

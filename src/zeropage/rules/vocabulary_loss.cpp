@@ -148,6 +148,7 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const at::Tensor& target, std::int64_t reduction,
                             at::ScalarType computed, const c10::intrusive_ptr<PassedNodes>& passed) {
+    context->set_materialize_grads(false);
     context->saved_data["passed"] = c10::IValue::make_capsule(passed);
     const Computing computing;
     const auto& domain = segment_of(weight)->domain();
@@ -187,6 +188,7 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return variable_list(7);
     variable_list result = translated([&] { return backward_of(context, gradients[0]); });
     forget_weight(context);
     return result;

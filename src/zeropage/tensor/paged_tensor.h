@@ -180,8 +180,9 @@ struct Domain {
   std::size_t next_deferred = 0;                  // position of run_deferred() in it; 0: it does not run.
   EarlyUpdate early_update = EarlyUpdate::never;
   std::shared_ptr<UpdateBalance> update_balance;  // null: no parameter's last gradient came yet.
-  bool leaves_updates = false;                    // For tests: backward leaves every third early update to forward.
-  std::size_t last_arrivals = 0;                  // of parameters' last gradients, if so.
+  // For tests: backward leaves every third early update to forward, and lookups preview rows whether it pays or not.
+  bool leaves_updates = false;
+  std::size_t last_arrivals = 0;  // of parameters' last gradients, if so.
   // Early updates of a parameter, those among them that the step requested, and the bytes that the others wrote.
   std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
   std::atomic<std::size_t> previews = 0;    // lookups that computed rows of a deferred update.

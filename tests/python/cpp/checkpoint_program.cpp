@@ -134,6 +134,7 @@ void print_report() {
   report.waited_for_ranks = 1.5, report.update_seconds = 1234.5, report.copy_seconds = 0.001;
   report.ranks = 2, report.gathered_bytes = 1000, report.collectives = 1001;
   report.nonfinite_grads = 3, report.early_updates = 10, report.updates_committed = 9, report.wasted_bytes = 77'777;
+  report.previews = 5;
   report.updated_in_host = 1'000'000, report.file_bytes = 1, report.io = "uring";
   report.unpaged_operators = {{"aten::a", 1}, {"aten::b", 20}, {"aten::c", 20}};
   report.seconds = 61.25, report.disk_endurance = 600'000'000'000;

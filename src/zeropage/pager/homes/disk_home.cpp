@@ -54,11 +54,9 @@ class DiskHome final : public Home {
     return std::nullopt;
   }
 
-  bool read_part(const Slot& slot, std::size_t at, std::size_t bytes, std::byte* into, Priority priority,
-                 Done done) override {
-    if (!slot.extent) return false;
-    if (auto ended = start(Direction::read, slot.extent, bytes, into, priority, done, at)) done(std::move(*ended));
-    return true;
+  std::optional<Outcome> read_part(const Extent& extent, std::size_t at, std::size_t bytes, std::byte* into,
+                                   Priority priority, Done done) override {
+    return start(Direction::read, extent, bytes, into, priority, std::move(done), at);
   }
 
   void hurry(const Run&, std::size_t, std::span<std::byte> frame) override { io_.expedite(frame); }

@@ -36,11 +36,11 @@ class Home {
                                                          Done) {
     return Outcome{};
   }
-  /// Starts to read `bytes` of a slot from `at` on, both multiples of 4 KiB. False, and nothing is read, if the slot
-  /// cannot be read in part: its content is compared with a checksum.
-  [[nodiscard]] virtual bool read_part(const Slot&, std::size_t /*at*/, std::size_t /*bytes*/, std::byte*, Priority,
-                                       Done) {
-    return false;
+  /// The same for a part of an extent: `bytes` from `at` on, both multiples of 4 KiB. (Content in a file may have a
+  /// checksum, so it is read whole.)
+  [[nodiscard]] virtual std::optional<Outcome> read_part(const Extent&, std::size_t /*at*/, std::size_t /*bytes*/,
+                                                         std::byte*, Priority, Done) {
+    return Outcome{};
   }
   /// Starts to read a page into `into`. Returns an outcome if the read has ended already; then `done` is not called.
   /// With Priority::demanded it may block for memory below and throw BudgetError, DiskError or RankError. With other

@@ -79,20 +79,19 @@ HomeRead HomeReads::start_part(const Segment& segment, std::size_t page, std::si
   monitor_.check_usable();
   const Run& run = *segment.run();
   if (run.pages[page].state == Residency::zero && !run.pages[page].frame && run.is_on_disk && !run.slots) {
-    std::memset(into, 0, bytes);
-    HomeRead zeros = start(0, [](const Home::Done&) { return Home::Outcome{}; });
+    HomeRead zeros = watched(start(0, [](const Home::Done&) { return Home::Outcome{}; }), run, page);
     zeros.state_->is_unwritten = true;
-    return watched(std::move(zeros), run, page);
+    lock.unlock();
+    std::memset(into, 0, bytes);
+    return zeros;
   }
-  if (obstacle(run, page, Intent::bypass) != Obstacle::none) return {};
-  bool is_read = true;
-  HomeRead read = start(bytes, [&](Home::Done done) -> std::optional<Home::Outcome> {
-    is_read = home_->read_part(run.slot_of(page), at, bytes, into, Priority::demanded, std::move(done));
-    return is_read ? std::nullopt : std::optional<Home::Outcome>(Home::Outcome{});
-  });
-  if (is_read) return watched(std::move(read), run, page);
-  bytes_ -= bytes;
-  return {};
+  if (obstacle(run, page, Intent::bypass) != Obstacle::none || !run.slot_of(page).extent) return {};
+  return watched(start(bytes,
+                       [&](Home::Done done) {
+                         const Extent& extent = run.slot_of(page).extent;
+                         return home_->read_part(extent, at, bytes, into, Priority::demanded, std::move(done));
+                       }),
+                 run, page);
 }
 
 /// Remembers the content that is read, for HomeRead::wait(). Under the lock.
