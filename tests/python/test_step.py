@@ -302,6 +302,29 @@ def test_whatever_happens_around_steps_the_bits_are_the_same(seed, config):
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_leaf_that_is_frozen_before_backward_gets_no_gradient(accumulates, config):
+    def run(scope):
+        torch.manual_seed(0)
+        with scope:
+            layer = torch.nn.Linear(33, 33)
+        optimizer = adamw(layer.parameters())
+        x = torch.randn(8, 33)
+        for step in range(4):
+            layer(x).square().mean().backward()
+            optimizer.step()
+            if not accumulates or step == 1:
+                optimizer.zero_grad()
+        loss = layer(x).square().mean()
+        layer.weight.requires_grad_(False)
+        loss.backward()
+        return layer.weight.grad, layer.bias.grad, layer.weight.detach().clone()
+
+    for found, right in zip(run(zeropage.init(config)), run(contextlib.nullcontext()), strict=True):
+        assert (found is None) == (right is None)
+        assert right is None or torch.equal(found, right)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_a_moment_that_is_zero_has_pytorchs_sign_at_a_tensors_end_too(maximize, mixed, config):

@@ -60,10 +60,12 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       at::Tensor same = leaf;
       if (domain && page_again(same, domain)) segment = segment_of(leaf);
     }
-    if (!segment || !gradient.defined()) return gradients;
+    // AccumulateGrad drops the gradient of a leaf that the program has frozen since forward.
+    if (!segment || !gradient.defined() || !leaf.requires_grad()) return gradients;
     const Booking booking(&segment->domain()->cache->booked(), Spent::overhead);
     if (segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
-    segment->run_deferred();  // lookups alone have used the leaf since its step
+    // An operator that used the whole leaf since its step has run the update. Lookups leave it deferred (preview.h).
+    if (segment->is_deferred() && segment->deferred_access() != Access::read) segment->run_deferred();
     const bool is_last = note_arrival(*segment);
     if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
     if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};
