@@ -24,13 +24,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 PEERS = HERE.parent / "build" / "peers" / "bin" / "python"
 SYSTEMS = [
     *["plain", "fsdp2", "fsdp2-cpu", "deepspeed-cpu", "deepspeed-nvme", "deepspeed-nvme-paged"],
-    *["zeropage-host", "zeropage-disk", "zeropage-disk-hi_lo", "zeropage-disk-8bit"],
+    *["zeropage-host", "zeropage-disk", "zeropage-disk-float32_split", "zeropage-disk-8bit"],
 ]
 
 
 def run(system: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     python = PEERS if system.startswith("deepspeed") else sys.executable
-    options = {"system": system, "model": model, "batch": args.batch, "most": args.most, "steps": args.steps}
+    options = {"system": system, "model": model, "batch": args.batch, "max-norm": args.max_norm, "steps": args.steps}
     command = [str(python), str(HERE / "peers" / "train.py"), "--directory", args.directory]
     command += [f"--{name}={value}" for name, value in options.items()]
     environment = os.environ | {
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--models", default="125m,350m")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--batch", type=int, default=4, help="of 128 tokens")
-    parser.add_argument("--rows", type=float, default=1e6, help="the norm to which gradients are clipped")
+    parser.add_argument("--max-norm", type=float, default=1e6, help="the norm to which gradients are clipped")
     parser.add_argument("--directory", default="build", help="on the disk to use")
     args = parser.parse_args()
     systems = args.systems.split(",")
@@ -90,7 +90,7 @@ def main() -> None:
         nvme = [s for s in ("deepspeed-nvme", "deepspeed-nvme-paged") if s in medians]
         if nvme:
             fastest = min(nvme, key=lambda system: medians[system]["seconds"])
-            for ours in ("zeropage-disk", "zeropage-disk-hi_lo"):
+            for ours in ("zeropage-disk", "zeropage-disk-float32_split"):
                 ratio(ours, fastest, "seconds")
                 ratio(ours, fastest, "peak")
         ratio("zeropage-host", "deepspeed-cpu", "seconds")

@@ -22,7 +22,7 @@ from _gpt import GPT, SHAPES
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
 # A state without gradients: what operators see, master, moments.
-BYTES_A_PARAMETER = {"zeropage-disk": 18, "zeropage-disk-hi_lo": 16, "zeropage-disk-8bit": 10, "zeropage-host": 18}
+BYTES_A_PARAMETER = {"zeropage-disk": 18, "zeropage-disk-float32_split": 16, "zeropage-disk-8bit": 10, "zeropage-host": 18}
 
 # By default, DeepSpeed keeps each parameter below 1e9 elements in memory, also where it offloads to NVMe, and swaps
 # optimizer states in groups of 1e9 elements. These settings make it page: groups and buckets near one layer.
@@ -56,7 +56,7 @@ def plain(args: argparse.Namespace) -> Step:
         with torch.no_grad():
             for master, parameter in zip(masters, parameters, strict=True):
                 master.grad, parameter.grad = parameter.grad.float(), None
-            nn.utils.clip_grad_norm_(masters, args.most)
+            nn.utils.clip_grad_norm_(masters, args.max_norm)
             optimizer.step()
             optimizer.zero_grad()
             torch._foreach_copy_(parameters, masters)
@@ -93,7 +93,7 @@ def fsdp2(args: argparse.Namespace) -> Step:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return _stock(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), args.most)
+    return _stock(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), args.max_norm)
 
 
 def _merge(into: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def deepspeed(args: argparse.Namespace) -> Step:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.batch,
         "bf16": {"enabled": True},
-        "gradient_clipping": args.most,
+        "gradient_clipping": args.max_norm,
         "zero_optimization": {"stage": 3, "offload_param": dict(offload), "offload_optimizer": dict(offload)},
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "steps_per_print": 1_000_000,
@@ -152,7 +152,7 @@ def zeropage(args: argparse.Namespace) -> Step:
         settings |= {"disk_path": args.directory, "host_memory": str(state // 8)}
     with zeropage.init(device="cpu", device_memory=state // 8, compute_dtype="bfloat16", **settings):
         model = GPT(shape)
-    return _stock(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), args.most)
+    return _stock(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), args.max_norm)
 
 
 SYSTEMS: dict[str, Callable[[argparse.Namespace], Step]] = {
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--system", required=True, choices=SYSTEMS)
     parser.add_argument("--model", default="125m", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=4, help="of 128 tokens")
-    parser.add_argument("--rows", type=float, default=1e6, help="the norm to which gradients are clipped")
+    parser.add_argument("--max-norm", type=float, default=1e6, help="the norm to which gradients are clipped")
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--directory", default="build", help="on the disk to use")
