@@ -54,6 +54,7 @@ class Grants {
       if (grants_) grants_->end(bytes_, held_);
     }
     std::size_t bytes() const { return bytes_; }
+    std::size_t held() const { return held_; }
     /// The caller ends it by end_claim().
     void leave() { grants_ = nullptr; }
 

@@ -133,7 +133,11 @@ std::size_t WholePins::pin(std::span<const PinRequest> requests, const PinOption
     holds = holds_for(requests);
     try {
       hold(lock, holds);
-      break;
+      // A frame that another operator held at the claim may be nobody's now.
+      const std::size_t held = need_of(requests, 0).held;
+      if (frames_.is_gathered() || held <= claim.held() || budgets_.can_hold(held - claim.held())) break;
+      let_go(holds);
+      claim = {};
     } catch (const PagesInUse& in_use) {
       // Another thread may need memory before it lets go of them, so this one lets go of its own.
       let_go(holds);
