@@ -22,7 +22,12 @@ from _gpt import GPT, SHAPES
 
 ADAMW: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
 # A state without gradients: what operators see, master, moments.
-BYTES_A_PARAMETER = {"zeropage-disk": 18, "zeropage-disk-float32_split": 16, "zeropage-disk-8bit": 10, "zeropage-host": 18}
+BYTES_A_PARAMETER = {
+    "zeropage-disk": 18,
+    "zeropage-disk-float32_split": 16,
+    "zeropage-disk-8bit": 10,
+    "zeropage-host": 18,
+}
 
 # By default, DeepSpeed keeps each parameter below 1e9 elements in memory, also where it offloads to NVMe, and swaps
 # optimizer states in groups of 1e9 elements. These settings make it page: groups and buckets near one layer.

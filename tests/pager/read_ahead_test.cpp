@@ -57,6 +57,52 @@ TEST_CASE_FIXTURE(CycleFixture,
   CHECK(wrong == 0);
 }
 
+TEST_CASE_FIXTURE(CycleFixture,
+                  "the pages of a lasting stream come without being asked for, in order and within bounds") {
+  make(400 * K, 0);
+  make_segments(12, 320 * K);  // much more than memory
+  for (auto& segment : segments) cache->evict(*segment);
+  cache->wait();
+  const PinRequest requests[] = {{segments[0].get(), Access::read}, {segments[1].get(), Access::write}};
+  const std::size_t read_before = cache->stats().read_bytes;
+  cache->open_stream(requests);
+  cache->wait();
+  const auto before = cache->stats();
+  CHECK(before.read_bytes > read_before);
+  CHECK(before.read_bytes <= read_before + 2 * (400 * K / 8));  // the limits of the stream, and of what comes next
+  for (std::size_t page = 0; page < segments[0]->pages(); ++page) {
+    for (unsigned i = 0; i < 2; ++i) {
+      PagePin pin = cache->try_pin_page(*segments[i], page, Access::read, /*is_brief=*/true);
+      REQUIRE(pin);
+      REQUIRE(pin.try_wait());
+      wrong += pin.data()[7] != pattern(i, page * 16 * K + 7);
+      cache->reach_in_stream(*segments[i], page + 1);
+    }
+    cache->wait();
+  }
+  CHECK(cache->stats().faults == before.faults);
+  CHECK(wrong == 0);
+  cache->close_stream(requests);
+}
+
+TEST_CASE_FIXTURE(CycleFixture, "a lasting stream ends with its segments, and gives way to what is used") {
+  make(200 * K, 0);
+  make_segments(4, 100 * K);
+  for (int again = 0; again < 2; ++again) {  // opened anew without being closed
+    const PinRequest requests[] = {{segments[3].get(), Access::write}, {segments[2].get(), Access::read}};
+    cache->open_stream(requests);
+    cache->wait();
+    use(0), use(1);
+  }
+  segments.pop_back();
+  for (int i = 0; i < 3; ++i) cycle();
+  const PinRequest gone{segments[2].get(), Access::read};
+  cache->close_stream({&gone, 1});
+  segments.pop_back();
+  cycle();
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(CycleFixture, "a read starts when a transfer ends, while no thread waits") {
   make(64 * K, 64 * K, 4 * kBlockBytes, /*failing=*/true);
   make_segments(6, 30 * K);

@@ -1,6 +1,7 @@
 """Lookups in an embedding whose update is deferred: few rows are computed, and the update runs later."""
 
 import contextlib
+import json
 
 import pytest
 import torch
@@ -253,6 +254,53 @@ def test_many_scattered_rows_of_few_columns_run_the_update_instead(lazy):
     optimizer.step()
     F.embedding(torch.arange(0, 16), weight)  # in one block
     assert space.report().previews == 1
+
+
+class Untied(nn.Module):
+    """An embedding that only lookups use, and layers during which its update can run."""
+
+    def __init__(self, layers=12):
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, COLUMNS)
+        self.layers = nn.Sequential(*(nn.Linear(COLUMNS, COLUMNS) for _ in range(layers)))
+
+    def forward(self, tokens):
+        return self.layers(self.embedding(tokens))
+
+
+@pytest.mark.parametrize("end", ["next gradient", "whole", "dropped", "written"])
+@pytest.mark.parametrize("form", OPTIMIZERS)
+def test_the_rest_of_a_previewed_update_runs_in_between_operators(form, end, lazy, one_thread, tmp_path):
+    def run(scope):
+        torch.manual_seed(0)
+        with scope:
+            model = Untied()
+        optimizer, seen = OPTIMIZERS[form](model.parameters()), []
+        for step in range(4):
+            out = model(tokens_of(step))
+            again = model.embedding(tokens_of(step + 50)).detach().clone()  # while a part of the update has run
+            if end == "whole":
+                seen.append(model.embedding.weight.sum().item())
+            if end == "written":
+                with torch.no_grad():
+                    model.embedding.weight.mul_(0.5)
+            seen += [out.sum().item(), again]
+            model(tokens_of(step + 9)).pow(2).sum().backward()
+            optimizer.step()
+            if end == "dropped" and step == 2:
+                model(tokens_of(step))
+                optimizer = OPTIMIZERS[form](model.parameters())
+            optimizer.zero_grad()
+        return seen + [p.detach().clone() for p in model.parameters()]
+
+    config = lazy.replace(page_size="16KiB", device_memory="1MB")
+    with zeropage.trace(tmp_path / "run.json"):
+        space = zeropage.init(config)
+        found = run(space)
+    assert_equal(found, run(contextlib.nullcontext()))
+    assert space.report().previews >= 3
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "update in between" for event in events)
 
 
 @pytest.mark.parametrize("indices", [[ROWS], [-1]])

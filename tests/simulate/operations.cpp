@@ -137,7 +137,11 @@ void Owner::stream(const std::vector<Shared>& members, const std::vector<Access>
   }
   const Asking asking(world_, 0, bytes);
   const MemoryClaim claim = cache_.claim(requests);
-  if (!chance(6)) cache_.announce(requests);
+  if (chance(4)) {
+    cache_.open_stream(requests);  // and may never close it
+  } else if (!chance(6)) {
+    cache_.announce(requests);
+  }
   const bool pins_first = chance(2), keeps = chance(2);
   std::vector<PagePin> before;
   const std::size_t end = chance(8) ? pages / 2 : pages;  // leaves it halfway
@@ -151,9 +155,11 @@ void Owner::stream(const std::vector<Shared>& members, const std::vector<Access>
       if (!pins[i]) pins[i] = pin_page(*members[i], page, access[i]);
       use_page(*members[i], page, pins[i], access[i]);
     }
+    for (const Shared& member : members) cache_.reach_in_stream(*member, page + 1);
     before.clear();
     if (keeps) before = std::move(pins);
   }
+  if (chance(2)) cache_.close_stream(requests);
 }
 
 /// Reads another owner's segments, which may be replaced, written or updated meanwhile.

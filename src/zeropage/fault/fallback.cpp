@@ -220,6 +220,7 @@ void run(Call& call) {
   // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
     call.paged[0].segment->domain()->cache->check_usable();
+    advance_opened(*call.paged[0].segment->domain());
     settle_placements(call);
   }
   takes_quantised(call) ? run_dequantised(call, run_paged) : run_paged(call);

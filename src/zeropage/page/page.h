@@ -143,6 +143,8 @@ struct Run {
   std::uint64_t stream_use = 0;                    // number of the use that streams its pages one by one.
   std::uint64_t stream_begin = 0, stream_end = 0;  // of that use's group, in the plan's time.
   std::size_t stream_page = ~std::size_t{0};       // the first page of the stream that has not been taken yet.
+  bool stream_lasts = false;                       // in a lasting stream ([Note: lasting streams] in read_ahead.h)
+  std::size_t lasting_page = 0;                    // its first page that is still to be taken, if so.
   std::uint64_t scan = 0;                          // the latest scan for missing pages that counted it.
   std::size_t transfers = 0;                       // in flight, plus lent pages. A dead run lives until they end.
   std::size_t lent = 0;                            // pages.

@@ -202,6 +202,7 @@ void FrameCache::release(Segment& segment) noexcept {
     monitor_.changed().wait(lock, [&] { return run.shares[i].users == 0; });
   }
   if (monitor_.closed()) return;
+  if (run.stream_lasts) ahead_.close_stream(run);
   home_allocator_.release(run, segment.offset_, segment.bytes_);
 }
 

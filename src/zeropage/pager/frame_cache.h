@@ -142,6 +142,14 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   }
   /// Announces one use in the plan: the caller will now use these segments page by page, in turns.
   void announce(std::span<const PinRequest> requests) { page_pins_.announce(requests); }
+  /// The same for a walk that goes on between later uses, by try_pin_page(), until close_stream(). Their next pages
+  /// are read while the disk has nothing else to do.
+  void open_stream(std::span<const PinRequest> requests) { page_pins_.open_stream(requests); }
+  void close_stream(std::span<const PinRequest> requests) noexcept { page_pins_.close_stream(requests); }
+  /// Tells that such a walk has used the segment's pages before this one.
+  void reach_in_stream(const Segment& segment, std::size_t page) noexcept {
+    page_pins_.reach_in_stream(segment, page);
+  }
   /// Keeps memory for a walk over these segments, which pins up to two pages of each at a time. Waits for it. A
   /// thread that pins several pages at once claims them first: it must not wait for memory while it holds some.
   [[nodiscard]] MemoryClaim claim(std::span<const PinRequest> requests);

@@ -56,15 +56,20 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool can_wait() const override;
   void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const override;
   Access access_to(const StorageSegment& segment) const override;
+  bool writes(const StorageSegment& segment) const override;
   bool runs_in_host() const override { return in_host_; }
   void seal() override { sealed_ = true; }
+  /// Lets the program run in between the next operators, window by window, when pages are there. Nothing joins it
+  /// then.
+  void open();
+  bool advance() override;
   bool is_sealed() const { return sealed_; }
 
   std::size_t length() const override { return code_.instructions.size() + std::ranges::count_if(slots_, is_zeroed); }
   const Code& code() const { return code_; }
   const std::vector<Slot>& slots() const { return slots_; }
-  /// Runs all of it now, page by page.
-  void execute();
+  /// Runs all of it now, page by page. `waits`: else only windows whose pages are in memory. True if all of it ran.
+  bool execute(bool waits = true);
   /// Drops all instructions except these, given in order.
   void keep(c10::ArrayRef<std::size_t> indices);
   /// Marks it as running while the result lives.
@@ -116,7 +121,10 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
                         c10::ArrayRef<int> operand_of);
   /// Forgets all instructions. `failure`: the error that ended the program before it was done.
   void end(std::exception_ptr failure = nullptr);
-  void run_or_end();
+  bool run_or_end(bool waits);
+  bool can_open() const;
+  c10::SmallVector<Operand, 8> operands(bool leaves_gradient, std::vector<int>& operand_of);
+  void close_stream() noexcept;
 
   std::shared_ptr<Domain> domain_;
   std::vector<Slot> slots_;

@@ -1,10 +1,12 @@
 #include "zeropage/rules/preview.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "zeropage/base/booked_time.h"
@@ -18,7 +20,7 @@ namespace zeropage {
 namespace {
 
 // Bytes outside the budget: of copies, and of blocks that are being read.
-constexpr std::size_t kMostBytes = 32 * kMiB, kMostInFlight = 8 * kMiB;
+constexpr std::size_t kMostBytes = 16 * kMiB, kMostInFlight = 8 * kMiB;
 constexpr std::size_t kOneRead = 2 * kBlockBytes;  // for a row that begins anywhere in a block
 /// A preview that reads more than this part of the program's bytes does not pay.
 constexpr std::size_t kWorthIt = 4;
@@ -99,7 +101,7 @@ class PartReader {
 };
 
 /// The units that contain the rows, as ranges of elements. Rows are sorted.
-std::vector<Cut> cuts_around(const std::vector<std::int64_t>& rows, std::size_t columns, std::size_t unit,
+std::vector<Cut> cuts_around(c10::ArrayRef<std::int64_t> rows, std::size_t columns, std::size_t unit,
                              std::size_t elements) {
   std::vector<Cut> cuts;
   for (const std::int64_t row : rows) {
@@ -133,6 +135,17 @@ std::size_t elements_of(c10::ArrayRef<Cut> cuts) {
   return elements;
 }
 
+/// The parts of the cuts before and after an element.
+std::pair<std::vector<Cut>, std::vector<Cut>> divided(c10::ArrayRef<Cut> cuts, std::size_t at) {
+  std::pair<std::vector<Cut>, std::vector<Cut>> parts;
+  for (const Cut& cut : cuts) {
+    const std::size_t middle = std::clamp(at, cut.begin, cut.end);
+    if (cut.begin < middle) parts.first.push_back({cut.begin, middle});
+    if (middle < cut.end) parts.second.push_back({middle, cut.end});
+  }
+  return parts;
+}
+
 }  // namespace
 
 /// Kernels round the last elements of a range in another way ([Note: bits at the edges] in windows.h), so all ranges
@@ -153,14 +166,24 @@ std::size_t Program::unit_of_preview(const at::Tensor& tensor) const {
     unit = std::max(unit, slot.per);
   }
   const bool fits = std::ranges::all_of(slots_, [&](const Slot& slot) { return unit % slot.per == 0; });
-  return fits ? unit : 0;
+  return fits && (progress_.done == elements_ || progress_.done % unit == 0) ? unit : 0;
 }
 
 at::Tensor Program::preview(const StorageSegment& segment, c10::ArrayRef<Cut> cuts) {
   const Computing computing;
   const c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
-  const std::size_t elements = elements_of(cuts);
+  const auto [made, rest] = divided(cuts, progress_.done);
+  const auto slot = std::ranges::find(slots_, &segment, &Slot::segment);
+  const at::Tensor result = at::empty(static_cast<std::int64_t>(elements_of(cuts)), slot->shape.options());
   PartReader reader;
+  auto* into = static_cast<std::byte*>(result.mutable_data_ptr());
+  for (const Cut& cut : made) {
+    const std::size_t bytes = (cut.end - cut.begin) * result.itemsize();
+    reader.add(*slot->segment, cut.begin * result.itemsize(), bytes, into);
+    into += bytes;
+  }
+  if (rest.empty()) return reader.finish(), result;
+  const std::size_t elements = elements_of(rest);
   c10::SmallVector<at::Tensor, 8> slices;
   std::vector<int> operand_of(slots_.size(), -1);
   int wanted = -1;
@@ -173,7 +196,7 @@ at::Tensor Program::preview(const StorageSegment& segment, c10::ArrayRef<Cut> cu
     if (slot.temporary || slot.access == Access::overwrite) continue;
     const std::size_t item = slot.shape.itemsize();
     auto* into = static_cast<std::byte*>(slices.back().mutable_data_ptr());
-    for (const Cut& cut : cuts) {
+    for (const Cut& cut : rest) {
       const std::size_t begin = cut.begin / slot.per * item, end = ceil_div(cut.end, slot.per) * item;
       reader.add(*slot.segment, begin, end - begin, into);
       into += end - begin;
@@ -184,7 +207,8 @@ at::Tensor Program::preview(const StorageSegment& segment, c10::ArrayRef<Cut> cu
   const Running running(running_);
   const Restored written(written_window_), not_finite(domain_->not_finite);
   update ? run_update_on(*update, slices, operand_of) : run_piece(code_.instructions, slices, operand_of);
-  return slices[wanted];
+  result.narrow(0, result.numel() - slices[wanted].numel(), slices[wanted].numel()).copy_(slices[wanted]);
+  return result;
 }
 
 at::Tensor preview(const at::Tensor& tensor) {
@@ -228,33 +252,24 @@ std::vector<std::int64_t> sorted(c10::ArrayRef<std::int64_t> indices) {
   return rows;
 }
 
-/// Whether a preview pays, and its memory is allowed.
-bool pays(c10::ArrayRef<Cut> cuts, std::size_t elements, std::size_t slots, const Domain& domain) {
-  const std::size_t bytes = elements_of(cuts) * slots * sizeof(float);
-  if (bytes > std::min(kMostBytes, domain.cache->frame_limit() / 8)) return false;
-  return domain.leaves_updates ||
-         (bytes + cuts.size() * slots * kOneRead) * kWorthIt <= elements * slots * sizeof(float);
+/// Whether a preview pays.
+bool pays(c10::ArrayRef<Cut> cuts, std::size_t elements, const Domain& domain) {
+  const std::size_t bytes = elements_of(cuts) * sizeof(float) + cuts.size() * kOneRead;
+  return domain.leaves_updates || bytes * kWorthIt <= elements * sizeof(float);
 }
 
-/// Copies rows out of the content of the cuts.
-at::Tensor rows_of(const at::Tensor& content, c10::ArrayRef<Cut> cuts, c10::ArrayRef<std::int64_t> rows,
-                   std::int64_t columns) {
-  std::vector<std::int64_t> places;  // of the cuts, in elements of the content
-  std::int64_t place = 0;
-  for (const Cut& cut : cuts) {
-    places.push_back(place);
-    place += static_cast<std::int64_t>(cut.end - cut.begin);
+/// Copies rows out of the content of the cuts, which contain them.
+void copy_rows(const at::Tensor& content, c10::ArrayRef<Cut> cuts, c10::ArrayRef<std::int64_t> rows,
+               std::size_t columns, std::byte* into) {
+  const auto* const from = static_cast<const std::byte*>(content.const_data_ptr());
+  const std::size_t item = content.itemsize();
+  std::size_t cut = 0, place = 0;  // the cut's place in the content, in elements
+  for (const std::int64_t row : rows) {
+    const std::size_t first = static_cast<std::size_t>(row) * columns;
+    for (; cuts[cut].end <= first; ++cut) place += cuts[cut].end - cuts[cut].begin;
+    std::memcpy(into, from + (place + first - cuts[cut].begin) * item, columns * item);
+    into += columns * item;
   }
-  at::Tensor result = at::empty({static_cast<std::int64_t>(rows.size()), columns}, content.options());
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const auto first = static_cast<std::size_t>(rows[i] * columns);
-    const auto cut = std::ranges::upper_bound(cuts, first, {}, &Cut::begin) - 1;
-    const std::int64_t at = places[cut - cuts.begin()] + static_cast<std::int64_t>(first - cut->begin);
-    std::memcpy(static_cast<std::byte*>(result.mutable_data_ptr()) + i * columns * content.itemsize(),
-                static_cast<const std::byte*>(content.const_data_ptr()) + at * content.itemsize(),
-                columns * content.itemsize());
-  }
-  return result;
 }
 
 }  // namespace
@@ -272,17 +287,34 @@ at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   std::lock_guard lock(domain.deferral_mutex);
   if (const auto deferred = segment->deferred()) deferred->settle();
   const auto program = std::static_pointer_cast<Program>(segment->deferred());
-  if (!program || program->begun()) return {};
+  if (!program) return {};
   discard_ahead(*program);
   const std::size_t unit = program->unit_of_preview(weight);
   if (unit == 0) return {};
-  const auto cuts = cuts_around(rows, static_cast<std::size_t>(weight.size(1)), unit, weight.numel());
-  if (!pays(cuts, weight.numel(), program->slots().size(), domain)) return {};
-  const at::Tensor content = program->preview(*segment, cuts);
+  const auto columns = static_cast<std::size_t>(weight.size(1)), elements = static_cast<std::size_t>(weight.numel());
+  if (!pays(cuts_around(rows, columns, unit, elements), elements, domain)) return {};
+  const std::size_t a_row = (columns + 2 * unit) * program->slots().size() * sizeof(float);
+  const std::size_t at_once = std::min(kMostBytes, domain.cache->frame_limit() / 8) / a_row;
+  const std::size_t row_bytes = columns * weight.itemsize();
+  if (at_once == 0 || rows.size() * row_bytes > std::min(kMostBytes, domain.cache->frame_limit() / 8)) return {};
+  const at::Tensor table =
+      at::empty({static_cast<std::int64_t>(rows.size()), weight.size(1)}, weight.options().requires_grad(false));
+  auto* into = static_cast<std::byte*>(table.mutable_data_ptr());
+  for (std::size_t i = 0; i < rows.size(); i += at_once) {
+    const auto some = c10::ArrayRef(rows).slice(i, std::min(at_once, rows.size() - i));
+    const auto cuts = cuts_around(some, columns, unit, elements);
+    copy_rows(program->preview(*segment, cuts), cuts, some, columns, into + i * row_bytes);
+  }
   // The next step's operators do not join it: it would keep its gradients, and grow.
   program->seal();
+  try {
+    program->open();
+  } catch (const std::exception&) {  // then it runs when it is needed, and meets the error there if it is real
+  }
   ++domain.previews;
-  return rows_of(content, cuts, wanted, weight.size(1));
+  std::vector<std::int64_t> places;
+  for (const std::int64_t row : wanted) places.push_back(std::ranges::lower_bound(rows, row) - rows.begin());
+  return table.index_select(0, at::tensor(places));
 }
 
 }  // namespace zeropage

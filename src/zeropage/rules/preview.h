@@ -2,8 +2,8 @@
 //
 // A lookup in an embedding needs few rows. Its update may read many times the bytes, and wait for them where nothing
 // else can be computed: at the beginning of forward. A preview reads the rows alone, of all of the program's
-// operands, and computes them in memory of its own. The program updates all rows when an operator needs the whole
-// tensor.
+// operands, and computes them in memory of its own. The program then runs in between the next operators, and the rest
+// of it when an operator needs the whole tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -151,6 +151,7 @@ bool Program::is_wanted() const {
 }
 
 void Program::end(std::exception_ptr failure) {
+  close_stream();
   for (Slot& slot : slots_) {
     if (slot.is_alive()) slot.segment->defer(nullptr, slot.access == Access::read ? nullptr : failure);
   }
@@ -225,9 +226,56 @@ bool Program::run() {
   {
     const TraceSpan span("update", "update");
     const Booking booking(&domain_->cache->booked(), Spent::updates);
-    if (!code_.instructions.empty()) run_or_end();
+    progress_.windows = SIZE_MAX;
+    if (!code_.instructions.empty()) run_or_end(/*waits=*/true);
     zero_at_the_end();
   }
+  end();
+  return true;
+}
+
+/// Only in one process, and without a device that has its own memory.
+bool Program::can_open() const {
+  return !running_ && !progress_.is_streamed && !code_.instructions.empty() && !in_host_ &&
+         !domain_->partition.ranks && !domain_->planned_on && !domain_->cache->has_separate_memory();
+}
+
+void Program::open() {
+  if (!can_open()) return;
+  std::vector<int> operand_of(slots_.size(), -1);
+  const auto used = operands(find_update(code_.instructions).has_value(), operand_of);
+  c10::SmallVector<PinRequest, 8> requests;
+  for (const Operand& operand : used) requests.push_back({operand.segment, operand.access});
+  domain_->opened.push_back(weak_from_this());
+  domain_->cache->open_stream(requests);
+  sealed_ = true;
+  progress_.is_streamed = true;
+  domain_->has_opened.store(true, std::memory_order_release);
+}
+
+void Program::close_stream() noexcept {
+  if (!std::exchange(progress_.is_streamed, false)) return;
+  for (const Slot& slot : slots_) {
+    if (!slot.segment || slot.segment->is_unallocated()) continue;
+    const PinRequest request{slot.segment, Access::read};
+    domain_->cache->close_stream({&request, 1});
+  }
+}
+
+bool Program::advance() {
+  if (running_) return false;
+  if (!progress_.is_streamed) return true;  // it has ended, or could not be opened
+  const auto self = shared_from_this();
+  const Booking booking(&domain_->cache->booked(), Spent::updates);
+  const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
+  const std::size_t done = progress_.done;
+  if (domain_->leaves_updates) progress_.windows = domain_->portions() % 3;
+  const bool ended = run_or_end(/*waits=*/domain_->leaves_updates);
+  if (begin != Trace::Time() && progress_.done > done) {
+    Trace::span("update", "update in between", begin, Trace::Clock::now());
+  }
+  if (!ended) return false;
+  zero_at_the_end();
   end();
   return true;
 }
@@ -241,11 +289,11 @@ void Program::zero_at_the_end() {
   }
 }
 
-/// Runs the program. After an error of memory, disk or ranks, the next run() resumes. An operator's own error would
-/// recur forever, so it ends the program.
-void Program::run_or_end() {
+/// Runs the program, and returns whether it ran to its end. After an error of memory, disk or ranks, the next run()
+/// resumes. An operator's own error would recur forever, so it ends the program.
+bool Program::run_or_end(bool waits) {
   try {
-    execute();
+    return execute(waits);
   } catch (const Error&) {
     throw;
   } catch (const std::system_error&) {
@@ -263,7 +311,7 @@ void Program::run_or_end() {
   }
 }
 
-void Program::execute() {
+bool Program::execute(bool waits) {
   const Running running(running_);
   written_window_ = SIZE_MAX;
   const OutsideModes unseen;
@@ -276,27 +324,33 @@ void Program::execute() {
   const bool updates = domain_->cache->has_separate_memory() && updates_states();
   const bool on_host = (in_host_ || slots_[0].shape.is_cpu()) && !is_planned;
   const auto update = on_host ? find_update(on_cpu) : std::nullopt;
-  c10::SmallVector<Operand, 8> operands;
   std::vector<int> operand_of(slots_.size(), -1);
+  const auto used = operands(update.has_value(), operand_of);
+  const auto run = [&](c10::ArrayRef<at::Tensor> slices) {
+    if (updates) count(slices[0], where);
+    if (is_planned) return plan_update(slices, used);
+    if (!slices[0].is_cpu()) return run_piece(code_.instructions, slices, operand_of);
+    update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
+  };
+  if (!waits) return for_each_window_there(used, code_.chunking, run, progress_);
+  for_each_window(used, code_.chunking, run, &progress_, where);
+  return progress_.windows > 0;
+}
+
+/// The slots that have memory. `leaves_gradient`: the kernel of an update leaves a gradient that it need not store as
+/// it is.
+c10::SmallVector<Operand, 8> Program::operands(bool leaves_gradient, std::vector<int>& operand_of) {
+  c10::SmallVector<Operand, 8> operands;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     if (!slot.segment || (slot.temporary && is_zeroed(slot))) continue;
     slot.segment->find_home();
     operand_of[i] = static_cast<int>(operands.size());
     const bool dropped = slot.orphan && !domain_->partition.ranks;  // nothing will read it
-    // The kernel of an update leaves a gradient that it need not store as it is.
-    const bool unchanged = is_zeroed(slot) && (update || !is_changed(static_cast<int>(i)));
+    const bool unchanged = is_zeroed(slot) && (leaves_gradient || !is_changed(static_cast<int>(i)));
     operands.push_back({slot.shape, slot.segment, dropped || unchanged ? Access::read : slot.access, slot.per});
   }
-  for_each_window(
-      operands, code_.chunking,
-      [&](c10::ArrayRef<at::Tensor> slices) {
-        if (updates) count(slices[0], where);
-        if (is_planned) return plan_update(slices, operands);
-        if (!slices[0].is_cpu()) return run_piece(code_.instructions, slices, operand_of);
-        update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
-      },
-      &progress_, where);
+  return operands;
 }
 
 /// Whether an instruction writes the slot. Its zeroing at the end does not count.
@@ -398,6 +452,11 @@ void Program::for_each_segment(c10::function_ref<void(StorageSegment&)> visit) c
   for (const Slot& slot : slots_) {
     if (slot.segment && !slot.segment->is_unallocated()) visit(*slot.segment);
   }
+}
+
+bool Program::writes(const StorageSegment& segment) const {
+  return std::ranges::any_of(
+      slots_, [&](const Slot& slot) { return slot.segment == &segment && slot.access != Access::read; });
 }
 
 Access Program::access_to(const StorageSegment& segment) const {

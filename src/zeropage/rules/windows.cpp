@@ -7,6 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/strides.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "zeropage/base/errors.h"
@@ -55,7 +56,22 @@ class Cursor {
            (high == low || hold(held_[1], high, access_to(high, window, resumes)));
   }
 
+  /// The same if the pages are in memory. `resumes` is implied.
+  [[nodiscard]] bool try_move_to(Cut window) {
+    window = shift(window);
+    if (!operand_.segment) return true;
+    const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
+    return try_hold(held_[0], low, access_to(low, window, /*resumes=*/true)) &&
+           (high == low || try_hold(held_[1], high, access_to(high, window, /*resumes=*/true)));
+  }
+  void let_go() { held_[0] = {}, held_[1] = {}; }
+  /// Notes, in a lasting stream, that all before `at` is done.
+  void reach(std::size_t at) const {
+    if (operand_.segment) operand_.segment->cache()->reach_in_stream(*operand_.segment, at / page_elements_);
+  }
+
   bool reads() const { return operand_.access == Access::read; }
+  bool overwrites() const { return operand_.access == Access::overwrite; }
   std::size_t bytes_of(std::size_t elements) const { return elements / operand_.per * item_bytes_; }
 
   /// Waits for the pages. A page for overwriting keeps its content until then, so wait after all pages that are read.
@@ -63,6 +79,10 @@ class Cursor {
     for (Held& held : held_) {
       if (held.pin) held.pin.wait();
     }
+  }
+
+  bool try_wait() {
+    return std::ranges::all_of(held_, [](Held& held) { return !held.pin || held.pin.try_wait(); });
   }
 
   /// Makes the pages keep their changes even if a later window of them fails.
@@ -132,6 +152,14 @@ class Cursor {
         operand_.segment->settle();
       }
     }
+    if (!held.pin) return false;
+    if (operand_.segment->role() == Role::optimizer) held.pin.will_not_reuse();
+    held.page = page;
+    return true;
+  }
+
+  bool try_hold(Held& held, std::size_t page, Access access) {
+    held.pin = operand_.segment->cache()->try_pin_page(*operand_.segment, page, access, /*is_brief=*/true);
     if (!held.pin) return false;
     if (operand_.segment->role() == Role::optimizer) held.pin.will_not_reuse();
     held.page = page;
@@ -262,15 +290,16 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* shared) {
   return reach;
 }
 
-/// Announces to each cache the segments that the walk uses page by page, and claims the memory of its pages.
-std::vector<MemoryClaim> announce(const Reach& reach, Where where) {
+/// Announces to each cache the segments that the walk uses page by page, if `is_new`, and claims the memory of its
+/// pages.
+std::vector<MemoryClaim> announce(const Reach& reach, Where where, bool is_new = true) {
   std::vector<MemoryClaim> claims;
   c10::SmallVector<PinRequest, 8> requests;
   FrameCache* cache = nullptr;
   const auto say = [&] {
     if (!cache) return;
     claims.push_back(where == Where::in_host ? cache->claim_below(requests) : cache->claim(requests));
-    where == Where::in_host ? cache->announce_below(requests) : cache->announce(requests);
+    if (is_new) where == Where::in_host ? cache->announce_below(requests) : cache->announce(requests);
     requests.clear();
   };
   for (const Operand& operand : reach.operands) {
@@ -301,11 +330,28 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
   return true;
 }
 
+/// Takes the pages of a window if they are in memory. A page to be overwritten has no content once its use begins, so
+/// these come last, and all together.
+bool take_pages_there(Cursors& cursors, Cut window) {
+  const auto there = [&] {
+    if (!std::ranges::all_of(cursors, [&](auto& cursor) { return cursor->try_move_to(window); })) return false;
+    return std::ranges::all_of(cursors, [](auto& cursor) { return cursor->overwrites() || cursor->try_wait(); });
+  };
+  if (!there()) {
+    for (auto& cursor : cursors) cursor->let_go();
+    return false;
+  }
+  for (auto& cursor : cursors) {
+    if (cursor->overwrites()) cursor->wait();
+  }
+  return true;
+}
+
 /// Runs the windows from `progress` on. Ends early if the host cannot hold the pages. `keeps`: after an error the
-/// caller resumes at `progress`.
+/// caller resumes at `progress`. `waits`: else it ends at pages that are not in memory.
 void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes, bool keeps,
-                 Where where) {
-  const auto claims = announce(reach, where);
+                 Where where, bool waits = true) {
+  const auto claims = waits ? announce(reach, where, !progress.is_streamed) : std::vector<MemoryClaim>();
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
   const auto& operands = reach.operands;
   Cursors cursors;
@@ -320,11 +366,12 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
   const bool is_planned = std::any_of(operands.begin(), operands.end(),
                                       [](auto& o) { return o.segment && o.segment->domain()->planned_on; });
   for (std::size_t& at = progress.done; at < elements;) {
+    if (progress.windows == 0) return;
     const Cut chunk = chunk_of(elements, at, chunking, threads);
     std::size_t edge = chunk.begin + round_down(at - chunk.begin + kLargestWindow, vector);
     for (const auto& cursor : cursors) edge = std::min(edge, cursor->next_edge(at));
     const Cut window = window_at(at, edge, chunk, vector);
-    if (!take_pages(cursors, window, resumes, where)) return;
+    if (!(waits ? take_pages(cursors, window, resumes, where) : take_pages_there(cursors, window))) return;
     const Booking kernels(Spent::operators);
     const bool straddling =
         std::any_of(cursors.begin(), cursors.end(), [&](auto& c) { return c->straddles(window); });
@@ -336,8 +383,10 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
     }
     for (auto& cursor : cursors) {
       if (keeps) cursor->keep();
+      if (!waits) cursor->reach(window.end), cursor->let_go();
     }
     at = window.end;
+    --progress.windows;
   }
 }
 
@@ -368,6 +417,12 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
     const bool written = operand.segment && operand.access != Access::read;
     if (written && operand.segment->is_partitioned()) operand.segment->cache()->store(*operand.segment);
   }
+}
+
+bool for_each_window_there(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, Progress& progress) {
+  const Reach reached = reach(operands, nullptr);
+  run_windows(reached, chunking, run, progress, /*resumes=*/true, /*keeps=*/true, Where::on_device, /*waits=*/false);
+  return progress.done == reached.elements;
 }
 
 void copy_windows(const at::Tensor& to, const at::Tensor& from) {

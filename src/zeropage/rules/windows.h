@@ -49,6 +49,8 @@ Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = 
 
 struct Progress {
   std::size_t done = 0;  // elements whose windows are done: the walk starts there, and resumes there after an error
+  bool is_streamed = false;  // the operands are a lasting stream (FrameCache::open_stream), so the walk is announced
+  std::size_t windows = SIZE_MAX;  // that may still run: the walk ends early after them
 };
 
 /// The memory of the windows: that of the operands' device, or that of the host below a device with its own memory
@@ -62,6 +64,11 @@ enum class Where : std::uint8_t { on_device, in_host };
 void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress* progress = nullptr,
                      Where where = Where::on_device);
+
+/// Runs windows from `progress` on as long as their pages are in memory, and never waits for one. True if all are
+/// done. For one process without a device's own memory. `progress` must be streamed.
+bool for_each_window_there(c10::ArrayRef<Operand> operands, Chunking chunking,
+                           c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress& progress);
 
 /// Whether the segment can be an operand in the host.
 bool reaches_host(const StorageSegment& segment);

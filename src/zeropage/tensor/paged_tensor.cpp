@@ -304,6 +304,32 @@ void run_deferred(Domain& domain) {
   if (error) std::rethrow_exception(error);
 }
 
+void advance_opened(Domain& domain) {
+  if (!domain.has_opened.load(std::memory_order_acquire)) return;
+  const std::unique_lock lock(domain.deferral_mutex, std::try_to_lock);
+  if (!lock) return;
+  const auto opened = domain.opened;  // an operator may open another
+  for (const auto& weak : opened) {
+    const auto deferred = weak.lock();
+    try {
+      if (deferred && !deferred->advance()) return;  // updates are needed in this order
+    } catch (const std::exception&) {
+      if (deferred->length() == 0) throw;  // the rest of the program is given up: the caller must know
+      return;                              // the operator that needs the tensor goes on there, and may meet it again
+    }
+  }
+  std::erase_if(domain.opened, [](const auto& weak) {
+    const auto deferred = weak.lock();
+    return !deferred || deferred->length() == 0;
+  });
+  domain.has_opened.store(!domain.opened.empty(), std::memory_order_release);
+}
+
+bool StorageSegment::has_deferred_write() const {
+  std::lock_guard lock(domain_->deferral_mutex);
+  return deferred_ && deferred_->writes(*this);
+}
+
 Access StorageSegment::deferred_access() const {
   std::lock_guard lock(domain_->deferral_mutex);
   return deferred_ ? deferred_->access_to(*this) : Access::read;

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -116,6 +117,8 @@ class Deferred {
   virtual void for_each_segment(c10::function_ref<void(StorageSegment&)> visit) const = 0;
   /// How they will access `segment`.
   virtual Access access_to(const StorageSegment& segment) const = 0;
+  /// Whether the operators, or what is left of them, write it.
+  virtual bool writes(const StorageSegment& segment) const = 0;
   /// Whether they will run on the host, in the memory below the device's.
   virtual bool runs_in_host() const = 0;
   /// Lets no more operators join them.
@@ -124,6 +127,8 @@ class Deferred {
   virtual std::size_t length() const = 0;
   /// Commits an early update's shadow copies if these operators make the same content, else discards them.
   virtual void settle() = 0;
+  /// For a program in Domain::opened: runs the part that needs no wait. Throws as run() does. True: all have run.
+  virtual bool advance() = 0;
 };
 
 /// A callback for the moment when a segment's deferred operators have run.
@@ -177,12 +182,16 @@ struct Domain {
   BookedMutex<std::recursive_mutex> deferral_mutex;
   std::vector<std::weak_ptr<Deferred>> deferred;  // in the order in which they were made.
   std::size_t deferred_alive = 0;                 // how many of them lived when last counted.
+  std::vector<std::weak_ptr<Deferred>> opened;    // run in between other operators (advance_opened), oldest first.
+  std::atomic<bool> has_opened = false;           // whether there are any: read without the mutex.
   std::size_t next_deferred = 0;                  // position of run_deferred() in it; 0: it does not run.
   EarlyUpdate early_update = EarlyUpdate::never;
   std::shared_ptr<UpdateBalance> update_balance;  // null: no parameter's last gradient came yet.
-  // For tests: backward leaves every third early update to forward, and lookups preview rows whether it pays or not.
+  // For tests: backward leaves every third early update to forward. Lookups preview rows whether it pays or not. Half
+  // of the steps' programs run in portions of a few windows, in between other operators.
   bool leaves_updates = false;
   std::size_t last_arrivals = 0;  // of parameters' last gradients, if so.
+  std::minstd_rand portions;      // of opened programs, if so.
   // Early updates of a parameter, those among them that the step requested, and the bytes that the others wrote.
   std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
   std::atomic<std::size_t> previews = 0;    // lookups that computed rows of a deferred update.
@@ -255,6 +264,8 @@ class StorageSegment final : public Segment {
   bool await_deferred(std::shared_ptr<Awaiter> awaiter);
   /// How deferred operators access its content; `read` if there are none, or they have begun.
   Access deferred_access() const;
+  /// Whether deferred operators write it.
+  bool has_deferred_write() const;
   /// Bytes that run_deferred() pins at once, page by page, in this segment's cache.
   std::size_t deferred_bytes() const;
   /// Commits or discards an early update's shadow copy. Called before an operator takes or pins the segment.
@@ -438,6 +449,8 @@ void take_segment(const at::Tensor& tensor, const at::Tensor& made);
 
 /// Runs all deferred operators, in the order in which they were begun. Throws the first error.
 void run_deferred(Domain& domain);
+/// Runs what opened operators can do without waiting. Returns at once if another thread uses deferred operators.
+void advance_opened(Domain& domain);
 /// Makes tensors created in a scope the same on all ranks. Each rank keeps the share it initialised; tensors that are
 /// not partitioned come from rank 0. Throws RankError.
 void start_equal(Domain& domain);

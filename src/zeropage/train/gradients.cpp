@@ -65,7 +65,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const Booking booking(&segment->domain()->cache->booked(), Spent::overhead);
     if (segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     // An operator that used the whole leaf since its step has run the update. Lookups leave it deferred (preview.h).
-    if (segment->is_deferred() && segment->deferred_access() != Access::read) segment->run_deferred();
+    if (segment->is_deferred() && segment->has_deferred_write()) segment->run_deferred();
     const bool is_last = note_arrival(*segment);
     if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
     if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};

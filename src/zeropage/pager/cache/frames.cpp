@@ -206,8 +206,11 @@ void Frames::consider(Frame& frame) noexcept {
   // In a stream of pages, those that have not been taken yet are used next.
   constexpr std::size_t kLargestGroup = 8;
   const bool same_on_ranks = !gathered_ || run.role == Role::parameter;  // [Note: gathered]
-  if (same_on_ranks && frame.first_page >= run.stream_page &&
-      run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
+  if (run.stream_lasts && frame.first_page >= run.lasting_page) {
+    time = timeline_.now() + (frame.first_page - run.lasting_page) * run.page_bytes;
+    is_read = true;
+  } else if (same_on_ranks && frame.first_page >= run.stream_page &&
+             run.stream_use + kLargestGroup >= timeline_.plan().uses()) {
     time = AccessPlan::time_of_page(run.stream_begin, run.stream_end, frame.first_page, run.pages.size());
     is_read = true;  // unless the stream overwrites, which the frame does not know
   }
@@ -239,6 +242,12 @@ void Frames::plan_anew() {
   planned_at_ = timeline_.plan().surprises();
   uses_when_planned_ = timeline_.plan().uses();
   victims_.for_each([this](Frame& frame) { consider(frame); });
+}
+
+void Frames::plan_anew(const Run& run) noexcept {
+  for (const Page& page : run.pages) {
+    if (page.frame && page.frame->cost >= 0) consider(*page.frame);
+  }
 }
 
 void Frames::drop_unused() noexcept {

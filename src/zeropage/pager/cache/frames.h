@@ -112,6 +112,8 @@ class Frames {
 
   /// Orders the victims anew if the plan has changed.
   void plan_anew();
+  /// The same for the run's frames alone.
+  void plan_anew(const Run& run) noexcept;
   const VictimQueue& victims() const { return victims_; }
   std::size_t evictions() const { return evictions_; }
 

@@ -37,6 +37,32 @@ void PagePins::announce(std::span<const PinRequest> requests) {
   if (!frames_.is_gathered()) ahead_.run(lock);
 }
 
+void PagePins::open_stream(std::span<const PinRequest> requests) {
+  announce(requests);
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  ahead_.open_stream(requests);
+  ahead_.run(lock);
+}
+
+void PagePins::close_stream(std::span<const PinRequest> requests) noexcept {
+  if (monitor_.in_forked_child()) return;
+  const Lock lock(monitor_.mutex());
+  if (monitor_.closed()) return;
+  for (const PinRequest& request : requests) {
+    const Run* const run = request.segment->run();
+    if (!run || !run->stream_lasts) continue;
+    ahead_.close_stream(*run);
+    frames_.plan_anew(*run);
+  }
+}
+
+void PagePins::reach_in_stream(const Segment& segment, std::size_t page) noexcept {
+  if (monitor_.in_forked_child()) return;
+  const Lock lock(monitor_.mutex());
+  if (!monitor_.closed() && segment.run()) ahead_.reach_in_stream(*segment.run(), page);
+}
+
 Grants::Claim PagePins::claim(Lock& lock, std::span<const PinRequest> requests) {
   // A walk holds two pages of each where it crosses an edge. A run that is whole in memory is held whole.
   const auto need = [&] {

@@ -14,6 +14,7 @@ constexpr std::size_t kIdle = 32 * kMiB;       // a home with fewer bytes in fli
 constexpr double kMargin = 1.5;
 constexpr std::int64_t kMostUses = 512;
 constexpr std::size_t kMostPages = 4096;
+constexpr std::size_t kMostReads = 8;  // of a stream's member without progress
 
 }  // namespace
 
@@ -71,44 +72,131 @@ void ReadAhead::restart() {
 }
 
 void ReadAhead::run(Lock& lock) {
-  if (running_ || monitor_.closed() || !timeline_.plan().knows())
-    return;  // running: a read of ranks gave up the lock
+  if (running_ || monitor_.closed()) return;  // running: a read of ranks gave up the lock
   // A thread must get the error of a failed write before the cache starts another. Otherwise the cache would retry
   // the same write forever.
   if (transfers_.has_failed_write() && !frames_.is_gathered()) return;
   running_ = true;
+  try {
+    if (timeline_.plan().knows()) read_planned(lock);
+    if (!streams_.empty() && !monitor_.closed()) read_streams(lock);
+  } catch (...) {
+    // The read starts again when it is demanded, and throws its error then.
+  }
+  running_ = false;
+}
+
+/// Starts the transfers that are due for the plan's next uses.
+void ReadAhead::read_planned(Lock& lock) {
   const std::uint64_t uses = timeline_.plan().uses();
   while (!kept_.empty() && kept_.front().use < uses) {
     kept_bytes_ -= kept_.front().bytes;
     kept_.pop_front();
   }
   const std::size_t limit = memory_.budget().limit();
-  try {
-    const auto most = static_cast<std::int64_t>(window());
-    bool all = false;  // all uses that come soon were looked at
-    const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
-    while (!monitor_.closed()) {
-      const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
-      if (wanted >= most && (wanted >= latest || !hurries())) break;
-      if (frames_.looked_ahead().again) restart();
-      // Finishes the scan of the group that the program is in.
-      if (group_ < timeline_.plan().latest_group()) group_ = timeline_.plan().latest_group(), members_.clear();
-      auto next = target();
-      all = !next || next->time > timeline_.now() + limit;
-      if (all) break;
-      // Within a group, times go up and down a little. A page read for one member must not leave for the next, or
-      // this loop would not end.
-      if (const auto reached = frames_.looked_ahead().reached) next->time = std::max(next->time, reached - 1);
-      if (bring(*next, lock) == Result::blocked) break;
-      frames_.looked_ahead().reached = next->time + 1;
-      advance();
-    }
-    if (!all && !monitor_.closed() && runs_.pageable_peak() > limit)
-      write_behind(static_cast<std::size_t>(most) / 2, lock);
-  } catch (...) {
-    // The read starts again when it is demanded, and throws its error then.
+  const auto most = static_cast<std::int64_t>(window());
+  bool all = false;  // all uses that come soon were looked at
+  const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
+  while (!monitor_.closed()) {
+    const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
+    if (wanted >= most && (wanted >= latest || !hurries())) break;
+    if (frames_.looked_ahead().again) restart();
+    // Finishes the scan of the group that the program is in.
+    if (group_ < timeline_.plan().latest_group()) group_ = timeline_.plan().latest_group(), members_.clear();
+    auto next = target();
+    all = !next || next->time > timeline_.now() + limit;
+    if (all) break;
+    // Within a group, times go up and down a little. A page read for one member must not leave for the next, or this
+    // loop would not end.
+    if (const auto reached = frames_.looked_ahead().reached) next->time = std::max(next->time, reached - 1);
+    if (bring(*next, lock) == Result::blocked) break;
+    frames_.looked_ahead().reached = next->time + 1;
+    advance();
   }
-  running_ = false;
+  if (!all && !monitor_.closed() && runs_.pageable_peak() > limit)
+    write_behind(static_cast<std::size_t>(most) / 2, lock);
+}
+
+void ReadAhead::open_stream(std::span<const PinRequest> requests) {
+  std::vector<Streamed> stream;
+  for (const PinRequest& request : requests) {
+    Run& run = *request.segment->run();
+    if (run.stream_lasts) close_stream(run);
+    if (run.home && !run.shares_page() && !run.dead) stream.push_back({&run, request.access});
+    run.lasting_page = 0;
+  }
+  if (stream.empty()) return;
+  streams_.push_back(std::move(stream));
+  for (const Streamed& member : streams_.back()) {
+    member.run->stream_lasts = true;
+    frames_.plan_anew(*member.run);
+  }
+}
+
+void ReadAhead::close_stream(const Run& run) noexcept {
+  for (auto& stream : streams_) {
+    for (const Streamed& member : stream) {
+      if (member.run == &run) member.run->stream_lasts = false;
+    }
+    std::erase_if(stream, [&](const Streamed& member) { return member.run == &run; });
+  }
+  std::erase_if(streams_, [](const auto& stream) { return stream.empty(); });
+}
+
+void ReadAhead::reach_in_stream(Run& run, std::size_t page) noexcept {
+  for (auto& stream : streams_) {
+    for (Streamed& member : stream) {
+      if (member.run == &run && page > run.lasting_page) run.lasting_page = page, member.reads = 0;
+    }
+  }
+}
+
+/// [Note: lasting streams]
+void ReadAhead::read_streams(Lock& lock) {
+  std::size_t left = window();
+  for (auto& stream : streams_) {
+    // A window of all members needs a page of each, or two.
+    std::size_t step = 0;
+    for (const Streamed& member : stream) step += member.run->page_bytes;
+    left = std::max(left, std::min(2 * step, memory_.budget().limit() / 4));
+    if (read_stream(stream, left, lock) == Result::blocked) return;
+  }
+}
+
+/// Reads pages of the stream that are used next, the members' in turns. `left`: bytes that may still be there unused.
+ReadAhead::Result ReadAhead::read_stream(std::vector<Streamed>& stream, std::size_t& left, Lock& lock) {
+  std::size_t steps = 1, first = ~std::size_t{0};
+  for (const Streamed& member : stream) steps = std::max(steps, member.run->pages.size());
+  for (const Streamed& member : stream) {
+    const Run& run = *member.run;
+    if (run.lasting_page < run.pages.size()) first = std::min(first, run.lasting_page * steps / run.pages.size());
+  }
+  for (std::size_t step = first; step < steps; ++step) {
+    for (Streamed& member : stream) {
+      Run& run = *member.run;
+      const std::size_t pages = run.pages.size(), index = step * pages / steps;
+      const bool is_new = step == first || index != (step - 1) * pages / steps;
+      // The walk may be in the middle of a page that it overwrites.
+      if (!is_new || index < run.lasting_page || !(reads(run, member.access) || index == run.lasting_page)) continue;
+      const Page& page = run.pages[index];
+      const std::size_t bytes = FrameMemory::bytes_of(run, index, 1);
+      if (left < bytes) return Result::blocked;
+      left -= bytes;
+      if (page.frame || page.state != Residency::evicted || !may_bring(run)) continue;
+      if (transfers_.reading_bytes() > kIdle || !transfers_.ready_to_read(run, index)) return Result::blocked;
+      // A read that fails begins again when it is demanded, and throws its error then.
+      if (member.reads > kMostReads + pages) return Result::blocked;
+      const AccessPlan::Time time = std::max<AccessPlan::Time>(timeline_.now(), frames_.looked_ahead().reached);
+      const std::int64_t later = std::min<std::int64_t>(kept_bytes_, 0);  // as in read()
+      if (make_room(static_cast<std::int64_t>(bytes) - later, time, lock) == Result::blocked) return Result::blocked;
+      Frame* const frame = room_.try_make_frame(lock, run, index, 1, time);
+      if (!frame) return Result::blocked;
+      ++member.reads;
+      transfers_.start_reads(lock, *frame, Priority::ahead);
+      frames_.drop_pin(*frame);
+    }
+  }
+  return Result::there;
 }
 
 bool ReadAhead::find_group() {

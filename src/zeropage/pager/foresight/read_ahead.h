@@ -15,12 +15,17 @@
 // [Note: written before it must leave] A read takes twice the time if it waits for its room to be written home. While
 // the window is full and the plan holds more reads, the cache writes the next victims home.
 //
+// [Note: lasting streams] A walk over large tensors may take its pages while the program does other things, whenever
+// they are there: an update that nothing waits for. The plan comes first. While the home has little to do,
+// the next pages of such streams are read, up to the limit above. They leave for no page of a later use.
+//
 // Under the cache's lock; it never waits. The cache calls it when an operator has pinned or unpinned. If ranks need
 // not agree, it also calls it when a transfer has ended, so that transfers start the next while no thread waits.
 #pragma once
 
 #include <deque>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "zeropage/pager/cache/room.h"
@@ -46,11 +51,21 @@ class ReadAhead {
   void run(Lock& lock);
   /// Restarts after a change of plan.
   void restart();
+  /// Begins and ends a lasting stream over these segments, whose use has been announced.
+  void open_stream(std::span<const PinRequest> requests);
+  void close_stream(const Run& run) noexcept;
+  /// The walk has taken the run's pages before this one.
+  void reach_in_stream(Run& run, std::size_t page) noexcept;
 
  private:
   struct Member {
     AccessPlan::Use use;
     std::size_t pages, bytes;
+  };
+  struct Streamed {
+    Run* run;
+    Access access;
+    std::size_t reads = 0;  // since the walk took a page
   };
   struct Target {
     const Member* member;
@@ -73,6 +88,9 @@ class ReadAhead {
   void write_behind(std::size_t most, Lock& lock);
   Result make_room(std::size_t bytes, AccessPlan::Time time, Lock& lock);
   void keep_room(std::int64_t bytes);
+  void read_planned(Lock& lock);
+  void read_streams(Lock& lock);
+  Result read_stream(std::vector<Streamed>& stream, std::size_t& left, Lock& lock);
 
   struct Kept {
     std::uint64_t use;   // number of the use it is kept for, or after which it is free
@@ -94,9 +112,10 @@ class ReadAhead {
   std::deque<Kept> kept_;
   std::int64_t kept_bytes_ = 0;
   bool running_ = false;
-  std::uint64_t asked_at_ = 0, asked_of_ = 0;  // uses and group_ at the last would_be_late()
-  bool late_ = false;                          // its result
-  std::uint64_t scan_ = 0;                     // its number of calls
+  std::uint64_t asked_at_ = 0, asked_of_ = 0;   // uses and group_ at the last would_be_late()
+  bool late_ = false;                           // its result
+  std::uint64_t scan_ = 0;                      // its number of calls
+  std::vector<std::vector<Streamed>> streams_;  // lasting ones, the oldest first
 };
 
 }  // namespace zeropage
