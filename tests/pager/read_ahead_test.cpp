@@ -85,6 +85,25 @@ TEST_CASE_FIXTURE(CycleFixture,
   cache->close_stream(requests);
 }
 
+TEST_CASE_FIXTURE(CycleFixture, "a lasting stream gives up reads that fail, and the use of the page has the error") {
+  make(400 * K, 0, 16 * K, /*failing=*/true);
+  make_segments(12, 320 * K);
+  for (auto& segment : segments) cache->evict(*segment);
+  cache->wait();
+  std::atomic<int> reads = 0;
+  io->set_outcome(
+      [&](const Transfer& t) { return t.direction == Direction::read ? ++reads, -static_cast<long>(EIO) : 1L; });
+  const PinRequest requests[] = {{segments[0].get(), Access::read}, {segments[1].get(), Access::write}};
+  cache->open_stream(requests);
+  cache->wait();
+  CHECK(reads > 0);
+  CHECK(reads <= 100);
+  CHECK_THROWS_AS(cache->pin_page(*segments[0], 0, Access::read).wait(), DiskError);
+  io->set_outcome([](const Transfer&) { return 1L; });
+  for (unsigned i = 0; i < segments.size(); ++i) use(i);
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(CycleFixture, "a lasting stream ends with its segments, and gives way to what is used") {
   make(200 * K, 0);
   make_segments(4, 100 * K);

@@ -68,8 +68,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   std::size_t length() const override { return code_.instructions.size() + std::ranges::count_if(slots_, is_zeroed); }
   const Code& code() const { return code_; }
   const std::vector<Slot>& slots() const { return slots_; }
-  /// Runs all of it now, page by page. `waits`: else only windows whose pages are in memory. True if all of it ran.
-  bool execute(bool waits = true);
+  /// Runs it now, page by page, as far as `progress_` lets it. True if all of it ran.
+  bool execute();
   /// Drops all instructions except these, given in order.
   void keep(c10::ArrayRef<std::size_t> indices);
   /// Marks it as running while the result lives.
@@ -121,7 +121,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
                         c10::ArrayRef<int> operand_of);
   /// Forgets all instructions. `failure`: the error that ended the program before it was done.
   void end(std::exception_ptr failure = nullptr);
-  bool run_or_end(bool waits);
+  bool run_or_end();
   bool can_open() const;
   c10::SmallVector<Operand, 8> operands(bool leaves_gradient, std::vector<int>& operand_of);
   void close_stream() noexcept;

@@ -68,7 +68,7 @@ NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
     total.add_norm(part);
   };
   const Operand operand{self, segment_of(self), Access::read};
-  of_share ? for_each_window_of_share(operand, add) : for_each_window(operand, Chunking::iterator, add);
+  of_share ? for_each_window_of_share(operand, add) : void(for_each_window(operand, Chunking::iterator, add));
   return total;
 }
 

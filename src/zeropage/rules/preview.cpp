@@ -1,7 +1,7 @@
 #include "zeropage/rules/preview.h"
 
+#include <ATen/ops/_unique.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <atomic>
@@ -244,14 +244,6 @@ StorageSegment* find_deferred(const at::Tensor& weight, const at::Tensor& indice
   return weight.dim() == 2 && weight.is_contiguous() && is_whole(weight) ? segment : nullptr;
 }
 
-/// The different ones, in order.
-std::vector<std::int64_t> sorted(c10::ArrayRef<std::int64_t> indices) {
-  std::vector<std::int64_t> rows(indices.begin(), indices.end());
-  std::ranges::sort(rows);
-  rows.erase(std::ranges::unique(rows).begin(), rows.end());
-  return rows;
-}
-
 /// Whether a preview pays.
 bool pays(c10::ArrayRef<Cut> cuts, std::size_t elements, const Domain& domain) {
   const std::size_t bytes = elements_of(cuts) * sizeof(float) + cuts.size() * kOneRead;
@@ -278,10 +270,9 @@ at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   auto* const segment = find_deferred(weight, indices);
   if (!segment) return {};
   const Computing computing;
-  const at::Tensor wide = indices.to(c10::kLong).contiguous();
-  const c10::ArrayRef<std::int64_t> wanted(wide.const_data_ptr<std::int64_t>(),
-                                           static_cast<std::size_t>(wide.numel()));
-  const std::vector<std::int64_t> rows = sorted(wanted);
+  const auto [unique, places] = at::_unique(indices.to(c10::kLong), /*sorted=*/true, /*return_inverse=*/true);
+  const c10::ArrayRef<std::int64_t> rows(unique.const_data_ptr<std::int64_t>(),
+                                         static_cast<std::size_t>(unique.numel()));
   if (rows.empty() || rows.front() < 0 || rows.back() >= weight.size(0)) return {};
   Domain& domain = *segment->domain();
   std::lock_guard lock(domain.deferral_mutex);
@@ -293,15 +284,15 @@ at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   if (unit == 0) return {};
   const auto columns = static_cast<std::size_t>(weight.size(1)), elements = static_cast<std::size_t>(weight.numel());
   if (!pays(cuts_around(rows, columns, unit, elements), elements, domain)) return {};
-  const std::size_t a_row = (columns + 2 * unit) * program->slots().size() * sizeof(float);
-  const std::size_t at_once = std::min(kMostBytes, domain.cache->frame_limit() / 8) / a_row;
+  const std::size_t most = std::min(kMostBytes, domain.cache->frame_limit() / 8);
+  const std::size_t at_once = most / ((columns + 2 * unit) * program->slots().size() * sizeof(float));
   const std::size_t row_bytes = columns * weight.itemsize();
-  if (at_once == 0 || rows.size() * row_bytes > std::min(kMostBytes, domain.cache->frame_limit() / 8)) return {};
+  if (at_once == 0 || rows.size() * row_bytes > most) return {};
   const at::Tensor table =
       at::empty({static_cast<std::int64_t>(rows.size()), weight.size(1)}, weight.options().requires_grad(false));
   auto* into = static_cast<std::byte*>(table.mutable_data_ptr());
   for (std::size_t i = 0; i < rows.size(); i += at_once) {
-    const auto some = c10::ArrayRef(rows).slice(i, std::min(at_once, rows.size() - i));
+    const auto some = rows.slice(i, std::min(at_once, rows.size() - i));
     const auto cuts = cuts_around(some, columns, unit, elements);
     copy_rows(program->preview(*segment, cuts), cuts, some, columns, into + i * row_bytes);
   }
@@ -312,9 +303,7 @@ at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   } catch (const std::exception&) {  // then it runs when it is needed, and meets the error there if it is real
   }
   ++domain.previews;
-  std::vector<std::int64_t> places;
-  for (const std::int64_t row : wanted) places.push_back(std::ranges::lower_bound(rows, row) - rows.begin());
-  return table.index_select(0, at::tensor(places));
+  return table.index_select(0, places);
 }
 
 }  // namespace zeropage

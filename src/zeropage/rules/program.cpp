@@ -226,8 +226,8 @@ bool Program::run() {
   {
     const TraceSpan span("update", "update");
     const Booking booking(&domain_->cache->booked(), Spent::updates);
-    progress_.windows = SIZE_MAX;
-    if (!code_.instructions.empty()) run_or_end(/*waits=*/true);
+    progress_.waits = true, progress_.windows = SIZE_MAX;
+    if (!code_.instructions.empty()) run_or_end();
     zero_at_the_end();
   }
   end();
@@ -269,8 +269,9 @@ bool Program::advance() {
   const Booking booking(&domain_->cache->booked(), Spent::updates);
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   const std::size_t done = progress_.done;
+  progress_.waits = domain_->leaves_updates;
   if (domain_->leaves_updates) progress_.windows = domain_->portions() % 3;
-  const bool ended = run_or_end(/*waits=*/domain_->leaves_updates);
+  const bool ended = run_or_end();
   if (begin != Trace::Time() && progress_.done > done) {
     Trace::span("update", "update in between", begin, Trace::Clock::now());
   }
@@ -291,9 +292,9 @@ void Program::zero_at_the_end() {
 
 /// Runs the program, and returns whether it ran to its end. After an error of memory, disk or ranks, the next run()
 /// resumes. An operator's own error would recur forever, so it ends the program.
-bool Program::run_or_end(bool waits) {
+bool Program::run_or_end() {
   try {
-    return execute(waits);
+    return execute();
   } catch (const Error&) {
     throw;
   } catch (const std::system_error&) {
@@ -311,7 +312,7 @@ bool Program::run_or_end(bool waits) {
   }
 }
 
-bool Program::execute(bool waits) {
+bool Program::execute() {
   const Running running(running_);
   written_window_ = SIZE_MAX;
   const OutsideModes unseen;
@@ -332,9 +333,7 @@ bool Program::execute(bool waits) {
     if (!slices[0].is_cpu()) return run_piece(code_.instructions, slices, operand_of);
     update ? run_update_on(*update, slices, operand_of) : run_piece(on_cpu, slices, operand_of);
   };
-  if (!waits) return for_each_window_there(used, code_.chunking, run, progress_);
-  for_each_window(used, code_.chunking, run, &progress_, where);
-  return progress_.windows > 0;
+  return for_each_window(used, code_.chunking, run, &progress_, where);
 }
 
 /// The slots that have memory. `leaves_gradient`: the kernel of an update leaves a gradient that it need not store as

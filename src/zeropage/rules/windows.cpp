@@ -46,23 +46,14 @@ class Cursor {
 
   /// Pins the page or pages of the window and unpins earlier ones. `resumes`: a walk that throws in the middle of a
   /// page goes on there, so that an overwritten page may be incomplete until then. False if the host cannot hold a
-  /// page.
-  [[nodiscard]] bool move_to(Cut window, bool resumes) {
+  /// page, or, unless it `waits`, if one is not in memory.
+  [[nodiscard]] bool move_to(Cut window, bool resumes, bool waits = true) {
     window = shift(window);
     if (!operand_.segment) return true;
     const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
     if (held_[0].pin && held_[0].page < low) held_[0] = std::move(held_[1]), held_[1] = {};
-    return hold(held_[0], low, access_to(low, window, resumes)) &&
-           (high == low || hold(held_[1], high, access_to(high, window, resumes)));
-  }
-
-  /// The same if the pages are in memory. `resumes` is implied.
-  [[nodiscard]] bool try_move_to(Cut window) {
-    window = shift(window);
-    if (!operand_.segment) return true;
-    const std::size_t low = window.begin / page_elements_, high = (window.end - 1) / page_elements_;
-    return try_hold(held_[0], low, access_to(low, window, /*resumes=*/true)) &&
-           (high == low || try_hold(held_[1], high, access_to(high, window, /*resumes=*/true)));
+    return hold(held_[0], low, access_to(low, window, resumes), waits) &&
+           (high == low || hold(held_[1], high, access_to(high, window, resumes), waits));
   }
   void let_go() { held_[0] = {}, held_[1] = {}; }
   /// Notes, in a lasting stream, that all before `at` is done.
@@ -139,31 +130,27 @@ class Cursor {
     return from_start && (resumes || in_one) ? Access::overwrite : Access::write;
   }
 
-  bool hold(Held& held, std::size_t page, Access access) {
+  bool hold(Held& held, std::size_t page, Access access, bool waits) {
     if (held.pin && held.page == page) return true;
     held.pin = {};
-    FrameCache& cache = *operand_.segment->cache();
-    while (true) {
-      try {
-        held.pin = where_ == Where::in_host ? cache.pin_page_below(*operand_.segment, page, access)
-                                            : cache.pin_page(*operand_.segment, page, access);
-        break;
-      } catch (const VersionOpen&) {  // opened since the walk began
-        operand_.segment->settle();
-      }
-    }
+    held.pin = waits ? pin(page, access)
+                     : operand_.segment->cache()->try_pin_page(*operand_.segment, page, access, /*is_brief=*/true);
     if (!held.pin) return false;
     if (operand_.segment->role() == Role::optimizer) held.pin.will_not_reuse();
     held.page = page;
     return true;
   }
 
-  bool try_hold(Held& held, std::size_t page, Access access) {
-    held.pin = operand_.segment->cache()->try_pin_page(*operand_.segment, page, access, /*is_brief=*/true);
-    if (!held.pin) return false;
-    if (operand_.segment->role() == Role::optimizer) held.pin.will_not_reuse();
-    held.page = page;
-    return true;
+  PagePin pin(std::size_t page, Access access) {
+    FrameCache& cache = *operand_.segment->cache();
+    while (true) {
+      try {
+        return where_ == Where::in_host ? cache.pin_page_below(*operand_.segment, page, access)
+                                        : cache.pin_page(*operand_.segment, page, access);
+      } catch (const VersionOpen&) {  // opened since the walk began
+        operand_.segment->settle();
+      }
+    }
   }
 
   void move_straddling(Cut window, bool into_pages) {
@@ -334,7 +321,8 @@ bool take_pages(Cursors& cursors, Cut window, bool resumes, Where where) {
 /// these come last, and all together.
 bool take_pages_there(Cursors& cursors, Cut window) {
   const auto there = [&] {
-    if (!std::ranges::all_of(cursors, [&](auto& cursor) { return cursor->try_move_to(window); })) return false;
+    if (!std::ranges::all_of(cursors, [&](auto& c) { return c->move_to(window, /*resumes=*/true, /*waits=*/false); }))
+      return false;
     return std::ranges::all_of(cursors, [](auto& cursor) { return cursor->overwrites() || cursor->try_wait(); });
   };
   if (!there()) {
@@ -348,9 +336,10 @@ bool take_pages_there(Cursors& cursors, Cut window) {
 }
 
 /// Runs the windows from `progress` on. Ends early if the host cannot hold the pages. `keeps`: after an error the
-/// caller resumes at `progress`. `waits`: else it ends at pages that are not in memory.
+/// caller resumes at `progress`.
 void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress& progress, bool resumes, bool keeps,
-                 Where where, bool waits = true) {
+                 Where where) {
+  const bool waits = progress.waits;
   const auto claims = waits ? announce(reach, where, !progress.is_streamed) : std::vector<MemoryClaim>();
   c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
   const auto& operands = reach.operands;
@@ -392,7 +381,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
 
 }  // namespace
 
-void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, Progress* progress,
+bool for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, Progress* progress,
                      Where where) {
   for (const Operand& operand : operands) {
     if (operand.segment) operand.segment->complete();
@@ -412,17 +401,12 @@ void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
     run_windows(reached, chunking, run, so_far, resumes, progress != nullptr, where);
   if (so_far.done < reached.elements)
     run_windows(reached, chunking, run, so_far, resumes, progress != nullptr, Where::on_device);
-  if (shared) return;
+  if (shared || so_far.done < reached.elements) return so_far.done == reached.elements;
   for (const Operand& operand : operands) {
     const bool written = operand.segment && operand.access != Access::read;
     if (written && operand.segment->is_partitioned()) operand.segment->cache()->store(*operand.segment);
   }
-}
-
-bool for_each_window_there(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlices run, Progress& progress) {
-  const Reach reached = reach(operands, nullptr);
-  run_windows(reached, chunking, run, progress, /*resumes=*/true, /*keeps=*/true, Where::on_device, /*waits=*/false);
-  return progress.done == reached.elements;
+  return true;
 }
 
 void copy_windows(const at::Tensor& to, const at::Tensor& from) {

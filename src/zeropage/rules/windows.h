@@ -48,9 +48,14 @@ Cut chunk_of(std::size_t elements, std::size_t at, Chunking chunking, std::size_
 Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = kVector);
 
 struct Progress {
-  std::size_t done = 0;  // elements whose windows are done: the walk starts there, and resumes there after an error
-  bool is_streamed = false;  // the operands are a lasting stream (FrameCache::open_stream), so the walk is announced
-  std::size_t windows = SIZE_MAX;  // that may still run: the walk ends early after them
+  /// Elements whose windows are done. The walk starts there, and resumes there after an error.
+  std::size_t done = 0;
+  /// The operands are a lasting stream (FrameCache::open_stream), so the walk is announced already.
+  bool is_streamed = false;
+  /// If not, the walk ends early at the first window whose pages are not in memory. Only for a stream.
+  bool waits = true;
+  /// The walk ends early after so many more windows.
+  std::size_t windows = SIZE_MAX;
 };
 
 /// The memory of the windows: that of the operands' device, or that of the host below a device with its own memory
@@ -59,16 +64,12 @@ enum class Where : std::uint8_t { on_device, in_host };
 
 /// Calls `run` with one flat tensor for each operand, for consecutive windows that cover all elements, or this rank's
 /// share if that is enough ([Note: shares]). Several threads call it at once, on disjoint parts of a window; inside,
-/// ATen runs on one thread. Throws BudgetError if the host's budget cannot hold one page of each operand. in_host:
-/// the tensors are the CPU's; if the host cannot hold the pages, the walk continues on the device.
-void for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
+/// ATen runs on one thread. Returns whether all windows are done. Throws BudgetError if the host's budget cannot hold
+/// one page of each operand. in_host: the tensors are the CPU's; if the host cannot hold the pages, the walk
+/// continues on the device.
+bool for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress* progress = nullptr,
                      Where where = Where::on_device);
-
-/// Runs windows from `progress` on as long as their pages are in memory, and never waits for one. True if all are
-/// done. For one process without a device's own memory. `progress` must be streamed.
-bool for_each_window_there(c10::ArrayRef<Operand> operands, Chunking chunking,
-                           c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress& progress);
 
 /// Whether the segment can be an operand in the host.
 bool reaches_host(const StorageSegment& segment);

@@ -123,12 +123,11 @@ void ReadAhead::open_stream(std::span<const PinRequest> requests) {
     Run& run = *request.segment->run();
     if (run.stream_lasts) close_stream(run);
     if (run.home && !run.shares_page() && !run.dead) stream.push_back({&run, request.access});
-    run.lasting_page = 0;
   }
   if (stream.empty()) return;
   streams_.push_back(std::move(stream));
   for (const Streamed& member : streams_.back()) {
-    member.run->stream_lasts = true;
+    member.run->stream_lasts = true, member.run->lasting_page = 0;
     frames_.plan_anew(*member.run);
   }
 }

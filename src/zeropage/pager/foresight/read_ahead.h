@@ -15,9 +15,10 @@
 // [Note: written before it must leave] A read takes twice the time if it waits for its room to be written home. While
 // the window is full and the plan holds more reads, the cache writes the next victims home.
 //
-// [Note: lasting streams] A walk over large tensors may take its pages while the program does other things, whenever
-// they are there: an update that nothing waits for. The plan comes first. While the home has little to do,
-// the next pages of such streams are read, up to the limit above. They leave for no page of a later use.
+// [Note: lasting streams] An update that no operator waits for walks over its tensors between other operators. It
+// takes a window only if the pages are in memory. ReadAhead reads its next pages while the home has little to do,
+// after those of the plan. Unused ones are at most the window above, or two pages of each tensor. A page that the
+// walk uses sooner than another page's next use does not leave for it.
 //
 // Under the cache's lock; it never waits. The cache calls it when an operator has pinned or unpinned. If ranks need
 // not agree, it also calls it when a transfer has ended, so that transfers start the next while no thread waits.
