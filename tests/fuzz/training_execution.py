@@ -127,7 +127,7 @@ class TrainingRun(Run):
                 tempfile.TemporaryDirectory(dir=self.folder, prefix="swap-")
             )
         # Half of the programs leave updates to forward, as they would on a slower disk.
-        leaves = {"ZEROPAGE_LEAVE_UPDATES": "1"} if self.seed % 2 else {}
+        leaves = {"ZEROPAGE_LEAVE_UPDATES": str(self.seed)} if self.seed % 2 else {}
         with mock.patch.dict(os.environ, leaves):
             self.spaces.append(zeropage.init(device="cpu", **settings))
         return self.spaces[-1]

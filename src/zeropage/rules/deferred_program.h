@@ -59,9 +59,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool writes(const StorageSegment& segment) const override;
   bool runs_in_host() const override { return in_host_; }
   void seal() override { sealed_ = true; }
-  /// Lets the program run in between the next operators, window by window, when pages are there. Nothing joins it
-  /// then.
-  void open();
+  void open() override;
   bool advance() override;
   bool is_sealed() const { return sealed_; }
 

@@ -242,6 +242,10 @@ bool Program::can_open() const {
 
 void Program::open() {
   if (!can_open()) return;
+  const auto self = shared_from_this();
+  settle();
+  discard_ahead(*this);
+  if (!can_open()) return;
   std::vector<int> operand_of(slots_.size(), -1);
   const auto used = operands(find_update(code_.instructions).has_value(), operand_of);
   c10::SmallVector<PinRequest, 8> requests;

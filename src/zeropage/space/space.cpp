@@ -508,7 +508,10 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
   domain.async_step = flag_of("async_step", config.async_step);
   const EarlyUpdate early_update = early_update_of(config.early_update);
   if (!over_ranks && !separate) domain.early_update = early_update;
-  domain.leaves_updates = std::getenv("ZEROPAGE_LEAVE_UPDATES") != nullptr;
+  if (const char* const seed = std::getenv("ZEROPAGE_LEAVE_UPDATES")) {
+    domain.leaves_updates = true;
+    domain.portions.seed(static_cast<std::uint32_t>(std::strtoul(seed, nullptr, 10)) * 48271 + 1);
+  }
   choose_dtypes(config, domain);
   if (config.state_dict != "master" && config.state_dict != "compute") {
     throw ConfigError(fmt::format("state_dict = \"{}\": must be \"master\" or \"compute\"", config.state_dict));

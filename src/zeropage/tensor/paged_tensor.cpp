@@ -305,9 +305,12 @@ void run_deferred(Domain& domain) {
 }
 
 void advance_opened(Domain& domain) {
-  if (!domain.has_opened.load(std::memory_order_acquire)) return;
+  if (!domain.has_opened.load(std::memory_order_acquire) && !domain.leaves_updates) return;
   const std::unique_lock lock(domain.deferral_mutex, std::try_to_lock);
   if (!lock) return;
+  if (domain.leaves_updates && !domain.deferred.empty() && domain.portions() % 4 == 0) {
+    if (const auto any = domain.deferred[domain.portions() % domain.deferred.size()].lock()) any->open();
+  }
   const auto opened = domain.opened;  // an operator may open another
   for (const auto& weak : opened) {
     const auto deferred = weak.lock();

@@ -127,6 +127,8 @@ class Deferred {
   virtual std::size_t length() const = 0;
   /// Commits an early update's shadow copies if these operators make the same content, else discards them.
   virtual void settle() = 0;
+  /// Lets them run in between the next operators, window by window, when pages are there. Nothing joins them then.
+  virtual void open() = 0;
   /// For a program in Domain::opened: runs the part that needs no wait. Throws as run() does. True: all have run.
   virtual bool advance() = 0;
 };
@@ -187,8 +189,9 @@ struct Domain {
   std::size_t next_deferred = 0;                  // position of run_deferred() in it; 0: it does not run.
   EarlyUpdate early_update = EarlyUpdate::never;
   std::shared_ptr<UpdateBalance> update_balance;  // null: no parameter's last gradient came yet.
-  // For tests: backward leaves every third early update to forward. Lookups preview rows whether it pays or not. Half
-  // of the steps' programs run in portions of a few windows, in between other operators.
+  // For tests, by ZEROPAGE_LEAVE_UPDATES=seed: backward leaves every third early update to forward. Lookups preview
+  // rows whether it pays or not. Any deferred program may run in portions of a few windows, in between other
+  // operators.
   bool leaves_updates = false;
   std::size_t last_arrivals = 0;  // of parameters' last gradients, if so.
   std::minstd_rand portions;      // of opened programs, if so.
