@@ -85,6 +85,44 @@ TEST_CASE_FIXTURE(CycleFixture,
   cache->close_stream(requests);
 }
 
+TEST_CASE_FIXTURE(CycleFixture,
+                  "a lasting stream has room for its next page without content, though memory is full") {
+  make(400 * K, 0);
+  make_segments(8, 100 * K);
+  const auto fresh = segment(100 * K);  // no page has content yet
+  for (unsigned i = 4; i < 8; ++i) use(i);
+  cache->wait();  // memory is full of clean pages
+  const PinRequest requests[] = {{fresh.get(), Access::write}, {segments[0].get(), Access::read}};
+  cache->open_stream(requests);
+  std::size_t taken = 0;
+  for (std::size_t page = 0; page < fresh->pages(); ++page) {
+    cache->wait();
+    PagePin pin = cache->try_pin_page(*fresh, page, Access::write, /*is_brief=*/true);
+    if (!pin || !pin.try_wait()) break;
+    ++taken;
+    for (auto* const member : {fresh.get(), segments[0].get()}) cache->reach_in_stream(*member, page + 1);
+  }
+  CHECK(taken == fresh->pages());
+  cache->close_stream(requests);
+}
+
+TEST_CASE_FIXTURE(CycleFixture, "a lasting stream begins where its walk has stopped before") {
+  make(400 * K, 0);
+  make_segments(8, 320 * K);
+  for (auto& segment : segments) cache->evict(*segment);
+  cache->wait();
+  const PinRequest request{segments[0].get(), Access::read};
+  cache->open_stream({&request, 1});
+  const std::size_t late = segments[0]->pages() - 1;
+  cache->reach_in_stream(*segments[0], late);
+  use(7);  // a page that is let go of starts reads
+  cache->wait();
+  PagePin pin = cache->try_pin_page(*segments[0], late, Access::read, /*is_brief=*/true);
+  CHECK((pin && pin.try_wait()));
+  pin = {};
+  cache->close_stream({&request, 1});
+}
+
 TEST_CASE_FIXTURE(CycleFixture, "a lasting stream gives up reads that fail, and the use of the page has the error") {
   make(400 * K, 0, 16 * K, /*failing=*/true);
   make_segments(12, 320 * K);

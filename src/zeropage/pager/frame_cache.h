@@ -146,9 +146,9 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// are read while the disk has nothing else to do.
   void open_stream(std::span<const PinRequest> requests) { page_pins_.open_stream(requests); }
   void close_stream(std::span<const PinRequest> requests) noexcept { page_pins_.close_stream(requests); }
-  /// Tells that such a walk has used the segment's pages before this one.
-  void reach_in_stream(const Segment& segment, std::size_t page) noexcept {
-    page_pins_.reach_in_stream(segment, page);
+  /// Tells that such a walk has used the segment's pages before this one. `begun`: and a part of this one.
+  void reach_in_stream(const Segment& segment, std::size_t page, bool begun = false) noexcept {
+    page_pins_.reach_in_stream(segment, page, begun);
   }
   /// Keeps memory for a walk over these segments, which pins up to two pages of each at a time. Waits for it. A
   /// thread that pins several pages at once claims them first: it must not wait for memory while it holds some.

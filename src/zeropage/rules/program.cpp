@@ -250,8 +250,10 @@ void Program::open() {
   const auto used = operands(find_update(code_.instructions).has_value(), operand_of);
   c10::SmallVector<PinRequest, 8> requests;
   for (const Operand& operand : used) requests.push_back({operand.segment, operand.access});
-  domain_->opened.push_back(weak_from_this());
+  domain_->opened.reserve(domain_->opened.size() + 1);
   domain_->cache->open_stream(requests);
+  for (const Operand& operand : used) reach_in_stream(operand, progress_.done);
+  domain_->opened.push_back(weak_from_this());
   sealed_ = true;
   progress_.is_streamed = true;
   domain_->has_opened.store(true, std::memory_order_release);
@@ -273,7 +275,7 @@ bool Program::advance() {
   const Booking booking(&domain_->cache->booked(), Spent::updates);
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   const std::size_t done = progress_.done;
-  progress_.waits = domain_->leaves_updates;
+  progress_.waits = domain_->leaves_updates && domain_->portions() % 2 == 0;
   if (domain_->leaves_updates) progress_.windows = domain_->portions() % 3;
   const bool ended = run_or_end();
   if (begin != Trace::Time() && progress_.done > done) {

@@ -224,8 +224,6 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
     habit->numbers = known;
     if (domain->update_balance) domain->update_balance->step([&] { return moment(*domain); });
     if (const auto deferred = leaf->deferred()) deferred->settle();
-    if (!domain->leaves_updates || domain->portions() % 2 == 0) continue;
-    if (const auto deferred = leaf->deferred()) deferred->open();
   }
 }
 

@@ -58,7 +58,7 @@ class Cursor {
   void let_go() { held_[0] = {}, held_[1] = {}; }
   /// Notes, in a lasting stream, that all before `at` is done.
   void reach(std::size_t at) const {
-    if (operand_.segment) operand_.segment->cache()->reach_in_stream(*operand_.segment, at / page_elements_);
+    if (operand_.segment) reach_in_stream(operand_, at);
   }
 
   bool reads() const { return operand_.access == Access::read; }
@@ -350,7 +350,9 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
   const std::size_t elements = reach.elements;
   const bool device_is_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
   const bool on_cpu = device_is_cpu || where == Where::in_host;
-  const std::size_t threads = device_is_cpu ? at::get_num_threads() : 1;  // of a whole tensor's operator
+  // Of a whole tensor's operator: those of its first window, whatever their number is later.
+  if (progress.threads == 0) progress.threads = device_is_cpu ? at::get_num_threads() : 1;
+  const std::size_t threads = progress.threads;
   const std::size_t vector = on_cpu ? kVector : 1;
   const bool is_planned = std::any_of(operands.begin(), operands.end(),
                                       [](auto& o) { return o.segment && o.segment->domain()->planned_on; });
@@ -372,7 +374,8 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
     }
     for (auto& cursor : cursors) {
       if (keeps) cursor->keep();
-      if (!waits) cursor->reach(window.end), cursor->let_go();
+      if (progress.is_streamed) cursor->reach(window.end);
+      if (!waits) cursor->let_go();
     }
     at = window.end;
     --progress.windows;
@@ -407,6 +410,11 @@ bool for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking, RunSlic
     if (written && operand.segment->is_partitioned()) operand.segment->cache()->store(*operand.segment);
   }
   return true;
+}
+
+void reach_in_stream(const Operand& operand, std::size_t done) {
+  const std::size_t page_elements = operand.segment->page_bytes() / operand.tensor.itemsize() * operand.per;
+  operand.segment->cache()->reach_in_stream(*operand.segment, done / page_elements, done % page_elements > 0);
 }
 
 void copy_windows(const at::Tensor& to, const at::Tensor& from) {

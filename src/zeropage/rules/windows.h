@@ -56,6 +56,8 @@ struct Progress {
   bool waits = true;
   /// The walk ends early after so many more windows.
   std::size_t windows = SIZE_MAX;
+  /// How many threads the chunks are for. 0: it has not begun.
+  std::size_t threads = 0;
 };
 
 /// The memory of the windows: that of the operands' device, or that of the host below a device with its own memory
@@ -70,6 +72,9 @@ enum class Where : std::uint8_t { on_device, in_host };
 bool for_each_window(c10::ArrayRef<Operand> operands, Chunking chunking,
                      c10::function_ref<void(c10::ArrayRef<at::Tensor>)> run, Progress* progress = nullptr,
                      Where where = Where::on_device);
+
+/// Tells a lasting stream's cache that a walk has done so many elements of the operand's segment.
+void reach_in_stream(const Operand& operand, std::size_t done);
 
 /// Whether the segment can be an operand in the host.
 bool reaches_host(const StorageSegment& segment);

@@ -57,10 +57,10 @@ void PagePins::close_stream(std::span<const PinRequest> requests) noexcept {
   }
 }
 
-void PagePins::reach_in_stream(const Segment& segment, std::size_t page) noexcept {
+void PagePins::reach_in_stream(const Segment& segment, std::size_t page, bool begun) noexcept {
   if (monitor_.in_forked_child()) return;
   const Lock lock(monitor_.mutex());
-  if (!monitor_.closed() && segment.run()) ahead_.reach_in_stream(*segment.run(), page);
+  if (!monitor_.closed() && segment.run()) ahead_.reach_in_stream(*segment.run(), page, begun);
 }
 
 Grants::Claim PagePins::claim(Lock& lock, std::span<const PinRequest> requests) {

@@ -103,7 +103,7 @@ class PagePins {
   void announce(std::span<const PinRequest> requests);
   void open_stream(std::span<const PinRequest> requests);
   void close_stream(std::span<const PinRequest> requests) noexcept;
-  void reach_in_stream(const Segment& segment, std::size_t page) noexcept;
+  void reach_in_stream(const Segment& segment, std::size_t page, bool begun) noexcept;
   [[nodiscard]] Grants::Claim claim(Monitor::Lock& lock, std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
   [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access, bool is_brief);

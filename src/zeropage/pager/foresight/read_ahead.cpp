@@ -142,10 +142,12 @@ void ReadAhead::close_stream(const Run& run) noexcept {
   std::erase_if(streams_, [](const auto& stream) { return stream.empty(); });
 }
 
-void ReadAhead::reach_in_stream(Run& run, std::size_t page) noexcept {
+void ReadAhead::reach_in_stream(Run& run, std::size_t page, bool begun) noexcept {
   for (auto& stream : streams_) {
     for (Streamed& member : stream) {
-      if (member.run == &run && page > run.lasting_page) run.lasting_page = page, member.reads = 0;
+      if (member.run != &run || page < run.lasting_page) continue;
+      if (page > run.lasting_page) run.lasting_page = page, member.reads = 0, member.begun = false;
+      member.begun |= begun;
     }
   }
 }
@@ -162,7 +164,8 @@ void ReadAhead::read_streams(Lock& lock) {
   }
 }
 
-/// Reads pages of the stream that are used next, the members' in turns. `left`: bytes that may still be there unused.
+/// Reads pages of the stream that are used next, the members' in turns, and makes room for those without content.
+/// `left`: bytes that may still be there unused.
 ReadAhead::Result ReadAhead::read_stream(std::vector<Streamed>& stream, std::size_t& left, Lock& lock) {
   std::size_t steps = 1, first = ~std::size_t{0};
   for (const Streamed& member : stream) steps = std::max(steps, member.run->pages.size());
@@ -175,19 +178,28 @@ ReadAhead::Result ReadAhead::read_stream(std::vector<Streamed>& stream, std::siz
       Run& run = *member.run;
       const std::size_t pages = run.pages.size(), index = step * pages / steps;
       const bool is_new = step == first || index != (step - 1) * pages / steps;
-      // The walk may be in the middle of a page that it overwrites.
-      if (!is_new || index < run.lasting_page || !(reads(run, member.access) || index == run.lasting_page)) continue;
+      if (!is_new || index < run.lasting_page) continue;
       const Page& page = run.pages[index];
+      // The walk may be in the middle of a page that it overwrites.
+      const bool is_needed = reads(run, member.access) || (index == run.lasting_page && member.begun);
+      const bool is_read = is_needed && page.state == Residency::evicted;
+      if (!is_needed && index > run.lasting_page) continue;
       const std::size_t bytes = FrameMemory::bytes_of(run, index, 1);
       if (left < bytes) return Result::blocked;
       left -= bytes;
-      if (page.frame || page.state != Residency::evicted || !may_bring(run)) continue;
-      if (transfers_.reading_bytes() > kIdle || !transfers_.ready_to_read(run, index)) return Result::blocked;
-      // A read that fails begins again when it is demanded, and throws its error then.
-      if (member.reads > kMostReads + pages) return Result::blocked;
+      const bool is_absent = page.state == Residency::evicted || page.state == Residency::zero;
+      if (page.frame || !is_absent || !may_bring(run) || (!is_read && index > run.lasting_page)) continue;
+      if (is_read) {
+        if (transfers_.reading_bytes() > kIdle || !transfers_.ready_to_read(run, index)) return Result::blocked;
+        // A read that fails begins again when it is demanded, and throws its error then.
+        if (const auto group = timeline_.plan().latest_group(); member.group != group)
+          member.group = group, member.reads = 0;
+        if (member.reads > kMostReads + pages) return Result::blocked;
+      }
       const AccessPlan::Time time = std::max<AccessPlan::Time>(timeline_.now(), frames_.looked_ahead().reached);
       const std::int64_t later = std::min<std::int64_t>(kept_bytes_, 0);  // as in read()
       if (make_room(static_cast<std::int64_t>(bytes) - later, time, lock) == Result::blocked) return Result::blocked;
+      if (!is_read) continue;  // the walk makes the frame
       Frame* const frame = room_.try_make_frame(lock, run, index, 1, time);
       if (!frame) return Result::blocked;
       ++member.reads;

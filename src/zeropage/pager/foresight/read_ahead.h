@@ -55,8 +55,8 @@ class ReadAhead {
   /// Begins and ends a lasting stream over these segments, whose use has been announced.
   void open_stream(std::span<const PinRequest> requests);
   void close_stream(const Run& run) noexcept;
-  /// The walk has taken the run's pages before this one.
-  void reach_in_stream(Run& run, std::size_t page) noexcept;
+  /// The walk has taken the run's pages before this one. `begun`: and a part of this one.
+  void reach_in_stream(Run& run, std::size_t page, bool begun) noexcept;
 
  private:
   struct Member {
@@ -66,7 +66,9 @@ class ReadAhead {
   struct Streamed {
     Run* run;
     Access access;
-    std::size_t reads = 0;  // since the walk took a page
+    bool begun = false;       // the walk has taken a part of the next page
+    std::size_t reads = 0;    // without progress of the walk, since `group`
+    std::uint64_t group = 0;  // the plan's, by its number
   };
   struct Target {
     const Member* member;
