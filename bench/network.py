@@ -1,0 +1,294 @@
+"""Ranks on hosts of their own: seconds of a step over links of chosen rates. Stage 3 of zeropage, FSDP2 and DDP.
+
+A link is a real one, between network namespaces. All systems train the demo's model by turns, in one run a rate. Peak
+memory comes from runs of their own.
+
+to_bound: zeropage's seconds / (max(forward, gathers) + max(backward, gathers and reductions) + first gather + last
+reduction + update). Each of them is measured: forward, backward and update without a network, beside a process that
+pumps a step's bytes through the same link; bytes take their time at the rate that this process reaches alone.
+hidden: the part of the network's seconds that a step does not add to those of its computation.
+
+    sudo python bench/network.py [--hosts 2] [--gigabits 0.8 1.6 6.4 0]      # 0: no limit
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import train_gpt
+from _common import DTYPES, dtype_here, finish, median_ratio, turns
+from _hosts import Hosts, sent_bytes
+
+SYSTEMS = ("zeropage-host", "zeropage-disk", "fsdp2", "ddp")
+SHAPE = (768, 12, 12, 128)  # of train_gpt.GPT: width, layers, heads, length
+PUMP_PORT, GROUP_PORT = 29600, 29555
+CHUNK = bytes(1 << 20)
+
+
+def build(system: str, args: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    scope: Any = contextlib.nullcontext()
+    if system.startswith("zeropage"):
+        import zeropage
+
+        tier = system.split("-")[1]
+        scope = zeropage.init(
+            device="cpu",
+            stage=3,
+            **dict.fromkeys(["parameters", "gradients", "optimizer"], tier),
+            device_memory=args.device_memory,
+            host_memory=args.host_memory,
+            **({"disk_path": args.disk} if tier == "disk" else {}),
+        )
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    with scope:
+        model: torch.nn.Module = train_gpt.GPT(*SHAPE)
+    torch.set_default_dtype(torch.float32)
+    if system == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    if system == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+
+def forward(model: torch.nn.Module, text: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(text).flatten(0, 1).float(), target.flatten())
+
+
+class Pump:
+    """The process that sends bytes to the next host and takes as many from the one before."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__, "--pump"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.said()  # connected
+
+    def start(self, count: int) -> None:
+        assert self.process.stdin
+        print(count, file=self.process.stdin, flush=True)
+
+    def said(self) -> float:
+        """Wait for one transfer's end. Return its seconds."""
+        assert self.process.stdout
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def pump() -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    next_host = os.environ["HOSTS"].split(",")[(rank + 1) % ranks]
+    listener = socket.create_server(("", PUMP_PORT + rank))
+    while True:
+        try:
+            there = socket.create_connection((next_host, PUMP_PORT + (rank + 1) % ranks))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    here = listener.accept()[0]
+
+    def take(count: int) -> None:
+        into = bytearray(len(CHUNK))
+        while count > 0:
+            count -= here.recv_into(into, min(count, len(into)))
+
+    print(0.0, flush=True)
+    for line in sys.stdin:
+        count = left = int(line)
+        taker = threading.Thread(target=take, args=(count,))
+        start = time.perf_counter()
+        taker.start()
+        while left > 0:
+            left -= there.send(memoryview(CHUNK)[: min(left, len(CHUNK))])
+        taker.join()
+        print(time.perf_counter() - start, flush=True)
+
+
+def compute(model, optimizer, text, target, pump: Pump, passes: list[int]) -> dict[str, float]:
+    """The seconds of each part of a step without a network, while the pump sends each pass's bytes."""
+    seconds = {}
+    start = time.perf_counter()
+    pump.start(passes[0])
+    loss = forward(model, text, target)
+    seconds["forward"] = time.perf_counter() - start
+    pump.start(passes[1])
+    loss.backward()
+    seconds["backward"] = time.perf_counter() - start - seconds["forward"]
+    pump.said(), pump.said()
+    start = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad()
+    seconds["update"] = time.perf_counter() - start
+    return seconds
+
+
+def step(model, optimizer, text, target) -> float:
+    loss = forward(model, text, target)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def work(args: argparse.Namespace) -> None:
+    """On a rank: trains the systems by turns. Rank 0 prints the slowest rank's seconds and its own bytes."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    systems = args.systems.split(",")
+    made = {name: build(name, args) for name in systems}
+    batches = train_gpt.batches(train_gpt.standard_library(), args.batch, SHAPE[3], seed=1 + rank)
+
+    def slowest(seconds: float) -> float:
+        value = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value.item()
+
+    result: dict[str, Any] = {"seconds": {name: [] for name in systems}, "sent": {name: [] for name in systems}}
+    if args.computes:
+        plain = build("plain", args)
+        each = sum(p.numel() * p.element_size() for p in plain[0].parameters()) * (ranks - 1) // ranks
+        ends = sum(plain[0].get_submodule(n).weight.nbytes for n in ("bytes", "places")) * (ranks - 1) // ranks
+        pump = Pump()
+        result |= {"parts": [], "rates": [], "each": each, "ends": ends}
+    for name in systems:  # the plan knows the program after two steps
+        for _ in range(2):
+            step(*made[name], *next(batches))
+    for name in turns(args.rounds, [*systems, "compute"] if args.computes else systems):
+        text, target = next(batches)
+        dist.barrier()
+        if name == "compute":
+            pump.start(3 * each)
+            result["rates"].append(3 * each / slowest(pump.said()))
+            dist.barrier()
+            parts = compute(*plain, text, target, pump, [each, 2 * each])
+            result["parts"].append({part: slowest(seconds) for part, seconds in parts.items()})
+            continue
+        sent, start = sent_bytes(), time.perf_counter()
+        step(*made[name], text, target)
+        seconds = time.perf_counter() - start
+        dist.barrier()
+        result["sent"][name].append(sent_bytes() - sent)
+        result["seconds"][name].append(slowest(seconds))
+    if args.computes:
+        pump.close()
+    peak = torch.tensor(train_gpt.resident("VmHWM") - train_gpt.BASELINE)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    if rank == 0:
+        print(json.dumps(result | {"peak": peak.item()}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(hosts: Hosts, args: argparse.Namespace, systems: list[str], rounds: int, computes: bool) -> dict[str, Any]:
+    """Run all ranks. `computes`: measure the computation and the link too."""
+    ranks = len(hosts.names)
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    workers: list[subprocess.Popen] = []
+    with tempfile.TemporaryDirectory(dir=args.disk) as disk:
+        options = ["--dtype", args.dtype, "--batch", str(args.batch), "--disk", disk, "--rounds", str(rounds)]
+        options += ["--device-memory", args.device_memory, "--host-memory", args.host_memory]
+        command = [sys.executable, __file__, "--worker", "--systems", ",".join(systems), *options]
+        command += ["--computes"] if computes else []
+        try:
+            for rank in range(ranks):
+                environment = {
+                    **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+                    **{"MASTER_PORT": str(GROUP_PORT), "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"},
+                    **{"TORCH_CPP_LOG_LEVEL": "ERROR"},  # else it warns that hosts have no names
+                    "HOSTS": ",".join(hosts.address(i) for i in range(ranks)),
+                }
+                # Only rank 0 shows progress.
+                pipes = {"stdout": subprocess.PIPE, **({} if rank == 0 else {"stderr": subprocess.DEVNULL})}
+                workers.append(hosts.start(rank, command, environment, **pipes))
+            said = [worker.communicate(timeout=3600)[0] for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+    if any(worker.returncode for worker in workers):
+        raise SystemExit(f"a rank ended with an error: exit codes {[w.returncode for w in workers]}")
+    return json.loads(said[0].splitlines()[-1])
+
+
+def bound_of(measured: dict[str, Any]) -> tuple[float, float, float]:
+    """Return the seconds of the best possible step, of computing alone, and of the network alone."""
+    parts = {part: statistics.median(p[part] for p in measured["parts"]) for part in measured["parts"][0]}
+    rate = statistics.median(measured["rates"])
+    gathers, reductions, ends = measured["each"] / rate, measured["each"] / rate, measured["ends"] / rate
+    bound = max(parts["forward"], gathers) + max(parts["backward"], gathers + reductions) + 2 * ends + parts["update"]
+    return bound, sum(parts.values()), 2 * gathers + reductions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, help="with one rank each")
+    parser.add_argument("--gigabits", type=float, nargs="+", default=[0.8, 1.6, 6.4], help="a second; 0: no limit")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 128 bytes a rank and step")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device-memory", default="128MB", help="zeropage's: for gathered parameters")
+    parser.add_argument("--host-memory", default="1GB", help="zeropage's: for this rank's shares")
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder for states on disk")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--computes", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pump", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.pump:
+        return pump()
+    if args.worker:
+        return work(args)
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        raise SystemExit("bench/network.py makes network namespaces: run it as root, with iproute2 installed")
+    args.dtype = dtype_here(args.dtype)
+    systems = args.systems.split(",")
+    rows, figures = [], {}
+    with Hosts(args.hosts) as hosts:
+        print("peak memory …", file=sys.stderr)
+        peaks = {name: run(hosts, args, [name], 1, computes=False)["peak"] for name in systems}
+        for gigabits in args.gigabits:
+            print(f"{gigabits or 'unlimited'} Gbit/s …", file=sys.stderr)
+            hosts.limit(gigabits)
+            measured = run(hosts, args, systems, args.rounds, computes=True)
+            bound, computing, network = bound_of(measured)
+            rate = f"{gigabits:g} Gbit/s" if gigabits else "no limit"
+            rows.append([rate, "bound", bound, 3 * measured["each"] / 1e6, None, None, None])
+            for name in systems:
+                seconds = statistics.median(measured["seconds"][name])
+                sent = statistics.median(measured["sent"][name])
+                hidden = 1 - max(0.0, seconds - computing) / network
+                rows.append([rate, name, seconds, sent / 1e6, peaks[name] / 1e6, seconds / bound, hidden])
+                figures[f"{name}_to_bound_{gigabits:g}"] = round(seconds / bound, 3)
+            if "zeropage-host" in systems and "fsdp2" in systems:
+                times = measured["seconds"]
+                figures[f"to_fsdp2_{gigabits:g}"] = round(median_ratio(times["fsdp2"], times["zeropage-host"]), 3)
+    finish(rows, ["link", "system", "s/step", "MB sent a rank", "peak MB a rank", "of bound", "hidden"], **figures)
+
+
+if __name__ == "__main__":
+    main()
