@@ -84,6 +84,36 @@ def test_quantised_moments_resume_and_never_take_more_room(moments, config, fold
     assert same(model, again)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_sparse_momentum_resumes(background, config, folder):
+    """SGD keeps a sparse gradient as its momentum."""
+
+    def steps(embedding, optimizer, batches):
+        for batch in batches:
+            embedding(torch.arange(batch, batch + 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made(**other):
+        torch.manual_seed(0)
+        with zeropage.init(config.replace(device="cpu", min_page_bytes=4096, **other)):
+            embedding = nn.Embedding(40, 32, sparse=True)
+        return embedding, torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
+
+    embedding, optimizer = made()
+    steps(embedding, optimizer, range(2))
+    zeropage.save(folder, embedding, optimizer, background=background).wait()
+    again, optimizer_again = made(parameters="host", host_memory="8MB")
+    zeropage.load(folder, again, optimizer_again)
+    momenta = [o.state[e.weight]["momentum_buffer"] for e, o in ((embedding, optimizer), (again, optimizer_again))]
+    assert all(momentum.layout == torch.sparse_coo for momentum in momenta)
+    assert momenta[0].is_coalesced() == momenta[1].is_coalesced()
+    assert torch.equal(momenta[0].to_dense(), momenta[1].to_dense())
+    for each in ((embedding, optimizer), (again, optimizer_again)):
+        steps(*each, range(5, 7))
+    assert torch.equal(embedding.weight, again.weight)
+
+
 @pytest.mark.parametrize("visible", [False, True])
 @pytest.mark.parametrize("precision", ["mixed", "float32_split"])
 def test_other_dtypes_load_what_was_saved(precision, visible, config, folder):

@@ -312,6 +312,7 @@ class Checkpoint:
             entry = self._where["optimizer", name][1]
             dtype = getattr(torch, entry["dtype"])
             like = parameter is not None and parameter.dim() > 0 and list(parameter.shape) == entry["shape"]
+            like = like and not name.endswith(f"/{tree.SPARSE_VALUES}")
             if like and parameter is not None and dtype.is_floating_point:
                 own = _core.dtype_of_states(parameter)
                 tensors[name] = torch.zeros_like(parameter, dtype=own, memory_format=torch.preserve_format)

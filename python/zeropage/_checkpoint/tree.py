@@ -14,6 +14,9 @@ import torch
 
 from zeropage import _core
 
+# The last parts of the paths of a sparse tensor's tensors.
+SPARSE_INDICES, SPARSE_VALUES = "$indices", "$values"
+
 
 def encode(value: Any, at: str, tensors: dict[str, Any]) -> Any:
     """Encode `value` for JSON, and move its tensors to `tensors`, by their paths. Raises ZeropageError for other types.
@@ -22,6 +25,13 @@ def encode(value: Any, at: str, tensors: dict[str, Any]) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
+        tensors[f"{at}/{SPARSE_INDICES}"] = value.detach()._indices()
+        tensors[f"{at}/{SPARSE_VALUES}"] = value.detach()._values()
+        return {
+            "$sparse": [{"$tensor": f"{at}/{part}"} for part in (SPARSE_INDICES, SPARSE_VALUES)]
+            + [list(value.shape), value.is_coalesced()]
+        }
     if isinstance(value, torch.Tensor) or hasattr(value, "content"):
         tensors[at] = value.detach() if isinstance(value, torch.Tensor) else value
         return {"$tensor": at}
@@ -65,6 +75,9 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         ((key, inner),) = value.items()
         if key == "$tensor":
             return tensors[inner]
+        if key == "$sparse":
+            indices, values, shape, is_coalesced = (decode(part, tensors) for part in inner)
+            return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=True)
         if key == "$numpy":
             array = tensors[inner].numpy()
             return array if array.ndim else array[()]
