@@ -33,6 +33,10 @@ void refuse_graph_of_gradient() {
 
 namespace {
 
+std::int64_t address_of(const at::Tensor& tensor) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.unsafeGetTensorImpl()));
+}
+
 /// The weight's version and, for writes through `.data`, what is known of its content.
 std::vector<std::int64_t> state_of_content(const at::Tensor& weight) {
   std::vector<std::int64_t> state{static_cast<std::int64_t>(version_of(weight))};
@@ -54,6 +58,7 @@ void save(AutogradContext* context, variable_list tensors, const at::Tensor& wei
     context->saved_data["content"] = state_of_content(weight);
   }
   context->saved_data["weight"] = weight.detach();  // of the same version
+  context->saved_data["saved"] = address_of(weight);
   context->save_for_backward(std::move(tensors));
 }
 
@@ -70,6 +75,12 @@ variable_list saved_of(AutogradContext* context) {
         written.toString(), fmt::join(written.sizes(), ", "), version_of(written), content->second.toIntVector()[0]));
   }
   return context->get_saved_variables();
+}
+
+at::Tensor weight_of(AutogradContext* context, const at::Tensor& saved) {
+  const bool is_other = saved.defined() && context->saved_data["saved"].toInt() != address_of(saved);
+  if (is_other || (c10::GradMode::is_enabled() && saved.defined())) return saved;
+  return context->saved_data["weight"].toTensor();
 }
 
 void forget_weight(AutogradContext* context) {
@@ -241,9 +252,7 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
   static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
     const auto saved = saved_of(context);
     const at::Tensor& x = saved[0];
-    // Like the view of the weight that PyTorch's product saves, it stays valid after `weight.data = another`.
-    const at::Tensor place = context->saved_data["weight"].toTensor();
-    const at::Tensor& weight = c10::GradMode::is_enabled() && saved[1].defined() ? saved[1] : place;
+    const at::Tensor place = context->saved_data["weight"].toTensor(), weight = weight_of(context, saved[1]);
     const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
     const at::Tensor arrived = gradients[0].to(dtype);
     const at::Tensor gradient = c10::GradMode::is_enabled() ? arrived : in_memory(arrived);

@@ -37,6 +37,10 @@ void save(torch::autograd::AutogradContext* context, torch::autograd::variable_l
 /// Returns what save() saved. Throws if the program has written one of these tensors since, as PyTorch does. Under
 /// autocast PyTorch saves a cast, and the program may write the weight. Tiles save no cast; the error says so.
 torch::autograd::variable_list saved_of(torch::autograd::AutogradContext* context);
+/// The weight that backward reads; `saved`: what autograd returned for it, if it was saved. Like the view that
+/// PyTorch's product saves, it stays the same after `weight.data = another`. But if hooks replaced what was saved, as
+/// checkpoints do, it is theirs.
+at::Tensor weight_of(torch::autograd::AutogradContext* context, const at::Tensor& saved);
 
 /// At the end of a backward: drops save()'s reference to the weight, unless the graph is kept.
 void forget_weight(torch::autograd::AutogradContext* context);

@@ -200,7 +200,8 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     refuse_late_hooks(context);
     const Computing computing;
     const auto saved = saved_of(context);
-    const at::Tensor &x = saved[0], &weight = saved[1], &target = saved[2], &highest = saved[4], &log_sum = saved[5];
+    const at::Tensor weight = weight_of(context, saved[1]);
+    const at::Tensor &x = saved[0], &target = saved[2], &highest = saved[4], &log_sum = saved[5];
     const auto& domain = paged_segment(weight).domain();
     const auto stored = x.scalar_type(), computed = highest.scalar_type();
     const BlockedLogits logits(saved[3], x.size(1), weight.size(0), computed);
