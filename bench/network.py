@@ -4,8 +4,8 @@ A link is a real one, between network namespaces. All systems train the demo's m
 memory comes from runs of their own.
 
 to_bound: zeropage's seconds / (max(forward, gathers) + max(backward, gathers and reductions) + first gather + last
-reduction + update). Each of them is measured: forward, backward and update without a network, beside a process that
-pumps a step's bytes through the same link; bytes take their time at the rate that this process reaches alone.
+reduction + update). All of them are measured. A process pumps a step's bytes through the link, while the ranks compute
+forward and backward without any other traffic. Bytes take their time at the rate that this process reaches alone.
 hidden: the part of the network's seconds that a step does not add to those of its computation.
 
     sudo python bench/network.py [--hosts 2] [--gigabits 0.8 1.6 6.4 0]      # 0: no limit

@@ -350,7 +350,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
   const std::size_t elements = reach.elements;
   const bool device_is_cpu = std::all_of(operands.begin(), operands.end(), [](auto& o) { return o.tensor.is_cpu(); });
   const bool on_cpu = device_is_cpu || where == Where::in_host;
-  // Of a whole tensor's operator: those of its first window, whatever their number is later.
+  // The threads of a whole tensor's operator: as many as at the first window, whatever their number is later.
   if (progress.threads == 0) progress.threads = device_is_cpu ? at::get_num_threads() : 1;
   const std::size_t threads = progress.threads;
   const std::size_t vector = on_cpu ? kVector : 1;
