@@ -84,6 +84,7 @@ def test_quantised_moments_resume_and_never_take_more_room(moments, config, fold
     assert same(model, again)
 
 
+@pytest.mark.cpu  # the simulated device has no sparse tensors
 @pytest.mark.parametrize("background", [False, True])
 def test_sparse_momentum_resumes(background, config, folder):
     """SGD keeps a sparse gradient as its momentum."""
