@@ -6,7 +6,9 @@ import atexit
 import dataclasses
 import os
 import warnings
+import weakref
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,48 @@ def is_alive(group: ProcessGroup | None) -> bool:
         return group is not None and bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError):
         return False
+
+
+# By shard group. Weak references, because destroy_process_group() must end the groups' threads.
+_connections: WeakKeyDictionary[ProcessGroup, list[weakref.ref[ProcessGroup]]] = WeakKeyDictionary()
+
+
+def connections_of(shard: ProcessGroup | None, device: str) -> tuple[str, str] | None:
+    """Return the names of two more groups over the same ranks, for gathers and for sums of gradients.
+
+    All ranks call it together. None unless the group's transfers are Gloo's, between tensors on the CPU, and if ranks
+    know different numbers of groups.
+    """
+    if shard is None or device != "cpu" or not is_alive(shard) or dist.get_world_size(shard) < 2:
+        return None
+    known = [made() for made in _connections.get(shard, [])]
+    timeout = None
+    try:
+        backend = shard._get_backend(torch.device("cpu"))
+        if backend.name() == "gloo":
+            timeout = backend.options._timeout
+    except (AttributeError, RuntimeError):  # no backend for the CPU, or one in a wrapper that checks collectives
+        pass
+    is_made = bool(known) and all(map(is_alive, known))
+    # new_group() makes a name of the number of groups that this rank knows.
+    mine = (timeout, is_made, 0 if is_made else len(dist.distributed_c10d._world.pg_names))
+    everyones: list[Any] = [None] * dist.get_world_size(shard)
+    dist.all_gather_object(everyones, mine, group=shard)
+    if timeout is None or any(other != mine for other in everyones):
+        return None
+    if not is_made:
+        known = [
+            dist.new_group(
+                dist.get_process_group_ranks(shard),
+                timeout=timeout,
+                backend="gloo",
+                use_local_synchronization=True,
+                group_desc=f"zeropage: {what}",
+            )
+            for what in ("gathers", "sums of gradients")
+        ]
+        _connections[shard] = [weakref.ref(made) for made in known]
+    return _name(known[0]), _name(known[1])
 
 
 def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup | None) -> Groups:

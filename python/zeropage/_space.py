@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zeropage import _activations, _core, _integrations
 from zeropage._config import Config, ConfigLike
 from zeropage._integrations.addresses import real_addresses
-from zeropage._ranks import Groups, ProcessGroup, find_groups, is_alive
+from zeropage._ranks import Groups, ProcessGroup, connections_of, find_groups, is_alive
 from zeropage._report import Report
 from zeropage._tuned import add_tuned
 
@@ -124,6 +124,9 @@ class Space:
         core = self._settings._core()
         add_tuned(core)
         self._start(_core.Space(core, *groups.names()), time.perf_counter, groups)
+        connections = connections_of(groups.shard, self.config.device)
+        if connections is not None:
+            self._core.set_groups(*connections)
         if self._activations is not None:
             _activations.follow(self._activations, self._core)
 

@@ -102,18 +102,22 @@ TEST_CASE("a share that is about to change must not be pinned whole") {
 
 TEST_CASE("ranks run the same collectives in the same order, whatever their disks and deaths do") {
   constexpr int kRanks = 3;
+  bool apart = false;
+  SUBCASE("gathers share a connection") {}
+  SUBCASE("gathers have their own connection") { apart = true; }
   Meeting meeting(kRanks);
   std::vector<std::vector<std::string>> logs(kRanks);
   on_every_rank(kRanks, [&](int rank) {
-    Rank self(meeting, rank, 10 * kPage);  // few whole tensors fit
-    std::mt19937 program(1);               // the same on all ranks
-    std::mt19937 own(100 + rank);          // what differs
+    Rank self(meeting, rank, 10 * kPage, nullptr, nullptr, apart);  // few whole tensors fit
+    std::mt19937 program(1);                                        // the same on all ranks
+    std::mt19937 own(100 + rank);                                   // what differs
     auto noise = std::make_unique<TestSegment>();
     self.local->bind(*noise, {20 * kPage, 0, Role::optimizer, Tier::disk});
     std::vector<Tensor> alive, dead;
     std::uint64_t creations = 0;
     for (int step = 0; step < 1500; ++step) {
       const unsigned what = program() % 10, which = program();
+      self.ranks->log.push_back("step " + std::to_string(step));  // another collective
       if (alive.size() < 4 || what == 0) {
         const std::size_t elements = which % 3 == 0 ? 20 + which % 100 : 500 + which % 6'000;
         alive.push_back(self.make_tensor(elements, ++creations));
@@ -149,8 +153,66 @@ TEST_CASE("ranks run the same collectives in the same order, whatever their disk
     alive.clear(), dead.clear();
     noise.reset();
   });
-  CHECK(logs[0].size() > 200);
+  CHECK(logs[0].size() > 1500 + 200);
   for (const auto& log : logs) CHECK(log == logs[0]);
+}
+
+TEST_CASE("gathers with a connection of their own start before an operator needs them") {
+  bool apart = false;
+  SUBCASE("shared") {}
+  SUBCASE("their own") { apart = true; }
+  Meeting meeting(2);
+  on_every_rank(2, [&](int rank) {
+    Rank self(meeting, rank, 16 * kPage, nullptr, nullptr, apart);
+    std::vector<Tensor> tensors;
+    for (std::uint64_t number = 1; number <= 12; ++number)
+      tensors.push_back(self.make_tensor(2 * kPage / kItem, number));
+    for (Tensor& tensor : tensors) self.write_share(tensor, 1);
+    std::size_t early = 0;
+    for (int turn = 0; turn < 6; ++turn) {
+      for (std::size_t i = 0; i < tensors.size(); ++i) {
+        CHECK(self.holds(*tensors[i].whole, 1));
+        const std::string next = std::to_string((i + 1) % tensors.size() + 1) + "/0";
+        if (turn > 3)
+          early += self.ranks->log.back().starts_with(next) || self.ranks->log.end()[-2].starts_with(next);
+      }
+    }
+    CHECK((early > tensors.size() / 2) == apart);
+    if (!apart) CHECK(early == 0);
+  });
+}
+
+TEST_CASE("the next tensors that an operator has yet to change are named, as far as reading ahead would go") {
+  Meeting meeting(1);
+  Rank self(meeting, 0, 16 * kPage);
+  std::vector<Tensor> tensors;
+  for (std::uint64_t number = 1; number <= 12; ++number)
+    tensors.push_back(self.make_tensor(2 * kPage / kItem, number));
+  for (Tensor& tensor : tensors) self.write_share(tensor, 1);
+  for (int turn = 0; turn < 4; ++turn) {
+    for (Tensor& tensor : tensors) CHECK(self.holds(*tensor.whole, 1));
+  }
+  const auto named = [&] {
+    std::vector<Segment*> found;
+    self.cache->take_changes([&](Segment& segment) { found.push_back(&segment); });
+    return found;
+  };
+  CHECK(named().empty());
+  for (Tensor& tensor : tensors) self.cache->expect_change(*tensor.whole);
+  const auto found = named();
+  REQUIRE(found.size() >= 2);
+  CHECK(found.size() < 4);  // a part of memory
+  for (std::size_t i = 0; i < found.size(); ++i) CHECK(found[i] == tensors[i].whole.get());
+  CHECK(named().empty());  // once each
+  // A parameter that died here may live on other ranks, which give up its frames with its change.
+  CHECK(self.holds(*tensors[0].whole, 1));
+  for (std::size_t i = 1; i < 12; ++i) CHECK(self.holds(*tensors[i].whole, 1));  // then it is read ahead
+  self.cache->expect_change(*tensors[0].whole);
+  tensors[0] = {};
+  const auto in_memory = [&] { return self.cache->usage(Pool::device).now; };
+  const std::size_t before = in_memory();
+  CHECK(named().empty());
+  CHECK(in_memory() < before);
 }
 
 TEST_CASE("a share takes what another stream wrote to the whole, before the memory is used again") {

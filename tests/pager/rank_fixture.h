@@ -19,10 +19,11 @@ struct Tensor {
 };
 
 struct Rank : CacheFixture {
-  /// `device` has the shares' memory apart, and `above` that of whole tensors. Null: one memory.
+  /// `device` has the shares' memory apart, and `above` that of whole tensors. Null: one memory. `apart`: gathers
+  /// have a connection of their own.
   Rank(Meeting& meeting, int rank, std::size_t gathered_bytes, std::shared_ptr<DeviceMemory> device = nullptr,
-       std::shared_ptr<DeviceMemory> above = nullptr)
-      : ranks(std::make_shared<ThreadRanks>(meeting, rank)) {
+       std::shared_ptr<DeviceMemory> above = nullptr, bool apart = false)
+      : ranks(std::make_shared<ThreadRanks>(meeting, rank, apart)) {
     make(8 * kPage, 24 * kPage, kPage, /*failing=*/false, std::move(device));
     local = cache;
     cache = FrameCache::make_gathered(local, ranks, gathered_bytes, std::move(above));

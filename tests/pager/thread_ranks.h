@@ -38,16 +38,17 @@ class Meeting {
   std::map<std::size_t, std::map<int, std::vector<std::byte>>> calls_;
 };
 
-/// A rank that is a thread. Logs the all-gathers that it runs.
+/// A rank that is a thread. Logs the all-gathers that it runs. `apart`: they have a connection of their own.
 class ThreadRanks final : public Ranks {
  public:
-  ThreadRanks(Meeting& meeting, int rank) : meeting_(meeting), rank_(rank) {}
+  ThreadRanks(Meeting& meeting, int rank, bool apart = false) : meeting_(meeting), rank_(rank), apart_(apart) {}
 
   int size() const override { return meeting_.ranks(); }
   int rank() const override { return rank_; }
+  bool gathers_apart() const override { return apart_; }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t bytes,
                                    const Subject& subject) override {
-    log.push_back(std::to_string(subject.number) + "/" + std::to_string(subject.page) + ":" + std::to_string(bytes));
+    log.push_back(text_of(bytes, subject));
     const std::size_t call = log.size();
     meeting_.bring(call, rank_, {part, part + bytes});
     return std::make_unique<Gathering>(meeting_, call, into);
@@ -59,6 +60,9 @@ class ThreadRanks final : public Ranks {
   std::vector<std::string> log;
 
  private:
+  static std::string text_of(std::size_t bytes, const Subject& subject) {
+    return std::to_string(subject.number) + "/" + std::to_string(subject.page) + ":" + std::to_string(bytes);
+  }
   struct Gathering final : Work {
     Gathering(Meeting& meeting, std::size_t call, std::byte* into) : meeting(meeting), call(call), into(into) {}
     ~Gathering() override { wait(); }
@@ -74,6 +78,7 @@ class ThreadRanks final : public Ranks {
 
   Meeting& meeting_;
   int rank_;
+  bool apart_;
 };
 
 }  // namespace zeropage

@@ -1,6 +1,7 @@
 """Ranks that do not do the same: by mistake, by design, and because one of them is gone."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from devices import generator_of
 from models import GPT, gpt_loss
 from ranks import Ranks, space
+from zeropage._ranks import connections_of
 
 import zeropage
 
@@ -343,3 +345,54 @@ def exist_before(stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_that_exists_is_paged_over_ranks(stage, two):
     two.run(exist_before, stage)
+
+
+def trace_forward_after_a_step(folder):
+    """Return, for each of forward's layers, how many updates ran before its operator began."""
+    with zeropage.init(
+        device="cpu", stage=3, device_memory="600KB", host_memory="20MB", page_size="16KiB",
+        **dict.fromkeys(["parameters", "gradients", "optimizer"], "host"),
+    ):  # fmt: skip
+        model = torch.nn.Sequential(*[torch.nn.Linear(128, 128, bias=False) for _ in range(12)])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(16, 128)
+    for _ in range(4):  # the plan knows the program then
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zeropage.trace(f"{folder}/run.json") as recording:
+        model(x)
+    zeropage.synchronize()
+    with open(recording.path) as file:
+        events = json.load(file)
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    updates = [event["ts"] for event in events if event.get("cat") == "update"]
+    operators = sorted(event["ts"] for event in events if event.get("name") == "aten::linear")
+    return [sum(update < operator for update in updates) for operator in operators]
+
+
+def test_updates_run_an_operator_before_they_are_needed_so_that_gathers_can_start(two, tmp_path):
+    for before in two.run(trace_forward_after_a_step, str(tmp_path)):
+        # An update runs within the operator that needs it, or that of an earlier layer.
+        assert len(before) == 12
+        assert sum(count > layer for layer, count in enumerate(before)) >= 10
+
+
+def train_twice(others_first):
+    """Return the connections of two spaces."""
+    if others_first:
+        dist.new_group([0])  # ranks know different numbers of groups from here on
+    made = []
+    for _ in range(2):
+        with zeropage.init(device="cpu", stage=3):
+            model = nn.Linear(64, 64)
+        model(torch.ones(2, 64)).sum().backward()
+        made.append(connections_of(dist.group.WORLD, "cpu"))
+    return made
+
+
+@pytest.mark.parametrize("others_first", [False, True])
+def test_connections_are_made_once_and_not_where_their_names_would_differ(others_first, pair):
+    mine, others = pair.run(train_twice, others_first)
+    assert mine == others and mine[0] == mine[1]
+    assert mine[0] is None if others_first else len(set(mine[0])) == 2

@@ -17,6 +17,7 @@
 #include "zeropage/base/current_activity.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/base/no_paging_guard.h"
+#include "zeropage/base/units.h"
 #include "zeropage/base/waits.h"
 
 namespace zeropage {
@@ -24,6 +25,7 @@ namespace {
 
 constexpr std::size_t kAlwaysChecked = 512;  // number of first collectives, all checked
 constexpr std::size_t kCheckedEvery = 64;    // of the later ones
+constexpr std::size_t kShort = kMiB;         // bytes that hold up words little
 constexpr std::size_t kTextBytes = 512;      // of a rank's report of its position
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // splitmix64's finalizer
@@ -194,8 +196,9 @@ class Collectives::SummingParts final : public Pending {
     const auto begin = static_cast<std::size_t>(parts.size(1) * owner_.rank());
     const at::Tensor mine = mean_of_parts(parts, settled, begin).to(mean.scalar_type());
     at::Tensor all = at::empty({parts.numel()}, mine.options());
-    owner_.start<Pending>([&] { return gather_flat(*owner_.group(), all, mine); }, {all, mine}, Staging(false))
-        ->wait();
+    // A short message would wait for the sums that were started meanwhile.
+    const Group group = all.nbytes() > kShort ? owner_.sums() : owner_.group();
+    owner_.start<Pending>([&] { return gather_flat(*group, all, mine); }, {all, mine}, Staging(false))->wait();
     mean.view({-1}).copy_(all.narrow(0, 0, mean.numel()));
     kept_.clear();
   }
@@ -214,8 +217,7 @@ class Collectives::Scaling final : public Pending {
 };
 
 Collectives::Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep)
-    : group_(group),
-      kept_(keep ? group : nullptr),
+    : small_(connect(group, keep)),
       size_(group->getSize()),
       rank_(group->getRank()),
       device_(device),
@@ -225,8 +227,17 @@ Collectives::Collectives(const Group& group, c10::Device device, CheckRanks chec
   is_staged_ = !device.is_cpu() && control_device_.is_cpu() && !has_backend(*group, device.type());
 }
 
-Collectives::Group Collectives::group() const {
-  if (auto group = group_.lock()) return group;
+Collectives::Connection Collectives::connect(const Group& group, bool keep) {
+  return {c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), keep ? group : nullptr, true};
+}
+
+void Collectives::set_groups(const Group& gathers, const Group& sums) {
+  gathers_ = connect(gathers, small_.kept != nullptr);
+  sums_ = connect(sums, small_.kept != nullptr);
+}
+
+Collectives::Group Collectives::alive(const Connection& connection) {
+  if (auto group = connection.group.lock()) return group;
   throw RankError(
       "the process group of this space was destroyed; use partitioned tensors before "
       "torch.distributed.destroy_process_group()");
@@ -376,7 +387,7 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
   Staging staging(is_staged_);
   const at::Tensor out = staging.out(whole), in = staging.in(mine);
-  return start<Pending>([&] { return gather_flat(*group(), out, in); }, {out, in}, std::move(staging));
+  return start<Pending>([&] { return gather_flat(*gathers(), out, in); }, {out, in}, std::move(staging));
 }
 
 std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject,
@@ -388,7 +399,7 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
     // The backend adds in the tensor's own dtype: half values must not overflow.
     const bool is_wide = in.scalar_type() != at::kHalf;
     if (!is_wide) in = in.mul(1.0 / size());
-    const auto scatter = [&] { return scatter_flat(*group(), out, in); };
+    const auto scatter = [&] { return scatter_flat(*sums(), out, in); };
     return is_wide ? start<Scaling>(scatter, {out, in}, Staging(false))
                    : start<Pending>(scatter, {out, in}, Staging(false));
   }
@@ -396,7 +407,7 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
   in = staging.in(in), out = staging.out(out);
   at::Tensor parts = at::empty_like(in);
   auto work =
-      start<Summing>([&] { return all_to_all_flat(*group(), parts, in); }, {out, parts, in}, std::move(staging));
+      start<Summing>([&] { return all_to_all_flat(*sums(), parts, in); }, {out, parts, in}, std::move(staging));
   static_cast<Summing&>(*work).settled = std::move(settled);
   return work;
 }
@@ -412,13 +423,13 @@ std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subj
     const std::int64_t part = (result.numel() + size() - 1) / size();
     at::Tensor in = at::zeros({part * size()}, result.options()), parts = at::empty_like(in);
     in.narrow(0, 0, result.numel()).copy_(result.view({-1}));
-    auto work = start<SummingParts>([&] { return all_to_all_flat(*group(), parts, in); }, {result, parts, in},
+    auto work = start<SummingParts>([&] { return all_to_all_flat(*sums(), parts, in); }, {result, parts, in},
                                     std::move(staging));
     static_cast<SummingParts&>(*work).settled = std::move(settled);
     return work;
   }
   std::vector<at::Tensor> tensors{result};
-  const auto sum = [&] { return start_on(*group(), result, [&](auto& on) { return on.allreduce(tensors); }); };
+  const auto sum = [&] { return start_on(*sums(), result, [&](auto& on) { return on.allreduce(tensors); }); };
   if (result.scalar_type() == at::kHalf) {  // the sum in its own dtype must not overflow
     tensors[0].mul_(1.0 / size());
     return start<Pending>(sum, {result}, std::move(staging));
@@ -488,7 +499,7 @@ std::string Collectives::where_all_are() {
   };
   const std::string mine = fmt::format("{}, in {}", last_, CurrentActivity::now("no operator"));
   const auto alone = fmt::format("\n  rank {}: {}\n  the others cannot be asked", rank(), mine);
-  const auto group = group_.lock();
+  const auto group = small_.group.lock();
   const auto store = group ? group->getStore() : nullptr;
   if (!store) return alone;
   // A thread that asks an unreachable store may wait forever, so a new thread asks it.

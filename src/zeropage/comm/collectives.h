@@ -44,9 +44,16 @@ class Collectives final : public Ranks {
   /// interpreter, so destroy_process_group() must end them, as in a program without zeropage. `keep` is false for
   /// such a group, and collectives after its end throw RankError.
   Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep);
+  /// [Note: groups of their own] A group's transfers to one rank share a connection. A word that ranks compare would
+  /// wait there for the tens of megabytes under way, and a gather for the sums before it. Gathers and sums may each
+  /// have a group over the same ranks. `group` then serves the rest: words, norms and the broadcasts at the start.
+  /// All collectives still start in one order. All ranks call this together, before they share tensors. The groups
+  /// are kept as `group` is.
+  void set_groups(const Group& gathers, const Group& sums);
 
   int size() const override { return size_; }
   int rank() const override { return rank_; }
+  bool gathers_apart() const override { return gathers_.is_set; }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                    const Subject& subject) override;
   void fail(std::string_view why) override;
@@ -92,6 +99,11 @@ class Collectives final : public Ranks {
   class Summing;
   class SummingParts;
   class Scaling;
+  struct Connection {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group{Group()};
+    Group kept = nullptr;  // null: [Note: whose group]
+    bool is_set = false;
+  };
   void enter(std::string_view kind, const Subject& subject, std::size_t bytes);
   void record(std::string_view kind, const Subject& subject, std::size_t bytes);
   at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
@@ -102,9 +114,13 @@ class Collectives final : public Ranks {
   std::vector<std::string> gather_padded(std::string mine, std::size_t bytes);
   std::string where_all_are();
 
-  Group group() const;
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
-  Group kept_;  // null: [Note: whose group]
+  Group group() const { return alive(small_); }
+  Group gathers() const { return alive(gathers_.is_set ? gathers_ : small_); }
+  Group sums() const { return alive(sums_.is_set ? sums_ : small_); }
+  static Group alive(const Connection& connection);
+  static Connection connect(const Group& group, bool keep);
+
+  Connection small_, gathers_{}, sums_{};
   int size_, rank_;
   c10::Device device_;
   c10::Device control_device_;  // of small tensors: the CPU if the group has a backend for it

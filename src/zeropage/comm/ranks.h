@@ -33,6 +33,8 @@ class Ranks {
   virtual int size() const = 0;
   virtual int rank() const = 0;
 
+  /// Whether gathers have a connection of their own, so that gathers ahead hold up nothing else.
+  virtual bool gathers_apart() const { return false; }
   /// Starts to gather every rank's `part_bytes`, in rank order, into size() * part_bytes at `into`, which may contain
   /// `part` already. Both must stay until the work was waited for. Throws RankError.
   [[nodiscard]] virtual std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part,

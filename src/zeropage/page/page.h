@@ -157,6 +157,7 @@ struct Run {
   int filling = 0;             // threads that copy without the lock, before they hold the run whole.
   // For gathered runs:
   bool is_gathered = false, is_packed = false;  // fixed at creation: read without the lock
+  bool expects_change = false;                  // of its shares: FrameCache::expect_change()
   std::vector<Share> shares;
   std::uint64_t number = 0;      // of its first tensor, the same on all ranks
   std::size_t packed_bytes = 0;  // bytes given out to tensors that share the page, dead ones included

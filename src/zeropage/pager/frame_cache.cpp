@@ -206,6 +206,23 @@ void FrameCache::release(Segment& segment) noexcept {
   home_allocator_.release(run, segment.offset_, segment.bytes_);
 }
 
+void FrameCache::expect_change(Segment& segment) {
+  const Lock lock(monitor_.mutex());
+  if (segment.run_) segment.run_->expects_change = true;
+}
+
+void FrameCache::take_changes(const std::function<void(Segment&)>& visit) {
+  Lock lock(monitor_.mutex());
+  const std::vector<Run*> runs = ahead_.changes();
+  for (Run* run : runs) {
+    run->expects_change = false;
+    if (run->only) visit(*run->only);
+  }
+  for (Run* run : runs) {
+    if (!run->only && !run->packed()) room_.give_up_frames(lock, *run);
+  }
+}
+
 bool FrameCache::has_room(Tier tier, std::size_t bytes) const {
   if (has_separate_memory() && tier != Tier::device) return lower_->has_room(tier, bytes);
   const Lock lock = monitor_.look();

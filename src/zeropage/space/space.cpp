@@ -683,6 +683,10 @@ std::vector<std::pair<std::string, std::size_t>> Space::unpaged_operators() cons
   return domain_->unpaged_operators.counts();
 }
 
+void Space::set_groups(const Groups::Group& gathers, const Groups::Group& sums) {
+  domain_->partition.ranks->set_groups(gathers, sums);
+}
+
 void Space::start_equal() {
   const Booking booking(&domain_->cache->booked(), Spent::overhead);
   zeropage::start_equal(*domain_);

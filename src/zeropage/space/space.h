@@ -106,9 +106,10 @@ std::ostream& operator<<(std::ostream& out, const Report& report);
 /// the shard group and replicated across the replica group, like HSDP and MiCS. Rank i of each shard group must be in
 /// one replica group with the other ranks i.
 struct Groups {
-  c10::intrusive_ptr<c10d::ProcessGroup> shard;    // null: one process
-  c10::intrusive_ptr<c10d::ProcessGroup> replica;  // null: no replicas
-  bool keep = true;                                // the space keeps them alive: [Note: whose group]
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  Group shard;       // null: one process
+  Group replica;     // null: no replicas
+  bool keep = true;  // the space keeps them alive: [Note: whose group]
 };
 
 /// The language of the program. Some settings need hooks that only Python has: `activations` in host or on disk,
@@ -124,6 +125,9 @@ class Space : public std::enable_shared_from_this<Space> {
   /// Makes a space over ranks. All ranks call it together. Automatic sizes become the least that suits any rank. If
   /// one rank fails or has other settings, all throw: RankError on the others.
   static std::shared_ptr<Space> make(const Config& config, const Groups& groups, Frontend frontend = Frontend::cpp);
+  /// Gives gathers and sums of gradients groups of their own over the shard group's ranks ([Note: groups of their
+  /// own] in comm/collectives.h). All ranks call it together, before they share tensors.
+  void set_groups(const Groups::Group& gathers, const Groups::Group& sums);
   /// Makes a space on a planned machine (plan/machine.h). Its tensors are on torch's "meta" device. Only the thread
   /// that has entered the machine's clock may use it. `ranks`: this is the first of as many, and the others behave
   /// alike. Takes the settings of Python.

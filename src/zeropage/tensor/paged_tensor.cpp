@@ -261,6 +261,7 @@ void StorageSegment::defer(std::shared_ptr<Deferred> deferred, std::exception_pt
   if (!deferred_ && awaiter_) {
     std::exchange(awaiter_, nullptr)->has_run(*this, std::move(failure));
   }
+  if (deferred_ && share_.defined() && domain_->runs_coming_updates()) cache()->expect_change(*this);
   const bool is_deferred = deferred_ != nullptr, in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);
@@ -540,6 +541,11 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked, const PinOptions& options)
     request->access = Access::overwrite;
     if (!exceptions_) exceptions_ = std::uncaught_exceptions();
   }
+  // Operators of one rank alone find their tensors pinned (zeropage.gather_together).
+  const bool gathers = std::ranges::any_of(requests, [](const PinRequest& request) {
+    return request.segment->cache()->is_gathered() && !request.segment->is_pinned();
+  });
+  if (gathers) run_coming_updates(*static_cast<StorageSegment*>(requests[0].segment)->domain());
   // One call for each cache. Nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
     FrameCache& cache = *requests[begin].segment->cache();

@@ -217,6 +217,8 @@ struct Domain {
   bool mixes() const { return compute_dtype != c10::ScalarType::Undefined; }
   /// Ranks and mixed precision make us page every tensor: ranks must reduce its gradient, and its dtype must be that
   /// of the others. Small tensors stay in memory.
+  /// Whether run_coming_updates() does anything.
+  bool runs_coming_updates() const { return gathered && partition.ranks->gathers_apart(); }
   bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= min_page_bytes); }
   /// Whether a tensor is too small to partition. Elements decide, so that tensors of one shape agree whatever their
   /// dtype.
@@ -256,7 +258,7 @@ class StorageSegment final : public Segment {
 
   /// Whether operators that read or write it have yet to run.
   bool is_deferred() const { return is_deferred_.load(std::memory_order_acquire); }
-  bool will_change() const override { return is_deferred(); }
+  bool will_change() const override { return is_deferred() && !domain_->runs_coming_updates(); }
   bool will_change_below() const override { return is_deferred_in_host_.load(std::memory_order_acquire); }
   /// Needs the domain's deferral_mutex.
   const std::shared_ptr<Deferred>& deferred() const { return deferred_; }
@@ -452,6 +454,10 @@ void take_segment(const at::Tensor& tensor, const at::Tensor& made);
 
 /// Runs all deferred operators, in the order in which they were begun. Throws the first error.
 void run_deferred(Domain& domain);
+/// Over ranks: runs the updates of the parameters that are used next, so that their gathers go on under the operators
+/// before. All ranks call it at the same places, where an operator is about to pin gathered tensors. Throws the
+/// updates' errors.
+void run_coming_updates(Domain& domain);
 /// Runs what opened operators can do without waiting. Returns at once if another thread uses deferred operators.
 void advance_opened(Domain& domain);
 /// Makes tensors created in a scope the same on all ranks. Each rank keeps the share it initialised; tensors that are

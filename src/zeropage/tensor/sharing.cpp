@@ -222,6 +222,25 @@ void StorageSegment::complete_pending() {
   }
 }
 
+void run_coming_updates(Domain& domain) {
+  thread_local bool runs = false;
+  if (runs || !domain.runs_coming_updates()) return;
+  Storages coming;
+  domain.gathered->take_changes([&](Segment& segment) {
+    if (auto storage = static_cast<StorageSegment&>(segment).storage().lock()) coming.push_back(std::move(storage));
+  });
+  runs = true;
+  struct Ends {
+    ~Ends() { runs = false; }
+  } ends;
+  try {
+    for (const auto& storage : coming) {
+      if (auto* const segment = segment_of(*storage)) segment->run_deferred();
+    }
+  } catch (const AccessError&) {  // the program has pinned it, on every rank: its own operators tell
+  }
+}
+
 void StorageSegment::refresh(Access access) {
   complete();
   touched_ = touched_ || access != Access::read;

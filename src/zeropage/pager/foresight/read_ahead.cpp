@@ -8,6 +8,8 @@
 namespace zeropage {
 namespace {
 
+constexpr std::int64_t kUsesAhead = 24;  // in which changes() looks
+
 constexpr std::size_t kMostAhead = 64 * kMiB;  // enough to keep a disk busy through one operator
 constexpr std::size_t kIdle = 32 * kMiB;       // a home with fewer bytes in flight counts as idle
 // Limits of would_be_late():
@@ -263,8 +265,22 @@ bool ReadAhead::may_bring(const Run& run) const {
 /// Whether such a use needs the home content.
 bool ReadAhead::reads(const Run& run, Access access) { return access != Access::overwrite || run.shares_page(); }
 
+std::vector<Run*> ReadAhead::changes() const {
+  std::vector<Run*> found;
+  std::size_t bytes = 0;
+  for (std::int64_t k = 0; k < kUsesAhead && bytes <= 2 * window(); ++k) {
+    const auto coming = timeline_.plan().coming(k);
+    if (!coming) break;
+    Run* const run = runs_.at(coming->use.ordinal);
+    if (run && run->expects_change) found.push_back(run);
+    if (k > 0) bytes += runs_.bytes_at(coming->use.ordinal);  // the first is the next operator's own
+  }
+  return found;
+}
+
 /// Whether its content is about to change elsewhere, so that it would be gathered or uploaded again.
 bool ReadAhead::is_about_to_change(const Run& run) const {
+  if (run.expects_change) return true;
   if (!run.only) return false;
   return frames_.is_gathered() ? run.only->will_change() : run.only->will_change_below();
 }
@@ -278,6 +294,7 @@ ReadAhead::Result ReadAhead::bring(const Target& target, Lock& lock) {
     keep_room(bytes);
     return Result::there;
   }
+  if (run->expects_change) return Result::blocked;  // changes() comes before
   if (!may_bring(*run)) return Result::there;
   const bool is_now = group_ < timeline_.plan().uses();
   if (is_now && (use.whole || target.first_page < run->stream_page)) return Result::there;  // already taken

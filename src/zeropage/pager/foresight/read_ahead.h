@@ -50,6 +50,8 @@ class ReadAhead {
 
   /// Starts the transfers that are due. Gives the lock up only where a transfer of gathered tensors does.
   void run(Lock& lock);
+  /// The runs among the next uses that expect a change, a little further than it reads ahead.
+  std::vector<Run*> changes() const;
   /// Restarts after a change of plan.
   void restart();
   /// Begins and ends a lasting stream over these segments, whose use has been announced.

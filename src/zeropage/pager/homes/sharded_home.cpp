@@ -104,6 +104,7 @@ std::optional<Home::Outcome> ShardedHome::read(const Run& run, std::size_t page,
     gather->failure = std::current_exception();
   }
   asked_for_.push_back(std::move(gather));
+  if (ranks_->gathers_apart()) launch_all();
   return std::nullopt;
 }
 

@@ -1,8 +1,11 @@
 // The home of gathered pages: every rank's shares. To read a page, all ranks all-gather their parts of it. To write a
 // page, each rank keeps its own part.
 //
-// Collectives start in the order of the reads, which follows the plan as counted in pins, whatever the disk does. A
-// page of a large tensor is gathered straight into its frame. Small tensors share a page and one all-gather: their
+// Collectives start in the order of the reads, which follows the plan as counted in pins, whatever the disk does. If
+// gathers have a connection of their own, a read starts its gather at once, and first waits for this rank's part.
+// Otherwise all start when an operator first needs one of them: they would hold up the words that ranks exchange.
+//
+// A page of a large tensor is gathered straight into its frame. Small tensors share a page and one all-gather: their
 // parts are packed, gathered and unpacked.
 #pragma once
 
