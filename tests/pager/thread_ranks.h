@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -51,7 +52,7 @@ class ThreadRanks final : public Ranks {
     log.push_back(text_of(bytes, subject));
     const std::size_t call = log.size();
     meeting_.bring(call, rank_, {part, part + bytes});
-    return std::make_unique<Gathering>(meeting_, call, into);
+    return std::make_unique<Gathering>(meeting_, call, into, bytes * size());
   }
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override {
     return {new std::byte[bytes], std::default_delete<std::byte[]>()};
@@ -64,16 +65,19 @@ class ThreadRanks final : public Ranks {
     return std::to_string(subject.number) + "/" + std::to_string(subject.page) + ":" + std::to_string(bytes);
   }
   struct Gathering final : Work {
-    Gathering(Meeting& meeting, std::size_t call, std::byte* into) : meeting(meeting), call(call), into(into) {}
+    Gathering(Meeting& meeting, std::size_t call, std::byte* into, std::size_t bytes)
+        : meeting(meeting), call(call), into(into), bytes(bytes) {}
     ~Gathering() override { wait(); }
     void wait() override {
       if (!into) return;
       const auto whole = meeting.all(call);
-      std::memcpy(std::exchange(into, nullptr), whole.data(), whole.size());
+      // If ranks differ, their logs tell.
+      std::memcpy(std::exchange(into, nullptr), whole.data(), std::min(bytes, whole.size()));
     }
     Meeting& meeting;
     std::size_t call;
     std::byte* into;
+    std::size_t bytes;
   };
 
   Meeting& meeting_;

@@ -53,7 +53,8 @@ struct Share {
   Segment* segment;        // null: the tensor died; its slot stays.
   std::size_t offset;      // in the run.
   std::size_t part_bytes;  // of each rank's part; 0 if the tensor has the run to itself.
-  mutable int users = 0;   // transfers that use the segment without a lock; it must outlive them
+  Segment* whole;          // the tensor's own segment; null: it died.
+  mutable int users = 0;   // transfers that use the share without a lock; it must outlive them
 };
 
 /// The content of a run at one moment, until a checkpoint has it (pager/homes/snapshots.h).

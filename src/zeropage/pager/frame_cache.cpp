@@ -197,7 +197,7 @@ void FrameCache::release(Segment& segment) noexcept {
   if (run.only == &segment) run.only = nullptr;
   for (std::size_t i = 0; i < run.shares.size(); ++i) {
     if (run.shares[i].offset != segment.offset_) continue;
-    run.shares[i].segment = nullptr;
+    run.shares[i].segment = run.shares[i].whole = nullptr;
     // The caller destroys the share next. By index: another thread may add a tensor to the run.
     monitor_.changed().wait(lock, [&] { return run.shares[i].users == 0; });
   }
@@ -207,19 +207,19 @@ void FrameCache::release(Segment& segment) noexcept {
 }
 
 void FrameCache::expect_change(Segment& segment) {
-  const Lock lock(monitor_.mutex());
-  if (segment.run_) segment.run_->expects_change = true;
+  Lock lock(monitor_.mutex());
+  if (!segment.run_) return;
+  segment.run_->expects_change = true;
+  room_.give_up_frames(lock, *segment.run_);
 }
 
 void FrameCache::take_changes(const std::function<void(Segment&)>& visit) {
-  Lock lock(monitor_.mutex());
-  const std::vector<Run*> runs = ahead_.changes();
-  for (Run* run : runs) {
+  const Lock lock(monitor_.mutex());
+  for (Run* run : ahead_.changes()) {
     run->expects_change = false;
-    if (run->only) visit(*run->only);
-  }
-  for (Run* run : runs) {
-    if (!run->only && !run->packed()) room_.give_up_frames(lock, *run);
+    for (const Share& share : run->shares) {
+      if (share.whole) visit(*share.whole);
+    }
   }
 }
 

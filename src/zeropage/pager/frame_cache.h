@@ -128,12 +128,12 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// Drops frames with the old content before this rank's share is written. Throws AccessError if one is pinned.
   void share_changes(Segment& segment) { contents_.share_changes(segment); }
 
-  /// For a gathered segment: tells that an operator will write its shares. Ranks call it alike. The segment is not
-  /// read ahead until take_changes() has named it.
+  /// For a gathered segment: tells that an operator will write its shares, and gives up its frames, which are of no
+  /// use any more. Ranks call it alike. The segment is not read ahead until take_changes() has named it. Throws
+  /// errors of reads under way.
   void expect_change(Segment& segment);
-  /// Visits, under the cache's lock, the segments to change now, so that they can be read ahead. Gives up the frames
-  /// of those that died on this rank, as the change does on others. How far it looks follows from the plan alone:
-  /// which tensors live, and which of them still wait for an operator, may differ between ranks.
+  /// Visits, under the cache's lock, the segments to change now, so that they can be read ahead. How far it looks
+  /// follows from the plan alone. Ranks may differ in which tensors live, and which still wait for an operator.
   void take_changes(const std::function<void(Segment&)>& visit);
 
   /// Reads all segments into memory, each in one piece, and exposes them: all, or none and an exception. A segment

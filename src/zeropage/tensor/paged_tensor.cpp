@@ -261,7 +261,12 @@ void StorageSegment::defer(std::shared_ptr<Deferred> deferred, std::exception_pt
   if (!deferred_ && awaiter_) {
     std::exchange(awaiter_, nullptr)->has_run(*this, std::move(failure));
   }
-  if (deferred_ && share_.defined() && domain_->runs_coming_updates()) cache()->expect_change(*this);
+  if (deferred_ && share_.defined() && domain_->runs_coming_updates()) {
+    try {
+      cache()->expect_change(*this);
+    } catch (const std::exception&) {  // of a gather under way: the operator meets it when it runs
+    }
+  }
   const bool is_deferred = deferred_ != nullptr, in_host = deferred_ && deferred_->runs_in_host();
   is_deferred_in_host_.store(in_host, std::memory_order_release);
   if (share_.defined()) share_segment().is_deferred_in_host_.store(in_host, std::memory_order_release);

@@ -188,7 +188,7 @@ Run& HomeAllocator::gathered_run_for(Segment& segment, const GatheredSpec& spec,
   const std::size_t shared_bytes = round_up(std::max(page_bytes_ / 4, kBlockBytes), kBlockBytes);
   if (spec.alone || spec.padded_bytes > shared_bytes / 4) {
     Run& run = new_gathered_run(spec, spec.padded_bytes, spec.page_bytes, /*packed=*/false);
-    run.shares.push_back({spec.share, 0, 0});
+    run.shares.push_back({spec.share, 0, 0, &segment});
     run.only = &segment;
     return run;
   }
@@ -203,7 +203,7 @@ Run& HomeAllocator::gathered_run_for(Segment& segment, const GatheredSpec& spec,
   }
   offset = open->packed_bytes;
   open->packed_bytes += spec.padded_bytes;
-  open->shares.push_back({spec.share, offset, spec.padded_bytes / homes_.ranks->size()});
+  open->shares.push_back({spec.share, offset, spec.padded_bytes / homes_.ranks->size(), &segment});
   return *open;
 }
 
