@@ -36,7 +36,7 @@
 //
 // [Note: gathered] Tensors that are partitioned over ranks have their own cache, above the cache of this rank's
 // shares (ShardedHome). Its content decides which collectives run. It follows only from sizes and from the sequence
-// of pins and creations. Nothing local may decide there, such as the speed of a disk or when a tensor dies. Reads
+// of pins, creations and expected changes. Nothing local may decide there, such as a disk's speed or a death. Reads
 // ahead start when an operator pins, never when a transfer ends. The frame of a dead tensor stays until its turn. A
 // parameter that died on this rank is gathered as long as the plan says so, since it may live on others.
 #pragma once
