@@ -181,7 +181,8 @@ TEST_CASE("what has changed already, or died, on one rank alone changes no colle
     };
     const auto change_ahead = [&](std::size_t present) {
       std::vector<Segment*> coming;
-      self.cache->take_changes([&](Segment& segment) { coming.push_back(&segment); });
+      const PinRequest request{tensors[present].whole.get(), Access::read};
+      self.cache->take_changes({&request, 1}, [&](Segment& segment) { coming.push_back(&segment); });
       for (std::size_t i = 0; i < tensors.size(); ++i) {
         if (std::ranges::count(coming, tensors[i].whole.get()) && change(i)) early[rank] += i != present;
       }
@@ -257,7 +258,8 @@ TEST_CASE("the next tensors that an operator has yet to change are named, as far
   }
   const auto named = [&] {
     std::vector<Segment*> found;
-    self.cache->take_changes([&](Segment& segment) { found.push_back(&segment); });
+    const PinRequest request{tensors[0].whole.get(), Access::read};
+    self.cache->take_changes({&request, 1}, [&](Segment& segment) { found.push_back(&segment); });
     return found;
   };
   CHECK(named().empty());

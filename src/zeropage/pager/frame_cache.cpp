@@ -213,8 +213,9 @@ void FrameCache::expect_change(Segment& segment) {
   room_.give_up_frames(lock, *segment.run_);
 }
 
-void FrameCache::take_changes(const std::function<void(Segment&)>& visit) {
+void FrameCache::take_changes(std::span<const PinRequest> requests, const std::function<void(Segment&)>& visit) {
   const Lock lock(monitor_.mutex());
+  if (whole_pins_.is_of_one_rank(requests)) return;
   for (Run* run : ahead_.changes()) {
     run->expects_change = false;
     for (const Share& share : run->shares) {

@@ -132,9 +132,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// use any more. Ranks call it alike. The segment is not read ahead until take_changes() has named it. Throws
   /// errors of reads under way.
   void expect_change(Segment& segment);
-  /// Visits, under the cache's lock, the segments to change now, so that they can be read ahead. How far it looks
+  /// Before an operator pins `requests`: visits, under the cache's lock, the segments to change now, so that they can
+  /// be read ahead. None if the operator may run on this rank alone, which finds its tensors pinned. How far it looks
   /// follows from the plan alone. Ranks may differ in which tensors live, and which still wait for an operator.
-  void take_changes(const std::function<void(Segment&)>& visit);
+  void take_changes(std::span<const PinRequest> requests, const std::function<void(Segment&)>& visit);
 
   /// Reads all segments into memory, each in one piece, and exposes them: all, or none and an exception. A segment
   /// may be named twice. pin() and pin_page() throw VersionOpen (timeline.h) if another thread has opened a version.

@@ -546,11 +546,13 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked, const PinOptions& options)
     request->access = Access::overwrite;
     if (!exceptions_) exceptions_ = std::uncaught_exceptions();
   }
-  // Operators of one rank alone find their tensors pinned (zeropage.gather_together).
-  const bool gathers = std::ranges::any_of(requests, [](const PinRequest& request) {
-    return request.segment->cache()->is_gathered() && !request.segment->is_pinned();
-  });
-  if (gathers) run_coming_updates(*static_cast<StorageSegment*>(requests[0].segment)->domain());
+  c10::SmallVector<PinRequest, 8> gathered;
+  for (const PinRequest& request : requests) {
+    const auto& cache = request.segment->cache();  // another space has another
+    if (!cache->is_gathered() || (!gathered.empty() && gathered[0].segment->cache() != cache)) continue;
+    gathered.push_back(request);
+  }
+  if (!gathered.empty()) run_coming_updates(*static_cast<StorageSegment*>(gathered[0].segment)->domain(), gathered);
   // One call for each cache. Nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
     FrameCache& cache = *requests[begin].segment->cache();

@@ -455,9 +455,9 @@ void take_segment(const at::Tensor& tensor, const at::Tensor& made);
 /// Runs all deferred operators, in the order in which they were begun. Throws the first error.
 void run_deferred(Domain& domain);
 /// Over ranks: runs the updates of the parameters that are used next, so that their gathers go on under the operators
-/// before. All ranks call it at the same places, where an operator is about to pin gathered tensors. Throws the
-/// updates' errors.
-void run_coming_updates(Domain& domain);
+/// before. All ranks call it at the same places, where an operator is about to pin `requests`, gathered tensors.
+/// Throws the updates' errors.
+void run_coming_updates(Domain& domain, c10::ArrayRef<PinRequest> requests);
 /// Runs what opened operators can do without waiting. Returns at once if another thread uses deferred operators.
 void advance_opened(Domain& domain);
 /// Makes tensors created in a scope the same on all ranks. Each rank keeps the share it initialised; tensors that are

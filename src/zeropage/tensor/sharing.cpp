@@ -222,23 +222,39 @@ void StorageSegment::complete_pending() {
   }
 }
 
-void run_coming_updates(Domain& domain) {
+void run_coming_updates(Domain& domain, c10::ArrayRef<PinRequest> requests) {
   thread_local bool runs = false;
   if (runs || !domain.runs_coming_updates()) return;
-  Storages coming;
-  domain.gathered->take_changes([&](Segment& segment) {
-    if (auto storage = static_cast<StorageSegment&>(segment).storage().lock()) coming.push_back(std::move(storage));
-  });
+  std::set<const Segment*> coming;  // addresses alone: other threads may end them
+  domain.gathered->take_changes({requests.data(), requests.size()},
+                                [&](Segment& segment) { coming.insert(&segment); });
+  if (coming.empty()) return;
   runs = true;
   struct Ends {
     ~Ends() { runs = false; }
   } ends;
-  try {
-    for (const auto& storage : coming) {
-      if (auto* const segment = segment_of(*storage)) segment->run_deferred();
+  std::lock_guard lock(domain.deferral_mutex);
+  std::exception_ptr error;
+  // By programs: one may outlive the parameter on this rank.
+  const auto all = domain.deferred;
+  for (const auto& weak : all) {
+    const auto deferred = weak.lock();
+    bool is_wanted = false;
+    if (deferred)
+      deferred->for_each_segment([&](StorageSegment& s) { is_wanted = is_wanted || coming.contains(&s); });
+    if (!is_wanted) continue;
+    try {
+      deferred->run();
+    } catch (const AccessError&) {  // the program has pinned it, on every rank: its own operators tell
+    } catch (const std::exception&) {
+      if (!error) error = std::current_exception();
     }
-  } catch (const AccessError&) {  // the program has pinned it, on every rank: its own operators tell
+    if (deferred->length() == 0) continue;
+    deferred->for_each_segment([&](StorageSegment& segment) {
+      if (coming.contains(&segment)) domain.gathered->expect_change(segment);
+    });
   }
+  if (error) std::rethrow_exception(error);
 }
 
 void StorageSegment::refresh(Access access) {

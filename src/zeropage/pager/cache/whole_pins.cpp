@@ -68,8 +68,6 @@ std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> re
   return holds;
 }
 
-/// Whether operators hold all these gathered tensors already, as in a module whose parts run on different ranks. An
-/// operator that uses them there may run on one rank only.
 bool WholePins::is_of_one_rank(std::span<const PinRequest> requests) const {
   return frames_.is_gathered() && std::ranges::all_of(requests, [](const PinRequest& request) {
            const Frame* frame = request.segment->run_->whole_frame();
