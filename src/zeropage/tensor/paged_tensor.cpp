@@ -546,13 +546,7 @@ TensorPin::TensorPin(c10::ArrayRef<PinRequest> asked, const PinOptions& options)
     request->access = Access::overwrite;
     if (!exceptions_) exceptions_ = std::uncaught_exceptions();
   }
-  c10::SmallVector<PinRequest, 8> gathered;
-  for (const PinRequest& request : requests) {
-    const auto& cache = request.segment->cache();  // another space has another
-    if (!cache->is_gathered() || (!gathered.empty() && gathered[0].segment->cache() != cache)) continue;
-    gathered.push_back(request);
-  }
-  if (!gathered.empty()) run_coming_updates(*static_cast<StorageSegment*>(gathered[0].segment)->domain(), gathered);
+  run_coming_updates(requests);
   // One call for each cache. Nearly always there is one.
   for (std::size_t begin = 0; begin < requests.size();) {
     FrameCache& cache = *requests[begin].segment->cache();

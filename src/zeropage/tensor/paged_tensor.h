@@ -215,10 +215,10 @@ struct Domain {
   /// Whether updates run in the host now.
   bool offloads_updates() const { return updates_in_host && !(updates_where_all_fits && cache->holds_everything()); }
   bool mixes() const { return compute_dtype != c10::ScalarType::Undefined; }
-  /// Ranks and mixed precision make us page every tensor: ranks must reduce its gradient, and its dtype must be that
-  /// of the others. Small tensors stay in memory.
   /// Whether run_coming_updates() does anything.
   bool runs_coming_updates() const { return gathered && partition.ranks->gathers_apart(); }
+  /// Ranks and mixed precision make us page every tensor: ranks must reduce its gradient, and its dtype must be that
+  /// of the others. Small tensors stay in memory.
   bool pages(std::size_t bytes) const { return bytes > 0 && (partition.ranks || mixes() || bytes >= min_page_bytes); }
   /// Whether a tensor is too small to partition. Elements decide, so that tensors of one shape agree whatever their
   /// dtype.
@@ -455,9 +455,9 @@ void take_segment(const at::Tensor& tensor, const at::Tensor& made);
 /// Runs all deferred operators, in the order in which they were begun. Throws the first error.
 void run_deferred(Domain& domain);
 /// Over ranks: runs the updates of the parameters that are used next, so that their gathers go on under the operators
-/// before. All ranks call it at the same places, where an operator is about to pin `requests`, gathered tensors.
-/// Throws the updates' errors.
-void run_coming_updates(Domain& domain, c10::ArrayRef<PinRequest> requests);
+/// before. All ranks call it at the same places, where an operator is about to pin `requests`. Throws the
+/// updates' errors.
+void run_coming_updates(c10::ArrayRef<PinRequest> requests);
 /// Runs what opened operators can do without waiting. Returns at once if another thread uses deferred operators.
 void advance_opened(Domain& domain);
 /// Makes tensors created in a scope the same on all ranks. Each rank keeps the share it initialised; tensors that are

@@ -222,9 +222,17 @@ void StorageSegment::complete_pending() {
   }
 }
 
-void run_coming_updates(Domain& domain, c10::ArrayRef<PinRequest> requests) {
+void run_coming_updates(c10::ArrayRef<PinRequest> asked) {
+  c10::SmallVector<PinRequest, 8> requests;
+  for (const PinRequest& request : asked) {
+    const auto& cache = request.segment->cache();  // another space has another
+    if (!cache->is_gathered() || (!requests.empty() && requests[0].segment->cache() != cache)) continue;
+    requests.push_back(request);
+  }
   thread_local bool runs = false;
-  if (runs || !domain.runs_coming_updates()) return;
+  if (runs || requests.empty()) return;
+  Domain& domain = *static_cast<StorageSegment*>(requests[0].segment)->domain();
+  if (!domain.runs_coming_updates()) return;
   std::set<const Segment*> coming;  // addresses alone: other threads may end them
   domain.gathered->take_changes({requests.data(), requests.size()},
                                 [&](Segment& segment) { coming.insert(&segment); });
