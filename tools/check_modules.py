@@ -15,7 +15,7 @@ MAY_USE = {
     "kernels": [],
     "tensor": ["base", "page", "comm", "pager"],
     "rules": ["base", "page", "comm", "plan", "pager", "kernels", "tensor"],
-    "train": ["base", "store", "page", "comm", "plan", "pager", "tensor", "rules"],
+    "train": ["base", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules"],
     "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],
     "space": ["base", "io", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules", "train", "fault"],
     "checkpoint": ["base", "io", "store", "page", "comm", "pager", "tensor", "rules", "space"],

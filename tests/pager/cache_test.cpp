@@ -25,6 +25,32 @@ TEST_CASE_FIXTURE(CacheFixture, "a small tensor reads as zeros where a dead one 
   CHECK(holds(*neighbour, 1));
 }
 
+TEST_CASE_FIXTURE(CacheFixture, "a home that its maker overwrites gets no zeros, except where tensors share a page") {
+  make(1 << 20, 1 << 20);
+  const auto hundredth_byte = [&](const TestSegment& of) {
+    const PinRequest request{const_cast<TestSegment*>(&of), Access::read};
+    cache->pin({&request, 1});
+    const std::byte byte = of.data[99];
+    cache->unpin({&request, 1});
+    return byte;
+  };
+  const auto bind = [&](std::size_t bytes, bool is_unset) {
+    auto made = std::make_unique<TestSegment>();
+    cache->bind(*made, {bytes, 0, Role::activation, Tier::host, 0, false, false, {}, is_unset});
+    return made;
+  };
+  auto large = bind(300 * K, false);
+  write(*large, 7);
+  const std::byte before = hundredth_byte(*large);  // not zero
+  REQUIRE(before != std::byte{0});
+  large.reset();
+  large = bind(300 * K, true);
+  CHECK(hundredth_byte(*large) == before);  // the same memory
+  large.reset();
+  CHECK(hundredth_byte(*bind(100, true)) == std::byte{0});
+  CHECK(hundredth_byte(*bind(300 * K, false)) == std::byte{0});
+}
+
 TEST_CASE_FIXTURE(CacheFixture,
                   "a new segment reads as zeros and touches neither memory nor disk before it is used") {
   make(256 * K, 256 * K);

@@ -11,7 +11,8 @@ import torch
 
 import zeropage
 
-torch.ones(1).sqrt()  # MKL's vector functions, first used by two threads at once, may round that call unlike later ones
+# MKL's vector functions, first used by two threads at once, may round that call unlike later ones.
+torch.ones(1).sqrt()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from slow_disk import run_on_slow_disk
+from odd_disks import run_on_slow_disk
 from torch import nn
 
 import zeropage

@@ -203,6 +203,7 @@ struct SegmentSpec {
   bool alone = false;          // shares no page, however small it is
   bool is_staging = false;     // no home: memory for data that a cache above passes through
   SourceRange source = {};     // for tier disk: holds the content until it is written. None: zeros
+  bool is_unset = false;       // the caller overwrites it before anything reads it; no need for zeros
 };
 
 /// A tensor that is partitioned over ranks. Each page holds every rank's part of it, in rank order.

@@ -75,9 +75,9 @@ at::Tensor run_pointwise_windows(const c10::OperatorHandle& op, const Substituti
   }
   const caffe2::TypeMeta dtype = probe(op, call);
   const auto like = std::find_if(call.operands.begin(), call.operands.end(), [](auto& o) { return o.segment; });
-  at::Tensor result = make_paged(like->segment->domain(), like->tensor.sizes(), strides_of_result(like->tensor),
-                                 dtype, like->segment->role(),
-                                 {.layout = like->segment->layout(), .like = like->segment, .placement = placement});
+  at::Tensor result = make_paged(
+      like->segment->domain(), like->tensor.sizes(), strides_of_result(like->tensor), dtype, like->segment->role(),
+      {.layout = like->segment->layout(), .like = like->segment, .placement = placement, .is_unset = true});
   c10::SmallVector<Operand, 8> operands(call.operands.begin(), call.operands.end());
   operands.push_back({result, segment_of(result), Access::overwrite});
   for_each_window(operands, chunking, [&](c10::ArrayRef<at::Tensor> slices) {

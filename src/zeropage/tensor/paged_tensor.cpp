@@ -93,7 +93,7 @@ struct SegmentBuilder {
       const Tier tier = resident ? memory_tier() : tier_for(*domain, role, bytes);
       const SourceRange source = tier == Tier::disk ? creation.source : SourceRange{};
       domain->cache->bind(segment, {bytes, row_bytes, role, tier, /*page_bytes=*/0, is_alone() || source,
-                                    /*is_staging=*/false, source});
+                                    /*is_staging=*/false, source, creation.is_unset});
     } else {
       segment.layout_of(*this) == Layout::partitioned ? bind_partitioned(segment) : bind_replicated(segment);
     }

@@ -441,9 +441,12 @@ struct Creation {
   bool is_local = false;
   /// The file range of its content, if its tier is the disk (Domain::find_source).
   SourceRange source = {};
+  /// The caller overwrites it before anything reads it.
+  bool is_unset = false;
 };
 
-/// Makes a paged tensor that reads as zeros and does not require a gradient. Strides must be dense.
+/// Makes a paged tensor that reads as zeros, unless it is_unset, and does not require a gradient. Strides must be
+/// dense.
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                       caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 

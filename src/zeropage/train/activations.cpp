@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
@@ -12,6 +13,8 @@
 
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
+#include "zeropage/base/units.h"
+#include "zeropage/kernels/copy.h"
 #include "zeropage/rules/call.h"
 #include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/windows.h"
@@ -24,6 +27,18 @@ std::size_t span_bytes(const at::Tensor& tensor) {
   return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
+/// Bytes of a copy that the caches would not keep until backward reads it.
+constexpr std::size_t kPastCaches = kMiB;
+
+/// The same as memcpy, on ATen's threads.
+void copy_past_caches(void* to, const void* from, std::size_t bytes) {
+  constexpr std::int64_t kLeast = 128 * kKiB;  // for a thread
+  at::parallel_for(0, static_cast<std::int64_t>(bytes), kLeast, [&](std::int64_t begin, std::int64_t end) {
+    kernels::copy_past_caches(static_cast<std::byte*>(to) + begin, static_cast<const std::byte*>(from) + begin,
+                              end - begin);
+  });
+}
+
 /// A paged copy: of the storage's bytes if the strides are its own, else of the elements alone.
 at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, c10::IntArrayRef strides,
                       std::size_t bytes) {
@@ -34,7 +49,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
     return at::from_blob(const_cast<void*>(data), {length}, [](void*) {}, options.dtype(at::kByte), tensor.device());
   };
   const at::Tensor content = make_paged(domain, length, 1, caffe2::TypeMeta::Make<std::uint8_t>(), Role::activation,
-                                        {.alone = true, .is_local = true});
+                                        {.alone = true, .is_local = true, .is_unset = true});
   auto& segment = *segment_of(content);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const auto copy_whole = [&] {  // in one frame, as backward will need it
@@ -42,7 +57,9 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
     const TensorPin pin(request);
     void* const data = content.storage().mutable_data();
     const Booking copies(Spent::copies);
-    if (as_they_lie) {
+    if (as_they_lie && bytes >= kPastCaches && tensor.is_cpu() && !domain->planned_on) {
+      copy_past_caches(data, tensor.const_data_ptr(), bytes);
+    } else if (as_they_lie) {
       bytes_at(data).copy_(bytes_at(tensor.const_data_ptr()));
     } else {
       at::from_blob(data, tensor.sizes(), strides, [](void*) {}, options, tensor.device()).copy_(tensor);

@@ -149,8 +149,8 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     c10::NoGradGuard no_grad;
     const auto dtype = segment.master().defined() ? gradient_dtype(leaf) : gradient.dtype();
     const bool narrow = dtype == at::kFloat && c10::isReducedFloatingType(gradient.scalar_type());
-    at::Tensor paged =
-        make_paged(segment.domain(), leaf.sizes(), leaf.strides(), narrow ? gradient.dtype() : dtype, Role::gradient);
+    at::Tensor paged = make_paged(segment.domain(), leaf.sizes(), leaf.strides(), narrow ? gradient.dtype() : dtype,
+                                  Role::gradient, {.is_unset = true});
     auto& made = *segment_of(paged);
     std::unique_ptr<ForeseenNorm> norm;
     // In one frame if possible, since norms read it whole. A very large one goes page by page.

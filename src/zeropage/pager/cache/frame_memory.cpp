@@ -32,19 +32,20 @@ std::byte* FrameMemory::address(const Run& run, std::size_t page) {
 
 namespace {
 
-/// For tests: makes a use of memory before its read or write visible.
 bool is_poisoned() {
   static const bool is_set = std::getenv("ZEROPAGE_POISON") != nullptr;
   return is_set;
 }
 
-/// Fills memory with a signalling NaN of 2, 4 and 8 bytes.
-void poison(std::byte* at, std::size_t bytes) {
-  constexpr std::uint16_t kWord = 0xffa5;
-  for (std::size_t i = 0; i + sizeof kWord <= bytes; i += sizeof kWord) std::memcpy(at + i, &kWord, sizeof kWord);
-}
-
 }  // namespace
+
+void FrameMemory::poison(const Frame& frame) const {
+  if (!is_poisoned() || device_ || hollow_) return;
+  constexpr std::uint16_t kWord = 0xffa5;  // of 2, 4 and 8 bytes, each a signalling NaN
+  for (std::size_t i = 0; i + sizeof kWord <= frame.memory.bytes(); i += sizeof kWord) {
+    std::memcpy(frame.memory.data() + i, &kWord, sizeof kWord);
+  }
+}
 
 Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool must,
                              bool& fragmented) {
@@ -69,7 +70,7 @@ Frame* FrameMemory::try_make(Run& run, std::size_t first_page, std::size_t pages
   frame->charge = std::move(charge);
   frame->pins = 1;
   if (device_) device_->reuse({frame->memory.data(), frame->memory.bytes()});
-  if (is_poisoned() && !device_ && !hollow_ && !for_long) poison(frame->memory.data(), frame->memory.bytes());
+  if (!for_long) poison(*frame);
   Frame* made = frame.get();
   std::set<Frame*> place{made};
   frame->place = place.extract(place.begin());

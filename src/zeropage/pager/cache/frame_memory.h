@@ -27,6 +27,9 @@ class FrameMemory {
   /// `for_long`: apart from frames that come and go. `must`: as of Arena::try_allocate().
   Frame* try_make(Run& run, std::size_t first_page, std::size_t pages, bool for_long, bool must, bool& fragmented);
   void drop(Frame& frame) noexcept;
+  /// With ZEROPAGE_POISON in the environment, for tests: fills a new frame with signalling NaN, so that a use before
+  /// its first read or write shows.
+  void poison(const Frame& frame) const;
   /// Neighbouring frames that make `bytes` together with the holes between them: the group whose earliest next use is
   /// latest. `may_leave` tells which frames count. Empty if there is none.
   std::vector<Frame*> window(std::size_t bytes, const std::function<bool(const Frame&)>& may_leave) const;

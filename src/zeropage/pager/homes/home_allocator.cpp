@@ -91,7 +91,7 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
     run.home = homes_.home;
     take_slots(lock, run, spec.source);
   } else {
-    make_permanent(lock, run);
+    make_permanent(lock, run, /*clears=*/!spec.is_staging && (is_shared || !spec.is_unset));
   }
   runs_.add(std::move(owned));
   return run;
@@ -129,8 +129,8 @@ void HomeAllocator::bind_below(Segment& segment, const SegmentSpec& spec) {
   }
 }
 
-/// Makes the run's frame its home.
-void HomeAllocator::make_permanent(Lock& lock, Run& run) {
+/// Makes the run's frame its home. `clears`: filled with zeros.
+void HomeAllocator::make_permanent(Lock& lock, Run& run, bool clears) {
   const bool on_device = run.tier == Tier::device;
   const std::size_t limit = on_device ? budgets_.device_limit() : budgets_.host_limit();
   const std::size_t used = budgets_.homes_in(run.tier) + (on_device ? budgets_.held_bytes() : 0),
@@ -147,12 +147,14 @@ void HomeAllocator::make_permanent(Lock& lock, Run& run) {
     Frame& frame = room_.make_frame(lock, run, 0, run.pages.size(), /*for_long=*/true);
     try {
       if (memory_.device()) {
-        if (!run.is_staging) memory_.clear(frame.memory.data(), frame.memory.bytes());
+        if (clears) memory_.clear(frame.memory.data(), frame.memory.bytes());
         frame.ready = memory_.record();
-      } else if (!run.is_staging) {
+      } else if (clears) {
         const Inside inside(monitor_);
         const Unlocked unlocked(lock);
         memory_.clear(frame.memory.data(), frame.memory.bytes());
+      } else {
+        memory_.poison(frame);
       }
       if (budgets_.homes_in(run.tier) + bytes > limit) refuse_home();  // another thread was quicker
     } catch (...) {
