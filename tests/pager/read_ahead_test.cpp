@@ -142,6 +142,28 @@ TEST_CASE_FIXTURE(CycleFixture, "a lasting stream gives up reads that fail, and 
   CHECK(wrong == 0);
 }
 
+TEST_CASE_FIXTURE(CycleFixture, "the error of a read ahead is told once, though other reads of the frame are slow") {
+  make(64 * K, 64 * K, 4 * kBlockBytes, /*failing=*/true);
+  make_segments(6, 30 * K);
+  cycle(), cycle();
+  cache->wait();
+  for (auto& s : segments) cache->evict(*s);
+  std::atomic<int> reads = 0;
+  io->set_outcome([&](const Transfer& t) {
+    const int read = t.direction == Direction::read ? ++reads : 0;
+    if (read == 3) return -static_cast<long>(EIO);  // the first page that is read ahead
+    if (read == 4) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    return 1L;
+  });
+  use(0);
+  for (int i = 0; i < 1000 && reads < 4; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  REQUIRE(reads.load() >= 4);
+  CHECK_THROWS_AS(use(1), DiskError);
+  CHECK_NOTHROW(use(1));
+  for (unsigned i = 0; i < segments.size(); ++i) use(i);
+  CHECK(wrong == 0);
+}
+
 TEST_CASE_FIXTURE(CycleFixture, "a lasting stream ends with its segments, and gives way to what is used") {
   make(200 * K, 0);
   make_segments(4, 100 * K);

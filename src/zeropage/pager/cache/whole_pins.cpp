@@ -271,7 +271,8 @@ void WholePins::wait_for_content(Lock& lock, std::vector<Hold>& holds) {
   };
   for (std::size_t i = 0; i < holds.size(); ++i) {
     Hold& hold = holds[i];
-    if (hold.frame->failure) std::rethrow_exception(hold.frame->failure);
+    // Not before all its reads have ended: until then, the next attempt would meet the same frame and its error.
+    if (hold.frame->failure && !Frames::is_reading(*hold.frame)) std::rethrow_exception(hold.frame->failure);
     if (hold.is_new && !frames_.is_gathered() && is_in_use_elsewhere(*hold.run)) {
       throw PagesInUse{hold.run};
     } else if (Frames::is_reading(*hold.frame)) {
