@@ -142,7 +142,8 @@ TEST_CASE_FIXTURE(CycleFixture, "a lasting stream gives up reads that fail, and 
   CHECK(wrong == 0);
 }
 
-TEST_CASE_FIXTURE(CycleFixture, "the error of a read ahead is told once, though other reads of the frame are slow") {
+TEST_CASE_FIXTURE(CycleFixture,
+                  "one operator gets the error of a read ahead, though other reads of the frame are slow") {
   make(64 * K, 64 * K, 4 * kBlockBytes, /*failing=*/true);
   make_segments(6, 30 * K);
   cycle(), cycle();
