@@ -151,6 +151,24 @@ def test_what_is_larger_than_half_of_memory(config):
         assert (home_of_activations(space) is not None and home_of_activations(space).peak == rows * 256) == paged
 
 
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_what_is_copied_past_the_caches_gives_the_same_gradients(home, config):
+    """Tensors of 2.9 MB with an odd width, cut between two threads."""
+
+    def grads(scope):
+        torch.manual_seed(0)
+        with scope:
+            model = nn.Sequential(nn.Linear(64, 1031), nn.Tanh(), nn.Linear(1031, 1031), nn.GELU())
+        x = torch.randn(703, 64, device="cpu").to(model[0].weight.device)
+        model(x).square().mean().backward()
+        return [p.grad.cpu() for p in model.parameters()]
+
+    sizes = {"device_memory": "48MB", "host_memory": "48MB"}
+    space = zeropage.init(config.replace(**sizes), activations=home)
+    assert same(grads(space), grads(contextlib.nullcontext()))
+    assert home_of_activations(space).peak > 4 * 703 * 1031
+
+
 def test_small_ones_and_parameters_stay(config):
     with zeropage.init(config, activations="disk", min_page_bytes=4096) as space:
         layer = nn.Linear(16, 16)

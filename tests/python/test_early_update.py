@@ -632,7 +632,7 @@ ON_FAILING_DISK = """
     def attempt(backward, optimizer):
         global errors
         for tries in range(20):
-            # What has failed may be told later, by the operator that needs it.
+            # The operator that needs a page gets the error of its read, perhaps in a later attempt.
             disk.fail_transfers(chance.randrange(60), chance.randrange(1, 4) if tries < 4 else 0)
             try:
                 backward()
