@@ -223,16 +223,16 @@ void StorageSegment::complete_pending() {
 }
 
 void run_coming_updates(c10::ArrayRef<PinRequest> asked) {
+  thread_local bool runs = false;
+  const auto* const gathered =
+      std::ranges::find_if(asked, [](const PinRequest& request) { return request.segment->cache()->is_gathered(); });
+  if (runs || gathered == asked.end()) return;
+  Domain& domain = *static_cast<StorageSegment*>(gathered->segment)->domain();
+  if (!domain.runs_coming_updates()) return;
   c10::SmallVector<PinRequest, 8> requests;
   for (const PinRequest& request : asked) {
-    const auto& cache = request.segment->cache();  // another space has another
-    if (!cache->is_gathered() || (!requests.empty() && requests[0].segment->cache() != cache)) continue;
-    requests.push_back(request);
+    if (request.segment->cache() == gathered->segment->cache()) requests.push_back(request);  // not another space's
   }
-  thread_local bool runs = false;
-  if (runs || requests.empty()) return;
-  Domain& domain = *static_cast<StorageSegment*>(requests[0].segment)->domain();
-  if (!domain.runs_coming_updates()) return;
   std::set<const Segment*> coming;  // addresses alone: other threads may end them
   domain.gathered->take_changes({requests.data(), requests.size()},
                                 [&](Segment& segment) { coming.insert(&segment); });
