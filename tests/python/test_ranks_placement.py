@@ -259,8 +259,8 @@ def piles_up():
 
 def test_gradients_that_wait_for_other_ranks_wait_in_pages(pair):
     grown = pair.run(piles_up)[0]
-    # A bucket that fills, and the gradients in the making.
-    assert grown < 32, f"{grown} MB for 128 MB of gradients with 10 MB of budgets"
+    # A bucket that ranks compare, half of the next one, and the gradients in the making.
+    assert grown < 40, f"{grown} MB for 128 MB of gradients with 10 MB of budgets"
 
 
 def sums_of_16_bits(stage):

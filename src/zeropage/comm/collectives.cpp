@@ -284,18 +284,25 @@ void Collectives::enter(std::string_view kind, const Subject& subject, std::size
   if (!(histories == histories[0]).all().item<bool>()) differ("");
 }
 
-/// Words of all ranks, [ranks, words], on the CPU. Every call sends the same size, so that ranks at different calls
-/// still meet.
-at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
-  NoPagingGuard no_paging;
+/// This rank's words, and memory for those of all ranks. Every call sends the same size, so that ranks at different
+/// calls still meet.
+std::pair<at::Tensor, at::Tensor> Collectives::tensors_for(c10::ArrayRef<std::int64_t> words) {
   constexpr std::int64_t kWords = 1 + std::tuple_size_v<Words>;
   at::Tensor mine = at::zeros({kWords}, at::kLong);
-  for (std::size_t i = 0; i < words.size(); ++i) mine[i] = words[i];
+  std::copy(words.begin(), words.end(), mine.mutable_data_ptr<std::int64_t>());
   mine = mine.to(control_device_);
-  at::Tensor all = at::empty({size() * kWords}, mine.options());
   traffic_.control += mine.nbytes() * (size() - 1);
-  start<Pending>([&] { return gather_flat(*group(), all, mine); }, {all, mine}, Staging(false))->wait();
-  return all.view({size(), kWords}).cpu();
+  return {mine, at::empty({size() * kWords}, mine.options())};
+}
+
+/// Words of all ranks, [ranks, words], on the CPU.
+at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
+  NoPagingGuard no_paging;
+  const auto [mine, all] = tensors_for(words);
+  start<Pending>([&, &mine = mine, &all = all] { return gather_flat(*group(), all, mine); }, {all, mine},
+                 Staging(false))
+      ->wait();
+  return all.view({size(), -1}).cpu();
 }
 
 /// Texts of all ranks, cut to `bytes`. The exchange always has the same size.
@@ -357,15 +364,38 @@ void Collectives::differ(const std::string& what) {
 }
 
 std::vector<Collectives::Words> Collectives::agree(const Words& mine, const Subject& subject) {
+  return finish(start_agreement(mine, subject));
+}
+
+Collectives::Agreement Collectives::start_agreement(const Words& mine, const Subject& subject) {
+  NoPagingGuard no_paging;
   record("agreement", subject, 0);
-  std::vector<std::int64_t> said{static_cast<std::int64_t>(history_)};
+  Agreement agreement;
+  {
+    std::lock_guard lock(mutex_);
+    agreement.history = static_cast<std::int64_t>(history_);
+    agreement.during = last_;
+  }
+  std::vector<std::int64_t> said{agreement.history};
   said.insert(said.end(), mine.begin(), mine.end());
-  const at::Tensor all = gather_words(said);
+  std::tie(agreement.mine, agreement.all) = tensors_for(said);
+  try {
+    agreement.work = gather_flat(*group(), agreement.all, agreement.mine);
+  } catch (const std::exception& error) {
+    std::rethrow_exception(failure(agreement.during, error));
+  }
+  return agreement;
+}
+
+std::vector<Collectives::Words> Collectives::finish(Agreement agreement) {
+  NoPagingGuard no_paging;
+  Pending(*this, std::move(agreement.work), {agreement.mine, agreement.all}, Staging(false), agreement.during).wait();
+  const at::Tensor all = agreement.all.view({size(), -1}).cpu();
   std::vector<Words> words;
   bool together = true;
   for (int i = 0; i < size(); ++i) {
     const auto* row = all.const_data_ptr<std::int64_t>() + i * all.size(1);
-    together = together && row[0] == static_cast<std::int64_t>(history_);
+    together = together && row[0] == agreement.history;
     Words& of_rank = words.emplace_back();
     std::copy(row + 1, row + 1 + of_rank.size(), of_rank.begin());
   }

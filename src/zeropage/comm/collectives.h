@@ -83,6 +83,16 @@ class Collectives final : public Ranks {
   /// throws RankError on every rank if it does.
   using Words = std::array<std::int64_t, 4>;
   std::vector<Words> agree(const Words& mine, const Subject& subject);
+  /// Words on their way. Dropping it before finish() blocks nothing.
+  struct Agreement {
+    c10::intrusive_ptr<c10d::Work> work;
+    at::Tensor mine, all;
+    std::int64_t history;
+    std::string during;
+  };
+  /// The same in two halves: other collectives may start in between.
+  Agreement start_agreement(const Words& mine, const Subject& subject);
+  std::vector<Words> finish(Agreement agreement);
   /// The text of each rank, in rank order. Blocks.
   std::vector<std::string> all_gather_text(const std::string& mine, const Subject& subject);
   /// The numbers of `mine` that every rank has, in the order of `mine`. Numbers are unique and not zero, and ranks
@@ -106,6 +116,7 @@ class Collectives final : public Ranks {
   };
   void enter(std::string_view kind, const Subject& subject, std::size_t bytes);
   void record(std::string_view kind, const Subject& subject, std::size_t bytes);
+  std::pair<at::Tensor, at::Tensor> tensors_for(c10::ArrayRef<std::int64_t> words);
   at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
   template <class Kind, class Start>

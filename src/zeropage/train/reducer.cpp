@@ -24,6 +24,7 @@ namespace {
 constexpr std::size_t kBucketBytes = 16 * kMiB;
 constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
 constexpr std::size_t kSpillBytes = 256 * kKiB;  // smaller ones stay in memory
+constexpr std::int64_t kFailed = 16;             // a bit next to those of Reducer::Why
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return (hash ^ value) * 0x100000001b3; }  // FNV-1a
 
@@ -216,7 +217,8 @@ void Reducer::add(ReductionPtr reduction) {
   unsettled_ = true;
   open_bytes_ += reduction->bytes;
   open_.push_back(std::move(reduction));
-  if (open_bytes_ >= kBucketBytes) together([&] { send_open(Why::full); });
+  if (proposed_ && open_bytes_ >= kBucketBytes / 2) together([&] { decide(); });
+  if (open_bytes_ >= kBucketBytes) together([&] { propose(Why::full); });
 }
 
 /// Sees the end of one graph task. If the task fails, PyTorch destroys the callback that owns it.
@@ -259,7 +261,8 @@ void Reducer::watch_backward() {
       [watch = std::make_shared<Watch>(*this)] { watch->end(); });
 }
 
-/// Drops the unsent gradients of a failed backward. Other ranks may have gone further, and learn of it in agree().
+/// Drops the unsent gradients of a failed backward. Other ranks may have gone further, and learn of it with the next
+/// bucket. A bucket of which they know already is still sent.
 void Reducer::backward_failed() {
   std::lock_guard lock(mutex_);
   if (--backwards_ > 0) return;
@@ -295,44 +298,63 @@ void Reducer::settle() {
   for (const auto& [sum, mean] : to_add) sum.add_(mean);
 }
 
-/// [Note: buckets and ranks]
+/// Sends all gradients so far, or piles up those that not all ranks have.
 void Reducer::send_open(Why why) {
-  while (true) {
-    const auto [same, all_ended] = agree(why);
-    auto bucket = std::exchange(open_, {});
-    open_bytes_ = 0;
-    if (same) {
-      send(bucket);
-    } else {
-      pile_.insert(pile_.end(), bucket.begin(), bucket.end());
-      const Counts counts = count_over_ranks();
-      send_what_all_have(counts);
-      if (all_ended) return send_the_rest(counts);
-      spill_pile();
-    }
-    if (why == Why::full || all_ended) return;
+  decide();
+  do {
+    propose(why);
+  } while (!decide() && why == Why::end);
+}
+
+/// Tells the other ranks what the open bucket contains.
+void Reducer::propose(Why why) {
+  std::uint64_t content = 0xcbf29ce484222325;
+  for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->number), reduction->bytes);
+  const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
+  const bool has_pile = !pile_.empty();  // then ranks must count
+  const Collectives::Words words{static_cast<std::int64_t>(why) | failed, static_cast<std::int64_t>(content),
+                                 has_pile ? -1 : static_cast<std::int64_t>(open_.size()),
+                                 static_cast<std::int64_t>(domain_.contract.hash())};
+  proposed_ = Proposal{std::exchange(open_, {}),
+                       why,
+                       words,
+                       has_pile,
+                       domain_.contract.text(),
+                       ranks_.start_agreement(words, {"gradients", 0, 0})};
+  open_bytes_ = 0;
+  domain_.contract.clear();
+}
+
+/// Sends the proposed bucket if all ranks have the same ([Note: buckets and ranks]). Returns whether the backwards of
+/// all ranks have ended.
+bool Reducer::decide() {
+  if (!proposed_) return false;
+  Proposal proposal = *std::exchange(proposed_, std::nullopt);
+  const auto [same, all_ended] = compare(proposal);
+  if (same) {
+    send(proposal.bucket);
+    return all_ended;
   }
+  pile_.insert(pile_.end(), proposal.bucket.begin(), proposal.bucket.end());
+  const Counts counts = count_over_ranks();
+  send_what_all_have(counts);
+  all_ended ? send_the_rest(counts) : spill_pile();
+  return all_ended;
 }
 
 /// Compares the buckets and piles of ranks, here and among replicas.
-Reducer::Agreed Reducer::agree(Why why) {
-  const Subject subject{"gradients", 0, 0};
-  std::uint64_t content = 0xcbf29ce484222325;
-  for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->number), reduction->bytes);
-  constexpr std::int64_t kFailed = 16;  // a bit next to those of `why`
-  const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
-  Collectives::Words mine{static_cast<std::int64_t>(why) | failed, static_cast<std::int64_t>(content),
-                          static_cast<std::int64_t>(open_.size()),
-                          static_cast<std::int64_t>(domain_.contract.hash())};
-  if (!pile_.empty()) mine[2] = -1;  // ranks must count
-  Agreed agreed{pile_.empty(), why == Why::end};
+Reducer::Agreed Reducer::compare(Proposal& proposal) {
+  Collectives::Words mine = proposal.words;
+  const std::int64_t failed = mine[0] & kFailed;
+  Agreed agreed{!proposal.has_pile, proposal.why == Why::end};
   for (Collectives* group : {&ranks_, replicas_}) {
     if (!group) continue;
-    const auto all = group->agree(mine, subject);
-    check_contract(all, *group, mine[3]);
+    const auto all =
+        group == &ranks_ ? group->finish(std::move(proposal.agreement)) : group->agree(mine, {"gradients", 0, 0});
+    check_contract(all, *group, proposal);
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       const auto& words = all[rank];
-      if ((words[0] & kFailed) != (mine[0] & kFailed)) {
+      if ((words[0] & kFailed) != failed) {
         throw RankError(
             fmt::format("a backward of rank {} ended in an error, and other ranks' did not: their gradients are of "
                         "different batches. Start again from a checkpoint",
@@ -345,14 +367,14 @@ Reducer::Agreed Reducer::agree(Why why) {
     mine[0] = static_cast<std::int64_t>(agreed.all_ended ? Why::end : Why::full) | failed;
     mine[2] = agreed.same ? mine[2] : -1;
   }
-  domain_.contract.clear();
   return agreed;
 }
 
 /// Throws on every rank if ranks wrote different values into tensors that must stay the same.
-void Reducer::check_contract(const std::vector<Collectives::Words>& all, Collectives& group, std::int64_t mine) {
-  if (std::all_of(all.begin(), all.end(), [&](const auto& words) { return words[3] == mine; })) return;
-  const auto texts = group.all_gather_text(domain_.contract.text(), {"what was written by contract", 0, 0});
+void Reducer::check_contract(const std::vector<Collectives::Words>& all, Collectives& group,
+                             const Proposal& proposal) {
+  if (std::all_of(all.begin(), all.end(), [&](const auto& words) { return words[3] == proposal.words[3]; })) return;
+  const auto texts = group.all_gather_text(proposal.contract, {"what was written by contract", 0, 0});
   const std::string difference = ContractLog::difference(texts);
   if (difference.empty()) return;
   throw RankError(fmt::format(

@@ -5,8 +5,9 @@
 // consists of every rank's part, so it is sent as it is; the other pages are packed. Gradients that are whole on
 // every rank (stage 0, small tensors) are packed and all-reduced. Sums are means, like DistributedDataParallel's.
 //
-// [Note: buckets and ranks] Ranks tell each other the content of a bucket before they send it. If a rank lacks a
-// gradient that others have, they send those that all have and pile up the rest, in pages that can leave memory. A
+// [Note: buckets and ranks] Ranks tell each other the content of a bucket before they send it. They read the answers
+// once the next bucket is half full, so a rank that is ahead by less does not wait. If a rank lacks a gradient that
+// others have, they send those that all have and pile up the rest, in pages that can leave memory. A
 // rank whose backward has ended answers the others until theirs have. Then ranks sum the union of their piles page by
 // page, with zeros for missing gradients. The parameter then has a gradient on every rank, as it would with the whole
 // batch on one. A gradient is identified by its leaf's key ([Note: keys of leaves] in tensor/leaves.h).
@@ -19,6 +20,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "zeropage/tensor/paged_tensor.h"
@@ -59,13 +62,24 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void watch_backward();
   void backward_failed();
   enum class Why : std::int64_t { full, end };
-  void send_open(Why why);
+  /// A bucket whose words are on their way to the other ranks.
+  struct Proposal {
+    std::vector<ReductionPtr> bucket;
+    Why why;
+    Collectives::Words words;
+    bool has_pile;
+    std::string contract;  // the text behind words[3]
+    Collectives::Agreement agreement;
+  };
   struct Agreed {
     bool same;       // every rank has the same bucket and an empty pile
     bool all_ended;  // every rank is at the end of its backward
   };
-  Agreed agree(Why why);
-  void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, std::int64_t mine);
+  void send_open(Why why);
+  void propose(Why why);
+  bool decide();
+  Agreed compare(Proposal& proposal);
+  void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal);
   struct Counts {
     std::map<std::uint64_t, std::size_t> least, most;  // gradients per key, over ranks
   };
@@ -100,7 +114,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Collectives& ranks_;
   Collectives* replicas_;
   std::recursive_mutex mutex_;
-  std::vector<ReductionPtr> open_;  // the bucket being filled
+  std::vector<ReductionPtr> open_;    // the bucket being filled
+  std::optional<Proposal> proposed_;  // the bucket before it
   std::vector<ReductionPtr> pile_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
   std::size_t open_bytes_ = 0;
