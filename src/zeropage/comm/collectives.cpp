@@ -1,8 +1,12 @@
 #include "zeropage/comm/collectives.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 
@@ -92,33 +96,33 @@ class Collectives::Staging {
   std::vector<std::pair<at::Tensor, at::Tensor>> results_;
 };
 
-/// A collective of c10d and its tensors.
+/// A collective of c10d, or the messages of one, and its tensors.
 class Collectives::Pending : public Work {
  public:
-  Pending(Collectives& owner, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> kept, Staging staging,
-          std::string during)
+  Pending(Collectives& owner, Works works, std::vector<at::Tensor> kept, Staging staging, std::string during)
       : owner_(owner),
-        work_(std::move(work)),
+        works_(std::move(works)),
         kept_(std::move(kept)),
         staging_(std::move(staging)),
         during_(std::move(during)) {}
 
   /// Blocks until no transfer uses the tensors. Discards any error.
   ~Pending() override {
-    try {
-      if (work_) work_->wait();
-    } catch (...) {
+    for (const auto& work : works_) {
+      try {
+        work->wait();
+      } catch (...) {
+      }
     }
   }
 
   void wait() override {
     if (failure_) std::rethrow_exception(failure_);
-    if (!work_) return;
-    const auto work = std::exchange(work_, nullptr);
+    if (std::exchange(is_over_, true)) return;
     try {
       const Booking booking(Spent::ranks);
       const ListedWait listed("ranks", during_);
-      work->wait();
+      for (; !works_.empty(); works_.pop_back()) works_.back()->wait();
     } catch (const std::exception& error) {
       failure_ = owner_.failure(during_, error);
       std::rethrow_exception(failure_);
@@ -138,48 +142,63 @@ class Collectives::Pending : public Work {
   virtual void take_result() {}
 
   Collectives& owner_;
-  c10::intrusive_ptr<c10d::Work> work_;
+  Works works_;  // those that were not waited for
   std::vector<at::Tensor> kept_;
   Staging staging_;
   std::string during_;
+  bool is_over_ = false;
   std::exception_ptr failure_;  // every later wait() throws it again
 };
 
-/// The mean over ranks of `parts` [ranks, n], summed in rank order; 16-bit values in float32, and rounded once. In
-/// ranges of `settled`, from element `begin` of the result on, values that are equal on all ranks stay as they are.
-at::Tensor mean_of_parts(const at::Tensor& parts, const std::vector<Collectives::Elements>& settled,
-                         std::size_t begin) {
-  const std::int64_t ranks = parts.size(0), n = parts.size(1);
-  std::vector<std::tuple<std::int64_t, at::Tensor, at::Tensor>> kept;  // where; values; whether they are equal
+namespace {
+
+/// Sets `mean` to the mean of `parts`, one a rank, summed in rank order; 16-bit values in float32, and rounded once.
+/// In ranges of `settled`, from element `begin` of the result on, values that are equal on all ranks stay as they
+/// are.
+void take_mean(const at::Tensor& mean, c10::ArrayRef<at::Tensor> parts,
+               const std::vector<Collectives::Elements>& settled, std::size_t begin) {
+  const auto ranks = static_cast<std::int64_t>(parts.size());
+  const std::int64_t n = mean.numel();
+  constexpr std::int64_t kBlock = 1 << 15;  // elements: a core's cache keeps them from one operator to the next
+  const bool is_narrow = c10::isReducedFloatingType(mean.scalar_type());
+  for (std::int64_t at = 0; at < n; at += kBlock) {
+    const std::int64_t length = std::min(kBlock, n - at);
+    const at::Tensor first = parts[0].narrow(0, at, length), result = mean.narrow(0, at, length);
+    at::Tensor sum = is_narrow ? first.to(at::kFloat) : ranks == 1 ? result.copy_(first) : result;
+    for (std::int64_t i = 1; i < ranks; ++i) {
+      const at::Tensor part = parts[i].narrow(0, at, length);
+      i == 1 && !is_narrow ? at::add_out(sum, first, part) : sum.add_(part);
+    }
+    sum.div_(ranks);
+    if (is_narrow) result.copy_(sum);
+  }
   for (const Collectives::Elements& cut : settled) {
     const std::size_t first = std::max(cut.begin, begin);
     const std::size_t last = std::min(cut.end, begin + static_cast<std::size_t>(n));
     if (first >= last) continue;
     const auto at = static_cast<std::int64_t>(first - begin), length = static_cast<std::int64_t>(last - first);
-    const at::Tensor own = parts.narrow(1, at, length);
-    kept.emplace_back(at, own[0].clone(), own.eq(own[0]).all(0));
+    const at::Tensor values = parts[0].narrow(0, at, length);
+    at::Tensor equal = at::ones({length}, at::kBool);
+    for (const at::Tensor& part : parts) equal.logical_and_(part.narrow(0, at, length).eq(values));
+    at::Tensor result = mean.narrow(0, at, length);
+    result.copy_(at::where(equal, values, result));
   }
-  at::Tensor sum = c10::isReducedFloatingType(parts.scalar_type()) ? parts[0].to(at::kFloat) : parts[0];
-  for (std::int64_t i = 1; i < ranks; ++i) sum.add_(parts[i]);
-  sum.div_(ranks);
-  for (const auto& [at, values, equal] : kept) {
-    at::Tensor part = sum.narrow(0, at, values.numel());
-    part.copy_(at::where(equal, values.to(part.scalar_type()), part));
-  }
-  return sum;
 }
 
-/// An all-to-all of parts, kept_[1], which this rank then adds up. Gloo's own reduce-scatter takes 2.7 times as long
-/// on two ranks, and its order of summation depends on the size.
+}  // namespace
+
+/// The exchange of parts, whose mean wait() then takes into kept_[0]. Gloo's own reduce-scatter takes 2.7 times as
+/// long on two ranks, and its order of summation depends on the size.
 class Collectives::Summing final : public Pending {
  public:
   using Pending::Pending;
+  std::vector<at::Tensor> parts;  // of this rank's share, one a rank
   std::vector<Elements> settled;
 
  private:
   void take_result() override {
-    kept_[0].copy_(mean_of_parts(kept_[1].view({owner_.size(), -1}), settled, 0).view(kept_[0].sizes()));
-    kept_.clear();  // frees memory
+    take_mean(kept_[0].view({-1}), parts, settled, 0);
+    kept_.clear(), parts.clear();  // frees memory
   }
 };
 
@@ -188,19 +207,22 @@ class Collectives::Summing final : public Pending {
 class Collectives::SummingParts final : public Pending {
  public:
   using Pending::Pending;
+  std::vector<at::Tensor> parts;
   std::vector<Elements> settled;
+  std::uint64_t history = 0;
 
  private:
   void take_result() override {
-    at::Tensor mean = kept_[0], parts = kept_[1].view({owner_.size(), -1});
-    const auto begin = static_cast<std::size_t>(parts.size(1) * owner_.rank());
-    const at::Tensor mine = mean_of_parts(parts, settled, begin).to(mean.scalar_type());
-    at::Tensor all = at::empty({parts.numel()}, mine.options());
+    at::Tensor mean = kept_[0];
+    at::Tensor all = at::empty({parts[0].numel() * owner_.size()}, parts[0].options());
+    const at::Tensor mine = all.narrow(0, parts[0].numel() * owner_.rank(), parts[0].numel());
+    take_mean(mine, parts, settled, static_cast<std::size_t>(mine.storage_offset()));
     // A short message would wait for the sums that were started meanwhile.
-    const Group group = all.nbytes() > kShort ? owner_.sums() : owner_.group();
-    owner_.start<Pending>([&] { return gather_flat(*group, all, mine); }, {all, mine}, Staging(false))->wait();
+    const Connection& on = all.nbytes() > kShort ? owner_.sums() : owner_.small_;
+    owner_.start<Pending>([&] { return owner_.gather(on, all, mine, mix(history, 0)); }, {all}, Staging(false))
+        ->wait();
     mean.view({-1}).copy_(all.narrow(0, 0, mean.numel()));
-    kept_.clear();
+    kept_.clear(), parts.clear();
   }
 };
 
@@ -228,7 +250,57 @@ Collectives::Collectives(const Group& group, c10::Device device, CheckRanks chec
 }
 
 Collectives::Connection Collectives::connect(const Group& group, bool keep) {
-  return {c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), keep ? group : nullptr, true};
+  const bool sends_parts = has_backend(*group, c10::kCPU) && group->getBackend(c10::kCPU)->getBackendName() == "gloo";
+  return {c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), keep ? group : nullptr, sends_parts};
+}
+
+namespace {
+
+/// The messages of one exchange: incoming(rank) and outgoing(rank) for all ranks except this one.
+template <class Incoming, class Outgoing>
+std::vector<c10::intrusive_ptr<c10d::Work>> send_parts(c10d::ProcessGroup& group, std::uint64_t history,
+                                                       const Incoming& incoming, const Outgoing& outgoing) {
+  const int size = group.getSize(), rank = group.getRank(), tag = static_cast<int>(history & 0x7fffffff);
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  for (int i = 1; i < size; ++i) {
+    const int from = (rank + size - i) % size;
+    std::vector<at::Tensor> part{incoming(from)};
+    works.push_back(group.recv(part, from, tag));
+  }
+  for (int i = 1; i < size; ++i) {
+    const int to = (rank + i) % size;
+    std::vector<at::Tensor> part{outgoing(to)};
+    works.push_back(group.send(part, to, tag));
+  }
+  return works;
+}
+
+}  // namespace
+
+/// Starts to gather `mine` of each rank into `whole`, which may contain `mine` at its place.
+Collectives::Works Collectives::gather(const Connection& on, const at::Tensor& whole, const at::Tensor& mine,
+                                       std::uint64_t history) const {
+  const Group group = alive(on);
+  if (!on.sends_parts || !whole.is_cpu()) return {gather_flat(*group, whole, mine)};
+  const at::Tensor rows = whole.view({size_, -1}), own = rows[rank_];
+  if (own.const_data_ptr() != mine.const_data_ptr()) own.copy_(mine.view({-1}));
+  return send_parts(*group, history, [&](int from) { return rows[from]; }, [&](int) { return own; });
+}
+
+/// Starts to send each rank its part of `in`. `parts` become the parts for this rank, one a rank; they may share
+/// memory with `in`.
+Collectives::Works Collectives::scatter(const Connection& on, const at::Tensor& in, std::vector<at::Tensor>& parts,
+                                        std::uint64_t history) const {
+  const Group group = alive(on);
+  const at::Tensor rows = in.view({size_, -1});
+  if (!on.sends_parts) {
+    const at::Tensor received = at::empty_like(rows);
+    parts = received.unbind();
+    return {all_to_all_flat(*group, received.view({-1}), in.view({-1}))};
+  }
+  const at::Tensor received = at::empty({size_ - 1, rows.size(1)}, rows.options());
+  for (int i = 0; i < size_; ++i) parts.push_back(i == rank_ ? rows[i] : received[i < rank_ ? i : i - 1]);
+  return send_parts(*group, history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
 }
 
 void Collectives::set_groups(const Group& gathers, const Group& sums) {
@@ -251,13 +323,13 @@ std::unique_ptr<Ranks::Work> Collectives::start(Start&& start, std::vector<at::T
     during = last_;
   }
   try {
-    return std::make_unique<Kind>(*this, start(), std::move(kept), std::move(staging), during);
+    return std::make_unique<Kind>(*this, Works{start()}, std::move(kept), std::move(staging), during);
   } catch (const std::exception& error) {
     std::rethrow_exception(failure(during, error));
   }
 }
 
-void Collectives::record(std::string_view kind, const Subject& subject, std::size_t bytes) {
+std::uint64_t Collectives::record(std::string_view kind, const Subject& subject, std::size_t bytes) {
   std::lock_guard lock(mutex_);
   if (!broken_.empty()) throw RankError(broken_);
   for (const std::uint64_t part : {std::hash<std::string_view>{}(kind), subject.number,
@@ -266,6 +338,7 @@ void Collectives::record(std::string_view kind, const Subject& subject, std::siz
   }
   last_ = fmt::format("{} of {} {}{} ({} bytes)", kind, subject.role, subject.number,
                       subject.page ? fmt::format(", page {}", subject.page) : "", bytes);
+  return history_;
 }
 
 void Collectives::fail(std::string_view why) {
@@ -274,14 +347,15 @@ void Collectives::fail(std::string_view why) {
   last_ += fmt::format(", where it {}", why);
 }
 
-void Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes) {
-  record(kind, subject, bytes);
+std::uint64_t Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes) {
+  const std::uint64_t history = record(kind, subject, bytes);
   const std::size_t n = traffic_.collectives++;
   const bool checked = check_ == CheckRanks::always ||
                        (check_ == CheckRanks::automatic && (n < kAlwaysChecked || n % kCheckedEvery == 0));
-  if (!checked) return;
-  const at::Tensor histories = gather_words(static_cast<std::int64_t>(history_));
+  if (!checked) return history;
+  const at::Tensor histories = gather_words(static_cast<std::int64_t>(history));
   if (!(histories == histories[0]).all().item<bool>()) differ("");
+  return history;
 }
 
 /// This rank's words, and memory for those of all ranks. Every call sends the same size, so that ranks at different
@@ -369,11 +443,10 @@ std::vector<Collectives::Words> Collectives::agree(const Words& mine, const Subj
 
 Collectives::Agreement Collectives::start_agreement(const Words& mine, const Subject& subject) {
   NoPagingGuard no_paging;
-  record("agreement", subject, 0);
   Agreement agreement;
+  agreement.history = static_cast<std::int64_t>(record("agreement", subject, 0));
   {
     std::lock_guard lock(mutex_);
-    agreement.history = static_cast<std::int64_t>(history_);
     agreement.during = last_;
   }
   std::vector<std::int64_t> said{agreement.history};
@@ -389,7 +462,8 @@ Collectives::Agreement Collectives::start_agreement(const Words& mine, const Sub
 
 std::vector<Collectives::Words> Collectives::finish(Agreement agreement) {
   NoPagingGuard no_paging;
-  Pending(*this, std::move(agreement.work), {agreement.mine, agreement.all}, Staging(false), agreement.during).wait();
+  Pending(*this, {std::move(agreement.work)}, {agreement.mine, agreement.all}, Staging(false), agreement.during)
+      .wait();
   const at::Tensor all = agreement.all.view({size(), -1}).cpu();
   std::vector<Words> words;
   bool together = true;
@@ -412,32 +486,32 @@ at::Tensor Collectives::as_tensor(std::byte* at, std::size_t bytes) const {
 std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                                      const Subject& subject) {
   NoPagingGuard no_paging;
-  enter("all-gather", subject, part_bytes);
+  const std::uint64_t history = enter("all-gather", subject, part_bytes);
   traffic_.gathered += part_bytes * (size() - 1);
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
   Staging staging(is_staged_);
   const at::Tensor out = staging.out(whole), in = staging.in(mine);
-  return start<Pending>([&] { return gather_flat(*gathers(), out, in); }, {out, in}, std::move(staging));
+  return start<Pending>([&] { return gather(gathers(), out, in, history); }, {out, in}, std::move(staging));
 }
 
 std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject,
                                                          std::vector<Elements> settled) {
   NoPagingGuard no_paging;
-  enter("reduce-scatter", subject, in.nbytes());
+  const std::uint64_t history = enter("reduce-scatter", subject, in.nbytes());
   traffic_.reduced += out.nbytes() * (size() - 1);
   if (!device_.is_cpu() && !is_staged_) {
     // The backend adds in the tensor's own dtype: half values must not overflow.
     const bool is_wide = in.scalar_type() != at::kHalf;
     if (!is_wide) in = in.mul(1.0 / size());
-    const auto scatter = [&] { return scatter_flat(*sums(), out, in); };
+    const auto scatter = [&] { return scatter_flat(*alive(sums()), out, in); };
     return is_wide ? start<Scaling>(scatter, {out, in}, Staging(false))
                    : start<Pending>(scatter, {out, in}, Staging(false));
   }
   Staging staging(is_staged_);
   in = staging.in(in), out = staging.out(out);
-  at::Tensor parts = at::empty_like(in);
-  auto work =
-      start<Summing>([&] { return all_to_all_flat(*sums(), parts, in); }, {out, parts, in}, std::move(staging));
+  std::vector<at::Tensor> parts;
+  auto work = start<Summing>([&] { return scatter(sums(), in, parts, history); }, {out, in}, std::move(staging));
+  static_cast<Summing&>(*work).parts = std::move(parts);
   static_cast<Summing&>(*work).settled = std::move(settled);
   return work;
 }
@@ -445,21 +519,23 @@ std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Ten
 std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subject& subject,
                                                      std::vector<Elements> settled) {
   NoPagingGuard no_paging;
-  enter("all-reduce", subject, mean.nbytes());
+  const std::uint64_t history = enter("all-reduce", subject, mean.nbytes());
   traffic_.reduced += 2 * mean.nbytes() * (size() - 1) / size();
   Staging staging(is_staged_);
   const at::Tensor result = staging.in_out(mean);
   if (sums_in_parts(mean.scalar_type())) {
     const std::int64_t part = (result.numel() + size() - 1) / size();
-    at::Tensor in = at::zeros({part * size()}, result.options()), parts = at::empty_like(in);
+    at::Tensor in = at::zeros({part * size()}, result.options());
     in.narrow(0, 0, result.numel()).copy_(result.view({-1}));
-    auto work = start<SummingParts>([&] { return all_to_all_flat(*sums(), parts, in); }, {result, parts, in},
-                                    std::move(staging));
-    static_cast<SummingParts&>(*work).settled = std::move(settled);
+    std::vector<at::Tensor> parts;
+    auto work =
+        start<SummingParts>([&] { return scatter(sums(), in, parts, history); }, {result, in}, std::move(staging));
+    auto& summing = static_cast<SummingParts&>(*work);
+    summing.parts = std::move(parts), summing.settled = std::move(settled), summing.history = history;
     return work;
   }
   std::vector<at::Tensor> tensors{result};
-  const auto sum = [&] { return start_on(*sums(), result, [&](auto& on) { return on.allreduce(tensors); }); };
+  const auto sum = [&] { return start_on(*alive(sums()), result, [&](auto& on) { return on.allreduce(tensors); }); };
   if (result.scalar_type() == at::kHalf) {  // the sum in its own dtype must not overflow
     tensors[0].mul_(1.0 / size());
     return start<Pending>(sum, {result}, std::move(staging));

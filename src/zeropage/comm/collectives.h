@@ -5,6 +5,10 @@
 // before they move data: always for the first collectives, then now and then, and for gradients at every bucket. If
 // ranks differ without a check, the group's own timeout ends the wait. Each rank then leaves a note of its position
 // in the group's store, so that the error can still name it.
+//
+// [Note: parts] Gloo's all-gather receives into memory of its own, and copies from there. Its all-to-all copies the
+// own part too. Over Gloo, ranks therefore send each other their parts, which arrive where they belong. The tag of
+// such a message is made of the history of collectives, so ranks that differ never take each other's bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +16,7 @@
 #include <array>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
@@ -53,7 +58,7 @@ class Collectives final : public Ranks {
 
   int size() const override { return size_; }
   int rank() const override { return rank_; }
-  bool gathers_apart() const override { return gathers_.is_set; }
+  bool gathers_apart() const override { return gathers_.has_value(); }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                    const Subject& subject) override;
   void fail(std::string_view why) override;
@@ -111,11 +116,15 @@ class Collectives final : public Ranks {
   class Scaling;
   struct Connection {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group{Group()};
-    Group kept = nullptr;  // null: [Note: whose group]
-    bool is_set = false;
+    Group kept = nullptr;      // null: [Note: whose group]
+    bool sends_parts = false;  // [Note: parts]
   };
-  void enter(std::string_view kind, const Subject& subject, std::size_t bytes);
-  void record(std::string_view kind, const Subject& subject, std::size_t bytes);
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  std::uint64_t enter(std::string_view kind, const Subject& subject, std::size_t bytes);
+  std::uint64_t record(std::string_view kind, const Subject& subject, std::size_t bytes);
+  Works gather(const Connection& on, const at::Tensor& whole, const at::Tensor& mine, std::uint64_t history) const;
+  Works scatter(const Connection& on, const at::Tensor& in, std::vector<at::Tensor>& parts,
+                std::uint64_t history) const;
   std::pair<at::Tensor, at::Tensor> tensors_for(c10::ArrayRef<std::int64_t> words);
   at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
@@ -126,12 +135,13 @@ class Collectives final : public Ranks {
   std::string where_all_are();
 
   Group group() const { return alive(small_); }
-  Group gathers() const { return alive(gathers_.is_set ? gathers_ : small_); }
-  Group sums() const { return alive(sums_.is_set ? sums_ : small_); }
+  const Connection& gathers() const { return gathers_ ? *gathers_ : small_; }
+  const Connection& sums() const { return sums_ ? *sums_ : small_; }
   static Group alive(const Connection& connection);
   static Connection connect(const Group& group, bool keep);
 
-  Connection small_, gathers_{}, sums_{};
+  Connection small_;
+  std::optional<Connection> gathers_, sums_;
   int size_, rank_;
   c10::Device device_;
   c10::Device control_device_;  // of small tensors: the CPU if the group has a backend for it

@@ -22,7 +22,7 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kBucketBytes = 16 * kMiB;
-constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
+constexpr std::size_t kBytesUnderWay = 4 * kBucketBytes;  // ranks may be so far apart
 constexpr std::size_t kSpillBytes = 256 * kKiB;  // smaller ones stay in memory
 constexpr std::int64_t kFailed = 16;             // a bit next to those of Reducer::Why
 
