@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import time
 
 import pytest
 import torch
@@ -473,6 +474,97 @@ def test_a_backward_that_failed_on_one_rank_is_an_error_on_all(pair):
     for rank in range(2):
         ok, said = pair.answer(rank, timeout=30)
         assert not ok and "a backward of rank 1 ended in an error, and other ranks' did not" in said, said
+
+
+LARGE = {"tier": "host", "device_memory": "96MB", "host_memory": "96MB"}
+
+
+def fails_with_a_bucket_on_its_way():
+    """Backward raises after ranks have told each other their first buckets. Only one has the last layer."""
+    rank = dist.get_rank()
+    with space(stage=1, **LARGE) as made:
+        with made:
+            model = SomeOfThem(1024, 6)  # four gradients fill a bucket
+        fails = True
+
+        def hook(_gradient):
+            if fails:
+                raise RuntimeError("out of memory")
+
+        model.layers[0].weight.register_hook(hook)
+        x = torch.ones(2, 1024) * (rank + 1)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(x, range(6 - rank)).sum().backward()
+        fails = False
+        model.zero_grad()
+        model(x, range(5)).sum().backward()
+        assert model.layers[5].weight.grad is None
+        reference = SomeOfThem(1024, 6)
+        with torch.no_grad():
+            for other, ours in zip(reference.parameters(), model.parameters(), strict=True):
+                other.copy_(plain(ours))
+        reference(x, range(5)).sum().backward()
+        for other, ours in zip(reference.layers[:5], model.layers, strict=False):
+            assert_close(plain(ours.weight.grad), mean(other.weight.grad))
+
+
+def test_a_bucket_of_a_failed_backward_does_not_come_into_the_next(two):
+    two.run(fails_with_a_bucket_on_its_way)
+
+
+def gives_backward_its_own_buffer(stage):
+    """A parameter's gradient is the tensor that the program gave to backward, and then uses for something else."""
+    with space(stage=stage, **LARGE) as made:
+        with made:
+            layer = nn.Linear(1024, 1024, bias=False)
+        buffer = torch.full((1024, 1024), dist.get_rank() + 1.0)
+        (layer.weight + 0).backward(buffer)
+        buffer.zero_()
+        assert torch.equal(plain(layer.weight.grad), torch.full((1024, 1024), 1.5))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_buffer_given_to_backward_can_be_written_afterwards(stage, two):
+    two.run(gives_backward_its_own_buffer, stage)
+
+
+def runs_ahead_of_a_slow_rank():
+    """The first rank goes on beyond a full bucket before the other has filled it."""
+    rank = dist.get_rank()
+    with space(stage=1, **LARGE) as made:
+        with made:
+            layers = [nn.Linear(1024, 1024, bias=False) for _ in range(8)]
+        store = dist.distributed_c10d._get_default_store()
+        reference = [nn.Parameter(plain(layer.weight)) for layer in layers]
+        passed = []
+
+        def pass_by(_):
+            store.set("it passed", "1")
+            passed.append(rank)
+
+        def wait_for_the_first_rank(_):
+            for _ in range(160):
+                if store.check(["it passed"]):
+                    passed.append(rank)
+                    return
+                time.sleep(0.05)
+
+        x = y = torch.full((2, 1024), 0.01 * (rank + 1))
+        for i, (layer, weight) in enumerate(zip(layers, reference, strict=True)):
+            x, y = layer(x), F.linear(y, weight)
+            if i == 2 and rank == 0:  # the last five layers have gradients, of 4 MiB each
+                x.register_hook(pass_by)
+            if i == 4 and rank == 1:
+                x.register_hook(wait_for_the_first_rank)
+        x.sum().backward()
+        assert passed == [rank]
+        y.sum().backward()
+        for layer, weight in zip(layers, reference, strict=True):
+            assert_close(plain(layer.weight.grad), mean(weight.grad))
+
+
+def test_a_rank_does_not_wait_at_a_full_bucket_for_a_slower_one(pair):
+    pair.run(runs_ahead_of_a_slow_rank)
 
 
 def sets_some_gradients(stage):

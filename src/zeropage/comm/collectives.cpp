@@ -1,7 +1,6 @@
 #include "zeropage/comm/collectives.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -68,6 +67,14 @@ bool has_backend(c10d::ProcessGroup& group, c10::DeviceType device) {
   }
 }
 
+bool is_gloo(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(c10::kCPU)->getBackendName() == "gloo";
+  } catch (const std::exception&) {  // no backend, or one without a name
+    return false;
+  }
+}
+
 }  // namespace
 
 /// The tensors of a collective: the caller's or, if the group has no backend for their device (Gloo alone), copies on
@@ -110,7 +117,7 @@ class Collectives::Pending : public Work {
   ~Pending() override {
     for (const auto& work : works_) {
       try {
-        work->wait();
+        if (work) work->wait();
       } catch (...) {
       }
     }
@@ -122,7 +129,9 @@ class Collectives::Pending : public Work {
     try {
       const Booking booking(Spent::ranks);
       const ListedWait listed("ranks", during_);
-      for (; !works_.empty(); works_.pop_back()) works_.back()->wait();
+      for (; !works_.empty(); works_.pop_back()) {
+        if (const auto& work = works_.back()) work->wait();
+      }
     } catch (const std::exception& error) {
       failure_ = owner_.failure(during_, error);
       std::rethrow_exception(failure_);
@@ -154,34 +163,33 @@ namespace {
 
 /// Sets `mean` to the mean of `parts`, one a rank, summed in rank order; 16-bit values in float32, and rounded once.
 /// In ranges of `settled`, from element `begin` of the result on, values that are equal on all ranks stay as they
-/// are.
+/// are. `mean` may be one of the parts.
 void take_mean(const at::Tensor& mean, c10::ArrayRef<at::Tensor> parts,
                const std::vector<Collectives::Elements>& settled, std::size_t begin) {
-  const auto ranks = static_cast<std::int64_t>(parts.size());
   const std::int64_t n = mean.numel();
-  constexpr std::int64_t kBlock = 1 << 15;  // elements: a core's cache keeps them from one operator to the next
-  const bool is_narrow = c10::isReducedFloatingType(mean.scalar_type());
-  for (std::int64_t at = 0; at < n; at += kBlock) {
-    const std::int64_t length = std::min(kBlock, n - at);
-    const at::Tensor first = parts[0].narrow(0, at, length), result = mean.narrow(0, at, length);
-    at::Tensor sum = is_narrow ? first.to(at::kFloat) : ranks == 1 ? result.copy_(first) : result;
-    for (std::int64_t i = 1; i < ranks; ++i) {
-      const at::Tensor part = parts[i].narrow(0, at, length);
-      i == 1 && !is_narrow ? at::add_out(sum, first, part) : sum.add_(part);
-    }
-    sum.div_(ranks);
-    if (is_narrow) result.copy_(sum);
-  }
+  std::vector<std::tuple<std::int64_t, at::Tensor, at::Tensor>> kept;  // where; values; whether they are equal
   for (const Collectives::Elements& cut : settled) {
     const std::size_t first = std::max(cut.begin, begin);
     const std::size_t last = std::min(cut.end, begin + static_cast<std::size_t>(n));
     if (first >= last) continue;
     const auto at = static_cast<std::int64_t>(first - begin), length = static_cast<std::int64_t>(last - first);
-    const at::Tensor values = parts[0].narrow(0, at, length);
+    const at::Tensor values = parts[0].narrow(0, at, length).clone();
     at::Tensor equal = at::ones({length}, at::kBool);
     for (const at::Tensor& part : parts) equal.logical_and_(part.narrow(0, at, length).eq(values));
-    at::Tensor result = mean.narrow(0, at, length);
-    result.copy_(at::where(equal, values, result));
+    kept.emplace_back(at, values, equal);
+  }
+  constexpr std::int64_t kBlock = 1 << 15;  // elements: a core's cache keeps them from one operator to the next
+  const bool is_narrow = c10::isReducedFloatingType(mean.scalar_type());
+  for (std::int64_t at = 0; at < n; at += kBlock) {
+    const std::int64_t length = std::min(kBlock, n - at);
+    const at::Tensor first = parts[0].narrow(0, at, length);
+    at::Tensor sum = is_narrow ? first.to(at::kFloat) : first.clone();
+    for (const at::Tensor& part : parts.slice(1)) sum.add_(part.narrow(0, at, length));
+    mean.narrow(0, at, length).copy_(sum.div_(static_cast<std::int64_t>(parts.size())));
+  }
+  for (const auto& [at, values, equal] : kept) {
+    at::Tensor part = mean.narrow(0, at, values.numel());
+    part.copy_(at::where(equal, values, part));
   }
 }
 
@@ -250,8 +258,7 @@ Collectives::Collectives(const Group& group, c10::Device device, CheckRanks chec
 }
 
 Collectives::Connection Collectives::connect(const Group& group, bool keep) {
-  const bool sends_parts = has_backend(*group, c10::kCPU) && group->getBackend(c10::kCPU)->getBackendName() == "gloo";
-  return {c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), keep ? group : nullptr, sends_parts};
+  return {c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), keep ? group : nullptr, is_gloo(*group)};
 }
 
 namespace {
@@ -343,17 +350,23 @@ std::uint64_t Collectives::record(std::string_view kind, const Subject& subject,
 
 void Collectives::fail(std::string_view why) {
   std::lock_guard lock(mutex_);
-  history_ = mix(history_, 0xfa11 + static_cast<std::uint64_t>(rank_));
+  failures_ = mix(failures_, 0xfa11 + static_cast<std::uint64_t>(rank_));
   last_ += fmt::format(", where it {}", why);
 }
 
+/// The word that ranks compare.
+std::uint64_t Collectives::compared() const {
+  std::lock_guard lock(mutex_);
+  return failures_ == 0 ? history_ : mix(history_, failures_);
+}
+
+/// Returns a number that tells this collective's messages from others'.
 std::uint64_t Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes) {
   const std::uint64_t history = record(kind, subject, bytes);
   const std::size_t n = traffic_.collectives++;
-  const bool checked = check_ == CheckRanks::always ||
-                       (check_ == CheckRanks::automatic && (n < kAlwaysChecked || n % kCheckedEvery == 0));
-  if (!checked) return history;
-  const at::Tensor histories = gather_words(static_cast<std::int64_t>(history));
+  if (check_ == CheckRanks::never) return n;
+  if (check_ == CheckRanks::automatic && n >= kAlwaysChecked && n % kCheckedEvery != 0) return history;
+  const at::Tensor histories = gather_words(static_cast<std::int64_t>(compared()));
   if (!(histories == histories[0]).all().item<bool>()) differ("");
   return history;
 }
@@ -372,6 +385,7 @@ std::pair<at::Tensor, at::Tensor> Collectives::tensors_for(c10::ArrayRef<std::in
 /// Words of all ranks, [ranks, words], on the CPU.
 at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
   NoPagingGuard no_paging;
+  await_agreement();
   const auto [mine, all] = tensors_for(words);
   start<Pending>([&, &mine = mine, &all = all] { return gather_flat(*group(), all, mine); }, {all, mine},
                  Staging(false))
@@ -382,6 +396,7 @@ at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
 /// Texts of all ranks, cut to `bytes`. The exchange always has the same size.
 std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_t bytes) {
   NoPagingGuard no_paging;
+  await_agreement();
   mine.resize(bytes, '\0');
   at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(bytes)}, at::kByte).clone();
   text = text.to(control_device_);
@@ -441,35 +456,62 @@ std::vector<Collectives::Words> Collectives::agree(const Words& mine, const Subj
   return finish(start_agreement(mine, subject));
 }
 
-Collectives::Agreement Collectives::start_agreement(const Words& mine, const Subject& subject) {
+struct Collectives::Agreement {
+  Works works;  // none: the words are here
+  at::Tensor mine, all;
+  std::int64_t history;
+  std::string during;
+};
+
+std::shared_ptr<Collectives::Agreement> Collectives::start_agreement(const Words& mine, const Subject& subject) {
   NoPagingGuard no_paging;
-  Agreement agreement;
-  agreement.history = static_cast<std::int64_t>(record("agreement", subject, 0));
+  await_agreement();
+  record("agreement", subject, 0);
+  auto agreement = std::make_shared<Agreement>();
+  agreement->history = static_cast<std::int64_t>(compared());
   {
     std::lock_guard lock(mutex_);
-    agreement.during = last_;
+    agreement->during = last_;
   }
-  std::vector<std::int64_t> said{agreement.history};
+  std::vector<std::int64_t> said{agreement->history};
   said.insert(said.end(), mine.begin(), mine.end());
-  std::tie(agreement.mine, agreement.all) = tensors_for(said);
+  std::tie(agreement->mine, agreement->all) = tensors_for(said);
   try {
-    agreement.work = gather_flat(*group(), agreement.all, agreement.mine);
+    agreement->works.push_back(gather_flat(*group(), agreement->all, agreement->mine));
   } catch (const std::exception& error) {
-    std::rethrow_exception(failure(agreement.during, error));
+    std::rethrow_exception(failure(agreement->during, error));
   }
-  return agreement;
+  std::lock_guard lock(mutex_);
+  return agreement_ = agreement;
 }
 
-std::vector<Collectives::Words> Collectives::finish(Agreement agreement) {
+/// [Note: words on their way]
+void Collectives::await_agreement() {
+  const auto agreement = [&] {
+    std::lock_guard lock(mutex_);
+    return agreement_;
+  }();
+  if (agreement) (void)finish(agreement);
+}
+
+std::vector<Collectives::Words> Collectives::finish(const std::shared_ptr<Agreement>& agreement) {
   NoPagingGuard no_paging;
-  Pending(*this, {std::move(agreement.work)}, {agreement.mine, agreement.all}, Staging(false), agreement.during)
-      .wait();
-  const at::Tensor all = agreement.all.view({size(), -1}).cpu();
+  {
+    std::lock_guard lock(mutex_);
+    if (agreement_ == agreement) agreement_ = nullptr;
+    if (!broken_.empty()) throw RankError(broken_);
+  }
+  if (!agreement->works.empty()) {
+    const at::Tensor& all = agreement->all;
+    Pending(*this, std::exchange(agreement->works, {}), {agreement->mine, all}, Staging(false), agreement->during)
+        .wait();
+    agreement->all = all.view({size(), -1}).cpu();
+  }
   std::vector<Words> words;
   bool together = true;
   for (int i = 0; i < size(); ++i) {
-    const auto* row = all.const_data_ptr<std::int64_t>() + i * all.size(1);
-    together = together && row[0] == agreement.history;
+    const auto* row = agreement->all.const_data_ptr<std::int64_t>() + i * agreement->all.size(1);
+    together = together && row[0] == agreement->history;
     Words& of_rank = words.emplace_back();
     std::copy(row + 1, row + 1 + of_rank.size(), of_rank.begin());
   }
@@ -551,6 +593,7 @@ bool Collectives::sums_in_parts(c10::ScalarType dtype) const {
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   NoPagingGuard no_paging;
   enter("broadcast", subject, tensor.nbytes());
+  await_agreement();
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   Staging staging(is_staged_);
   std::vector<at::Tensor> tensors{staging.in_out(tensor)};
@@ -561,6 +604,7 @@ void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
   NoPagingGuard no_paging;
+  await_agreement();
   record("exchange", subject, mine.nbytes());
   traffic_.control += mine.nbytes() * (size() - 1);
   at::Tensor part = mine.contiguous().view({-1}).to(control_device_);

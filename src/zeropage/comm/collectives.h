@@ -9,6 +9,10 @@
 // [Note: parts] Gloo's all-gather receives into memory of its own, and copies from there. Its all-to-all copies the
 // own part too. Over Gloo, ranks therefore send each other their parts, which arrive where they belong. The tag of
 // such a message is made of the history of collectives, so ranks that differ never take each other's bytes.
+//
+// [Note: words on their way] An agreement may be on its way while other collectives start. Whatever exchanges words
+// next waits for it first. A rank without such an agreement would answer it with its own words, and all ranks see
+// that their histories differ before they go on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -88,16 +92,10 @@ class Collectives final : public Ranks {
   /// throws RankError on every rank if it does.
   using Words = std::array<std::int64_t, 4>;
   std::vector<Words> agree(const Words& mine, const Subject& subject);
-  /// Words on their way. Dropping it before finish() blocks nothing.
-  struct Agreement {
-    c10::intrusive_ptr<c10d::Work> work;
-    at::Tensor mine, all;
-    std::int64_t history;
-    std::string during;
-  };
-  /// The same in two halves: other collectives may start in between.
-  Agreement start_agreement(const Words& mine, const Subject& subject);
-  std::vector<Words> finish(Agreement agreement);
+  /// The same in two halves: other collectives may start in between. Dropping an agreement blocks nothing.
+  struct Agreement;
+  std::shared_ptr<Agreement> start_agreement(const Words& mine, const Subject& subject);
+  std::vector<Words> finish(const std::shared_ptr<Agreement>& agreement);
   /// The text of each rank, in rank order. Blocks.
   std::vector<std::string> all_gather_text(const std::string& mine, const Subject& subject);
   /// The numbers of `mine` that every rank has, in the order of `mine`. Numbers are unique and not zero, and ranks
@@ -125,6 +123,8 @@ class Collectives final : public Ranks {
   Works gather(const Connection& on, const at::Tensor& whole, const at::Tensor& mine, std::uint64_t history) const;
   Works scatter(const Connection& on, const at::Tensor& in, std::vector<at::Tensor>& parts,
                 std::uint64_t history) const;
+  std::uint64_t compared() const;
+  void await_agreement();
   std::pair<at::Tensor, at::Tensor> tensors_for(c10::ArrayRef<std::int64_t> words);
   at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
@@ -149,7 +149,9 @@ class Collectives final : public Ranks {
   CheckRanks check_;
   mutable std::mutex mutex_;
   std::uint64_t history_ = 0;
-  std::string last_;  // text of the latest collective
+  std::uint64_t failures_ = 0;            // hash of what fail() told; not 0 after the first
+  std::shared_ptr<Agreement> agreement_;  // the latest
+  std::string last_;                      // text of the latest collective
   std::string broken_;
   Traffic traffic_;
 };

@@ -22,7 +22,7 @@ namespace zeropage {
 namespace {
 
 constexpr std::size_t kBucketBytes = 16 * kMiB;
-constexpr std::size_t kBytesUnderWay = 4 * kBucketBytes;  // ranks may be so far apart
+constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
 constexpr std::size_t kSpillBytes = 256 * kKiB;  // smaller ones stay in memory
 constexpr std::int64_t kFailed = 16;             // a bit next to those of Reducer::Why
 
@@ -139,12 +139,15 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
 
 namespace {
 
-/// The gradient in the leaf's layout and the dtype of gradients; a copy in plain memory if it is paged.
+/// The gradient in the leaf's layout and the dtype of gradients. A copy in plain memory if it is paged, or if
+/// something else has its memory and may write it while ranks still read it.
 at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
   c10::NoGradGuard no_grad;
   const OutsideScopes outside;
+  const bool is_shared = gradient.use_count() > 1;  // AccumulateGrad asks the same before it keeps a gradient
   const at::Tensor given = gradient.detach();
-  if (given.strides() == leaf.strides() && !segment_of(given) && given.dtype() == gradient_dtype(leaf)) return given;
+  const bool fits = given.strides() == leaf.strides() && given.dtype() == gradient_dtype(leaf);
+  if (fits && !is_shared && !segment_of(given)) return given;
   const auto options = leaf.options().dtype(gradient_dtype(leaf)).requires_grad(false);
   at::Tensor own = [&] {
     const NoPagingGuard no_paging;
@@ -262,7 +265,7 @@ void Reducer::watch_backward() {
 }
 
 /// Drops the unsent gradients of a failed backward. Other ranks may have gone further, and learn of it with the next
-/// bucket. A bucket of which they know already is still sent.
+/// bucket. They already know of the proposed one, so it is still sent, if all ranks have the same.
 void Reducer::backward_failed() {
   std::lock_guard lock(mutex_);
   if (--backwards_ > 0) return;
@@ -274,6 +277,7 @@ void Reducer::backward_failed() {
     left->clear();
   }
   open_bytes_ = 0;
+  if (proposed_) proposed_->is_stale = true;
   has_failed_ = true;
 }
 
@@ -335,7 +339,14 @@ bool Reducer::decide() {
     send(proposal.bucket);
     return all_ended;
   }
-  pile_.insert(pile_.end(), proposal.bucket.begin(), proposal.bucket.end());
+  for (const ReductionPtr& reduction : proposal.bucket) {
+    if (!proposal.is_stale) {
+      pile_.push_back(reduction);
+    } else {
+      reduction->failed = true;
+      reduction->gradient.reset();
+    }
+  }
   const Counts counts = count_over_ranks();
   send_what_all_have(counts);
   all_ended ? send_the_rest(counts) : spill_pile();
@@ -349,8 +360,7 @@ Reducer::Agreed Reducer::compare(Proposal& proposal) {
   Agreed agreed{!proposal.has_pile, proposal.why == Why::end};
   for (Collectives* group : {&ranks_, replicas_}) {
     if (!group) continue;
-    const auto all =
-        group == &ranks_ ? group->finish(std::move(proposal.agreement)) : group->agree(mine, {"gradients", 0, 0});
+    const auto all = group == &ranks_ ? group->finish(proposal.agreement) : group->agree(mine, {"gradients", 0, 0});
     check_contract(all, *group, proposal);
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       const auto& words = all[rank];

@@ -69,7 +69,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Collectives::Words words;
     bool has_pile;
     std::string contract;  // the text behind words[3]
-    Collectives::Agreement agreement;
+    std::shared_ptr<Collectives::Agreement> agreement;
+    bool is_stale = false;  // its backward failed on this rank
   };
   struct Agreed {
     bool same;       // every rank has the same bucket and an empty pile
