@@ -108,6 +108,7 @@ class Collectives::Pending : public Work {
  public:
   Pending(Collectives& owner, Works works, std::vector<at::Tensor> kept, Staging staging, std::string during)
       : owner_(owner),
+        is_broken_(owner.is_broken_),
         works_(std::move(works)),
         kept_(std::move(kept)),
         staging_(std::move(staging)),
@@ -117,7 +118,8 @@ class Collectives::Pending : public Work {
   ~Pending() override {
     for (const auto& work : works_) {
       try {
-        if (work) work->wait();
+        // Gloo counts the group's timeout from here. A shorter one closes the connection just as well.
+        if (work) *is_broken_ ? work->wait(std::chrono::milliseconds(100)) : work->wait();
       } catch (...) {
       }
     }
@@ -151,6 +153,7 @@ class Collectives::Pending : public Work {
   virtual void take_result() {}
 
   Collectives& owner_;
+  std::shared_ptr<std::atomic<bool>> is_broken_;
   Works works_;  // those that were not waited for
   std::vector<at::Tensor> kept_;
   Staging staging_;
@@ -449,6 +452,7 @@ void Collectives::differ(const std::string& what) {
       "call zeropage.gather_together(module); code for one rank alone must not touch paged tensors.";
   std::lock_guard lock(mutex_);
   broken_ = message;
+  *is_broken_ = true;
   throw RankError(message);
 }
 
@@ -679,6 +683,7 @@ std::exception_ptr Collectives::failure(const std::string& during, const std::ex
     broken_ = fmt::format("{} failed: a rank died, stalled, or is at another operator ({}).{}", during, reason,
                           where_all_are());
   }
+  *is_broken_ = true;
   return std::make_exception_ptr(RankError(broken_));
 }
 

@@ -18,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <atomic>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -153,6 +154,7 @@ class Collectives final : public Ranks {
   std::shared_ptr<Agreement> agreement_;  // the latest
   std::string last_;                      // text of the latest collective
   std::string broken_;
+  std::shared_ptr<std::atomic<bool>> is_broken_ = std::make_shared<std::atomic<bool>>(false);  // works share it
   Traffic traffic_;
 };
 
