@@ -166,7 +166,7 @@ namespace {
 
 /// Sets `mean` to the mean of `parts`, one a rank, summed in rank order; 16-bit values in float32, and rounded once.
 /// In ranges of `settled`, from element `begin` of the result on, values that are equal on all ranks stay as they
-/// are. `mean` may be one of the parts.
+/// are.
 void take_mean(const at::Tensor& mean, c10::ArrayRef<at::Tensor> parts,
                const std::vector<Collectives::Elements>& settled, std::size_t begin) {
   const std::int64_t n = mean.numel();

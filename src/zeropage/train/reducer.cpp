@@ -139,8 +139,8 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
 
 namespace {
 
-/// The gradient in the leaf's layout and the dtype of gradients. A copy in plain memory if it is paged, or if
-/// something else has its memory and may write it while ranks still read it.
+/// The gradient in the leaf's layout and the dtype of gradients. A copy in plain memory if it is paged, or if the
+/// program or another node holds the same tensor: it could write it while ranks still read it.
 at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
   c10::NoGradGuard no_grad;
   const OutsideScopes outside;
