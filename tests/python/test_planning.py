@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from click.testing import CliRunner
@@ -67,6 +68,20 @@ def test_the_command_says_what_the_function_says(tmp_path):
     program = zp.transformer(layers=2, hidden=128, vocabulary=500, heads=4, length=32)
     planned = zp.simulate(program, settings, zp.Machine.load(WORKSTATION), steps=1, warm_up=0)
     assert json.loads(out.read_text())["seconds"] == planned.seconds
+
+
+def test_a_threads_first_plan_counts_what_its_later_ones_count():
+    """Operators that the pager tries once a thread, to know a result's dtype, are none of the program's."""
+    settings = {**DISK, "device_memory": "4MB", "host_memory": "2MB"}
+    program = zp.transformer(layers=1, hidden=128, vocabulary=500, heads=4, length=32)
+
+    def plan_twice():
+        machine = zp.Machine.load(WORKSTATION)
+        return [zp.simulate(program, settings, machine, steps=1, warm_up=0).seconds for _ in range(2)]
+
+    with ThreadPoolExecutor(1) as pool:
+        first, later = pool.submit(plan_twice).result()
+    assert first == later
 
 
 def test_a_program_of_a_file_is_planned(tmp_path):
