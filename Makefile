@@ -13,7 +13,7 @@ UNITY  ?= $(or $(shell sed -n 's/^CMAKE_UNITY_BUILD:[^=]*=//p' $(BUILD)/cp*/CMak
 # Extras of pyproject.toml whose tools `build` installs.
 EXTRAS := all
 
-.PHONY: arm build test test-all test-torch check-headers fuzz simulate lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
+.PHONY: arm build test test-all test-full test-torch check-headers fuzz simulate lint docs wheel bench peers demo demo-ranks sanitize format clean system cpp-tests test-install
 
 demo: EXTRAS := examples
 demo: build ## train a GPT whose states are on disk
@@ -75,7 +75,11 @@ test: cpp-tests ## C++ and Python tests, without the long ones
 	$(PYTEST) tests/python tests/fuzz -k "not ranks and not verify and not examples_in_docs" $(ARGS)
 	$(PYTEST) $(addprefix tests/python/test_,$(addsuffix .py,$(SHORT_RANKS)))
 
-test-all: cpp-tests test-install check-headers sanitize ## every test
+# Tests marked `full` repeat what others test, on other sizes or forms.
+test-full: build ## the tests that `make test-all` leaves out for time, too
+	$(PYTEST) --full tests/python tests/fuzz $(ARGS)
+
+test-all: cpp-tests test-install check-headers sanitize ## what CI runs
 	$(PYTEST) tests/python tests/fuzz -k "not ranks" $(ARGS)
 	$(PYTEST) tests/python tests/fuzz -k ranks $(ARGS)
 	# The same again on a device with memory and streams of its own, simulated: tests/accelerator. Its tiles are other

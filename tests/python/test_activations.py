@@ -359,7 +359,7 @@ MEMORY = """
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("how, deep", [("plain", 32), ("not reentrant", 160)])
+@pytest.mark.parametrize("how, deep", [("plain", 32), pytest.param("not reentrant", 160, marks=pytest.mark.full)])
 def test_memory_does_not_grow_with_depth(how, deep, disk):
     """Memory holds budgets of 32 MB, and the tensors of one block: 1024 tokens of width 128. malloc keeps nothing of
     what is freed, since each tensor of a block has a mapping of its own."""

@@ -202,6 +202,7 @@ def run_on_a_rank(code, folder):
         run(code, folder, names)
 
 
+@pytest.mark.full
 def test_the_program_in_the_page_on_cpp_computes_what_plain_libtorch_does(tmp_path, disk):
     page = (ROOT / "docs/guides/cpp.md").read_text()
     program, checkpoints, ranks, files = re.findall(r"```cpp\n(.*?)```", page, re.DOTALL)

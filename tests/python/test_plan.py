@@ -98,7 +98,7 @@ def test_gradients_of_a_tied_weight_that_is_made_in_tiles_are_planned_to_the_byt
     assert homes(planned.total) == homes(total)
 
 
-@pytest.mark.parametrize("early_update", ["never", "always"])
+@pytest.mark.parametrize("early_update", [pytest.param("never", marks=pytest.mark.full), "always"])
 def test_what_a_step_moves_is_planned_within_a_few_percent(early_update, disk):
     program = small(layers=6)
     settings = DISK | SMALL | {"disk_path": disk, "early_update": early_update}
@@ -120,6 +120,7 @@ def test_a_plan_is_the_same_each_time():
     assert plan() == plan()
 
 
+@pytest.mark.full
 def test_steps_count_once_they_are_alike(tmp_path):
     def plan(program, settings, **options):
         planned = []
@@ -478,7 +479,7 @@ def test_memory_that_an_operator_waits_for_is_not_taken_for_what_comes_later():
     assert planned.step.uploaded_bytes > 0
 
 
-@pytest.mark.parametrize("activations", ["host", "disk"])
+@pytest.mark.parametrize("activations", [pytest.param("host", marks=pytest.mark.full), "disk"])
 def test_activations_are_paged_in_plans_too(activations, disk):
     program = small(layers=8, batch=4)
     settings = DISK | SMALL | {"host_memory": "60MB", "activations": activations, "disk_path": disk}

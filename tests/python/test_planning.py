@@ -292,7 +292,7 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("name", ["workstation", "cpu-box", "node-of-8"])
+@pytest.mark.parametrize("name", [pytest.param("workstation", marks=pytest.mark.full), "cpu-box", "node-of-8"])
 def test_what_fits_best_is_near_the_best_of_all(name):
     machine, program = zp.Machine.load(MACHINES / f"{name}.json"), small()
     over = GRID | ({"stage": [2, 3], "page_size": ["64KiB"], "ranks": [8]} if machine.devices > 1 else {})

@@ -95,12 +95,14 @@ def test_two_hosts_train_as_one_process(hosts, disk):
             assert abs(said - 4 * loss.item()) <= 1e-5 * abs(said)
 
 
-def test_a_link_that_goes_down_ends_all_ranks_with_a_clear_error(hosts, disk):
+@pytest.mark.parametrize("later", [0, 0.05], ids=["between steps", "in forward"])  # seconds
+def test_a_link_that_goes_down_ends_all_ranks_with_a_clear_error(later, hosts, disk):
     with ranks_on(hosts, 100_000, disk) as processes:
         line = ""
         while "step 2" not in line:
             line = processes[3].stdout.readline()
             assert line, "rank 3 has ended"
+        time.sleep(later)
         ip("-n", hosts[0], "link", "set", "zp-a", "down")
         start = time.monotonic()
         for rank, process in enumerate(processes):

@@ -343,7 +343,7 @@ def test_ranks_that_start_after_the_command_are_an_error(tmp_path, disk):
     assert ended.returncode != 0 and "torchrun --nproc-per-node N -m zeropage run" in ended.stderr
 
 
-@pytest.mark.parametrize("stage", ["1", "3"])
+@pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.full), "3"])
 @pytest.mark.parametrize("script", [DATA_PARALLEL, LIGHTNING], ids=["plain", "lightning"])
 def test_zeropage_run_gives_what_data_parallel_gives(script, stage, tmp_path, disk):
     path = tmp_path / "train.py"

@@ -220,6 +220,7 @@ def test_a_script_is_equal_and_the_command_says_what_it_compared(verify):
     assert "4 parameters (4 paged), 4 gradients, 12 optimizer states" in said
 
 
+@pytest.mark.full
 def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(verify):
     status, said = verify(SCRIPT.replace("range(30)", "range(2)"), "--steps", "4")
     assert status == 0 and "over 2 steps" in said and "12 optimizer states" in said, said
@@ -230,6 +231,7 @@ def test_models_with_the_same_names_are_all_compared(verify):
     assert status == 0 and "over 6 steps" in said and "4 parameters (4 paged), 4 gradients" in said, said
 
 
+@pytest.mark.full
 def test_a_script_for_trainer_is_equal(verify):
     pytest.importorskip("transformers")
     from test_cli import TRAINER
@@ -263,6 +265,7 @@ SFT = """
 """
 
 
+@pytest.mark.full
 def test_supervised_fine_tuning_by_trl_is_equal(verify):
     pytest.importorskip("trl")
     status, said = verify(SFT, "--steps", "3")
@@ -313,6 +316,7 @@ def test_a_kernel_that_rounds_is_named(verify):
     )
 
 
+@pytest.mark.full
 def test_a_write_behind_autograd_is_named(verify):
     found(
         verify(SCRIPT, "--steps", "4", plant=A_WRITE_BEHIND_AUTOGRAD),
@@ -323,6 +327,7 @@ def test_a_write_behind_autograd_is_named(verify):
     )
 
 
+@pytest.mark.full
 def test_a_dropped_update_is_named(verify):
     found(
         verify(SCRIPT, "--steps", "4", plant=A_DROPPED_UPDATE),
@@ -342,6 +347,7 @@ def test_bisection_finds_a_fault_that_reading_hides(verify):
     )
 
 
+@pytest.mark.full
 def test_a_stale_page_is_named(verify):
     found(
         verify(SCRIPT, "--steps", "5", plant=A_STALE_PAGE),
@@ -352,6 +358,7 @@ def test_a_stale_page_is_named(verify):
     )
 
 
+@pytest.mark.full
 def test_a_wrong_scale_is_named(verify):
     found(
         verify(SCRIPT, "--steps", "2", plant=A_WRONG_SCALE),

@@ -128,6 +128,10 @@ class Collectives::Pending : public Work {
   void wait() override {
     if (failure_) std::rethrow_exception(failure_);
     if (std::exchange(is_over_, true)) return;
+    if (*is_broken_) {  // Gloo would wait for its timeout again.
+      failure_ = owner_.broken();
+      std::rethrow_exception(failure_);
+    }
     try {
       const Booking booking(Spent::ranks);
       const ListedWait listed("ranks", during_);
@@ -684,6 +688,11 @@ std::exception_ptr Collectives::failure(const std::string& during, const std::ex
                           where_all_are());
   }
   *is_broken_ = true;
+  return std::make_exception_ptr(RankError(broken_));
+}
+
+std::exception_ptr Collectives::broken() const {
+  std::lock_guard lock(mutex_);
   return std::make_exception_ptr(RankError(broken_));
 }
 

@@ -132,6 +132,8 @@ class Collectives final : public Ranks {
   template <class Kind, class Start>
   std::unique_ptr<Work> start(Start&& start, std::vector<at::Tensor> kept, Staging staging);
   std::exception_ptr failure(const std::string& during, const std::exception& error);
+  /// The error of a broken group.
+  std::exception_ptr broken() const;
   std::vector<std::string> gather_padded(std::string mine, std::size_t bytes);
   std::string where_all_are();
 

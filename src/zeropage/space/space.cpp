@@ -512,6 +512,9 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
     domain.leaves_updates = true;
     domain.portions.seed(static_cast<std::uint32_t>(std::strtoul(seed, nullptr, 10)) * 48271 + 1);
   }
+  if (const char* const bytes = std::getenv("ZEROPAGE_BUCKET_BYTES")) {
+    domain.bucket_bytes = parse_bytes(bytes, "ZEROPAGE_BUCKET_BYTES");
+  }
   choose_dtypes(config, domain);
   if (config.state_dict != "master" && config.state_dict != "compute") {
     throw ConfigError(fmt::format("state_dict = \"{}\": must be \"master\" or \"compute\"", config.state_dict));

@@ -20,6 +20,7 @@
 
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/torch_compat.h"
+#include "zeropage/base/units.h"
 #include "zeropage/comm/collectives.h"
 #include "zeropage/comm/stripes.h"
 #include "zeropage/pager/frame_cache.h"
@@ -195,6 +196,9 @@ struct Domain {
   bool leaves_updates = false;
   std::size_t last_arrivals = 0;  // of parameters' last gradients, if so.
   std::minstd_rand portions;      // of opened programs, if so.
+  // Bytes of gradients that ranks sum at once; twice as many may be on their way. Tests have a small one, by
+  // ZEROPAGE_BUCKET_BYTES, the same on all ranks.
+  std::size_t bucket_bytes = 16 * kMiB;
   // Early updates of a parameter, those among them that the step requested, and the bytes that the others wrote.
   std::atomic<std::size_t> early_updates = 0, updates_committed = 0, wasted_bytes = 0;
   std::atomic<std::size_t> previews = 0;    // lookups that computed rows of a deferred update.

@@ -21,8 +21,6 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kBucketBytes = 16 * kMiB;
-constexpr std::size_t kBytesUnderWay = 2 * kBucketBytes;
 constexpr std::size_t kSpillBytes = 256 * kKiB;  // smaller ones stay in memory
 constexpr std::int64_t kFailed = 16;             // a bit next to those of Reducer::Why
 
@@ -220,8 +218,8 @@ void Reducer::add(ReductionPtr reduction) {
   unsettled_ = true;
   open_bytes_ += reduction->bytes;
   open_.push_back(std::move(reduction));
-  if (proposed_ && open_bytes_ >= kBucketBytes / 2) together([&] { decide(); });
-  if (open_bytes_ >= kBucketBytes) together([&] { propose(Why::full); });
+  if (proposed_ && open_bytes_ >= domain_.bucket_bytes / 2) together([&] { decide(); });
+  if (open_bytes_ >= domain_.bucket_bytes) together([&] { propose(Why::full); });
 }
 
 /// Sees the end of one graph task. If the task fails, PyTorch destroys the callback that owns it.
@@ -666,9 +664,9 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
 /// last part of a sum may be a collective of its own.
 void Reducer::make_room() {
   for (const auto& piece : under_way_) {
-    if (bytes_awaited_ > kBytesUnderWay) receive(*piece);
+    if (bytes_awaited_ > 2 * domain_.bucket_bytes) receive(*piece);
   }
-  while (bytes_under_way_ > kBytesUnderWay) complete_oldest();
+  while (bytes_under_way_ > 2 * domain_.bucket_bytes) complete_oldest();
 }
 
 void Reducer::complete(const Reduction& reduction) {
