@@ -78,6 +78,64 @@ def test_a_rank_with_a_bucket_on_its_way_is_told_too_that_ranks_differ(pair):
         assert not ok and "ranks are no longer at the same operator" in said, said
 
 
+class MoreOnOneRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.one = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(3))
+
+    def forward(self, x):
+        for both, one in zip(self.both, self.one, strict=True):
+            x = both(x).tanh()
+            if dist.get_rank() == 0:
+                x = one(x).tanh()
+        return x
+
+
+def halve_in_backward(which):
+    """Return gradients, and those of plain PyTorch, averaged by hand."""
+    os.environ["ZEROPAGE_BUCKET_BYTES"] = "20000"  # a gradient and a part of the next
+
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    def gradients(model):
+        read = {"both": model.both[1], "one": model.one[1][0]}[which]
+        read.weight.register_post_accumulate_grad_hook(halve)
+        model(torch.full((4, 64), 0.01 * (1 + dist.get_rank()))).square().sum().backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = MoreOnOneRank()
+    with space() as made:
+        with made:
+            paged = MoreOnOneRank()
+        paged.load_state_dict(plain.state_dict())
+        found = gradients(zeropage.gather_together(paged))
+        found = [torch.tensor(gradient.tolist()) for gradient in found]
+    right = [
+        torch.zeros(p.shape) if g is None else g for p, g in zip(plain.parameters(), gradients(plain), strict=True)
+    ]
+    for gradient in right:
+        dist.all_reduce(gradient)
+    return [torch.equal(a, b / 2) for a, b in zip(found, right, strict=True)]
+
+
+def test_a_gradient_that_a_hook_reads_comes_although_one_rank_has_more(pair):
+    pair.start(halve_in_backward, "both")
+    for rank in range(2):
+        ok, said = pair.answer(rank, timeout=30)
+        assert ok and all(said), said
+
+
+def test_a_gradient_that_a_hook_reads_and_one_rank_alone_makes_is_an_error(pair):
+    pair.start(halve_in_backward, "one")
+    ok, said = pair.answer(0, timeout=30)
+    assert not ok and "is read in backward that another rank does not make" in said, said
+    ok, said = pair.answer(1, timeout=30)
+    assert not ok and "RankError" in said, said
+
+
 def look_on_one_rank():
     with space() as made:
         with made:

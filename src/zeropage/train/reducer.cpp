@@ -301,11 +301,14 @@ void Reducer::settle() {
 }
 
 /// Sends all gradients so far, or piles up those that not all ranks have.
-void Reducer::send_open(Why why) {
+Reducer::Agreed Reducer::send_open(Why why) {
   decide();
+  Agreed agreed;
   do {
     propose(why);
-  } while (!decide() && why == Why::end);
+    agreed = decide();
+  } while (!agreed.all_ended && why == Why::end);
+  return agreed;
 }
 
 /// Tells the other ranks what the open bucket contains.
@@ -327,15 +330,15 @@ void Reducer::propose(Why why) {
   domain_.contract.clear();
 }
 
-/// Sends the proposed bucket if all ranks have the same ([Note: buckets and ranks]). Returns whether the backwards of
-/// all ranks have ended.
-bool Reducer::decide() {
-  if (!proposed_) return false;
+/// Sends the proposed bucket if all ranks have the same ([Note: buckets and ranks]).
+Reducer::Agreed Reducer::decide() {
+  if (!proposed_) return {};
   Proposal proposal = *std::exchange(proposed_, std::nullopt);
-  const auto [same, all_ended] = compare(proposal);
-  if (same) {
+  Agreed agreed = compare(proposal);
+  if (agreed.same) {
+    agreed.has_sent = !proposal.bucket.empty();
     send(proposal.bucket);
-    return all_ended;
+    return agreed;
   }
   for (const ReductionPtr& reduction : proposal.bucket) {
     if (!proposal.is_stale) {
@@ -346,16 +349,19 @@ bool Reducer::decide() {
     }
   }
   const Counts counts = count_over_ranks();
-  send_what_all_have(counts);
-  all_ended ? send_the_rest(counts) : spill_pile();
-  return all_ended;
+  agreed.has_sent = send_what_all_have(counts);
+  agreed.all_ended ? send_the_rest(counts) : spill_pile();
+  return agreed;
 }
 
 /// Compares the buckets and piles of ranks, here and among replicas.
 Reducer::Agreed Reducer::compare(Proposal& proposal) {
   Collectives::Words mine = proposal.words;
   const std::int64_t failed = mine[0] & kFailed;
-  Agreed agreed{!proposal.has_pile, proposal.why == Why::end};
+  const auto says = [](const Collectives::Words& words, Why why) {
+    return (words[0] & ~kFailed) == static_cast<std::int64_t>(why);
+  };
+  Agreed agreed{.same = !proposal.has_pile, .all_ended = true, .all_wait = true};
   for (Collectives* group : {&ranks_, replicas_}) {
     if (!group) continue;
     const auto all = group == &ranks_ ? group->finish(proposal.agreement) : group->agree(mine, {"gradients", 0, 0});
@@ -368,11 +374,13 @@ Reducer::Agreed Reducer::compare(Proposal& proposal) {
                         "different batches. Start again from a checkpoint",
                         (words[0] & kFailed) ? rank : static_cast<std::size_t>(group->rank())));
       }
-      agreed.all_ended = agreed.all_ended && (words[0] & ~kFailed) == static_cast<std::int64_t>(Why::end);
-      agreed.same = agreed.same && words[0] == mine[0] && words[1] == mine[1] && words[2] == mine[2] && words[2] >= 0;
+      agreed.all_ended = agreed.all_ended && says(words, Why::end);
+      agreed.all_wait = agreed.all_wait && !says(words, Why::full);
+      agreed.same = agreed.same && words[1] == mine[1] && words[2] == mine[2] && words[2] >= 0;
     }
     // The result for this shard goes to the replicas.
-    mine[0] = static_cast<std::int64_t>(agreed.all_ended ? Why::end : Why::full) | failed;
+    const Why why = agreed.all_ended ? Why::end : agreed.all_wait ? Why::read : Why::full;
+    mine[0] = static_cast<std::int64_t>(why) | failed;
     mine[2] = agreed.same ? mine[2] : -1;
   }
   return agreed;
@@ -433,8 +441,9 @@ Reducer::Counts Reducer::count_over_ranks() const {
   return replicas_ ? count_over(*replicas_, counts) : counts;
 }
 
-/// Sends in the order of keys, and within a key in the order of arrival.
-void Reducer::send_what_all_have(const Counts& counts) {
+/// Sends in the order of keys, and within a key in the order of arrival. Returns whether there were any, on every
+/// rank alike.
+bool Reducer::send_what_all_have(const Counts& counts) {
   std::map<std::uint64_t, std::vector<ReductionPtr>> by_key;
   std::map<std::uint64_t, std::size_t> taken;
   std::vector<ReductionPtr> left;
@@ -447,7 +456,9 @@ void Reducer::send_what_all_have(const Counts& counts) {
   pile_ = std::move(left);
   std::vector<ReductionPtr> common;
   for (auto& [_, reductions] : by_key) common.insert(common.end(), reductions.begin(), reductions.end());
+  const bool has_any = !common.empty();
   send(common);
+  return has_any;
 }
 
 void Reducer::send_the_rest(const Counts& counts) {
@@ -672,18 +683,24 @@ void Reducer::make_room() {
 void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
+  bool is_stuck = false;
+  while (!reduction.sent && !reduction.failed && !is_stuck) {
+    together([&] {
+      const Agreed agreed = send_open(in_backward ? Why::read : Why::end);
+      is_stuck = agreed.all_wait && !agreed.has_sent;
+    });
+  }
   if (reduction.failed) {
     throw RankError(
         "the backward that made this gradient ended in an error before ranks had summed it; clear it with "
         "zero_grad()");
   }
-  if (!reduction.sent) together([&] { send_open(Why::full); });
-  if (!reduction.sent && torch::autograd::get_current_graph_task_id() >= 0) {
+  if (!reduction.sent) {
     throw RankError(
-        "a gradient is read in backward before all ranks have it; read it after backward, or call "
-        "zeropage.gather_together(module) on the module whose parts run on different ranks");
+        "a gradient is read in backward that another rank does not make, or makes only after it reads one that this "
+        "rank lacks: read it after backward");
   }
-  if (!reduction.sent) together([&] { send_open(Why::end); });
   while (reduction.pieces_left > 0) complete_oldest();
 }
 

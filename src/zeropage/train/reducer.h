@@ -8,7 +8,8 @@
 // [Note: buckets and ranks] Ranks tell each other the content of a bucket before they send it. They read the answers
 // once the next bucket is half full, so a rank that is ahead by less does not wait. If a rank lacks a gradient that
 // others have, they send those that all have and pile up the rest, in pages that can leave memory. A
-// rank whose backward has ended answers the others until theirs have. Then ranks sum the union of their piles page by
+// rank whose backward has ended answers the others until theirs have, and one that reads a gradient in backward until
+// all have it. Then ranks sum the union of their piles page by
 // page, with zeros for missing gradients. The parameter then has a gradient on every rank, as it would with the whole
 // batch on one. A gradient is identified by its leaf's key ([Note: keys of leaves] in tensor/leaves.h).
 #pragma once
@@ -61,7 +62,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   class Watch;
   void watch_backward();
   void backward_failed();
-  enum class Why : std::int64_t { full, end };
+  enum class Why : std::int64_t { full, end, read };  // read: backward waits for a gradient of the bucket
   /// A bucket whose words are on their way to the other ranks.
   struct Proposal {
     std::vector<ReductionPtr> bucket;
@@ -73,12 +74,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool is_stale = false;  // its backward failed on this rank
   };
   struct Agreed {
-    bool same;       // every rank has the same bucket and an empty pile
-    bool all_ended;  // every rank is at the end of its backward
+    bool same = false;       // every rank has the same bucket and an empty pile
+    bool all_ended = false;  // every rank is at the end of its backward
+    bool all_wait = false;   // every rank is there, or reads a gradient
+    bool has_sent = false;   // ranks had gradients in common
   };
-  void send_open(Why why);
+  Agreed send_open(Why why);
   void propose(Why why);
-  bool decide();
+  Agreed decide();
   Agreed compare(Proposal& proposal);
   void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal);
   struct Counts {
@@ -86,7 +89,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
   Counts count_over_ranks() const;
   static Counts count_over(Collectives& group, const Counts& mine);
-  void send_what_all_have(const Counts& counts);
+  bool send_what_all_have(const Counts& counts);
   void send_the_rest(const Counts& counts);
   void spill_pile();
   ReductionPtr missing(std::uint64_t key);
