@@ -96,16 +96,18 @@ test-torch: system ## the short tests on another release of torch: make test-tor
 	tools/test_torch.sh $(TORCH)
 
 # ASan+UBSan and TSan over the modules without torch, several files at once, so that names in their anonymous namespaces
-# must differ. With SANITIZE_TORCH=ON, ASan over the rest of the C++ tests too:
-# five minutes more.
+# must differ. Their tests run side by side, on a core each. With SANITIZE_TORCH=ON, ASan over the rest of the C++ tests
+# too: five minutes more.
 SANITIZE_TORCH ?= OFF
 sanitize: build
 	@for kind in address thread; do
 	  cmake -S . -B $(BUILD)/$$kind -G Ninja -DZEROPAGE_TESTS=ON -DZEROPAGE_TORCH=$$([ $$kind = address ] && echo $(SANITIZE_TORCH) || echo OFF) \
 	    -DZEROPAGE_SANITIZE=$$kind -DCMAKE_UNITY_BUILD=ON -DPython3_EXECUTABLE=$(CURDIR)/$(PYTHON) > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
 	  ninja -C $(BUILD)/$$kind --quiet core_tests simulate $$([ $${kind}$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
-	  (cd $(BUILD)/$$kind && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure)
 	done
+	(cd $(BUILD)/thread && ctest --output-on-failure > ctest.log 2>&1) & thread=$$!
+	(cd $(BUILD)/address && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure) || { kill $$thread; exit 1; }
+	wait $$thread || { cat $(BUILD)/thread/ctest.log; exit 1; }
 
 # An emulated processor is too slow for the tests of whole stresses.
 arm: system $(PYTHON) ## the modules without torch for aarch64, and their tests of kernels and pager under qemu

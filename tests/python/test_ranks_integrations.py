@@ -344,7 +344,10 @@ def test_ranks_that_start_after_the_command_are_an_error(tmp_path, disk):
 
 
 @pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.full), "3"])
-@pytest.mark.parametrize("script", [DATA_PARALLEL, LIGHTNING], ids=["plain", "lightning"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(DATA_PARALLEL, id="plain"), pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.full)],
+)
 def test_zeropage_run_gives_what_data_parallel_gives(script, stage, tmp_path, disk):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(script))

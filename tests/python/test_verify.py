@@ -281,6 +281,7 @@ def test_the_example_is_equal(form, verify):
     assert status == 0 and "equal to the bit over 3 steps" in said, said
 
 
+@pytest.mark.full
 def test_the_example_over_ranks_is_equal_to_one_process_within_rounding(verify):
     status, said = verify(EXAMPLES / "train_gpt.py", "--steps", "3", "--ranks", "2", "--", *SMALL_GPT)
     assert status == 0 and "equal within rounding over 3 steps, 2 ranks against one plain process" in said, said
