@@ -62,6 +62,11 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void open() override;
   bool advance() override;
   bool is_sealed() const { return sealed_; }
+  /// Opens it after a lookup has previewed rows of the parameter with this habit.
+  void open_for_lookups(const std::shared_ptr<void>& update_habit) {
+    looked_up_ = update_habit;
+    open();
+  }
 
   std::size_t length() const override { return code_.instructions.size() + std::ranges::count_if(slots_, is_zeroed); }
   const Code& code() const { return code_; }
@@ -131,6 +136,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   Progress progress_;
   /// The window in which an instruction has written a paged operand, by its first element: it cannot run again.
   std::atomic<std::size_t> written_window_ = SIZE_MAX;
+  std::weak_ptr<void> looked_up_;  // the habit of a parameter whose rows a lookup has previewed
   bool running_ = false;
   bool sealed_ = false;
   bool settled_ = false;  // settle() has taken or dropped its early update.

@@ -299,7 +299,7 @@ at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   // The next step's operators do not join it: it would keep its gradients, and grow.
   program->seal();
   try {
-    program->open();
+    program->open_for_lookups(segment->update_habit);
   } catch (const std::exception&) {  // then it runs when it is needed, and meets the error there if it is real
   }
   ++domain.previews;

@@ -282,6 +282,7 @@ bool Program::advance() {
     Trace::span("update", "update in between", begin, Trace::Clock::now());
   }
   if (!ended) return false;
+  note_only_looked_up(looked_up_.lock());
   zero_at_the_end();
   end();
   return true;

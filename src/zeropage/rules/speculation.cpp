@@ -164,16 +164,26 @@ bool backward_takes(Domain& domain, std::size_t bytes, bool may) {
 
 void set_next_numbers(std::function<StepNumbers(std::int64_t)> next) { next_numbers = std::move(next); }
 
-bool note_arrival(StorageSegment& leaf) {
+bool note_arrival(StorageSegment& leaf, bool was_deferred) {
   const EarlyUpdate when = leaf.domain()->early_update;
   if (when == EarlyUpdate::never) return false;
   std::lock_guard lock(leaf.domain()->deferral_mutex);
   UpdateHabit* const habit = habit_of(leaf);
-  if (!habit || ++habit->arrivals != habit->arrivals_a_step) return false;
+  if (!habit) return false;
+  habit->only_looked_up |= was_deferred;
+  if (++habit->arrivals != habit->arrivals_a_step) return false;
+  if (when == EarlyUpdate::automatic && habit->only_looked_up && !leaf.domain()->leaves_updates) {
+    habit->runs_ahead = false;
+    return false;
+  }
   const bool may = habit->is_expected(when);
   if (backward_takes(*leaf.domain(), leaf.bytes(), may)) return true;
   habit->runs_ahead = false;
   return false;
+}
+
+void note_only_looked_up(const std::shared_ptr<void>& update_habit) {
+  if (auto* const habit = static_cast<UpdateHabit*>(update_habit.get())) habit->only_looked_up = true;
 }
 
 void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
@@ -221,6 +231,7 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
     std::lock_guard lock(domain->deferral_mutex);
     UpdateHabit* const habit = make_habit(*leaf);
     habit->optimizer = optimizer;
+    habit->only_looked_up = false;
     habit->numbers = known;
     if (domain->update_balance) domain->update_balance->step([&] { return moment(*domain); });
     if (const auto deferred = leaf->deferred()) deferred->settle();

@@ -11,7 +11,9 @@
 // step. A parameter is updated early only while all guesses for it were right.
 //
 // [Note: left to forward] If all updates run in backward, the disk may have too much to do there and nothing in
-// forward. Some are then left to the step's program (update_balance.h).
+// forward. Some are then left to the step's program (update_balance.h). A parameter whose rows are looked up, and
+// that no operator needs whole, is always left: until its next gradient comes, its program runs where the disk has
+// time.
 //
 // Early updates run only in one process, without a device that has its own memory. The tensors must have their home
 // on disk and share no page.
@@ -35,7 +37,11 @@ using StepNumbers = std::vector<double>;
 void set_next_numbers(std::function<StepNumbers(std::int64_t optimizer)> next);
 
 /// Counts a gradient of `leaf`. True if it is probably the last one before the step, and early_update() shall follow.
-bool note_arrival(StorageSegment& leaf);
+/// `was_deferred`: until this gradient came, its update was deferred, so no operator needed the whole parameter.
+bool note_arrival(StorageSegment& leaf, bool was_deferred);
+/// Notes that no operator since the step needed the whole of a parameter: lookups previewed its rows (preview.h), and
+/// the deferred update has ended in between operators. Needs the domain's deferral_mutex.
+void note_only_looked_up(const std::shared_ptr<void>& update_habit);
 /// Runs the update that the step will probably request, after the leaf's last gradient.
 void early_update(StorageSegment& leaf, const at::Tensor& gradient);
 

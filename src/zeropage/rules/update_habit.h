@@ -78,7 +78,8 @@ class UpdateHabit {
   std::shared_ptr<const StepNumbers> numbers;  // of the last step.
   int arrivals = 0;                            // of gradients since the last step.
   int arrivals_a_step = 1;
-  bool runs_ahead = false;  // the latest update ran early
+  bool runs_ahead = false;      // the latest update ran early
+  bool only_looked_up = false;  // since the last step, nothing needed the whole parameter (note_only_looked_up)
 
  private:
   struct Slot {

@@ -65,8 +65,9 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     const Booking booking(&segment->domain()->cache->booked(), Spent::overhead);
     if (segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     // An operator that used the whole leaf since its step has run the update. Lookups leave it deferred (preview.h).
-    if (segment->is_deferred() && segment->has_deferred_write()) segment->run_deferred();
-    const bool is_last = note_arrival(*segment);
+    const bool is_left = segment->is_deferred() && segment->has_deferred_write();
+    if (is_left) segment->run_deferred();
+    const bool is_last = note_arrival(*segment, is_left);
     if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
     if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};
     // With create_graph the gradient has a history of its own. A sparse gradient has no pages.
