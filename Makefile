@@ -75,7 +75,7 @@ test: cpp-tests ## C++ and Python tests, without the long ones
 	$(PYTEST) tests/python tests/fuzz -k "not ranks and not verify and not examples_in_docs" $(ARGS)
 	$(PYTEST) $(addprefix tests/python/test_,$(addsuffix .py,$(SHORT_RANKS)))
 
-# Tests marked `full` repeat what others test, on other sizes or forms.
+# Tests marked `full` are other sizes and forms of what CI runs, or libraries and faults that few changes reach.
 test-full: build ## the tests that `make test-all` leaves out for time, too
 	$(PYTEST) --full tests/python tests/fuzz $(ARGS)
 
@@ -106,8 +106,11 @@ sanitize: build
 	  ninja -C $(BUILD)/$$kind --quiet core_tests simulate $$([ $${kind}$(SANITIZE_TORCH) = addressON ] && echo torch_tests)
 	done
 	(cd $(BUILD)/thread && ctest --output-on-failure > ctest.log 2>&1) & thread=$$!
-	(cd $(BUILD)/address && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure) || { kill $$thread; exit 1; }
-	wait $$thread || { cat $(BUILD)/thread/ctest.log; exit 1; }
+	failed=0
+	(cd $(BUILD)/address && ASAN_OPTIONS=detect_leaks=0 ctest --output-on-failure) || failed=1
+	wait $$thread || failed=1
+	cat $(BUILD)/thread/ctest.log
+	exit $$failed
 
 # An emulated processor is too slow for the tests of whole stresses.
 arm: system $(PYTHON) ## the modules without torch for aarch64, and their tests of kernels and pager under qemu

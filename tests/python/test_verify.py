@@ -359,7 +359,6 @@ def test_a_stale_page_is_named(verify):
     )
 
 
-@pytest.mark.full
 def test_a_wrong_scale_is_named(verify):
     found(
         verify(SCRIPT, "--steps", "2", plant=A_WRONG_SCALE),

@@ -21,8 +21,8 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kSpillBytes = 256 * kKiB;  // smaller ones stay in memory
-constexpr std::int64_t kFailed = 16;             // a bit next to those of Reducer::Why
+constexpr std::size_t kSpillBytes = 256 * kKiB;    // smaller ones stay in memory
+constexpr std::int64_t kFailed = 16, kReads = 32;  // bits next to those of Reducer::Why
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return (hash ^ value) * 0x100000001b3; }  // FNV-1a
 
@@ -288,11 +288,10 @@ void Reducer::settle() {
                                    nullptr);
     together([&] { send_open(Why::end); });
     unsettled_ = false;
-    const auto ends_together = [](const auto& piece) { return piece->ends_together; };
     // Receive before the first delivery, which may fail on this rank alone.
-    const auto last = std::find_if(under_way_.rbegin(), under_way_.rend(), ends_together).base();
-    for (auto piece = under_way_.begin(); piece != last; ++piece) receive(**piece);
+    while (must_receive_together()) receive_next();
     make_room();
+    const auto ends_together = [](const auto& piece) { return piece->ends_together; };
     while (std::ranges::any_of(under_way_, ends_together)) complete_oldest();
     to_add.swap(to_add_);
   }
@@ -301,25 +300,50 @@ void Reducer::settle() {
 }
 
 /// Sends all gradients so far, or piles up those that not all ranks have.
-Reducer::Agreed Reducer::send_open(Why why) {
+void Reducer::send_open(Why why) {
   decide();
-  Agreed agreed;
-  do {
+  while (true) {
     propose(why);
-    agreed = decide();
-  } while (!agreed.all_ended && why == Why::end);
-  return agreed;
+    const Agreed agreed = decide();
+    if (agreed.all_ended || why != Why::end) return;
+    if (is_stuck(agreed)) {
+      throw RankError(
+          "another rank reads a gradient in backward that this rank's backward, which has ended, has not made: read "
+          "it "
+          "after backward");
+    }
+  }
+}
+
+/// Whether some rank waits for a gradient that no rank will send. All ranks then throw.
+bool Reducer::is_stuck(const Agreed& agreed) const {
+  return agreed.all_wait && !agreed.all_ended && !agreed.has_sent;
+}
+
+/// Answers other ranks until all of them have the gradient, and have received what ranks must receive together: a
+/// rank that reads alone would wait there for the others, which may wait for its words.
+void Reducer::send_for_reading(const Reduction& reduction) {
+  decide();
+  while (!reduction.failed && (!reduction.sent || must_receive_together())) {
+    propose(reduction.sent ? Why::full : Why::read, /*reads=*/true);
+    if (is_stuck(decide())) {
+      throw RankError(
+          "a gradient is read in backward that another rank does not make, or makes only after it reads one that "
+          "this "
+          "rank lacks: read it after backward");
+    }
+  }
 }
 
 /// Tells the other ranks what the open bucket contains.
-void Reducer::propose(Why why) {
+void Reducer::propose(Why why, bool reads) {
   std::uint64_t content = 0xcbf29ce484222325;
   for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->number), reduction->bytes);
   const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
   const bool has_pile = !pile_.empty();  // then ranks must count
-  const Collectives::Words words{static_cast<std::int64_t>(why) | failed, static_cast<std::int64_t>(content),
-                                 has_pile ? -1 : static_cast<std::int64_t>(open_.size()),
-                                 static_cast<std::int64_t>(domain_.contract.hash())};
+  const Collectives::Words words{
+      static_cast<std::int64_t>(why) | failed | (reads ? kReads : 0), static_cast<std::int64_t>(content),
+      has_pile ? -1 : static_cast<std::int64_t>(open_.size()), static_cast<std::int64_t>(domain_.contract.hash())};
   proposed_ = Proposal{std::exchange(open_, {}),
                        why,
                        words,
@@ -338,8 +362,15 @@ Reducer::Agreed Reducer::decide() {
   if (agreed.same) {
     agreed.has_sent = !proposal.bucket.empty();
     send(proposal.bucket);
-    return agreed;
+  } else {
+    sort_out(proposal, agreed);
   }
+  while (agreed.any_reads && !awaited_.empty()) receive_next();
+  return agreed;
+}
+
+/// Piles up a bucket that not all ranks have, and sends of the pile what they all have.
+void Reducer::sort_out(Proposal& proposal, Agreed& agreed) {
   for (const ReductionPtr& reduction : proposal.bucket) {
     if (!proposal.is_stale) {
       pile_.push_back(reduction);
@@ -351,7 +382,6 @@ Reducer::Agreed Reducer::decide() {
   const Counts counts = count_over_ranks();
   agreed.has_sent = send_what_all_have(counts);
   agreed.all_ended ? send_the_rest(counts) : spill_pile();
-  return agreed;
 }
 
 /// Compares the buckets and piles of ranks, here and among replicas.
@@ -359,7 +389,7 @@ Reducer::Agreed Reducer::compare(Proposal& proposal) {
   Collectives::Words mine = proposal.words;
   const std::int64_t failed = mine[0] & kFailed;
   const auto says = [](const Collectives::Words& words, Why why) {
-    return (words[0] & ~kFailed) == static_cast<std::int64_t>(why);
+    return (words[0] & ~(kFailed | kReads)) == static_cast<std::int64_t>(why);
   };
   Agreed agreed{.same = !proposal.has_pile, .all_ended = true, .all_wait = true};
   for (Collectives* group : {&ranks_, replicas_}) {
@@ -376,11 +406,12 @@ Reducer::Agreed Reducer::compare(Proposal& proposal) {
       }
       agreed.all_ended = agreed.all_ended && says(words, Why::end);
       agreed.all_wait = agreed.all_wait && !says(words, Why::full);
+      agreed.any_reads = agreed.any_reads || (words[0] & kReads);
       agreed.same = agreed.same && words[1] == mine[1] && words[2] == mine[2] && words[2] >= 0;
     }
     // The result for this shard goes to the replicas.
     const Why why = agreed.all_ended ? Why::end : agreed.all_wait ? Why::read : Why::full;
-    mine[0] = static_cast<std::int64_t>(why) | failed;
+    mine[0] = static_cast<std::int64_t>(why) | failed | (agreed.any_reads ? kReads : 0);
     mine[2] = agreed.same ? mine[2] : -1;
   }
   return agreed;
@@ -660,6 +691,9 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) ++part.reduction->pieces_left;
   bytes_under_way_ += piece->bytes;
   bytes_awaited_ += piece->bytes;
+  awaited_.push_back(piece->bytes);
+  ++pieces_;
+  if (piece->ends_together || replicas_) last_together_ = pieces_;
   // The time that packing took.
   if (domain_.planned_on && piece->is_packed) domain_.planned_on->copy(2 * piece->bytes);
   under_way_.push_back(std::move(piece));
@@ -674,9 +708,7 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
 /// All ranks receive pieces at the same places of the program, also one that fails to deliver an earlier piece: the
 /// last part of a sum may be a collective of its own.
 void Reducer::make_room() {
-  for (const auto& piece : under_way_) {
-    if (bytes_awaited_ > 2 * domain_.bucket_bytes) receive(*piece);
-  }
+  while (bytes_awaited_ > 2 * domain_.bucket_bytes) receive_next();
   while (bytes_under_way_ > 2 * domain_.bucket_bytes) complete_oldest();
 }
 
@@ -684,22 +716,18 @@ void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
-  bool is_stuck = false;
-  while (!reduction.sent && !reduction.failed && !is_stuck) {
-    together([&] {
-      const Agreed agreed = send_open(in_backward ? Why::read : Why::end);
-      is_stuck = agreed.all_wait && !agreed.has_sent;
-    });
+  if (backwards_ > 0 && !in_backward && !reduction.failed && (!reduction.sent || must_receive_together())) {
+    throw RankError("a gradient is read by another thread while backward makes gradients: read it after backward");
+  }
+  if (in_backward) {
+    together([&] { send_for_reading(reduction); });
+  } else if (!reduction.sent && !reduction.failed) {
+    together([&] { send_open(Why::end); });
   }
   if (reduction.failed) {
     throw RankError(
         "the backward that made this gradient ended in an error before ranks had summed it; clear it with "
         "zero_grad()");
-  }
-  if (!reduction.sent) {
-    throw RankError(
-        "a gradient is read in backward that another rank does not make, or makes only after it reads one that this "
-        "rank lacks: read it after backward");
   }
   while (reduction.pieces_left > 0) complete_oldest();
 }
@@ -707,7 +735,7 @@ void Reducer::complete(const Reduction& reduction) {
 /// Strong guarantee: on an error the piece stays the oldest.
 void Reducer::complete_oldest() {
   Piece& piece = *under_way_.front();
-  receive(piece);
+  receive(piece, replicas_);
   for (; piece.part < piece.parts.size(); ++piece.part) {
     deliver(piece);
     piece.target = 0;
@@ -719,17 +747,27 @@ void Reducer::complete_oldest() {
   under_way_.pop_front();
 }
 
+/// Whether ranks have yet to receive a piece that needs all of them at one place of the program.
+bool Reducer::must_receive_together() const { return last_together_ > pieces_ - awaited_.size(); }
+
+/// Receives the oldest awaited piece. All ranks call it at the same places.
+void Reducer::receive_next() {
+  const std::uint64_t left = awaited_.size();  // it is the last but so many of all pieces
+  bytes_awaited_ -= awaited_.front();
+  awaited_.pop_front();
+  if (left <= under_way_.size()) receive(*under_way_[under_way_.size() - left], replicas_);
+}
+
 /// Waits until the piece's result is here.
-void Reducer::receive(Piece& piece) {
+void Reducer::receive(Piece& piece, Collectives* replicas) {
   if (piece.arrived) return;
   piece.work->wait();
-  if (replicas_ && !piece.over_replicas) {
+  if (replicas && !piece.over_replicas) {
     const Subject subject{"gradients", piece.parts[0].reduction->number, 0};
-    replicas_->all_reduce(piece.result, subject, piece.settled())->wait();
+    replicas->all_reduce(piece.result, subject, piece.settled())->wait();
     piece.over_replicas = true;
   }
   piece.arrived = true;
-  bytes_awaited_ -= piece.bytes;
 }
 
 /// Delivers the piece's next part to each of its living targets.

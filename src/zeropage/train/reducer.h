@@ -62,7 +62,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   class Watch;
   void watch_backward();
   void backward_failed();
-  enum class Why : std::int64_t { full, end, read };  // read: backward waits for a gradient of the bucket
+  enum class Why : std::int64_t { full, end, read };  // read: backward waits for a gradient that has not been sent
   /// A bucket whose words are on their way to the other ranks.
   struct Proposal {
     std::vector<ReductionPtr> bucket;
@@ -74,14 +74,24 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool is_stale = false;  // its backward failed on this rank
   };
   struct Agreed {
-    bool same = false;       // every rank has the same bucket and an empty pile
-    bool all_ended = false;  // every rank is at the end of its backward
-    bool all_wait = false;   // every rank is there, or reads a gradient
-    bool has_sent = false;   // ranks had gradients in common
+    /// Every rank has the same bucket and an empty pile.
+    bool same = false;
+    /// Every rank is at the end of its backward.
+    bool all_ended = false;
+    /// Every rank is there, or waits for a gradient that has not been sent.
+    bool all_wait = false;
+    /// A rank reads a gradient in backward.
+    bool any_reads = false;
+    /// Ranks had gradients in common.
+    bool has_sent = false;
   };
-  Agreed send_open(Why why);
-  void propose(Why why);
+  void send_open(Why why);
+  void propose(Why why, bool reads = false);
   Agreed decide();
+  void sort_out(Proposal& proposal, Agreed& agreed);
+  void send_for_reading(const Reduction& reduction);
+  bool is_stuck(const Agreed& agreed) const;
+  bool must_receive_together() const;
   Agreed compare(Proposal& proposal);
   void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal);
   struct Counts {
@@ -107,7 +117,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void push(std::unique_ptr<Piece> piece);
   void complete(const Reduction& reduction);
   void complete_oldest();
-  void receive(Piece& piece);
+  static void receive(Piece& piece, Collectives* replicas);
+  void receive_next();
   void make_room();
   void deliver(Piece& piece);
   void finish(Reduction& reduction);
@@ -124,13 +135,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
   std::size_t open_bytes_ = 0;
   std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered
-  std::size_t bytes_awaited_ = 0;    // of them, of pieces that are not here yet
   std::deque<std::unique_ptr<Piece>> under_way_;
-  std::exception_ptr failure_;  // of an exchange that some ranks may have ended.
-  int backward_ = -1;           // the latest watched graph task.
-  int backwards_ = 0;           // watched graph tasks: a checkpoint's runs inside another.
-  bool unsettled_ = false;      // a gradient came since ranks last settled.
-  bool has_failed_ = false;     // a backward failed since ranks last agreed.
+  // Bytes of the latest pieces, those that ranks have yet to receive at one place of the program. Each rank may have
+  // received, or delivered, some of them for itself.
+  std::deque<std::size_t> awaited_;
+  std::size_t bytes_awaited_ = 0;    // their sum
+  std::uint64_t pieces_ = 0;         // pushed so far
+  std::uint64_t last_together_ = 0;  // the latest that must be received at one place: a number from 1, as pushed
+  std::exception_ptr failure_;       // of an exchange that some ranks may have ended.
+  int backward_ = -1;                // the latest watched graph task.
+  int backwards_ = 0;                // watched graph tasks: a checkpoint's runs inside another.
+  bool unsettled_ = false;           // a gradient came since ranks last settled.
+  bool has_failed_ = false;          // a backward failed since ranks last agreed.
 };
 
 }  // namespace zeropage
