@@ -1,6 +1,7 @@
 """Lookups in an embedding whose update is deferred: few rows are computed, and the update runs later."""
 
 import contextlib
+import itertools
 import json
 
 import pytest
@@ -332,3 +333,39 @@ def test_a_second_derivative_and_a_recomputation_go_through_a_lookup(lazy):
         return seen + [p.detach().clone() for p in model.parameters()]
 
     assert_equal(run(zeropage.init(lazy)), run(contextlib.nullcontext()))
+
+
+class UntiedHead(Tied):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.head = nn.Linear(COLUMNS, ROWS)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.layer(self.embedding(tokens))))
+
+
+def train_untied(scope, seen_each_step):
+    torch.manual_seed(0)
+    with scope:
+        model = UntiedHead()
+    optimizer, losses = OPTIMIZERS["fused"](model.parameters()), []
+    for step in range(14):
+        loss = F.cross_entropy(model(tokens_of(step)).flatten(0, 1), tokens_of(step + 9).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 8:  # as a checkpoint does
+            losses.append(model.embedding.weight.sum().item())
+        seen_each_step()
+    return losses + [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_table_that_only_lookups_use_is_left_to_its_deferred_update(lazy):
+    """Other parameters are updated in backward. Once something has used the table whole, it is left again."""
+    space, seen = zeropage.init(lazy.replace(early_update="auto")), []
+    found = train_untied(space, lambda: seen.append(space.report()))
+    assert_equal(found, train_untied(contextlib.nullcontext(), lambda: None))
+    lookups = [b.previews - a.previews for a, b in itertools.pairwise(seen)]
+    assert lookups == [1] * 8 + [0] + [1] * 4, lookups  # of steps 1 to 13; step 9 follows the whole use
+    assert seen[-1].updates_committed > 0

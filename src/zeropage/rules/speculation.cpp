@@ -170,9 +170,9 @@ bool note_arrival(StorageSegment& leaf, bool was_deferred) {
   std::lock_guard lock(leaf.domain()->deferral_mutex);
   UpdateHabit* const habit = habit_of(leaf);
   if (!habit) return false;
-  habit->only_looked_up |= was_deferred;
+  if (was_deferred) habit->only_looked_up = UpdateHabit::kLookedUp;
   if (++habit->arrivals != habit->arrivals_a_step) return false;
-  if (when == EarlyUpdate::automatic && habit->only_looked_up && !leaf.domain()->leaves_updates) {
+  if (when == EarlyUpdate::automatic && habit->only_looked_up > 0 && !leaf.domain()->leaves_updates) {
     habit->runs_ahead = false;
     return false;
   }
@@ -183,7 +183,8 @@ bool note_arrival(StorageSegment& leaf, bool was_deferred) {
 }
 
 void note_only_looked_up(const std::shared_ptr<void>& update_habit) {
-  if (auto* const habit = static_cast<UpdateHabit*>(update_habit.get())) habit->only_looked_up = true;
+  if (auto* const habit = static_cast<UpdateHabit*>(update_habit.get()))
+    habit->only_looked_up = UpdateHabit::kLookedUp;
 }
 
 void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
@@ -231,7 +232,6 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
     std::lock_guard lock(domain->deferral_mutex);
     UpdateHabit* const habit = make_habit(*leaf);
     habit->optimizer = optimizer;
-    habit->only_looked_up = false;
     habit->numbers = known;
     if (domain->update_balance) domain->update_balance->step([&] { return moment(*domain); });
     if (const auto deferred = leaf->deferred()) deferred->settle();

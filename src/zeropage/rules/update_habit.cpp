@@ -245,6 +245,7 @@ void UpdateHabit::learn(const Program& program, const ParameterUpdate& update) {
   asleep_ = update.all_factors_are_one;
   if (asleep_) backoff_.pass();
   arrivals_a_step = std::max(1, std::exchange(arrivals, 0));
+  if (only_looked_up > 0) --only_looked_up;
 }
 
 std::optional<ExpectedUpdate> UpdateHabit::expected(const std::shared_ptr<Domain>& domain, StorageSegment& gradient,

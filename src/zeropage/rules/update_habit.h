@@ -78,8 +78,11 @@ class UpdateHabit {
   std::shared_ptr<const StepNumbers> numbers;  // of the last step.
   int arrivals = 0;                            // of gradients since the last step.
   int arrivals_a_step = 1;
-  bool runs_ahead = false;      // the latest update ran early
-  bool only_looked_up = false;  // since the last step, nothing needed the whole parameter (note_only_looked_up)
+  bool runs_ahead = false;  // the latest update ran early
+  // Steps for which it still counts as a table that only lookups use. After a step in which something used it whole,
+  // such as a checkpoint, it is tried once more.
+  int only_looked_up = 0;
+  static constexpr int kLookedUp = 2;
 
  private:
   struct Slot {

@@ -79,11 +79,12 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Stripes stripes;
   std::vector<Target> targets;
   std::size_t pieces_left = 0;
-  bool is_own = false;     // the program has set it itself
-  bool failed = false;     // its backward failed before it was sent
-  bool sent = false;       // completely
-  bool arrived = false;    // in part: a target added now would miss that
-  bool delivered = false;  // completely
+  bool is_own = false;           // the program has set it itself
+  bool failed = false;           // its backward failed before it was sent
+  bool sent = false;             // completely
+  std::uint64_t last_piece = 0;  // number of the latest piece with a part of it, from 1
+  bool arrived = false;          // in part: a target added now would miss that
+  bool delivered = false;        // completely
 
  private:
   std::weak_ptr<Reducer> owner_;
@@ -289,7 +290,9 @@ void Reducer::settle() {
     together([&] { send_open(Why::end); });
     unsettled_ = false;
     // Receive before the first delivery, which may fail on this rank alone.
-    while (must_receive_together()) receive_next();
+    together([&] {
+      while (must_receive_together(pieces_)) receive_next();
+    });
     make_room();
     const auto ends_together = [](const auto& piece) { return piece->ends_together; };
     while (std::ranges::any_of(under_way_, ends_together)) complete_oldest();
@@ -308,9 +311,8 @@ void Reducer::send_open(Why why) {
     if (agreed.all_ended || why != Why::end) return;
     if (is_stuck(agreed)) {
       throw RankError(
-          "another rank reads a gradient in backward that this rank's backward, which has ended, has not made: read "
-          "it "
-          "after backward");
+          "another rank reads a gradient in backward that this rank's backward, which has ended, has not made: "
+          "read it after backward");
     }
   }
 }
@@ -323,14 +325,14 @@ bool Reducer::is_stuck(const Agreed& agreed) const {
 /// Answers other ranks until all of them have the gradient, and have received what ranks must receive together: a
 /// rank that reads alone would wait there for the others, which may wait for its words.
 void Reducer::send_for_reading(const Reduction& reduction) {
-  decide();
-  while (!reduction.failed && (!reduction.sent || must_receive_together())) {
+  const auto is_there = [&] { return reduction.sent && !must_receive_together(reduction.last_piece); };
+  if (!is_there()) decide();
+  while (!reduction.failed && !is_there()) {
     propose(reduction.sent ? Why::full : Why::read, /*reads=*/true);
     if (is_stuck(decide())) {
       throw RankError(
-          "a gradient is read in backward that another rank does not make, or makes only after it reads one that "
-          "this "
-          "rank lacks: read it after backward");
+          "a gradient is read in backward that another rank does not make, or makes only after it reads one "
+          "that this rank lacks: read it after backward");
     }
   }
 }
@@ -691,9 +693,9 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) ++part.reduction->pieces_left;
   bytes_under_way_ += piece->bytes;
   bytes_awaited_ += piece->bytes;
-  awaited_.push_back(piece->bytes);
+  awaited_.push_back({piece->bytes, piece->ends_together || replicas_});
   ++pieces_;
-  if (piece->ends_together || replicas_) last_together_ = pieces_;
+  for (const PiecePart& part : piece->parts) part.reduction->last_piece = pieces_;
   // The time that packing took.
   if (domain_.planned_on && piece->is_packed) domain_.planned_on->copy(2 * piece->bytes);
   under_way_.push_back(std::move(piece));
@@ -716,7 +718,8 @@ void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
-  if (backwards_ > 0 && !in_backward && !reduction.failed && (!reduction.sent || must_receive_together())) {
+  const bool is_there = reduction.failed || (reduction.sent && !must_receive_together(reduction.last_piece));
+  if (backwards_ > 0 && !in_backward && !is_there) {
     throw RankError("a gradient is read by another thread while backward makes gradients: read it after backward");
   }
   if (in_backward) {
@@ -747,15 +750,19 @@ void Reducer::complete_oldest() {
   under_way_.pop_front();
 }
 
-/// Whether ranks have yet to receive a piece that needs all of them at one place of the program.
-bool Reducer::must_receive_together() const { return last_together_ > pieces_ - awaited_.size(); }
+/// Whether ranks have yet to receive a piece, up to this one, that needs all of them at one place of the program.
+bool Reducer::must_receive_together(std::uint64_t up_to) const {
+  std::uint64_t number = pieces_ - awaited_.size();
+  return std::ranges::any_of(awaited_,
+                             [&](const Awaited& piece) { return ++number <= up_to && piece.ends_together; });
+}
 
 /// Receives the oldest awaited piece. All ranks call it at the same places.
 void Reducer::receive_next() {
   const std::uint64_t left = awaited_.size();  // it is the last but so many of all pieces
-  bytes_awaited_ -= awaited_.front();
-  awaited_.pop_front();
   if (left <= under_way_.size()) receive(*under_way_[under_way_.size() - left], replicas_);
+  bytes_awaited_ -= awaited_.front().bytes;
+  awaited_.pop_front();
 }
 
 /// Waits until the piece's result is here.

@@ -91,7 +91,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void sort_out(Proposal& proposal, Agreed& agreed);
   void send_for_reading(const Reduction& reduction);
   bool is_stuck(const Agreed& agreed) const;
-  bool must_receive_together() const;
+  bool must_receive_together(std::uint64_t up_to) const;
   Agreed compare(Proposal& proposal);
   void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal);
   struct Counts {
@@ -136,17 +136,20 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::size_t open_bytes_ = 0;
   std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered
   std::deque<std::unique_ptr<Piece>> under_way_;
-  // Bytes of the latest pieces, those that ranks have yet to receive at one place of the program. Each rank may have
-  // received, or delivered, some of them for itself.
-  std::deque<std::size_t> awaited_;
-  std::size_t bytes_awaited_ = 0;    // their sum
-  std::uint64_t pieces_ = 0;         // pushed so far
-  std::uint64_t last_together_ = 0;  // the latest that must be received at one place: a number from 1, as pushed
-  std::exception_ptr failure_;       // of an exchange that some ranks may have ended.
-  int backward_ = -1;                // the latest watched graph task.
-  int backwards_ = 0;                // watched graph tasks: a checkpoint's runs inside another.
-  bool unsettled_ = false;           // a gradient came since ranks last settled.
-  bool has_failed_ = false;          // a backward failed since ranks last agreed.
+  struct Awaited {
+    std::size_t bytes;
+    bool ends_together;
+  };
+  // The latest pieces, those that ranks have yet to receive at one place of the program. Each rank may have received,
+  // or delivered, some of them for itself.
+  std::deque<Awaited> awaited_;
+  std::size_t bytes_awaited_ = 0;  // of them
+  std::uint64_t pieces_ = 0;       // pushed so far
+  std::exception_ptr failure_;     // of an exchange that some ranks may have ended.
+  int backward_ = -1;              // the latest watched graph task.
+  int backwards_ = 0;              // watched graph tasks: a checkpoint's runs inside another.
+  bool unsettled_ = false;         // a gradient came since ranks last settled.
+  bool has_failed_ = false;        // a backward failed since ranks last agreed.
 };
 
 }  // namespace zeropage
