@@ -172,12 +172,9 @@ bool note_arrival(StorageSegment& leaf, bool was_deferred) {
   if (!habit) return false;
   if (was_deferred) habit->only_looked_up = UpdateHabit::kLookedUp;
   if (++habit->arrivals != habit->arrivals_a_step) return false;
-  if (when == EarlyUpdate::automatic && habit->only_looked_up > 0 && !leaf.domain()->leaves_updates) {
-    habit->runs_ahead = false;
-    return false;
-  }
+  const bool is_left = when == EarlyUpdate::automatic && habit->only_looked_up > 0 && !leaf.domain()->leaves_updates;
   const bool may = habit->is_expected(when);
-  if (backward_takes(*leaf.domain(), leaf.bytes(), may)) return true;
+  if (!is_left && backward_takes(*leaf.domain(), leaf.bytes(), may)) return true;
   habit->runs_ahead = false;
   return false;
 }

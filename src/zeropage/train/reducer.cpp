@@ -287,7 +287,7 @@ void Reducer::settle() {
     NoPagingGuard no_paging;
     const CurrentActivity activity([](const void*) { return std::string("the sums of backward's last gradients"); },
                                    nullptr);
-    together([&] { send_open(Why::end); });
+    together([&] { send_open(); });
     unsettled_ = false;
     // Receive before the first delivery, which may fail on this rank alone.
     together([&] {
@@ -302,13 +302,13 @@ void Reducer::settle() {
   for (const auto& [sum, mean] : to_add) sum.add_(mean);
 }
 
-/// Sends all gradients so far, or piles up those that not all ranks have.
-void Reducer::send_open(Why why) {
+/// Answers other ranks until all backwards have ended; then all gradients are sent.
+void Reducer::send_open() {
   decide();
   while (true) {
-    propose(why);
+    propose(Why::end);
     const Agreed agreed = decide();
-    if (agreed.all_ended || why != Why::end) return;
+    if (agreed.all_ended) return;
     if (is_stuck(agreed)) {
       throw RankError(
           "another rank reads a gradient in backward that this rank's backward, which has ended, has not made: "
@@ -325,9 +325,8 @@ bool Reducer::is_stuck(const Agreed& agreed) const {
 /// Answers other ranks until all of them have the gradient, and have received what ranks must receive together: a
 /// rank that reads alone would wait there for the others, which may wait for its words.
 void Reducer::send_for_reading(const Reduction& reduction) {
-  const auto is_there = [&] { return reduction.sent && !must_receive_together(reduction.last_piece); };
-  if (!is_there()) decide();
-  while (!reduction.failed && !is_there()) {
+  if (!can_read_alone(reduction)) decide();
+  while (!can_read_alone(reduction)) {
     propose(reduction.sent ? Why::full : Why::read, /*reads=*/true);
     if (is_stuck(decide())) {
       throw RankError(
@@ -718,14 +717,13 @@ void Reducer::complete(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
-  const bool is_there = reduction.failed || (reduction.sent && !must_receive_together(reduction.last_piece));
-  if (backwards_ > 0 && !in_backward && !is_there) {
+  if (backwards_ > 0 && !in_backward && !can_read_alone(reduction)) {
     throw RankError("a gradient is read by another thread while backward makes gradients: read it after backward");
   }
   if (in_backward) {
     together([&] { send_for_reading(reduction); });
   } else if (!reduction.sent && !reduction.failed) {
-    together([&] { send_open(Why::end); });
+    together([&] { send_open(); });
   }
   if (reduction.failed) {
     throw RankError(
@@ -738,7 +736,7 @@ void Reducer::complete(const Reduction& reduction) {
 /// Strong guarantee: on an error the piece stays the oldest.
 void Reducer::complete_oldest() {
   Piece& piece = *under_way_.front();
-  receive(piece, replicas_);
+  receive(piece);
   for (; piece.part < piece.parts.size(); ++piece.part) {
     deliver(piece);
     piece.target = 0;
@@ -757,21 +755,26 @@ bool Reducer::must_receive_together(std::uint64_t up_to) const {
                              [&](const Awaited& piece) { return ++number <= up_to && piece.ends_together; });
 }
 
+/// Whether a read of the gradient needs nothing more from other ranks at this place: also, if it has failed.
+bool Reducer::can_read_alone(const Reduction& reduction) const {
+  return reduction.failed || (reduction.sent && !must_receive_together(reduction.last_piece));
+}
+
 /// Receives the oldest awaited piece. All ranks call it at the same places.
 void Reducer::receive_next() {
   const std::uint64_t left = awaited_.size();  // it is the last but so many of all pieces
-  if (left <= under_way_.size()) receive(*under_way_[under_way_.size() - left], replicas_);
+  if (left <= under_way_.size()) receive(*under_way_[under_way_.size() - left]);
   bytes_awaited_ -= awaited_.front().bytes;
   awaited_.pop_front();
 }
 
 /// Waits until the piece's result is here.
-void Reducer::receive(Piece& piece, Collectives* replicas) {
+void Reducer::receive(Piece& piece) {
   if (piece.arrived) return;
   piece.work->wait();
-  if (replicas && !piece.over_replicas) {
+  if (replicas_ && !piece.over_replicas) {
     const Subject subject{"gradients", piece.parts[0].reduction->number, 0};
-    replicas->all_reduce(piece.result, subject, piece.settled())->wait();
+    replicas_->all_reduce(piece.result, subject, piece.settled())->wait();
     piece.over_replicas = true;
   }
   piece.arrived = true;

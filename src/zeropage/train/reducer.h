@@ -7,11 +7,11 @@
 //
 // [Note: buckets and ranks] Ranks tell each other the content of a bucket before they send it. They read the answers
 // once the next bucket is half full, so a rank that is ahead by less does not wait. If a rank lacks a gradient that
-// others have, they send those that all have and pile up the rest, in pages that can leave memory. A
-// rank whose backward has ended answers the others until theirs have, and one that reads a gradient in backward until
-// all have it. Then ranks sum the union of their piles page by
-// page, with zeros for missing gradients. The parameter then has a gradient on every rank, as it would with the whole
-// batch on one. A gradient is identified by its leaf's key ([Note: keys of leaves] in tensor/leaves.h).
+// others have, they send those that all have and pile up the rest, in pages that can leave memory. A rank that reads
+// a gradient in backward answers the others until all have it. A rank whose backward has ended answers them until
+// theirs have. Then ranks sum the union of their piles page by page, with zeros for missing gradients. The parameter
+// then has a gradient on every rank, as it would with the whole batch on one. A gradient is identified by its leaf's
+// key ([Note: keys of leaves] in tensor/leaves.h).
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -85,13 +85,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     /// Ranks had gradients in common.
     bool has_sent = false;
   };
-  void send_open(Why why);
+  void send_open();
   void propose(Why why, bool reads = false);
   Agreed decide();
   void sort_out(Proposal& proposal, Agreed& agreed);
   void send_for_reading(const Reduction& reduction);
   bool is_stuck(const Agreed& agreed) const;
   bool must_receive_together(std::uint64_t up_to) const;
+  bool can_read_alone(const Reduction& reduction) const;
   Agreed compare(Proposal& proposal);
   void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal);
   struct Counts {
@@ -117,7 +118,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void push(std::unique_ptr<Piece> piece);
   void complete(const Reduction& reduction);
   void complete_oldest();
-  static void receive(Piece& piece, Collectives* replicas);
+  void receive(Piece& piece);
   void receive_next();
   void make_room();
   void deliver(Piece& piece);
