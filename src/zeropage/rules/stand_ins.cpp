@@ -24,22 +24,28 @@ at::Tensor view_like(const at::Tensor& made, c10::ScalarType stands_for, const a
 }  // namespace
 
 bool StandIns::is_same_content(const at::Tensor& a, const at::Tensor& b) const {
-  if (segment_of(a) != segment_of(b)) return false;
   if (per_ == Per::segment) return true;
   if (!lies_as(a, b) || a.storage_offset() != b.storage_offset()) return false;
   return per_ == Per::part || a.is_same(b) || (!a.requires_grad() && !b.requires_grad());
 }
 
+/// Fused optimizers pass lists of thousands of tensors.
+StandIns::StandIn* StandIns::find(const at::Tensor& tensor) {
+  const auto [first, last] = of_segment_.equal_range(segment_of(tensor));
+  const auto found = std::find_if(
+      first, last, [&](const auto& entry) { return is_same_content(stand_ins_[entry.second].tensor, tensor); });
+  return found == last ? nullptr : &stand_ins_[found->second];
+}
+
 at::Tensor StandIns::give(const at::Tensor& tensor, bool writes, Takes takes, Make make) {
   if (!segment_of(tensor) || !takes(tensor, writes)) return tensor;
-  auto known = std::find_if(stand_ins_.begin(), stand_ins_.end(),
-                            [&](const StandIn& stand_in) { return is_same_content(stand_in.tensor, tensor); });
-  if (known == stand_ins_.end()) {
+  StandIn* known = find(tensor);
+  if (!known) {
     at::Tensor made = make(tensor);
     if (!made.defined()) return tensor;
     const std::int64_t version = version_of(made);
-    stand_ins_.push_back({tensor, std::move(made), false, version});
-    known = stand_ins_.end() - 1;
+    of_segment_.emplace(segment_of(tensor), stand_ins_.size());
+    known = &stand_ins_.emplace_back(StandIn{tensor, std::move(made), false, version});
   }
   known->is_written |= writes;
   at::Tensor given = per_ != Per::segment ? known->made : view_like(known->made, known->tensor.scalar_type(), tensor);

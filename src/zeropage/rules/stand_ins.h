@@ -6,6 +6,8 @@
 
 #include <c10/util/FunctionRef.h>
 
+#include <unordered_map>
+
 #include "zeropage/rules/call.h"
 
 namespace zeropage {
@@ -48,6 +50,8 @@ class StandIns {
     at::Tensor original, given;
   };
   at::Tensor give(const at::Tensor& tensor, bool writes, Takes takes, Make make);
+  StandIn* find(const at::Tensor& tensor);
+  /// Whether one stand-in serves two tensors of one segment.
   bool is_same_content(const at::Tensor& a, const at::Tensor& b) const;
   void find_written();
   void return_originals();
@@ -56,6 +60,7 @@ class StandIns {
   std::vector<c10::IValue> arguments_;  // the originals
   c10::SmallVector<PagedArgument, 4> paged_;
   std::vector<StandIn> stand_ins_;
+  std::unordered_multimap<const StorageSegment*, std::size_t> of_segment_;  // indices of stand_ins_
   std::vector<View> views_;
 };
 
