@@ -90,8 +90,8 @@ TEST_CASE_FIXTURE(CycleFixture,
   make(400 * K, 0);
   make_segments(8, 100 * K);
   const auto fresh = segment(100 * K);  // no page has content yet
-  for (unsigned i = 4; i < 8; ++i) use(i);
-  cache->wait();  // memory is full of clean pages
+  for (unsigned i = 7; i >= 4; --i) use(i);  // in an order that repeats nothing: the plan knows no next use
+  cache->wait();                             // memory is full of clean pages
   const PinRequest requests[] = {{fresh.get(), Access::write}, {segments[0].get(), Access::read}};
   cache->open_stream(requests);
   std::size_t taken = 0;

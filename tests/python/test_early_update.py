@@ -700,3 +700,43 @@ def test_what_a_step_clears_after_its_use_may_be_filled_before_the_next(config):
         trained.append(content_of(model, optimizer))
     for plain, paged in zip(*trained, strict=True):
         assert torch.equal(plain, paged)
+
+
+class BigHead(torch.nn.Module):
+    """Its last layer and the states of that are larger than what is read ahead."""
+
+    def __init__(self, pause):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = torch.nn.Linear(WIDTH, 10 * WIDTH)
+        self.pause = pause
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.pause()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["set to none", "cleared"])
+def test_a_large_update_left_to_forward_runs_before_its_operator_needs_it(clears, config, tmp_path):
+    def run(scope, pause):
+        torch.manual_seed(0)
+        with scope:
+            model = BigHead(pause)
+        optimizer = adamw(model.parameters())
+        for step in range(6):
+            loss_of(model, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # changes what an early update has used
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=clears)
+        return content_of(model, optimizer)
+
+    space = zeropage.init(config.replace(early_update="auto", device_memory="3MB", tiling="off"))
+    with zeropage.trace(tmp_path / "run.json"):
+        paged = run(space, lambda: time.sleep(0.03))
+    plain = run(contextlib.nullcontext(), lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(paged, plain, strict=True))
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    in_between = [event for event in events if event.get("name") == "update in between"]
+    assert len(in_between) >= (3 if clears else 0), len(in_between)

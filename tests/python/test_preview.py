@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -278,6 +279,9 @@ def test_the_rest_of_a_previewed_update_runs_in_between_operators(form, end, laz
             model = Untied()
         optimizer, seen = OPTIMIZERS[form](model.parameters()), []
         for step in range(4):
+            if step == 2:  # updates in between begin once the disk has been idle for a while
+                model.embedding(tokens_of(step + 30))
+                time.sleep(0.11)
             out = model(tokens_of(step))
             again = model.embedding(tokens_of(step + 50)).detach().clone()  # while a part of the update has run
             if end == "whole":

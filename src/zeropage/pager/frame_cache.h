@@ -151,8 +151,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   }
   /// Announces one use in the plan: the caller will now use these segments page by page, in turns.
   void announce(std::span<const PinRequest> requests) { page_pins_.announce(requests); }
-  /// The same for a walk that goes on between later uses, by try_pin_page(), until close_stream(). Their next pages
-  /// are read while the disk has nothing else to do.
+  /// For a walk that goes on between later uses, by try_pin_page(), until close_stream(). Their next pages are read
+  /// while the disk has nothing else to do. It is no use in the plan, because it may begin anywhere.
   void open_stream(std::span<const PinRequest> requests) { page_pins_.open_stream(requests); }
   void close_stream(std::span<const PinRequest> requests) noexcept { page_pins_.close_stream(requests); }
   /// Tells that such a walk has used the segment's pages before this one. `begun`: and a part of this one.
@@ -256,6 +256,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   BookedTime& booked() const { return monitor_.booked(); }
   using Usage = Budgets::Usage;
   Usage usage(Pool pool) const;
+  /// The most bytes that are read before their use.
+  std::size_t most_read_ahead() const { return ahead_.most(); }
   /// The most bytes that operators can have pinned at once.
   std::size_t frame_limit() const { return budgets_.device_limit(); }
   /// Whether the peak of all pageable bytes fits its memory.

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "zeropage/base/clock.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/update.h"
 
@@ -62,11 +63,11 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void open() override;
   bool advance() override;
   bool is_sealed() const { return sealed_; }
-  /// Opens it after a lookup has previewed rows of the parameter with this habit.
-  void open_for_lookups(const std::shared_ptr<void>& update_habit) {
-    looked_up_ = update_habit;
-    open();
-  }
+  /// Opens it as soon as the disk has time, or backward has begun. For a program of whose parameter, with this habit,
+  /// a lookup has previewed rows.
+  void open_when_idle(const std::shared_ptr<void>& update_habit);
+  /// Opens it at the next operator if reading ahead could not hold all that it reads.
+  void open_if_large();
 
   std::size_t length() const override { return code_.instructions.size() + std::ranges::count_if(slots_, is_zeroed); }
   const Code& code() const { return code_; }
@@ -126,6 +127,15 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void end(std::exception_ptr failure = nullptr);
   bool run_or_end();
   bool can_open() const;
+  /// What the disk and backward had done at a time.
+  struct DiskLook {
+    Clock::time_point at;
+    double busy_seconds;
+    std::size_t arrivals;
+  };
+  void open_from_next_operator(std::optional<DiskLook> first_look);
+  void open_stream();
+  bool disk_has_time();
   c10::SmallVector<Operand, 8> operands(bool leaves_gradient, std::vector<int>& operand_of);
   void close_stream() noexcept;
 
@@ -136,7 +146,9 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   Progress progress_;
   /// The window in which an instruction has written a paged operand, by its first element: it cannot run again.
   std::atomic<std::size_t> written_window_ = SIZE_MAX;
-  std::weak_ptr<void> looked_up_;  // the habit of a parameter whose rows a lookup has previewed
+  std::weak_ptr<void> looked_up_;      // the habit of a parameter whose rows a lookup has previewed
+  bool will_open_ = false;             // an operator will open it.
+  std::optional<DiskLook> last_look_;  // if so: none if it need not wait for the disk to have time.
   bool running_ = false;
   bool sealed_ = false;
   bool settled_ = false;  // settle() has taken or dropped its early update.

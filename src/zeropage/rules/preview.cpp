@@ -298,10 +298,7 @@ at::Tensor preview_rows(const at::Tensor& weight, const at::Tensor& indices) {
   }
   // The next step's operators do not join it: it would keep its gradients, and grow.
   program->seal();
-  try {
-    program->open_for_lookups(segment->update_habit);
-  } catch (const std::exception&) {  // then it runs when it is needed, and meets the error there if it is real
-  }
+  program->open_when_idle(segment->update_habit);
   ++domain.previews;
   return table.index_select(0, places);
 }

@@ -246,17 +246,54 @@ void Program::open() {
   settle();
   discard_ahead(*this);
   if (!can_open()) return;
+  domain_->opened.reserve(domain_->opened.size() + 1);
+  open_stream();
+  if (!std::exchange(will_open_, false)) domain_->opened.push_back(weak_from_this());
+  domain_->has_opened.store(true, std::memory_order_release);
+}
+
+void Program::open_when_idle(const std::shared_ptr<void>& update_habit) {
+  looked_up_ = update_habit;
+  open_from_next_operator(DiskLook{Clock::now(), domain_->cache->stats().disk_seconds, domain_->arrivals});
+}
+
+void Program::open_if_large() {
+  std::size_t bytes = 0;
+  for_each_segment([&](const StorageSegment& segment) { bytes += segment.bytes(); });
+  if (bytes > domain_->cache->most_read_ahead()) open_from_next_operator({});
+}
+
+void Program::open_from_next_operator(std::optional<DiskLook> first_look) {
+  if (!can_open() || will_open_) return;
+  domain_->opened.push_back(weak_from_this());
+  will_open_ = true;
+  last_look_ = first_look;
+  domain_->has_opened.store(true, std::memory_order_release);
+}
+
+/// Whether the disk was idle for most of the time since the last look. Once gradients arrive, the next one of its
+/// parameter may need the program soon.
+bool Program::disk_has_time() {
+  constexpr double kLookAfter = 0.1;  // seconds
+  if (domain_->leaves_updates) return domain_->portions() % 2 == 0;
+  if (!last_look_ || domain_->arrivals != last_look_->arrivals) return true;
+  const auto now = Clock::now();
+  const double seconds = std::chrono::duration<double>(now - last_look_->at).count();
+  if (seconds < kLookAfter) return false;
+  const double busy = domain_->cache->stats().disk_seconds, before = last_look_->busy_seconds;
+  last_look_->at = now, last_look_->busy_seconds = busy;
+  return busy - before < seconds / 2;
+}
+
+void Program::open_stream() {
   std::vector<int> operand_of(slots_.size(), -1);
   const auto used = operands(find_update(code_.instructions).has_value(), operand_of);
   c10::SmallVector<PinRequest, 8> requests;
   for (const Operand& operand : used) requests.push_back({operand.segment, operand.access});
-  domain_->opened.reserve(domain_->opened.size() + 1);
   domain_->cache->open_stream(requests);
   for (const Operand& operand : used) reach_in_stream(operand, progress_.done);
-  domain_->opened.push_back(weak_from_this());
   sealed_ = true;
   progress_.is_streamed = true;
-  domain_->has_opened.store(true, std::memory_order_release);
 }
 
 void Program::close_stream() noexcept {
@@ -270,6 +307,10 @@ void Program::close_stream() noexcept {
 
 bool Program::advance() {
   if (running_) return false;
+  if (will_open_) {
+    if (!disk_has_time()) return true;
+    open();
+  }
   if (!progress_.is_streamed) return true;  // it has ended, or could not be opened
   const auto self = shared_from_this();
   const Booking booking(&domain_->cache->booked(), Spent::updates);

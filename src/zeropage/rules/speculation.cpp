@@ -166,6 +166,7 @@ void set_next_numbers(std::function<StepNumbers(std::int64_t)> next) { next_numb
 
 bool note_arrival(StorageSegment& leaf, bool was_deferred) {
   const EarlyUpdate when = leaf.domain()->early_update;
+  ++leaf.domain()->arrivals;
   if (when == EarlyUpdate::never) return false;
   std::lock_guard lock(leaf.domain()->deferral_mutex);
   UpdateHabit* const habit = habit_of(leaf);
@@ -231,7 +232,11 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
     habit->optimizer = optimizer;
     habit->numbers = known;
     if (domain->update_balance) domain->update_balance->step([&] { return moment(*domain); });
-    if (const auto deferred = leaf->deferred()) deferred->settle();
+    const auto program = std::static_pointer_cast<Program>(leaf->deferred());
+    if (!program) continue;
+    program->settle();
+    // A lookup opens those of its table.
+    if (habit->only_looked_up == 0) program->open_if_large();
   }
 }
 

@@ -187,6 +187,7 @@ struct Domain {
   std::size_t deferred_alive = 0;                 // how many of them lived when last counted.
   std::vector<std::weak_ptr<Deferred>> opened;    // run in between other operators (advance_opened), oldest first.
   std::atomic<bool> has_opened = false;           // whether there are any: read without the mutex.
+  std::atomic<std::size_t> arrivals = 0;          // of gradients, so far.
   std::size_t next_deferred = 0;                  // position of run_deferred() in it; 0: it does not run.
   EarlyUpdate early_update = EarlyUpdate::never;
   std::shared_ptr<UpdateBalance> update_balance;  // null: no parameter's last gradient came yet.

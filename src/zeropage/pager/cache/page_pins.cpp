@@ -38,7 +38,7 @@ void PagePins::announce(std::span<const PinRequest> requests) {
 }
 
 void PagePins::open_stream(std::span<const PinRequest> requests) {
-  announce(requests);
+  monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   ahead_.open_stream(requests);

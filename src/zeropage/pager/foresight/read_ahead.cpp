@@ -98,7 +98,7 @@ void ReadAhead::read_planned(Lock& lock) {
   const std::size_t limit = memory_.budget().limit();
   const auto most = static_cast<std::int64_t>(window());
   bool all = false;  // all uses that come soon were looked at
-  const auto latest = std::max(most, static_cast<std::int64_t>(limit / 3));
+  const auto latest = std::max(most, static_cast<std::int64_t>(this->most()));
   while (!monitor_.closed()) {
     const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
     if (wanted >= most && (wanted >= latest || !hurries())) break;
@@ -169,7 +169,7 @@ void ReadAhead::read_streams(Lock& lock) {
 /// Reads pages of the stream that are used next, the members' in turns, and makes room for those without content.
 /// `left`: bytes that may still be there unused.
 ReadAhead::Result ReadAhead::read_stream(std::vector<Streamed>& stream, std::size_t& left, Lock& lock) {
-  std::size_t steps = 1, first = ~std::size_t{0};
+  std::size_t steps = 1, first = ~std::size_t{0}, kept = 0;  // kept: bytes of frames that the walk makes
   for (const Streamed& member : stream) steps = std::max(steps, member.run->pages.size());
   for (const Streamed& member : stream) {
     const Run& run = *member.run;
@@ -200,8 +200,12 @@ ReadAhead::Result ReadAhead::read_stream(std::vector<Streamed>& stream, std::siz
       }
       const AccessPlan::Time time = std::max<AccessPlan::Time>(timeline_.now(), frames_.looked_ahead().reached);
       const std::int64_t later = std::min<std::int64_t>(kept_bytes_, 0);  // as in read()
-      if (make_room(static_cast<std::int64_t>(bytes) - later, time, lock) == Result::blocked) return Result::blocked;
-      if (!is_read) continue;  // the walk makes the frame
+      if (make_room(static_cast<std::int64_t>(bytes + kept) - later, time, lock) == Result::blocked)
+        return Result::blocked;
+      if (!is_read) {
+        kept += bytes;
+        continue;
+      }
       Frame* const frame = room_.try_make_frame(lock, run, index, 1, time);
       if (!frame) return Result::blocked;
       ++member.reads;

@@ -48,13 +48,15 @@ class ReadAhead {
         room_(room),
         page_bytes_(page_bytes) {}
 
+  /// The most bytes that are read ahead, where the program would wait otherwise ([Note: in time]).
+  std::size_t most() const { return memory_.budget().limit() / 3; }
   /// Starts the transfers that are due. Gives the lock up only where a transfer of gathered tensors does.
   void run(Lock& lock);
   /// The runs among the next uses that expect a change, a little further than it reads ahead.
   std::vector<Run*> changes() const;
   /// Restarts after a change of plan.
   void restart();
-  /// Begins and ends a lasting stream over these segments, whose use has been announced.
+  /// Begins and ends a lasting stream over these segments.
   void open_stream(std::span<const PinRequest> requests);
   void close_stream(const Run& run) noexcept;
   /// The walk has taken the run's pages before this one. `begun`: and a part of this one.
