@@ -89,7 +89,7 @@ TEST_CASE_FIXTURE(CycleFixture,
                   "a lasting stream has room for its next page without content, though memory is full") {
   make(400 * K, 0);
   make_segments(8, 100 * K);
-  const auto fresh = segment(100 * K);  // no page has content yet
+  const auto fresh = segment(100 * K);       // no page has content yet
   for (unsigned i = 7; i >= 4; --i) use(i);  // in an order that repeats nothing: the plan knows no next use
   cache->wait();                             // memory is full of clean pages
   const PinRequest requests[] = {{fresh.get(), Access::write}, {segments[0].get(), Access::read}};

@@ -739,4 +739,4 @@ def test_a_large_update_left_to_forward_runs_before_its_operator_needs_it(clears
     assert all(torch.equal(a, b) for a, b in zip(paged, plain, strict=True))
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     in_between = [event for event in events if event.get("name") == "update in between"]
-    assert len(in_between) >= (3 if clears else 0), len(in_between)
+    assert len(in_between) >= 10, len(in_between)  # of five steps

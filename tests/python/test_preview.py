@@ -339,6 +339,26 @@ def test_a_second_derivative_and_a_recomputation_go_through_a_lookup(lazy):
     assert_equal(run(zeropage.init(lazy)), run(contextlib.nullcontext()))
 
 
+def test_a_left_update_begins_once_the_disk_is_idle(lazy, tmp_path):
+    """Without a backward, in which it begins anyway."""
+    with zeropage.init(lazy.replace(page_size="16KiB", device_memory="1MB")):
+        model = Untied()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    for step in range(3):
+        model(tokens_of(step)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad(), zeropage.trace(tmp_path / "run.json"):
+        model(tokens_of(3))
+        time.sleep(0.11)
+        model(tokens_of(4))
+    spans = [e for e in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if e.get("ph") == "X"]
+    in_between = [e["ts"] for e in spans if e["name"] == "update in between"]
+    lookup, later = (e["ts"] for e in spans if e["name"] == "aten::embedding")
+    assert in_between
+    assert lookup + 0.1e6 < in_between[0], (lookup, later, in_between)
+
+
 class UntiedHead(Tied):
     def __init__(self, **options):
         super().__init__(**options)

@@ -220,7 +220,8 @@ void run(Call& call) {
   // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
     call.paged[0].segment->domain()->cache->check_usable();
-    advance_opened(*call.paged[0].segment->domain());
+    // What a rule defers may join a program that has not begun: an average of weights, or clearing gradients.
+    advance_opened(*call.paged[0].segment->domain(), /*may_begin=*/!call.info.rule);
     settle_placements(call);
   }
   takes_quantised(call) ? run_dequantised(call, run_paged) : run_paged(call);

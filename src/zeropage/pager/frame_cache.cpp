@@ -334,6 +334,12 @@ CacheStats FrameCache::stats() const {
   return sum;
 }
 
+bool FrameCache::expects_use(const Segment& segment) const {
+  const Lock lock(monitor_.mutex());
+  const Run* const run = monitor_.closed() ? nullptr : segment.run();
+  return run && timeline_.plan().next_use(run->ordinal).begin != AccessPlan::kNever;
+}
+
 bool FrameCache::holds_everything() const {
   check_usable();
   const Lock lock = monitor_.look();

@@ -154,6 +154,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// For a walk that goes on between later uses, by try_pin_page(), until close_stream(). Their next pages are read
   /// while the disk has nothing else to do. It is no use in the plan, because it may begin anywhere.
   void open_stream(std::span<const PinRequest> requests) { page_pins_.open_stream(requests); }
+  /// Puts the segment's stream, if it has one, before all others.
+  void hurry_stream(const Segment& segment) { page_pins_.hurry_stream(segment); }
+  /// Whether the plan knows a use of the segment to come.
+  bool expects_use(const Segment& segment) const;
   void close_stream(std::span<const PinRequest> requests) noexcept { page_pins_.close_stream(requests); }
   /// Tells that such a walk has used the segment's pages before this one. `begun`: and a part of this one.
   void reach_in_stream(const Segment& segment, std::size_t page, bool begun = false) noexcept {

@@ -61,7 +61,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool runs_in_host() const override { return in_host_; }
   void seal() override { sealed_ = true; }
   void open() override;
-  bool advance() override;
+  bool advance(bool may_begin) override;
   bool is_sealed() const { return sealed_; }
   /// Opens it as soon as the disk has time, or backward has begun. For a program of whose parameter, with this habit,
   /// a lookup has previewed rows.
@@ -127,15 +127,18 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   void end(std::exception_ptr failure = nullptr);
   bool run_or_end();
   bool can_open() const;
-  /// What the disk and backward had done at a time.
+  /// The time of a look at the disk, and the disk's and backward's counts then.
   struct DiskLook {
     Clock::time_point at;
     double busy_seconds;
     std::size_t arrivals;
+    int lookups = 1;  // so far
   };
   void open_from_next_operator(std::optional<DiskLook> first_look);
   void open_stream();
+  void hurry_stream();
   bool disk_has_time();
+  bool is_used_whole() const;
   c10::SmallVector<Operand, 8> operands(bool leaves_gradient, std::vector<int>& operand_of);
   void close_stream() noexcept;
 

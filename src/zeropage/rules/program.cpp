@@ -227,6 +227,7 @@ bool Program::run() {
     const TraceSpan span("update", "update");
     const Booking booking(&domain_->cache->booked(), Spent::updates);
     progress_.waits = true, progress_.windows = SIZE_MAX;
+    hurry_stream();
     if (!code_.instructions.empty()) run_or_end();
     zero_at_the_end();
   }
@@ -253,11 +254,15 @@ void Program::open() {
 }
 
 void Program::open_when_idle(const std::shared_ptr<void>& update_habit) {
+  constexpr int kMost = 4;  // of lookups without a backward, such as in an evaluation: then it need not wait
   looked_up_ = update_habit;
+  if (will_open_ && last_look_ && ++last_look_->lookups == kMost) last_look_.reset();
+  if (!can_open() || will_open_) return;
   open_from_next_operator(DiskLook{Clock::now(), domain_->cache->stats().disk_seconds, domain_->arrivals});
 }
 
 void Program::open_if_large() {
+  if (domain_->cache->holds_everything()) return;
   std::size_t bytes = 0;
   for_each_segment([&](const StorageSegment& segment) { bytes += segment.bytes(); });
   if (bytes > domain_->cache->most_read_ahead()) open_from_next_operator({});
@@ -296,6 +301,20 @@ void Program::open_stream() {
   progress_.is_streamed = true;
 }
 
+/// An operator waits for it.
+void Program::hurry_stream() {
+  if (!progress_.is_streamed) return;
+  for_each_segment([&](const StorageSegment& segment) { domain_->cache->hurry_stream(segment); });
+}
+
+/// Whether an operator will use a parameter that it writes, as far as the plan knows.
+bool Program::is_used_whole() const {
+  return std::ranges::any_of(slots_, [&](const Slot& slot) {
+    return slot.is_alive() && slot.segment->role() == Role::parameter && slot.access != Access::read &&
+           domain_->cache->expects_use(*slot.segment);
+  });
+}
+
 void Program::close_stream() noexcept {
   if (!std::exchange(progress_.is_streamed, false)) return;
   for (const Slot& slot : slots_) {
@@ -305,11 +324,15 @@ void Program::close_stream() noexcept {
   }
 }
 
-bool Program::advance() {
+bool Program::advance(bool may_begin) {
   if (running_) return false;
   if (will_open_) {
-    if (!disk_has_time()) return true;
-    open();
+    if (!may_begin || !disk_has_time()) return true;
+    try {
+      open();
+    } catch (const std::exception&) {  // then it runs when it is needed, and meets the error there if it is real
+      will_open_ = false;
+    }
   }
   if (!progress_.is_streamed) return true;  // it has ended, or could not be opened
   const auto self = shared_from_this();
@@ -323,7 +346,7 @@ bool Program::advance() {
     Trace::span("update", "update in between", begin, Trace::Clock::now());
   }
   if (!ended) return false;
-  note_only_looked_up(looked_up_.lock());
+  if (!is_used_whole()) note_only_looked_up(looked_up_.lock());
   zero_at_the_end();
   end();
   return true;

@@ -50,7 +50,7 @@ Cut window_at(std::size_t at, std::size_t edge, Cut chunk, std::size_t vector = 
 struct Progress {
   /// Elements whose windows are done. The walk starts there, and resumes there after an error.
   std::size_t done = 0;
-  /// The operands are a lasting stream (FrameCache::open_stream), so the walk is announced already.
+  /// The operands are a lasting stream (FrameCache::open_stream), so the walk is not announced.
   bool is_streamed = false;
   /// If not, the walk ends early at the first window whose pages are not in memory. Only for a stream.
   bool waits = true;

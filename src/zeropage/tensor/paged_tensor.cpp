@@ -321,7 +321,7 @@ static void open_one_at_random(Domain& domain) {
   }
 }
 
-void advance_opened(Domain& domain) {
+void advance_opened(Domain& domain, bool may_begin) {
   if (!domain.has_opened.load(std::memory_order_acquire) && !domain.leaves_updates) return;
   const std::unique_lock lock(domain.deferral_mutex, std::try_to_lock);
   if (!lock) return;
@@ -335,7 +335,7 @@ void advance_opened(Domain& domain) {
   for (const auto& weak : opened) {
     const auto deferred = weak.lock();
     try {
-      if (deferred && !deferred->advance()) return;  // updates are needed in this order
+      if (deferred && !deferred->advance(may_begin)) return;  // updates are needed in this order
     } catch (const std::exception&) {
       if (deferred->length() == 0) throw;  // the rest of the program is given up: the caller must know
       return;                              // the operator that needs the tensor goes on there, and may meet it again

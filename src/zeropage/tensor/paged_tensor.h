@@ -131,7 +131,8 @@ class Deferred {
   /// Lets them run in between the next operators, window by window, when pages are there. Nothing joins them then.
   virtual void open() = 0;
   /// For a program in Domain::opened: runs the part that needs no wait. Throws as run() does. True: all have run.
-  virtual bool advance() = 0;
+  /// `may_begin`: or begins to.
+  virtual bool advance(bool may_begin) = 0;
 };
 
 /// A callback for the moment when a segment's deferred operators have run.
@@ -467,7 +468,7 @@ void run_deferred(Domain& domain);
 /// updates' errors.
 void run_coming_updates(c10::ArrayRef<PinRequest> requests);
 /// Runs what opened operators can do without waiting. Returns at once if another thread uses deferred operators.
-void advance_opened(Domain& domain);
+void advance_opened(Domain& domain, bool may_begin);
 /// Makes tensors created in a scope the same on all ranks. Each rank keeps the share it initialised; tensors that are
 /// not partitioned come from rank 0. Throws RankError.
 void start_equal(Domain& domain);

@@ -45,6 +45,11 @@ void PagePins::open_stream(std::span<const PinRequest> requests) {
   ahead_.run(lock);
 }
 
+void PagePins::hurry_stream(const Segment& segment) {
+  const Lock lock(monitor_.mutex());
+  if (!monitor_.closed() && segment.run()) ahead_.hurry_stream(*segment.run());
+}
+
 void PagePins::close_stream(std::span<const PinRequest> requests) noexcept {
   if (monitor_.in_forked_child()) return;
   const Lock lock(monitor_.mutex());

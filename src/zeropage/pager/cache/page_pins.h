@@ -102,6 +102,7 @@ class PagePins {
   // See FrameCache.
   void announce(std::span<const PinRequest> requests);
   void open_stream(std::span<const PinRequest> requests);
+  void hurry_stream(const Segment& segment);
   void close_stream(std::span<const PinRequest> requests) noexcept;
   void reach_in_stream(const Segment& segment, std::size_t page, bool begun) noexcept;
   [[nodiscard]] Grants::Claim claim(Monitor::Lock& lock, std::span<const PinRequest> requests);

@@ -144,6 +144,14 @@ void ReadAhead::close_stream(const Run& run) noexcept {
   std::erase_if(streams_, [](const auto& stream) { return stream.empty(); });
 }
 
+void ReadAhead::hurry_stream(const Run& run) noexcept {
+  const auto has_run = [&](const auto& stream) {
+    return std::ranges::any_of(stream, [&](const Streamed& member) { return member.run == &run; });
+  };
+  const auto found = std::ranges::find_if(streams_, has_run);
+  if (found != streams_.end()) std::rotate(streams_.begin(), found, found + 1);
+}
+
 void ReadAhead::reach_in_stream(Run& run, std::size_t page, bool begun) noexcept {
   for (auto& stream : streams_) {
     for (Streamed& member : stream) {

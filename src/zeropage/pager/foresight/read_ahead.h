@@ -59,6 +59,8 @@ class ReadAhead {
   /// Begins and ends a lasting stream over these segments.
   void open_stream(std::span<const PinRequest> requests);
   void close_stream(const Run& run) noexcept;
+  /// Puts the run's stream before all others.
+  void hurry_stream(const Run& run) noexcept;
   /// The walk has taken the run's pages before this one. `begun`: and a part of this one.
   void reach_in_stream(Run& run, std::size_t page, bool begun) noexcept;
 
@@ -122,7 +124,7 @@ class ReadAhead {
   std::uint64_t asked_at_ = 0, asked_of_ = 0;   // uses and group_ at the last would_be_late()
   bool late_ = false;                           // its result
   std::uint64_t scan_ = 0;                      // its number of calls
-  std::vector<std::vector<Streamed>> streams_;  // lasting ones, the oldest first
+  std::vector<std::vector<Streamed>> streams_;  // lasting ones, in the order of their reads
 };
 
 }  // namespace zeropage
