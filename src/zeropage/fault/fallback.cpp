@@ -220,7 +220,7 @@ void run(Call& call) {
   // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
     call.paged[0].segment->domain()->cache->check_usable();
-    // What a rule defers may join a program that has not begun: an average of weights, or clearing gradients.
+    // A call that a rule defers may join a program that has not begun, such as an average of weights.
     advance_opened(*call.paged[0].segment->domain(), /*may_begin=*/!call.info.rule);
     settle_placements(call);
   }
