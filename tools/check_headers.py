@@ -6,7 +6,9 @@ python tools/check_headers.py --time     print what zeropage.h adds to the time 
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
+import os
 import pathlib
 import re
 import shutil
@@ -54,14 +56,16 @@ def compile_headers(compiler: str, headers: list[str]) -> tuple[bool, float, str
 
 def check(compiler: str) -> bool:
     headers = public_headers()
+    groups = [*([header] for header in headers), headers]
     good = True
-    for group in [*([header] for header in headers), headers]:
-        name = group[0] if len(group) == 1 else "all together"
-        compiled, seconds, messages = compile_headers(compiler, group)
-        print(f"{compiler} {name}: {'good' if compiled else 'BAD'}, {seconds:.1f} s", flush=True)
-        if not compiled:
-            print(messages)
-        good = good and compiled
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as cores:
+        found = cores.map(lambda group: compile_headers(compiler, group), groups)
+        for group, (compiled, seconds, messages) in zip(groups, found, strict=True):
+            name = group[0] if len(group) == 1 else "all together"
+            print(f"{compiler} {name}: {'good' if compiled else 'BAD'}, {seconds:.1f} s", flush=True)
+            if not compiled:
+                print(messages)
+            good = good and compiled
     return good
 
 
