@@ -335,7 +335,7 @@ CacheStats FrameCache::stats() const {
 }
 
 bool FrameCache::expects_use(const Segment& segment) const {
-  const Lock lock(monitor_.mutex());
+  const Lock lock = monitor_.look();
   const Run* const run = monitor_.closed() ? nullptr : segment.run();
   return run && timeline_.plan().next_use(run->ordinal).begin != AccessPlan::kNever;
 }

@@ -261,7 +261,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   using Usage = Budgets::Usage;
   Usage usage(Pool pool) const;
   /// The most bytes that are read before their use.
-  std::size_t most_read_ahead() const { return ahead_.most(); }
+  std::size_t most_read_ahead() const { return ahead_.most_ahead(); }
   /// The most bytes that operators can have pinned at once.
   std::size_t frame_limit() const { return budgets_.device_limit(); }
   /// Whether the peak of all pageable bytes fits its memory.

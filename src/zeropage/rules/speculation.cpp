@@ -235,7 +235,7 @@ void note_step(c10::ArrayRef<at::Tensor> parameters, std::int64_t optimizer, Ste
     const auto program = std::static_pointer_cast<Program>(leaf->deferred());
     if (!program) continue;
     program->settle();
-    // A lookup opens those of its table.
+    // Lookups open the update of a table that only they use.
     if (habit->only_looked_up == 0) program->open_if_large();
   }
 }

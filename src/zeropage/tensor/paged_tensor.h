@@ -131,7 +131,7 @@ class Deferred {
   /// Lets them run in between the next operators, window by window, when pages are there. Nothing joins them then.
   virtual void open() = 0;
   /// For a program in Domain::opened: runs the part that needs no wait. Throws as run() does. True: all have run.
-  /// `may_begin`: or begins to.
+  /// A program that still waits to begin does so only if `may_begin`.
   virtual bool advance(bool may_begin) = 0;
 };
 
@@ -468,6 +468,7 @@ void run_deferred(Domain& domain);
 /// updates' errors.
 void run_coming_updates(c10::ArrayRef<PinRequest> requests);
 /// Runs what opened operators can do without waiting. Returns at once if another thread uses deferred operators.
+/// `may_begin`: the operator that comes cannot join a program, so those that wait to begin may do so.
 void advance_opened(Domain& domain, bool may_begin);
 /// Makes tensors created in a scope the same on all ranks. Each rank keeps the share it initialised; tensors that are
 /// not partitioned come from rank 0. Throws RankError.

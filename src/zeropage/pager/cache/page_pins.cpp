@@ -46,6 +46,7 @@ void PagePins::open_stream(std::span<const PinRequest> requests) {
 }
 
 void PagePins::hurry_stream(const Segment& segment) {
+  if (monitor_.in_forked_child()) return;
   const Lock lock(monitor_.mutex());
   if (!monitor_.closed() && segment.run()) ahead_.hurry_stream(*segment.run());
 }

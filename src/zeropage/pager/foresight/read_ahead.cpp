@@ -98,7 +98,7 @@ void ReadAhead::read_planned(Lock& lock) {
   const std::size_t limit = memory_.budget().limit();
   const auto most = static_cast<std::int64_t>(window());
   bool all = false;  // all uses that come soon were looked at
-  const auto latest = std::max(most, static_cast<std::int64_t>(this->most()));
+  const auto latest = std::max(most, static_cast<std::int64_t>(most_ahead()));
   while (!monitor_.closed()) {
     const auto wanted = static_cast<std::int64_t>(frames_.ahead_bytes()) + std::max<std::int64_t>(kept_bytes_, 0);
     if (wanted >= most && (wanted >= latest || !hurries())) break;

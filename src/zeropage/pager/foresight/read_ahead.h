@@ -49,7 +49,7 @@ class ReadAhead {
         page_bytes_(page_bytes) {}
 
   /// The most bytes that are read ahead, where the program would wait otherwise ([Note: in time]).
-  std::size_t most() const { return memory_.budget().limit() / 3; }
+  std::size_t most_ahead() const { return memory_.budget().limit() / 3; }
   /// Starts the transfers that are due. Gives the lock up only where a transfer of gathered tensors does.
   void run(Lock& lock);
   /// The runs among the next uses that expect a change, a little further than it reads ahead.
