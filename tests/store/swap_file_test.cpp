@@ -193,6 +193,25 @@ TEST_CASE_FIXTURE(TwoDisks, "disks that are named are measured") {
   CHECK_THROWS_WITH_AS(SwapFile::make(a.path() + ":/missing", *io), doctest::Contains("/missing"), DiskError);
 }
 
+TEST_CASE_FIXTURE(TwoDisks, "a moment's stall does not make a disk slow") {
+  FailingIo io(4);
+  // Every request takes as long as the next, but for the first ones of one disk.
+  std::atomic<int> stalls = 32;
+  io.set_outcome([&](const Transfer& transfer) {
+    const bool stalled = transfer.file->name().find(b.path()) != std::string::npos && stalls-- > 0;
+    std::this_thread::sleep_for(std::chrono::milliseconds(stalled ? 50 : 3));
+    return 1L;
+  });
+  const auto swap_file = SwapFile::make(a.path() + ":" + b.path(), io);
+  CHECK(stalls <= 0);
+  const Extent extent = swap_file->allocate(64 * kMiB);
+  std::map<const File*, std::size_t> bytes;
+  swap_file->for_each_piece(extent.ranges()[0].offset, extent.bytes(),
+                            [&](const SwapFile::Piece& p) { bytes[p.file] += p.bytes; });
+  REQUIRE(bytes.size() == 2);
+  for (const auto& [_, n] : bytes) CHECK(n > 16 * kMiB);
+}
+
 TEST_CASE_FIXTURE(TwoDisks, "where one disk is full none grows, and what fits still goes") {
   const auto swap_file = SwapFile::make(paths, {1, 3});
   SwapFile& swap = *swap_file;

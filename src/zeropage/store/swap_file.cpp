@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <random>
@@ -40,18 +41,25 @@ double seconds_of(Direction direction, const File& file, std::byte* memory, std:
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Bytes a second, for writing and reading back. The file is empty before and after.
-double measure_speed(const File& file, Io& io) {
-  constexpr std::size_t bytes = 32 * kMiB;
-  // Allocates first, because the swap file is written in allocated space.
+/// Allocates the file's first bytes, because the swap file is written in allocated space.
+void allocate_first(const File& file, std::size_t bytes) {
   int result;
-  do result = ::fallocate(file.descriptor(), 0, 0, bytes);
+  do result = ::fallocate(file.descriptor(), 0, 0, static_cast<off_t>(bytes));
   while (result != 0 && errno == EINTR);
   if (result != 0) {
     throw DiskError(fmt::format("{} cannot hold {} ({}): free some space, or leave this disk out of disk_path",
                                 file.name(), format_bytes(bytes), std::strerror(errno)),
                     errno, file.name());
   }
+}
+
+/// Bytes a second of each file's disk, for writing and reading back. Measures the disks in turn, and counts the
+/// fastest of several rounds, because a moment's other work would make a disk seem slow for good. The files are empty
+/// before and after.
+std::vector<double> measure_speeds(const std::vector<const File*>& files, Io& io) {
+  constexpr std::size_t bytes = 32 * kMiB;
+  constexpr int rounds = 3;
+  for (const File* file : files) allocate_first(*file, bytes);
   Arena memory(bytes);
   const Block block = memory.try_allocate(bytes).value();
   std::mt19937_64 random(1);  // for disks that compress
@@ -59,13 +67,23 @@ double measure_speed(const File& file, Io& io) {
     const std::uint64_t value = random();
     std::memcpy(block.data() + i, &value, sizeof(value));
   }
-  double seconds = seconds_of(Direction::write, file, block.data(), bytes, io);
-  seconds += seconds_of(Direction::read, file, block.data(), bytes, io);
-  if (::ftruncate(file.descriptor(), 0) != 0) {
-    throw DiskError(fmt::format("{} cannot be emptied: {}; check the disk", file.name(), std::strerror(errno)), errno,
-                    file.name());
+  constexpr double none = std::numeric_limits<double>::infinity();
+  std::vector<double> writing(files.size(), none), reading(files.size(), none);
+  for (int round = 0; round < rounds; ++round) {
+    for (std::size_t i = 0; i < files.size(); ++i) {
+      writing[i] = std::min(writing[i], seconds_of(Direction::write, *files[i], block.data(), bytes, io));
+      reading[i] = std::min(reading[i], seconds_of(Direction::read, *files[i], block.data(), bytes, io));
+    }
   }
-  return 2.0 * bytes / seconds;
+  std::vector<double> speeds;
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    if (::ftruncate(files[i]->descriptor(), 0) != 0) {
+      throw DiskError(fmt::format("{} cannot be emptied: {}; check the disk", files[i]->name(), std::strerror(errno)),
+                      errno, files[i]->name());
+    }
+    speeds.push_back(2.0 * bytes / (writing[i] + reading[i]));
+  }
+  return speeds;
 }
 
 /// Gives each disk places in proportion to its speed, spread evenly: the disk furthest behind its share is next. A
@@ -125,8 +143,9 @@ std::vector<std::string> split_disk_path(std::string_view disk_path) {
 
 SwapFile::SwapFile(std::string_view disk_path, Io& io) : SwapFile(split_disk_path(disk_path), {}) {
   if (disks_.size() == 1) return;
-  std::vector<double> speeds;
-  for (const Disk& disk : disks_) speeds.push_back(measure_speed(disk.file, io));
+  std::vector<const File*> files;
+  for (const Disk& disk : disks_) files.push_back(&disk.file);
+  const std::vector<double> speeds = measure_speeds(files, io);
   pattern_ = make_pattern<Stripe>(speeds);
   for (std::size_t i = 0; i < disks_.size(); ++i) {
     if (std::ranges::any_of(pattern_, [&](const Stripe& stripe) { return stripe.disk == i; })) continue;

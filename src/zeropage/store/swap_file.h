@@ -67,8 +67,8 @@ class SwapFile : public std::enable_shared_from_this<SwapFile> {
  public:
   static constexpr double kSpare = 0.05;  // of the disk
 
-  /// Measures the speeds of several disks, writing 32 MiB to each and reading it again. Throws DiskError if a
-  /// directory is missing, cannot be written, has no O_DIRECT, or fails.
+  /// Measures the speeds of several disks three times in turn, writing 32 MiB to each and reading it again. Throws
+  /// DiskError if a directory is missing, cannot be written, has no O_DIRECT, or fails.
   static std::shared_ptr<SwapFile> make(std::string_view disk_path, Io& io);
   /// `speeds`: one per directory, in any unit.
   static std::shared_ptr<SwapFile> make(const std::vector<std::string>& directories,
