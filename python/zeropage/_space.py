@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import threading
@@ -41,7 +42,7 @@ copied: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
 def note_copy(original: torch.Tensor, copy: torch.Tensor) -> None:
     """Note a deep copy, which no module registers."""
     keep_alike(copy, original)
-    for listener in copied:
+    for listener in tuple(copied):
         listener(original, copy)
 
 
@@ -303,46 +304,37 @@ class _Entered:
     """One entered scope: on its thread, factories make paged tensors, and registered tensors become paged."""
 
     def __init__(self, owner: Space) -> None:
-        space, thread = owner._core, threading.get_ident()
-        self._thread = thread
-        self._scope = space.scope()
+        self._owner, self._space = owner, owner._core
+        self._scope = self._space.scope()
         self._scope.enter()
         device = torch.device(owner.config.device)
         # As under `with torch.device(...)`: without a named device, the program builds on the space's device.
         self._device = device if device.type != "cpu" else contextlib.nullcontext()
         self._device.__enter__()
-
-        self._space = space
+        self._device_type = device.type
         self._parameters: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
 
-        def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
-            if tensor is None or threading.get_ident() != thread:  # hooks are process-wide
-                return
+        _listen()
+        self._of_thread = _entered.scopes
+        self._of_thread.append(self)
+
+    def register(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, torch.nn.Parameter):
+            self._parameters[id(tensor)] = tensor
+        # Loaders make parameters from slices of a file, which no factory made.
+        if not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == self._device_type:
+            self._space.page(tensor)
             if isinstance(tensor, torch.nn.Parameter):
-                self._parameters[id(tensor)] = tensor
-            # Loaders make parameters from slices of a file, which no factory made.
-            if not torch.nn.parameter.is_lazy(tensor) and tensor.device.type == device.type:
-                space.page(tensor)
-                if isinstance(tensor, torch.nn.Parameter):
-                    _core.keep_same(tensor)
-                _keep(owner, tensor)
+                _core.keep_same(tensor)
+            _keep(self._owner, tensor)
 
-        def register_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-            register(module, name, tensor)
-            if tensor is not None and threading.get_ident() == thread:
-                self._buffers[id(tensor)] = tensor
-                space.keep_whole(tensor)
+    def register_buffer(self, tensor: torch.Tensor) -> None:
+        self.register(tensor)
+        self._buffers[id(tensor)] = tensor
+        self._space.keep_whole(tensor)
 
-        self._hooks = [
-            torch_module.register_module_parameter_registration_hook(register),
-            torch_module.register_module_buffer_registration_hook(register_buffer),
-        ]
-        copied.append(self._note_copy)
-
-    def _note_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
-        if threading.get_ident() != self._thread:
-            return
+    def note_copy(self, original: torch.Tensor, copy: torch.Tensor) -> None:
         if id(original) in self._parameters:
             self._parameters[id(copy)] = copy
         elif id(original) in self._buffers:
@@ -350,14 +342,52 @@ class _Entered:
             self._space.keep_whole(copy)
 
     def leave(self, failed: bool) -> None:
-        copied.remove(self._note_copy)
-        for hook in self._hooks:
-            hook.remove()
+        self._of_thread.remove(self)
         self._device.__exit__(None, None, None)
         self._scope.leave(failed)
         if not failed:
             for parameter in self._parameters.values():
                 _mix(self._space, parameter)  # only now, because it was initialised in its home's precision
+
+
+class _EnteredScopes(threading.local):
+    """What a thread has entered, of all spaces, outermost first."""
+
+    def __init__(self) -> None:
+        self.scopes: list[_Entered] = []
+
+
+_entered = _EnteredScopes()
+
+
+_listening = threading.Lock()
+
+
+def _listen() -> None:
+    """Hear of registered tensors from now on."""
+    with _listening:
+        _listen_once()
+
+
+@functools.cache
+def _listen_once() -> None:
+    """Add hooks that stay: a thread that registers a tensor fails if another one adds or removes a hook meanwhile."""
+
+    def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+        for scope in _entered.scopes if tensor is not None else ():
+            scope.register(tensor)
+
+    def register_buffer(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
+        for scope in _entered.scopes if tensor is not None else ():
+            scope.register_buffer(tensor)
+
+    def note_copy(original: torch.Tensor, copy: torch.Tensor) -> None:
+        for scope in _entered.scopes:
+            scope.note_copy(original, copy)
+
+    torch_module.register_module_parameter_registration_hook(register)
+    torch_module.register_module_buffer_registration_hook(register_buffer)
+    copied.append(note_copy)
 
 
 def _mix(space: _core.Space, parameter: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, ranks: int, port: int, said: str, pipe: Any) -> None:
+def _serve(rank: int, ranks: int, port: int, timeout: float, said: str, pipe: Any) -> None:
     import faulthandler
 
     stream = open(said, "w")  # noqa: SIM115
@@ -55,7 +55,7 @@ def _serve(rank: int, ranks: int, port: int, said: str, pipe: Any) -> None:
     if ranks > 1:
         from ranks import join
 
-        join(LIMIT)
+        join(timeout)
     else:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name)
@@ -76,18 +76,20 @@ def _serve(rank: int, ranks: int, port: int, said: str, pipe: Any) -> None:
 
 
 class Group:
-    """Rank processes that wait for programs."""
+    """Rank processes that wait for programs. `timeout`: seconds, of their process group; `others`: seconds for the other
+    ranks, once one has failed."""
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.utils.parametrizations", "zeropage"])
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, timeout: float = LIMIT, others: float = OTHERS) -> None:
+        self.others = others
         port, self.folder = _free_port(), tempfile.TemporaryDirectory(prefix="rank-programs-")
         self.pipes, self.processes = [], []
         self.said = [pathlib.Path(self.folder.name) / f"rank-{rank}" for rank in range(ranks)]
         for rank in range(ranks):
             ours, theirs = self.context.Pipe()
-            args = (rank, ranks, port, str(self.said[rank]), theirs)
+            args = (rank, ranks, port, timeout, str(self.said[rank]), theirs)
             process = self.context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -114,7 +116,7 @@ class Group:
                     self.processes[rank].join(5)
                     answers[rank] = {"crashed": self.processes[rank].exitcode, "said": self.last_words(rank)}
                 if failed(answers[rank]):
-                    until = min(until, time.monotonic() + OTHERS)
+                    until = min(until, time.monotonic() + self.others)
             if not ready:
                 for rank in waiting:
                     answers[rank] = {"hangs": True, "said": self.last_words(rank)}

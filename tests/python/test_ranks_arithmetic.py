@@ -98,7 +98,7 @@ def send(stage):
     ahead = 2 * largest * (ranks - 1) if stage == 3 else 0
     gathered, reduced = after.gathered_bytes - before.gathered_bytes, after.reduced_bytes - before.reduced_bytes
     if stage == 0:
-        assert (gathered, reduced) == (0, 2 * whole * (ranks - 1) // ranks)
+        assert (gathered, reduced) == (0, 2 * 4 * -(-whole // 4 // ranks) * (ranks - 1))
     else:
         # Each all-gather and each reduce-scatter sends this rank's part, or the others', N-1 times.
         assert reduced == part * (ranks - 1)
@@ -114,6 +114,45 @@ def send(stage):
 @pytest.mark.parametrize("size", ["two", "three", "four"])
 def test_a_step_sends_the_bytes_that_theory_says(size, stage, request):
     request.getfixturevalue(size).run(send, stage)
+
+
+def send_narrow(stage, reduce_dtype):
+    """In bfloat16 over float32 masters. The gradients' means are in float32."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with space(stage=stage, compute_dtype="bfloat16", reduce_dtype=reduce_dtype) as made:
+        with made:
+            model = Chain()
+        x = torch.randn(4, 301, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        plain = Chain().bfloat16()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            p.data.copy_(q.detach())
+        plain(x).sum().backward()
+        before = made.report().reduced_bytes
+        model(x).sum().backward()
+        sent = made.report().reduced_bytes - before
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            parts = [torch.empty_like(p.grad) for _ in range(ranks)]
+            dist.all_gather(parts, p.grad.contiguous())
+            mean = parts[0].float()
+            for part in parts[1:]:
+                mean.add_(part)
+            mean.div_(ranks)
+            if reduce_dtype == "bfloat16":
+                mean = mean.bfloat16().float()
+            assert q.grad.dtype == torch.float32 and torch.equal(q.grad, mean)
+        there, back = {"auto": (2, 4), "bfloat16": (2, 2), "float32": (4, 4)}[reduce_dtype]
+        elements = [p.numel() for p in model.parameters()]
+    if stage == 0:
+        assert sent == (there + back) * -(-sum(elements) // ranks) * (ranks - 1)
+    else:
+        assert sent == there * sum(share_elements(n, ranks) for n in elements) * (ranks - 1)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["auto", "bfloat16", "float32"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", ["two", "three"])
+def test_mixed_precision_sends_gradients_as_backward_made_them(size, stage, reduce_dtype, request):
+    request.getfixturevalue(size).run(send_narrow, stage, reduce_dtype)
 
 
 def keep_gathered():

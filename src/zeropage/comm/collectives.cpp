@@ -1,6 +1,8 @@
 #include "zeropage/comm/collectives.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -22,6 +24,7 @@
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/units.h"
 #include "zeropage/base/waits.h"
+#include "zeropage/kernels/mean.h"
 
 namespace zeropage {
 namespace {
@@ -104,7 +107,7 @@ class Collectives::Staging {
 };
 
 /// A collective of c10d, or the messages of one, and its tensors.
-class Collectives::Pending : public Work {
+class Collectives::Pending : public Mean {
  public:
   Pending(Collectives& owner, Works works, std::vector<at::Tensor> kept, Staging staging, std::string during)
       : owner_(owner),
@@ -153,6 +156,8 @@ class Collectives::Pending : public Work {
     }
   }
 
+  void take(const at::Tensor&, std::size_t, bool) override {}
+
  protected:
   virtual void take_result() {}
 
@@ -168,88 +173,149 @@ class Collectives::Pending : public Work {
 
 namespace {
 
-/// Sets `mean` to the mean of `parts`, one a rank, summed in rank order; 16-bit values in float32, and rounded once.
-/// In ranges of `settled`, from element `begin` of the result on, values that are equal on all ranks stay as they
-/// are.
-void take_mean(const at::Tensor& mean, c10::ArrayRef<at::Tensor> parts,
-               const std::vector<Collectives::Elements>& settled, std::size_t begin) {
-  const std::int64_t n = mean.numel();
-  std::vector<std::tuple<std::int64_t, at::Tensor, at::Tensor>> kept;  // where; values; whether they are equal
-  for (const Collectives::Elements& cut : settled) {
-    const std::size_t first = std::max(cut.begin, begin);
-    const std::size_t last = std::min(cut.end, begin + static_cast<std::size_t>(n));
-    if (first >= last) continue;
-    const auto at = static_cast<std::int64_t>(first - begin), length = static_cast<std::int64_t>(last - first);
-    const at::Tensor values = parts[0].narrow(0, at, length).clone();
-    at::Tensor equal = at::ones({length}, at::kBool);
-    for (const at::Tensor& part : parts) equal.logical_and_(part.narrow(0, at, length).eq(values));
-    kept.emplace_back(at, values, equal);
+/// The kernels' name of a dtype; none if they lack it.
+kernels::Format format_of(c10::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return kernels::Format::float32;
+    case at::kBFloat16:
+      return kernels::Format::bfloat16;
+    case at::kHalf:
+      return kernels::Format::float16;
+    default:
+      return kernels::Format::none;
   }
-  constexpr std::int64_t kBlock = 1 << 15;  // elements: a core's cache keeps them from one operator to the next
-  const bool is_narrow = c10::isReducedFloatingType(mean.scalar_type());
-  for (std::int64_t at = 0; at < n; at += kBlock) {
-    const std::int64_t length = std::min(kBlock, n - at);
-    const at::Tensor first = parts[0].narrow(0, at, length);
-    at::Tensor sum = is_narrow ? first.to(at::kFloat) : first.clone();
-    for (const at::Tensor& part : parts.slice(1)) sum.add_(part.narrow(0, at, length));
-    mean.narrow(0, at, length).copy_(sum.div_(static_cast<std::int64_t>(parts.size())));
+}
+
+kernels::Array array_of(const at::Tensor& tensor, std::int64_t begin) {
+  return {format_of(tensor.scalar_type()),
+          static_cast<std::byte*>(tensor.mutable_data_ptr()) + begin * static_cast<std::int64_t>(tensor.itemsize())};
+}
+
+/// Elements [begin, begin + into.numel()) of the parts' mean, by PyTorch's operators.
+void take_mean_by_torch(const at::Tensor& into, c10::ArrayRef<at::Tensor> parts, std::int64_t begin,
+                        c10::ScalarType rounds_to, bool keeps_equal, bool adds) {
+  const auto of = [&](const at::Tensor& part) { return part.narrow(0, begin, into.numel()); };
+  const bool is_narrow = c10::isReducedFloatingType(parts[0].scalar_type());
+  at::Tensor sum = of(parts[0]).to(is_narrow ? at::kFloat : parts[0].scalar_type(), false, /*copy=*/true);
+  for (const at::Tensor& part : parts.slice(1)) sum.add_(of(part));
+  sum = sum.div_(static_cast<std::int64_t>(parts.size())).to(rounds_to);
+  if (keeps_equal) {
+    at::Tensor equal = at::ones({into.numel()}, at::kBool);
+    for (const at::Tensor& part : parts) equal.logical_and_(of(part).eq(of(parts[0])));
+    sum = at::where(equal, of(parts[0]), sum);
   }
-  for (const auto& [at, values, equal] : kept) {
-    at::Tensor part = mean.narrow(0, at, values.numel());
-    part.copy_(at::where(equal, values, part));
-  }
+  adds ? into.add_(sum) : into.copy_(sum);
 }
 
 }  // namespace
 
-/// The exchange of parts, whose mean wait() then takes into kept_[0]. Gloo's own reduce-scatter takes 2.7 times as
-/// long on two ranks, and its order of summation depends on the size.
+/// This rank's part of a tensor as each rank has it, in rank order.
+class Collectives::Parts {
+ public:
+  Parts() = default;
+  Parts(std::vector<at::Tensor> parts, Rounding rounding)
+      : parts_(std::move(parts)), rounding_(std::move(rounding)) {}
+
+  std::int64_t elements() const { return parts_[0].numel(); }
+
+  /// Elements [begin, begin + into.numel()) of their mean, which begins at element `first` of the rounding's ranges.
+  void take_mean(const at::Tensor& into, std::size_t begin, std::size_t first, bool adds) const {
+    const std::size_t end = begin + static_cast<std::size_t>(into.numel());
+    auto settled = rounding_.settled.begin();
+    for (std::size_t at = begin, next = 0; at < end; at = next) {
+      while (settled != rounding_.settled.end() && settled->end <= first + at) ++settled;
+      const bool has_more = settled != rounding_.settled.end();
+      const bool keeps_equal = has_more && settled->begin <= first + at;
+      next = !has_more ? end : std::min(end, (keeps_equal ? settled->end : settled->begin) - first);
+      const at::Tensor range =
+          into.narrow(0, static_cast<std::int64_t>(at - begin), static_cast<std::int64_t>(next - at));
+      take_range(range, static_cast<std::int64_t>(at), keeps_equal, adds);
+    }
+  }
+
+ private:
+  void take_range(const at::Tensor& into, std::int64_t begin, bool keeps_equal, bool adds) const {
+    const kernels::Format rounds_to = format_of(rounding_.dtype);
+    const bool has_kernel = rounds_to != kernels::Format::none &&
+                            format_of(into.scalar_type()) != kernels::Format::none &&
+                            format_of(parts_[0].scalar_type()) != kernels::Format::none;
+    if (!has_kernel) {
+      return take_mean_by_torch(into, parts_, begin, rounding_.dtype, keeps_equal, adds);
+    }
+    constexpr std::int64_t kGrain = 1 << 15;  // elements, for one thread
+    at::parallel_for(0, into.numel(), kGrain, [&](std::int64_t at, std::int64_t end) {
+      std::vector<kernels::Array> arrays;
+      for (const at::Tensor& part : parts_) arrays.push_back(array_of(part, begin + at));
+      kernels::take_mean({arrays, rounds_to, keeps_equal, adds}, array_of(into, at),
+                         static_cast<std::size_t>(end - at));
+    });
+  }
+
+  std::vector<at::Tensor> parts_;
+  Rounding rounding_;
+};
+
+/// The exchange of parts; take() then sums them. Gloo's own reduce-scatter takes 2.7 times as long on two ranks, and
+/// its order of summation depends on the size.
 class Collectives::Summing final : public Pending {
  public:
   using Pending::Pending;
-  std::vector<at::Tensor> parts;  // of this rank's share, one a rank
-  std::vector<Elements> settled;
+  Parts parts;
 
- private:
-  void take_result() override {
-    take_mean(kept_[0].view({-1}), parts, settled, 0);
-    kept_.clear(), parts.clear();  // frees memory
+  void take(const at::Tensor& into, std::size_t begin, bool adds) override {
+    if (into.is_cpu()) return parts.take_mean(into, begin, 0, adds);
+    const at::Tensor here = at::empty(into.sizes(), into.options().device(c10::kCPU));
+    parts.take_mean(here, begin, 0, false);
+    adds ? into.add_(here.to(into.device())) : into.copy_(here);
   }
 };
 
-/// The mean, into kept_[0], summed in rank order. Each rank sums its part; wait() then gathers all parts. Sends as
-/// many bytes as a ring, whose order of summation would depend on the place in the tensor.
+/// Each rank sums its part in rank order; wait() then gathers all parts. Sends as many bytes as a ring, whose order
+/// of summation would depend on the place in the tensor.
 class Collectives::SummingParts final : public Pending {
  public:
   using Pending::Pending;
-  std::vector<at::Tensor> parts;
-  std::vector<Elements> settled;
+  Parts parts;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the mean
   std::uint64_t history = 0;
 
+  void take(const at::Tensor& into, std::size_t begin, bool adds) override {
+    const at::Tensor mean = all_.narrow(0, static_cast<std::int64_t>(begin), into.numel());
+    adds ? into.add_(mean.to(into.device())) : into.copy_(mean);
+  }
+
  private:
   void take_result() override {
-    at::Tensor mean = kept_[0];
-    at::Tensor all = at::empty({parts[0].numel() * owner_.size()}, parts[0].options());
-    const at::Tensor mine = all.narrow(0, parts[0].numel() * owner_.rank(), parts[0].numel());
-    take_mean(mine, parts, settled, static_cast<std::size_t>(mine.storage_offset()));
+    const std::int64_t part = parts.elements();
+    all_ = at::empty({part * owner_.size()}, at::TensorOptions().dtype(dtype));
+    const at::Tensor mine = all_.narrow(0, part * owner_.rank(), part);
+    parts.take_mean(mine, 0, static_cast<std::size_t>(mine.storage_offset()), false);
     // A short message would wait for the sums that were started meanwhile.
-    const Connection& on = all.nbytes() > kShort ? owner_.sums() : owner_.small_;
-    owner_.start<Pending>([&] { return owner_.gather(on, all, mine, mix(history, 0)); }, {all}, Staging(false))
+    const Connection& on = all_.nbytes() > kShort ? owner_.sums() : owner_.small_;
+    owner_.start<Pending>([&] { return owner_.gather(on, all_, mine, mix(history, 0)); }, {all_}, Staging(false))
         ->wait();
-    mean.view({-1}).copy_(all.narrow(0, 0, mean.numel()));
-    kept_.clear(), parts.clear();
+    kept_.clear(), parts = {};  // frees memory
   }
+
+  at::Tensor all_;
 };
 
-/// Turns a sum, kept_[0], into the mean.
-class Collectives::Scaling final : public Pending {
+/// The backend sums into kept_[0], here turned into the mean.
+class Collectives::SummedByBackend final : public Pending {
  public:
   using Pending::Pending;
+  bool is_scaled = false;  // it is the mean already
+
+  void take(const at::Tensor& into, std::size_t begin, bool adds) override {
+    const at::Tensor mean = kept_[0].narrow(0, static_cast<std::int64_t>(begin), into.numel());
+    adds ? into.add_(mean) : into.copy_(mean);
+  }
 
  private:
   void take_result() override {
-    kept_[0].div_(owner_.size());
-    kept_.clear();
+    if (!is_scaled) kept_[0].div_(owner_.size());
+    kept_.resize(1);
   }
 };
 
@@ -330,7 +396,7 @@ Collectives::Group Collectives::alive(const Connection& connection) {
 }
 
 template <class Kind, class Start>
-std::unique_ptr<Ranks::Work> Collectives::start(Start&& start, std::vector<at::Tensor> kept, Staging staging) {
+std::unique_ptr<Kind> Collectives::start(Start&& start, std::vector<at::Tensor> kept, Staging staging) {
   std::string during;
   {
     std::lock_guard lock(mutex_);
@@ -368,11 +434,11 @@ std::uint64_t Collectives::compared() const {
 }
 
 /// Returns a number that tells this collective's messages from others'.
-std::uint64_t Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes) {
+std::uint64_t Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes, bool always) {
   const std::uint64_t history = record(kind, subject, bytes);
   const std::size_t n = traffic_.collectives++;
-  if (check_ == CheckRanks::never) return n;
-  if (check_ == CheckRanks::automatic && n >= kAlwaysChecked && n % kCheckedEvery != 0) return history;
+  const bool is_sampled = check_ == CheckRanks::automatic && n >= kAlwaysChecked && n % kCheckedEvery != 0;
+  if (!always && (is_sampled || check_ == CheckRanks::never)) return history;
   const at::Tensor histories = gather_words(static_cast<std::int64_t>(compared()));
   if (!(histories == histories[0]).all().item<bool>()) differ("");
   return history;
@@ -420,11 +486,20 @@ std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_
   return texts;
 }
 
+/// [Note: exchanges of any size] Gloo ends the process if ranks meet with different sizes. So an exchange whose size
+/// depends on the call begins with words, by which ranks at other calls notice each other. `common`: the bytes that all
+/// ranks must have. Returns the largest size.
+std::size_t Collectives::compare_sizes(const Subject& subject, std::size_t common, std::size_t bytes) {
+  record("exchange", subject, common);
+  const auto history = static_cast<std::int64_t>(compared());
+  const at::Tensor words = gather_words({history, static_cast<std::int64_t>(bytes)});
+  if (!(words.select(1, 0) == history).all().item<bool>()) differ("");
+  return static_cast<std::size_t>(words.select(1, 1).max().item<std::int64_t>());
+}
+
 std::vector<std::string> Collectives::all_gather_text(const std::string& mine, const Subject& subject) {
-  record("exchange", subject, 0);
-  const at::Tensor lengths = gather_words(static_cast<std::int64_t>(mine.size()));
-  const auto longest = lengths.select(1, 0).max().item<std::int64_t>();
-  return gather_padded(mine, static_cast<std::size_t>(longest) + 1);
+  NoPagingGuard no_paging;
+  return gather_padded(mine, compare_sizes(subject, 0, mine.size()) + 1);
 }
 
 std::vector<std::uint64_t> Collectives::common(const std::vector<std::uint64_t>& mine, const Subject& subject) {
@@ -544,53 +619,50 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
   return start<Pending>([&] { return gather(gathers(), out, in, history); }, {out, in}, std::move(staging));
 }
 
-std::unique_ptr<Ranks::Work> Collectives::reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject,
-                                                         std::vector<Elements> settled) {
+std::unique_ptr<Collectives::Mean> Collectives::reduce_scatter(at::Tensor in, Rounding rounding,
+                                                               const Subject& subject) {
   NoPagingGuard no_paging;
   const std::uint64_t history = enter("reduce-scatter", subject, in.nbytes());
-  traffic_.reduced += out.nbytes() * (size() - 1);
-  if (!device_.is_cpu() && !is_staged_) {
-    // The backend adds in the tensor's own dtype: half values must not overflow.
-    const bool is_wide = in.scalar_type() != at::kHalf;
-    if (!is_wide) in = in.mul(1.0 / size());
-    const auto scatter = [&] { return scatter_flat(*alive(sums()), out, in); };
-    return is_wide ? start<Scaling>(scatter, {out, in}, Staging(false))
-                   : start<Pending>(scatter, {out, in}, Staging(false));
+  traffic_.reduced += in.nbytes() / size() * (size() - 1);
+  if (sums_in_parts(in.scalar_type())) {
+    in = Staging(is_staged_).in(in);
+    std::vector<at::Tensor> parts;
+    auto work = start<Summing>([&] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+    work->parts = Parts(std::move(parts), std::move(rounding));
+    return work;
   }
-  Staging staging(is_staged_);
-  in = staging.in(in), out = staging.out(out);
-  std::vector<at::Tensor> parts;
-  auto work = start<Summing>([&] { return scatter(sums(), in, parts, history); }, {out, in}, std::move(staging));
-  static_cast<Summing&>(*work).parts = std::move(parts);
-  static_cast<Summing&>(*work).settled = std::move(settled);
+  // The backend adds in the tensor's own dtype: half values must not overflow.
+  const bool is_scaled = in.scalar_type() == at::kHalf;
+  if (is_scaled) in = in.mul(1.0 / size());
+  const at::Tensor out = at::empty({in.numel() / size()}, in.options());
+  auto work =
+      start<SummedByBackend>([&] { return scatter_flat(*alive(sums()), out, in); }, {out, in}, Staging(false));
+  work->is_scaled = is_scaled;
   return work;
 }
 
-std::unique_ptr<Ranks::Work> Collectives::all_reduce(at::Tensor mean, const Subject& subject,
-                                                     std::vector<Elements> settled) {
+std::unique_ptr<Collectives::Mean> Collectives::all_reduce(at::Tensor in, Rounding rounding, const Subject& subject) {
   NoPagingGuard no_paging;
-  const std::uint64_t history = enter("all-reduce", subject, mean.nbytes());
-  traffic_.reduced += 2 * mean.nbytes() * (size() - 1) / size();
-  Staging staging(is_staged_);
-  const at::Tensor result = staging.in_out(mean);
-  if (sums_in_parts(mean.scalar_type())) {
-    const std::int64_t part = (result.numel() + size() - 1) / size();
-    at::Tensor in = at::zeros({part * size()}, result.options());
-    in.narrow(0, 0, result.numel()).copy_(result.view({-1}));
+  const std::uint64_t history = enter("all-reduce", subject, in.nbytes());
+  const std::size_t part = (in.numel() + size() - 1) / size();
+  traffic_.reduced += part * (in.itemsize() + c10::elementSize(rounding.dtype)) * (size() - 1);
+  if (sums_in_parts(in.scalar_type())) {
+    in = Staging(is_staged_).in(in);
+    if (const std::int64_t rest = in.numel() % size(); rest > 0) in = at::constant_pad_nd(in, {0, size() - rest});
     std::vector<at::Tensor> parts;
-    auto work =
-        start<SummingParts>([&] { return scatter(sums(), in, parts, history); }, {result, in}, std::move(staging));
-    auto& summing = static_cast<SummingParts&>(*work);
-    summing.parts = std::move(parts), summing.settled = std::move(settled), summing.history = history;
+    auto work = start<SummingParts>([&] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+    work->dtype = rounding.dtype;
+    work->parts = Parts(std::move(parts), std::move(rounding));
+    work->history = history;
     return work;
   }
-  std::vector<at::Tensor> tensors{result};
-  const auto sum = [&] { return start_on(*alive(sums()), result, [&](auto& on) { return on.allreduce(tensors); }); };
-  if (result.scalar_type() == at::kHalf) {  // the sum in its own dtype must not overflow
-    tensors[0].mul_(1.0 / size());
-    return start<Pending>(sum, {result}, std::move(staging));
-  }
-  return start<Scaling>(sum, {result}, std::move(staging));
+  // The sum in its own dtype must not overflow.
+  const bool is_scaled = in.scalar_type() == at::kHalf;
+  std::vector<at::Tensor> sum{is_scaled ? in.mul_(1.0 / size()) : in};
+  auto work = start<SummedByBackend>(
+      [&] { return start_on(*alive(sums()), in, [&](auto& on) { return on.allreduce(sum); }); }, sum, Staging(false));
+  work->is_scaled = is_scaled;
+  return work;
 }
 
 bool Collectives::sums_in_parts(c10::ScalarType dtype) const {
@@ -600,7 +672,7 @@ bool Collectives::sums_in_parts(c10::ScalarType dtype) const {
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   NoPagingGuard no_paging;
-  enter("broadcast", subject, tensor.nbytes());
+  enter("broadcast", subject, tensor.nbytes(), /*always=*/true);  // [Note: exchanges of any size]
   await_agreement();
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   Staging staging(is_staged_);
@@ -612,8 +684,7 @@ void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
   NoPagingGuard no_paging;
-  await_agreement();
-  record("exchange", subject, mine.nbytes());
+  compare_sizes(subject, mine.nbytes(), mine.nbytes());
   traffic_.control += mine.nbytes() * (size() - 1);
   at::Tensor part = mine.contiguous().view({-1}).to(control_device_);
   at::Tensor all = at::empty({size() * part.numel()}, part.options());

@@ -69,20 +69,31 @@ class Collectives final : public Ranks {
   void fail(std::string_view why) override;
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override;
 
-  /// Sets `out` to the mean over ranks of part rank() of `in`; in.numel() is size() * out.numel(). On the CPU the sum
-  /// is in rank order, of 16-bit values in float32, and rounded once. Both tensors are kept until the work was waited
-  /// for.
-  /// On the CPU, values that are equal on all ranks stay as they are in `settled`, ranges of `out`: elsewhere the sum
-  /// of n equal values, divided by n, may be rounded.
+  /// A range of a mean.
   struct Elements {
     std::size_t begin, end;
   };
-  [[nodiscard]] std::unique_ptr<Work> reduce_scatter(at::Tensor out, at::Tensor in, const Subject& subject,
-                                                     std::vector<Elements> settled = {});
-  /// Replaces `mean` by the mean over ranks, summed in the same way.
-  [[nodiscard]] std::unique_ptr<Work> all_reduce(at::Tensor mean, const Subject& subject,
-                                                 std::vector<Elements> settled = {});
-  /// Whether all_reduce() of this dtype ends with an exchange, so that all ranks must wait for it together.
+  /// A mean over ranks on its way. Keeps this rank's values, and those that it received, until it is destroyed. On
+  /// the CPU they are summed in rank order, in float32 at least, and the mean is rounded once.
+  class Mean : public Work {
+   public:
+    /// After wait(): writes elements [begin, begin + into.numel()) of the mean to `into`, or adds them. `into` is
+    /// flat and contiguous.
+    virtual void take(const at::Tensor& into, std::size_t begin, bool adds = false) = 0;
+  };
+  /// How a mean is rounded. On the CPU, values that are equal on all ranks stay as they are in the ranges of
+  /// `settled`, which are in order: elsewhere the sum of n equal values, divided by n, may be rounded.
+  struct Rounding {
+    c10::ScalarType dtype;
+    std::vector<Elements> settled = {};
+  };
+  /// The mean over ranks of part rank() of `in`; in.numel() is a multiple of size(). `in` is sent in its own dtype.
+  /// Where sums_in_parts() is false, the rounding's dtype is that of `in`.
+  [[nodiscard]] std::unique_ptr<Mean> reduce_scatter(at::Tensor in, Rounding rounding, const Subject& subject);
+  /// The mean of `in`, flat, which may be overwritten. Sums travel in the rounding's dtype.
+  [[nodiscard]] std::unique_ptr<Mean> all_reduce(at::Tensor in, Rounding rounding, const Subject& subject);
+  /// Whether ranks sum this dtype themselves. all_reduce() then ends with an exchange, so that all ranks must wait
+  /// for it together.
   bool sums_in_parts(c10::ScalarType dtype) const;
   /// Copies rank 0's content to all ranks. Blocks.
   void broadcast(at::Tensor tensor, const Subject& subject);
@@ -110,16 +121,17 @@ class Collectives final : public Ranks {
  private:
   class Staging;
   class Pending;
+  class Parts;
   class Summing;
   class SummingParts;
-  class Scaling;
+  class SummedByBackend;
   struct Connection {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group{Group()};
     Group kept = nullptr;      // null: [Note: whose group]
     bool sends_parts = false;  // [Note: parts]
   };
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  std::uint64_t enter(std::string_view kind, const Subject& subject, std::size_t bytes);
+  std::uint64_t enter(std::string_view kind, const Subject& subject, std::size_t bytes, bool always = false);
   std::uint64_t record(std::string_view kind, const Subject& subject, std::size_t bytes);
   Works gather(const Connection& on, const at::Tensor& whole, const at::Tensor& mine, std::uint64_t history) const;
   Works scatter(const Connection& on, const at::Tensor& in, std::vector<at::Tensor>& parts,
@@ -128,9 +140,10 @@ class Collectives final : public Ranks {
   void await_agreement();
   std::pair<at::Tensor, at::Tensor> tensors_for(c10::ArrayRef<std::int64_t> words);
   at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
+  std::size_t compare_sizes(const Subject& subject, std::size_t common, std::size_t bytes);
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
   template <class Kind, class Start>
-  std::unique_ptr<Work> start(Start&& start, std::vector<at::Tensor> kept, Staging staging);
+  std::unique_ptr<Kind> start(Start&& start, std::vector<at::Tensor> kept, Staging staging);
   std::exception_ptr failure(const std::string& during, const std::exception& error);
   /// The error of a broken group.
   std::exception_ptr broken() const;

@@ -21,7 +21,10 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kSpillBytes = 256 * kKiB;    // smaller ones stay in memory
+constexpr std::size_t kSpillBytes = 256 * kKiB;  // smaller ones stay in memory
+// Fewer hold up backward where gradients come in bursts. With eight, sums held up the gathers that backward waits
+// for.
+constexpr std::size_t kBucketsUnderWay = 4;
 constexpr std::int64_t kFailed = 16, kReads = 32;  // bits next to those of Reducer::Why
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return (hash ^ value) * 0x100000001b3; }  // FNV-1a
@@ -36,11 +39,11 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
     bool add;
   };
 
-  Reduction(Reducer& owner, std::uint64_t number, at::Tensor gradient, c10::ScalarType dtype, StorageSegment& target)
-      : number(number), gradient(std::move(gradient)), dtype(dtype), owner_(owner.weak_from_this()) {
+  Reduction(Reducer& owner, Identity identity, at::Tensor gradient, c10::ScalarType dtype, StorageSegment& target)
+      : identity(identity), gradient(std::move(gradient)), dtype(dtype), owner_(owner.weak_from_this()) {
     scattered = target.is_partitioned() || (target.is_shareable() && !owner.domain_.partition.reduces_whole);
     stripes = target.stripes();
-    bytes = stripes.elements() * c10::elementSize(dtype);
+    bytes = stripes.elements() * c10::elementSize(identity.made_in);
   }
 
   void complete() override {
@@ -69,10 +72,10 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
     segment.will_come(shared_from_this());
   }
 
-  std::uint64_t number;  // of the leaf
-  at::Tensor gradient;   // flat, in memory order, of this rank alone; undefined: zeros, or already sent
-  c10::ScalarType dtype;
-  at::Tensor created;  // the first target, until it is handed out
+  Identity identity;
+  at::Tensor gradient;    // flat, in memory order, of this rank alone; undefined: zeros, or already sent
+  c10::ScalarType dtype;  // of the mean
+  at::Tensor created;     // the first target, until it is handed out
   std::size_t bytes;
   bool scattered;
   Layout layout = Layout::replicated;
@@ -107,8 +110,8 @@ struct Reducer::Piece {
     }
     return found;
   }
-  std::unique_ptr<Ranks::Work> work;
-  at::Tensor result;
+  std::unique_ptr<Collectives::Mean> work;
+  std::size_t elements = 0;  // of the result
   bool is_packed = false;
   bool ends_together = false;  // all ranks must wait for it at the same place
   std::size_t bytes;
@@ -123,14 +126,14 @@ Reducer::Reducer(Domain& domain)
 
 Reducer::~Reducer() = default;
 
-Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient) {
+Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in) {
   const auto* segment = segment_of(leaf);
   const std::uint64_t key = domain_.leaves.know(leaf);
   at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
                                 {.number = key});
   segment_of(paged)->set_reduced();
-  auto reduction =
-      std::make_shared<Reduction>(*this, key, std::move(gradient), paged.scalar_type(), *segment_of(paged));
+  auto reduction = std::make_shared<Reduction>(*this, Identity{key, made_in}, std::move(gradient),
+                                               paged.scalar_type(), *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
   reduction->created = std::move(paged);
   return reduction;
@@ -138,16 +141,16 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
 
 namespace {
 
-/// The gradient in the leaf's layout and the dtype of gradients. A copy in plain memory if it is paged, or if the
-/// program or another node holds the same tensor: it could write it while ranks still read it.
-at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
+/// The gradient in the leaf's layout and in `dtype`. A copy in plain memory if it is paged, or if the program or
+/// another node holds the same tensor: it could write it while ranks still read it.
+at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::ScalarType dtype) {
   c10::NoGradGuard no_grad;
   const OutsideScopes outside;
   const bool is_shared = gradient.use_count() > 1;  // AccumulateGrad asks the same before it keeps a gradient
   const at::Tensor given = gradient.detach();
-  const bool fits = given.strides() == leaf.strides() && given.dtype() == gradient_dtype(leaf);
+  const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype;
   if (fits && !is_shared && !segment_of(given)) return given;
-  const auto options = leaf.options().dtype(gradient_dtype(leaf)).requires_grad(false);
+  const auto options = leaf.options().dtype(dtype).requires_grad(false);
   at::Tensor own = [&] {
     const NoPagingGuard no_paging;
     return at::empty_strided(leaf.sizes(), leaf.strides(), options);
@@ -157,8 +160,17 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient) {
 
 }  // namespace
 
+/// The dtype in which a gradient that backward made in `dtype` takes part: as it is, if ranks can widen it without a
+/// loss while they sum it; else the dtype of the mean.
+c10::ScalarType Reducer::made_in(const at::Tensor& leaf, c10::ScalarType dtype) const {
+  const c10::ScalarType mean = gradient_dtype(leaf).toScalarType();
+  const bool is_exact = mean == at::kFloat && c10::isReducedFloatingType(dtype);
+  return is_exact && ranks_.sums_in_parts(dtype) ? dtype : mean;
+}
+
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_own) {
-  at::Tensor own = laid_out(leaf, gradient);
+  const c10::ScalarType dtype = made_in(leaf, gradient.scalar_type());
+  at::Tensor own = laid_out(leaf, gradient, dtype);
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
   const CurrentActivity activity(
@@ -167,7 +179,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, b
                            fmt::join(static_cast<const at::Tensor*>(leaf)->sizes(), ", "));
       },
       &leaf);
-  auto reduction = start(leaf, own.as_strided(leaf.numel(), 1));
+  auto reduction = start(leaf, own.as_strided(leaf.numel(), 1), dtype);
   reduction->is_own = is_own;
   at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
@@ -339,7 +351,7 @@ void Reducer::send_for_reading(const Reduction& reduction) {
 /// Tells the other ranks what the open bucket contains.
 void Reducer::propose(Why why, bool reads) {
   std::uint64_t content = 0xcbf29ce484222325;
-  for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->number), reduction->bytes);
+  for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->identity.key), reduction->bytes);
   const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
   const bool has_pile = !pile_.empty();  // then ranks must count
   const Collectives::Words words{
@@ -438,56 +450,57 @@ Reducer::Counts Reducer::count_over(Collectives& group, const Counts& mine) {
     most = std::max(most, words[0]);
   }
   if (most == 0) return {};
-  at::Tensor rows = at::zeros({most, 3}, at::kLong);  // key, least, most; a key is not zero
+  constexpr std::int64_t kColumns = 4;  // key, dtype, least, most; a key is not zero
+  at::Tensor rows = at::zeros({most, kColumns}, at::kLong);
   auto* row = rows.mutable_data_ptr<std::int64_t>();
-  for (const auto& [key, count] : mine.most) {
-    const auto least = mine.least.find(key);
-    *row++ = static_cast<std::int64_t>(key);
+  for (const auto& [identity, count] : mine.most) {
+    const auto least = mine.least.find(identity);
+    *row++ = static_cast<std::int64_t>(identity.key);
+    *row++ = static_cast<std::int64_t>(identity.made_in);
     *row++ = least == mine.least.end() ? 0 : static_cast<std::int64_t>(least->second);
     *row++ = static_cast<std::int64_t>(count);
   }
   const at::Tensor all = group.all_gather_small(rows, subject).contiguous();
-  std::map<std::uint64_t, int> holders;
+  std::map<Identity, int> holders;
   Counts counts;
   const auto* of_all = all.const_data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < group.size() * most; ++i) {
-    const auto key = static_cast<std::uint64_t>(of_all[3 * i]);
-    if (key == 0) continue;
-    const auto least = static_cast<std::size_t>(of_all[3 * i + 1]),
-               count = static_cast<std::size_t>(of_all[3 * i + 2]);
-    const bool is_first = holders[key]++ == 0;
-    counts.least[key] = is_first ? least : std::min(counts.least[key], least);
-    counts.most[key] = std::max(counts.most[key], count);
+  for (std::int64_t i = 0; i < group.size() * most; ++i, of_all += kColumns) {
+    const Identity identity{static_cast<std::uint64_t>(of_all[0]), static_cast<c10::ScalarType>(of_all[1])};
+    if (identity.key == 0) continue;
+    const auto least = static_cast<std::size_t>(of_all[2]), count = static_cast<std::size_t>(of_all[3]);
+    const bool is_first = holders[identity]++ == 0;
+    counts.least[identity] = is_first ? least : std::min(counts.least[identity], least);
+    counts.most[identity] = std::max(counts.most[identity], count);
   }
-  for (const auto& [key, count] : holders) {
-    if (count < group.size()) counts.least[key] = 0;
+  for (const auto& [identity, count] : holders) {
+    if (count < group.size()) counts.least[identity] = 0;
   }
   return counts;
 }
 
 Reducer::Counts Reducer::count_over_ranks() const {
   Counts counts;
-  for (const ReductionPtr& reduction : pile_) ++counts.most[reduction->number];
+  for (const ReductionPtr& reduction : pile_) ++counts.most[reduction->identity];
   counts.least = counts.most;
   counts = count_over(ranks_, counts);
   return replicas_ ? count_over(*replicas_, counts) : counts;
 }
 
-/// Sends in the order of keys, and within a key in the order of arrival. Returns whether there were any, on every
+/// Sends in the order of identities, and within one in the order of arrival. Returns whether there were any, on every
 /// rank alike.
 bool Reducer::send_what_all_have(const Counts& counts) {
-  std::map<std::uint64_t, std::vector<ReductionPtr>> by_key;
-  std::map<std::uint64_t, std::size_t> taken;
+  std::map<Identity, std::vector<ReductionPtr>> by_identity;
+  std::map<Identity, std::size_t> taken;
   std::vector<ReductionPtr> left;
   for (const ReductionPtr& reduction : pile_) {
-    const auto least = counts.least.find(reduction->number);
-    const bool have_all = least != counts.least.end() && taken[reduction->number] < least->second;
-    if (have_all) ++taken[reduction->number];
-    (have_all ? by_key[reduction->number] : left).push_back(reduction);
+    const auto least = counts.least.find(reduction->identity);
+    const bool have_all = least != counts.least.end() && taken[reduction->identity] < least->second;
+    if (have_all) ++taken[reduction->identity];
+    (have_all ? by_identity[reduction->identity] : left).push_back(reduction);
   }
   pile_ = std::move(left);
   std::vector<ReductionPtr> common;
-  for (auto& [_, reductions] : by_key) common.insert(common.end(), reductions.begin(), reductions.end());
+  for (auto& [_, reductions] : by_identity) common.insert(common.end(), reductions.begin(), reductions.end());
   const bool has_any = !common.empty();
   send(common);
   return has_any;
@@ -496,13 +509,13 @@ bool Reducer::send_what_all_have(const Counts& counts) {
 void Reducer::send_the_rest(const Counts& counts) {
   auto pile = std::exchange(pile_, {});
   std::vector<ReductionPtr> rest;
-  for (const auto& [key, most] : counts.most) {
-    const auto least = counts.least.find(key);
+  for (const auto& [identity, most] : counts.most) {
+    const auto least = counts.least.find(identity);
     std::size_t wanted = most - (least == counts.least.end() ? 0 : least->second);
     for (const ReductionPtr& mine : pile) {
-      if (mine->number == key && wanted > 0) rest.push_back(mine), --wanted;
+      if (mine->identity == identity && wanted > 0) rest.push_back(mine), --wanted;
     }
-    for (; wanted > 0; --wanted) rest.push_back(missing(key));
+    for (; wanted > 0; --wanted) rest.push_back(missing(identity));
   }
   send(rest);
 }
@@ -517,14 +530,17 @@ void Reducer::spill_pile() {
     const at::Tensor paged = make_paged(segment->domain(), gradient.sizes(), gradient.strides(), gradient.dtype(),
                                         Role::gradient, {.is_local = true});
     std::size_t done = 0;
-    write(*segment_of(paged), 0, gradient, reduction->dtype, /*add=*/false, done);
+    write(*segment_of(paged), 0, gradient.scalar_type(), gradient.numel(), done,
+          [&](const at::Tensor& slice, std::size_t begin) {
+            slice.copy_(gradient.narrow(0, static_cast<std::int64_t>(begin), slice.numel()));
+          });
     gradient = paged;
   }
 }
 
 /// Zeros for a gradient that this rank lacks and others have. The leaf gets the mean all the same.
-Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
-  at::Tensor parameter = domain_.leaves.find(key);
+Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
+  at::Tensor parameter = domain_.leaves.find(identity.key);
   if (parameter.defined()) {
     const PagingAgain paging;
     if (const auto domain = domain_that_knows(parameter)) page_again(parameter, domain);
@@ -534,9 +550,9 @@ Reducer::ReductionPtr Reducer::missing(std::uint64_t key) {
         fmt::format("other ranks have a gradient for parameter {}, which this rank has never used; let every rank "
                     "use it, or call "
                     "zeropage.gather_together(module) on its module",
-                    key));
+                    identity.key));
   }
-  auto reduction = start(parameter, {});
+  auto reduction = start(parameter, {}, identity.made_in);
   at::Tensor created = std::exchange(reduction->created, {});
   const at::Tensor& before = parameter.grad();
   if (!before.defined()) {
@@ -563,19 +579,25 @@ void Reducer::send(std::vector<ReductionPtr>& reductions) {
   }
 }
 
-c10::ScalarType Reducer::wire_dtype(c10::ScalarType dtype) const {
+c10::ScalarType Reducer::wire_dtype(const Reduction& reduction) const {
+  return chosen_dtype(reduction).value_or(reduction.identity.made_in);
+}
+
+/// The dtype that the program has chosen for sums.
+std::optional<c10::ScalarType> Reducer::chosen_dtype(const Reduction& reduction) const {
   const auto chosen = domain_.partition.reduce_dtype;
-  return chosen == c10::ScalarType::Undefined || !c10::isFloatingType(dtype) ? dtype : chosen;
+  if (chosen == c10::ScalarType::Undefined || !c10::isFloatingType(reduction.dtype)) return std::nullopt;
+  return chosen;
 }
 
 /// `elements` of the gradient from `begin` on, in plain memory, then zeros up to `length`.
 at::Tensor Reducer::part_of(const Reduction& reduction, std::size_t begin, std::size_t elements,
                             std::size_t length) const {
   const auto n = static_cast<std::int64_t>(length);
-  if (!reduction.gradient.defined()) return at::zeros({n}, options(reduction.dtype));
+  if (!reduction.gradient.defined()) return at::zeros({n}, options(reduction.identity.made_in));
   auto* segment = segment_of(reduction.gradient);
   if (!segment && elements == length) return reduction.gradient.narrow(0, static_cast<std::int64_t>(begin), n);
-  at::Tensor part = at::zeros({n}, options(reduction.dtype));
+  at::Tensor part = at::zeros({n}, options(reduction.identity.made_in));
   at::Tensor filled = part.narrow(0, 0, static_cast<std::int64_t>(elements));
   if (!segment) {
     filled.copy_(reduction.gradient.narrow(0, static_cast<std::int64_t>(begin), filled.numel()));
@@ -599,23 +621,28 @@ at::Tensor Reducer::part_of(const Reduction& reduction, std::size_t begin, std::
 /// be packed.
 void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>& to_pack) {
   const Stripes& stripes = reduction->stripes;
-  const bool as_it_is = wire_dtype(reduction->dtype) == reduction->dtype;
+  const bool as_it_is = wire_dtype(*reduction) == reduction->identity.made_in;
   for (std::size_t page = 0; page < stripes.pages(); ++page) {
     const std::size_t part = stripes.part(page), begin = stripes.page_begin(page), all = part * stripes.ranks();
     if (!as_it_is || begin + all > stripes.elements()) {
       to_pack.push_back({reduction, page});
       continue;
     }
-    at::Tensor sum = at::empty({static_cast<std::int64_t>(part)}, options(reduction->dtype));
     at::Tensor whole = part_of(*reduction, begin, all, all);
-    const Subject subject{"gradient", reduction->number, page};
+    const Subject subject{"gradient", reduction->identity.key, page};
     auto piece = std::make_unique<Piece>();
     piece->parts.push_back({reduction, 0, stripes.part_begin(page), part});
-    piece->work = ranks_.reduce_scatter(sum, whole, subject, piece->settled());
-    piece->result = std::move(sum);
+    piece->elements = part;
     piece->bytes = whole.nbytes();
+    piece->work = ranks_.reduce_scatter(std::move(whole), rounding_of(*piece), subject);
     push(std::move(piece));
   }
+}
+
+/// The mean is rounded to the dtype that the program has chosen for sums, else to its own.
+Collectives::Rounding Reducer::rounding_of(const Piece& piece) const {
+  const Reduction& reduction = *piece.parts[0].reduction;
+  return {chosen_dtype(reduction).value_or(reduction.dtype), piece.settled()};
 }
 
 /// One reduce-scatter of the parts of many pages: the parts of each rank, one after another.
@@ -641,11 +668,11 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
           {reduction, static_cast<std::size_t>(at), stripes.part_begin(page), static_cast<std::size_t>(part)});
       at += part;
     }
-    piece->result = at::empty({length}, packed.options());
-    piece->work = ranks_.reduce_scatter(piece->result, packed.view({-1}),
-                                        {"gradients", alike[0].reduction->number, 0}, piece->settled());
+    piece->elements = static_cast<std::size_t>(length);
     piece->is_packed = true;
     piece->bytes = packed.nbytes();
+    piece->work = ranks_.reduce_scatter(packed.view({-1}), rounding_of(*piece),
+                                        {"gradients", alike[0].reduction->identity.key, 0});
     push(std::move(piece));
   });
 }
@@ -654,6 +681,7 @@ void Reducer::send_packed_wholes(const std::vector<PackedPart>& wholes) {
   for_each_dtype(wholes, [&](c10::ScalarType dtype, const std::vector<PackedPart>& alike) {
     std::int64_t length = 0;
     for (const auto& part : alike) length += static_cast<std::int64_t>(part.reduction->stripes.elements());
+    length = (length + ranks_.size() - 1) / ranks_.size() * ranks_.size();  // equal parts
     at::Tensor packed = at::zeros({length}, options(dtype));
     auto piece = std::make_unique<Piece>();
     std::int64_t at = 0;
@@ -666,20 +694,23 @@ void Reducer::send_packed_wholes(const std::vector<PackedPart>& wholes) {
       piece->parts.push_back({reduction, static_cast<std::size_t>(at), 0, static_cast<std::size_t>(elements)});
       at += elements;
     }
-    piece->result = packed;
-    piece->work = ranks_.all_reduce(packed, {"gradients", alike[0].reduction->number, 0}, piece->settled());
+    piece->elements = static_cast<std::size_t>(length);
     piece->ends_together = ranks_.sums_in_parts(dtype) || replicas_;
     piece->is_packed = true;
     piece->bytes = packed.nbytes();
+    piece->work = ranks_.all_reduce(packed, rounding_of(*piece), {"gradients", alike[0].reduction->identity.key, 0});
     push(std::move(piece));
   });
 }
 
 void Reducer::for_each_dtype(const std::vector<PackedPart>& parts,
                              c10::function_ref<void(c10::ScalarType, const std::vector<PackedPart>&)> send) const {
-  std::map<c10::ScalarType, std::vector<PackedPart>> by_dtype;
-  for (const PackedPart& part : parts) by_dtype[wire_dtype(part.reduction->dtype)].push_back(part);
-  for (const auto& [dtype, alike] : by_dtype) send(dtype, alike);
+  // All parts of a piece also have means of one dtype.
+  std::map<std::pair<c10::ScalarType, c10::ScalarType>, std::vector<PackedPart>> alike;
+  for (const PackedPart& part : parts) {
+    alike[{wire_dtype(*part.reduction), part.reduction->dtype}].push_back(part);
+  }
+  for (const auto& [dtypes, of_dtypes] : alike) send(dtypes.first, of_dtypes);
 }
 
 at::TensorOptions Reducer::options(c10::ScalarType dtype) const {
@@ -709,8 +740,8 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
 /// All ranks receive pieces at the same places of the program, also one that fails to deliver an earlier piece: the
 /// last part of a sum may be a collective of its own.
 void Reducer::make_room() {
-  while (bytes_awaited_ > 2 * domain_.bucket_bytes) receive_next();
-  while (bytes_under_way_ > 2 * domain_.bucket_bytes) complete_oldest();
+  while (bytes_awaited_ > kBucketsUnderWay * domain_.bucket_bytes) receive_next();
+  while (bytes_under_way_ > kBucketsUnderWay * domain_.bucket_bytes) complete_oldest();
 }
 
 void Reducer::complete(const Reduction& reduction) {
@@ -773,8 +804,12 @@ void Reducer::receive(Piece& piece) {
   if (piece.arrived) return;
   piece.work->wait();
   if (replicas_ && !piece.over_replicas) {
-    const Subject subject{"gradients", piece.parts[0].reduction->number, 0};
-    replicas_->all_reduce(piece.result, subject, piece.settled())->wait();
+    const Subject subject{"gradients", piece.parts[0].reduction->identity.key, 0};
+    const Collectives::Rounding rounding = rounding_of(piece);
+    at::Tensor here = at::empty({static_cast<std::int64_t>(piece.elements)}, options(rounding.dtype));
+    piece.work->take(here, 0);
+    piece.work = replicas_->all_reduce(std::move(here), rounding, subject);
+    piece.work->wait();
     piece.over_replicas = true;
   }
   piece.arrived = true;
@@ -801,9 +836,11 @@ void Reducer::deliver(Piece& piece) {
         begin = reduction.stripes.in_tensor(begin);
       }
     }
-    const at::Tensor content =
-        piece.result.narrow(0, static_cast<std::int64_t>(part.in_result), static_cast<std::int64_t>(elements));
-    write(*segment, begin, content, reduction.dtype, target.add, piece.element);
+    const std::size_t in_result = part.in_result;
+    write(
+        *segment, begin, reduction.dtype, elements, piece.element,
+        [&](const at::Tensor& slice, std::size_t at) { piece.work->take(slice, in_result + at, target.add); },
+        target.add);
   }
 }
 
@@ -820,23 +857,23 @@ void Reducer::finish(Reduction& reduction) {
   }
 }
 
-/// Writes or adds `content` to elements [begin, …) of a segment, page by page. Skips the first `done` elements, and
-/// updates `done` as it goes.
-void Reducer::write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype,
-                    bool add, std::size_t& done) {
+/// Writes `count` elements of a segment from `begin` on, page by page, or adds to them. `fill(slice, at)` writes the
+/// slice that begins `at` elements after `begin`. Skips the first `done` elements, and updates `done` as it goes.
+template <class Fill>
+void Reducer::write(StorageSegment& segment, std::size_t begin, c10::ScalarType dtype, std::size_t count,
+                    std::size_t& done, Fill&& fill, bool adds) {
   const std::size_t item = c10::elementSize(dtype), page_elements = segment.page_bytes() / item;
-  const std::size_t end = begin + content.numel();
+  const std::size_t end = begin + count;
   for (std::size_t at = begin + done, next = 0; at < end; at = next) {
     const std::size_t page = at / page_elements;
     next = std::min(end, (page + 1) * page_elements);
-    const bool all = !add && (next - at) * item == segment.bytes_of(page);
+    const bool all = !adds && (next - at) * item == segment.bytes_of(page);
     PagePin pin = segment.cache()->pin_page(segment, page, all ? Access::overwrite : Access::write);
     pin.wait();
-    at::Tensor slice = at::from_blob(
-        pin.data() + (at - page * page_elements) * item, {static_cast<std::int64_t>(next - at)}, [](void*) {},
-        options(dtype), domain_.device);
-    const at::Tensor part = content.narrow(0, static_cast<std::int64_t>(at - begin), slice.numel());
-    add ? slice.add_(part) : slice.copy_(part);
+    fill(at::from_blob(
+             pin.data() + (at - page * page_elements) * item, {static_cast<std::int64_t>(next - at)}, [](void*) {},
+             options(dtype), domain_.device),
+         at - begin);
     done = next - begin;
   }
 }

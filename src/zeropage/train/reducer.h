@@ -11,7 +11,11 @@
 // a gradient in backward answers the others until all have it. A rank whose backward has ended answers them until
 // theirs have. Then ranks sum the union of their piles page by page, with zeros for missing gradients. The parameter
 // then has a gradient on every rank, as it would with the whole batch on one. A gradient is identified by its leaf's
-// key ([Note: keys of leaves] in tensor/leaves.h).
+// key ([Note: keys of leaves] in tensor/leaves.h) and the dtype of its values.
+//
+// [Note: in its own dtype] On the CPU, a gradient of a mixed-precision parameter is sent in the two bytes that
+// backward made. Ranks widen the values while they sum them, so the float32 mean has the same bits as if they were
+// sent wide.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -46,6 +50,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void settle();
 
  private:
+  /// What ranks recognise a gradient by.
+  struct Identity {
+    std::uint64_t key;        // of the leaf
+    c10::ScalarType made_in;  // the dtype of each rank's values
+    auto operator<=>(const Identity&) const = default;
+  };
   class Reduction;
   using ReductionPtr = std::shared_ptr<Reduction>;
   struct PiecePart;
@@ -57,7 +67,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   template <class Exchange>
   void together(Exchange&& exchange);
-  ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient);
+  c10::ScalarType made_in(const at::Tensor& leaf, c10::ScalarType dtype) const;
+  ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in);
   void add(ReductionPtr reduction);
   class Watch;
   void watch_backward();
@@ -96,17 +107,19 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Agreed compare(Proposal& proposal);
   void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal);
   struct Counts {
-    std::map<std::uint64_t, std::size_t> least, most;  // gradients per key, over ranks
+    std::map<Identity, std::size_t> least, most;  // gradients of each identity, over ranks
   };
   Counts count_over_ranks() const;
   static Counts count_over(Collectives& group, const Counts& mine);
   bool send_what_all_have(const Counts& counts);
   void send_the_rest(const Counts& counts);
   void spill_pile();
-  ReductionPtr missing(std::uint64_t key);
+  ReductionPtr missing(const Identity& identity);
 
   void send(std::vector<ReductionPtr>& reductions);
-  c10::ScalarType wire_dtype(c10::ScalarType dtype) const;
+  c10::ScalarType wire_dtype(const Reduction& reduction) const;
+  std::optional<c10::ScalarType> chosen_dtype(const Reduction& reduction) const;
+  Collectives::Rounding rounding_of(const Piece& piece) const;
   void send_pages(const ReductionPtr& reduction, std::vector<PackedPart>& to_pack);
   void send_packed_parts(const std::vector<PackedPart>& parts);
   void send_packed_wholes(const std::vector<PackedPart>& wholes);
@@ -123,8 +136,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void make_room();
   void deliver(Piece& piece);
   void finish(Reduction& reduction);
-  void write(StorageSegment& segment, std::size_t begin, const at::Tensor& content, c10::ScalarType dtype, bool add,
-             std::size_t& done);
+  template <class Fill>
+  void write(StorageSegment& segment, std::size_t begin, c10::ScalarType dtype, std::size_t count, std::size_t& done,
+             Fill&& fill, bool adds = false);
 
   Domain& domain_;
   Collectives& ranks_;
