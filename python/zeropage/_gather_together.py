@@ -23,6 +23,28 @@ def _tensors(value: Any) -> list[Any]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+class _Joined(torch.autograd.Function):
+    """Results as they are, in a graph that has no gradient for anything."""
+
+    @staticmethod
+    def forward(_ctx: Any, _link: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple(result.view_as(result) for result in results)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        return (None,) * (len(gradients) + 1)
+
+
+def _in_graph(result: Any) -> Any:
+    """Give the result of a rank that used no parameter a backward: the other ranks' backwards wait for this rank."""
+    tensors = [t for t in _tensors(result) if t.is_floating_point() or t.is_complex()]
+    if not tensors:
+        return result
+    joined = _Joined.apply(torch.zeros((), requires_grad=True), *tensors)
+    of = {id(t): j for t, j in zip(tensors, joined, strict=True)}
+    return torch.utils._pytree.tree_map(lambda leaf: of.get(id(leaf), leaf), result)
+
+
 class _Held:
     """The module's parameters, held while it runs."""
 
@@ -39,19 +61,24 @@ class _Held:
         self._forward.append(None)  # after_forward() runs too if this raises
         self._forward[-1] = _core.hold(list(module.parameters()))
 
-    def after_forward(self, _module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         held = self._forward.pop() if self._forward else None  # None if an earlier hook has raised
         if held is not None:
             held.release()
+        if not torch.is_grad_enabled():
+            return result
+        if not any(t.requires_grad for t in _tensors(result)) and any(p.requires_grad for p in module.parameters()):
+            result = _in_graph(result)
         outputs = [t for t in _tensors(result) if t.requires_grad and t.grad_fn is not None]
-        if not torch.is_grad_enabled() or not outputs:
-            return
+        if not outputs:
+            return result
         inputs = {id(t): t for t in _tensors((args, kwargs)) if t.requires_grad}
         backward = _Backward(self._module, waiting_for=len(inputs))
         for tensor in outputs:
             tensor.register_hook(backward.begin)  # keeps it alive with the graph
         for tensor in inputs.values():
             self._backwards(tensor).add(backward)
+        return result
 
     def _backwards(self, tensor: torch.Tensor) -> weakref.WeakSet[_Backward]:
         """Return the backwards that wait for this input's gradient."""

@@ -16,6 +16,7 @@ class Event:
     effect: "none", if all ranks must then end right; "error", if they may also end in an error on every rank;
     "raises", if the rank raises an error of its own; "dies" and "stalls"; "leaves", if it ends its program early.
     in_loop: it must stand in the training loop, not in a hook.
+    drifts: ranks notice it where the next backward ends, if at all.
     has_plain: plain PyTorch can run the same text.
     """
 
@@ -24,6 +25,7 @@ class Event:
     effect: str
     in_loop: bool = False
     has_plain: bool = True
+    drifts: bool = False
 
 
 EVENTS = [
@@ -33,26 +35,28 @@ EVENTS = [
     Event("stalls for good", "time.sleep(600)", "stalls", has_plain=False),
     Event("is late", "time.sleep(1)", "none"),
     Event("is stopped for a while", "pause(1)", "none"),
-    Event("waits for its disk", "wait()", "none"),
-    Event("pages out", "evict(model)", "none"),
+    Event("waits for its disk", "wait()", "error"),
+    Event("pages out", "evict(model)", "error"),
     Event("collects garbage", "gc.collect()", "none"),
     Event("evaluates", "with torch.no_grad():\n    loss_of(900)", "error"),
     Event("evaluates with a graph", "loss_of(900)", "error"),
     Event("trains once more", "loss_of(900).backward()", "error", has_plain=False),
-    Event("steps once more", "opt.step()", "error", has_plain=False),
-    Event("clears gradients", "model.zero_grad()", "error", has_plain=False),
+    Event("steps once more", "opt.step()", "error", has_plain=False, drifts=True),
+    Event("clears gradients", "model.zero_grad()", "error", has_plain=False, drifts=True),
     Event("ends the loop", "break", "leaves", in_loop=True, has_plain=False),
-    Event("skips the rest of a step", "continue", "error", in_loop=True, has_plain=False),
+    Event("skips the rest of a step", "continue", "error", in_loop=True, has_plain=False, drifts=True),
     Event("reads a parameter", "weight.sum().item()", "error"),
     Event("prints a parameter", "str(weight)", "error"),
     Event("reads a gradient", "weight.grad is not None and weight.grad.sum().item()", "error"),
     Event("takes a norm", "weight.detach().norm().item()", "error"),
     Event("reads all states", "{k: v.clone() for k, v in model.state_dict().items()}", "error"),
     Event("copies the model", "copy.deepcopy(model)", "error"),
-    Event("writes a parameter", "with torch.no_grad():\n    weight.mul_(1.5)", "error", has_plain=False),
-    Event("writes a gradient", "weight.grad is not None and weight.grad.mul_(2)", "error", has_plain=False),
-    Event("drops a gradient", "weight.grad = None", "error", has_plain=False),
-    Event("freezes a parameter", "weight.requires_grad_(False)", "error", has_plain=False),
+    Event("writes a parameter", "with torch.no_grad():\n    weight.mul_(1.5)", "error", has_plain=False, drifts=True),
+    Event(
+        "writes a gradient", "weight.grad is not None and weight.grad.mul_(2)", "error", has_plain=False, drifts=True
+    ),
+    Event("drops a gradient", "weight.grad = None", "error", has_plain=False, drifts=True),
+    Event("freezes a parameter", "weight.requires_grad_(False)", "error", has_plain=False, drifts=True),
     Event("makes tensors like a parameter", "kept = [torch.zeros_like(weight) for _ in range(3)]", "error"),
     Event("finds its disk full", "fill_disk()", "raises", has_plain=False),
 ]
@@ -117,4 +121,5 @@ def make(seed: int, ranks: int = 2) -> Differing:
         number += 1_000_000
     event = EVENTS[seed % len(EVENTS)]
     place = "loop" if event.in_loop else r.choice(["loop", "loop", "forward", "backward"])
-    return Differing(seed, program, event, r.randrange(ranks), r.randrange(program.steps), place, r.randrange(1000))
+    steps = program.steps - event.drifts
+    return Differing(seed, program, event, r.randrange(ranks), r.randrange(steps), place, r.randrange(1000))

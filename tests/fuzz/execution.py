@@ -397,7 +397,7 @@ def endure(text: str, seed: int, has_plain: bool) -> dict[str, Any]:
             with contextlib.suppress(zeropage.ZeropageError):
                 space.close()
         return said
-    held = [t for name, t in found if t is not None and ": parameter " in name]
+    held = [t for name, t in found if t is not None and name.startswith("at the end: parameter ")]
     exact = not SEES_SUMS.search(text) and not TAKES_NORM.search(text)
     return {
         "differs": plain and first_difference(found, plain, TOLERANCE, exact),

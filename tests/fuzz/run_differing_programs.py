@@ -68,12 +68,12 @@ class Judge:
             rank, error = next(iter(raised.items()))
             return wrong("raises", f"{error[:300]} (ranks {[*raised]}) at {answers[rank]['at']}")
         ended = [a for i, a in others if i not in raised]
-        own_end = effect in ("raises", "dies", "stalls", "leaves")  # the others may have needed nothing more of it
-        only_others = set(raised) == {i for i in range(self.ranks) if i != odd}  # it came to its end before
-        if raised and ended and not only_others and not (own_end and set(raised) == {odd}):
+        # Without collectives that they miss, the others, or it, may have come to their program's end before.
+        is_apart = set(raised) in ({odd}, {i for i in range(self.ranks) if i != odd})
+        if raised and ended and not is_apart:
             rank, error = next(iter(raised.items()))
             return wrong("half", f"{error[:200]} (ranks {[*raised]} alone) at {answers[rank]['at']}")
-        if not raised and any(a.get("differs") for a in ended):
+        if any(a.get("differs") for a in ended):
             return wrong("differs", next(a["differs"] for a in ended if a.get("differs")))
         if len({a["parameters"] for a in ended}) > 1:
             return wrong("differs", "ranks hold different parameters")

@@ -9,6 +9,8 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -487,8 +489,8 @@ std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_
 }
 
 /// [Note: exchanges of any size] Gloo ends the process if ranks meet with different sizes. So an exchange whose size
-/// depends on the call begins with words, by which ranks at other calls notice each other. `common`: the bytes that all
-/// ranks must have. Returns the largest size.
+/// depends on the call begins with words, by which ranks at other calls notice each other. `common`: the bytes that
+/// all ranks must have. Returns the largest size.
 std::size_t Collectives::compare_sizes(const Subject& subject, std::size_t common, std::size_t bytes) {
   record("exchange", subject, common);
   const auto history = static_cast<std::int64_t>(compared());
@@ -694,9 +696,19 @@ at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& 
 
 std::shared_ptr<std::byte> Collectives::scratch(std::size_t bytes) {
   NoPagingGuard no_paging;
-  auto memory = std::make_shared<at::Tensor>(
-      at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_)));
-  return {memory, static_cast<std::byte*>(device_ == c10::kMeta ? nullptr : memory->mutable_data_ptr())};
+  at::Tensor memory =
+      at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device_));
+  auto* const data = static_cast<std::byte*>(device_ == c10::kMeta ? nullptr : memory.mutable_data_ptr());
+  // Made in a stream for gathers, it may be used last in the operators' stream.
+  return {data, [memory, device = device_](std::byte*) {
+            auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+            if (!allocator || device == c10::kMeta) return;
+            try {
+              const c10::impl::VirtualGuardImpl driver(device.type());
+              allocator->recordStream(memory.storage().data_ptr(), driver.getStream(device));
+            } catch (...) {  // a device that has failed has lost its results too
+            }
+          }};
 }
 
 namespace {

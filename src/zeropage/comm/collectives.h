@@ -63,7 +63,8 @@ class Collectives final : public Ranks {
 
   int size() const override { return size_; }
   int rank() const override { return rank_; }
-  bool gathers_apart() const override { return gathers_.has_value(); }
+  /// Also where the backend has streams of its own, as NCCL does: no word of the host waits for them.
+  bool gathers_apart() const override { return gathers_.has_value() || !(device_.is_cpu() || is_staged_); }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                    const Subject& subject) override;
   void fail(std::string_view why) override;

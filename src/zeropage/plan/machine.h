@@ -59,13 +59,19 @@ class Machine {
 
   /// The end of the separate device's requested work.
   Clock::time_point stream_free{};
+  /// The same of its stream for gathers, to which requests go now if `is_aside`.
+  Clock::time_point aside_free{};
+  bool is_aside = false;
+  /// When the stream that requests go to comes to a request that is made now.
+  Clock::time_point stream_ready() const { return std::max(is_aside ? aside_free : stream_free, clock.now()); }
   /// Seconds that the stream was idle, waiting for the link or for other ranks. (The program's thread does not wait
   /// for these.)
   double idle_for_link = 0, idle_for_network = 0;
   /// Makes the stream wait until `until`.
   void stream_waits(Clock::time_point until, double& idle) {
-    const Clock::time_point from = std::max(stream_free, clock.now());
+    const Clock::time_point from = stream_ready();
     if (until <= from) return;
+    if (is_aside) return void(aside_free = until);
     idle += std::chrono::duration<double>(until - from).count();
     stream_free = until;
   }
@@ -75,7 +81,7 @@ class Machine {
 
   /// Adds work to the device's stream, for a caller that may hold locks.
   void compute_later(double seconds) {
-    stream_free = VirtualClock::after(std::max(stream_free, clock.now()), seconds);
+    (is_aside ? aside_free : stream_free) = VirtualClock::after(stream_ready(), seconds);
   }
   /// Runs an operator of `seconds`. On a separate device it runs in its stream, concurrently with this thread.
   void compute(double seconds) {

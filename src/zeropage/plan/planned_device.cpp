@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "zeropage/base/booked_time.h"
@@ -33,10 +34,15 @@ class PlannedDevice final : public DeviceMemory {
   void clear(std::byte*, std::size_t bytes) override {
     machine_->compute_later(static_cast<double>(bytes) / machine_->speeds.device_memory);
   }
-  Event record() override { return event(std::max(machine_->stream_free, now())); }
+  Event record() override { return event(machine_->stream_ready()); }
   void finish() override { wait(record()); }
   void stream_wait(const Event& event) override {
     if (event) machine_->stream_waits(time_of(event), machine_->idle_for_link);
+  }
+  std::shared_ptr<void> aside() override {
+    return {this, [machine = machine_, before = std::exchange(machine_->is_aside, true)](void*) {
+              machine->is_aside = before;
+            }};
   }
 
   Event upload(std::byte* to, const std::byte*, std::size_t bytes) override {

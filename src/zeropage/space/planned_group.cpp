@@ -71,8 +71,7 @@ class PlannedBackend final : public c10d::Backend {
   WorkPtr send(std::size_t bytes, const at::Tensor& like) {
     const MachineSpeeds& speeds = machine_->speeds;
     const bool on_stream = like.is_meta();
-    const auto ready = on_stream && !speeds.is_unified ? std::max(machine_->stream_free, machine_->clock.now())
-                                                       : machine_->clock.now();
+    const auto ready = on_stream && !speeds.is_unified ? machine_->stream_ready() : machine_->clock.now();
     const double steps = std::bit_width(static_cast<unsigned>(size_ - 1));
     const auto sent = machine_->network.serve(ready, static_cast<double>(bytes) / speeds.network);
     return c10::make_intrusive<PlannedWork>(machine_, VirtualClock::after(sent, steps * speeds.network_latency),

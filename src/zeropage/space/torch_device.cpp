@@ -83,19 +83,21 @@ class TorchDevice final : public DeviceMemory {
       : device_(device),
         driver_(device.type()),
         uploads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-        downloads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {
+        downloads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+        gathers_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {
     Ordinary ordinary;
     // One block more, because torch aligns to less than our blocks.
     memory_ =
         at::empty({static_cast<std::int64_t>(bytes + kBlockBytes)}, at::TensorOptions(device).dtype(c10::kByte));
     auto* data = static_cast<std::byte*>(memory_.data_ptr());
     region_ = {reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data), kBlockBytes)), bytes};
-    stream_wait(record(driver_.getStream(device_)), uploads_);  // the block's former user may still be at work
+    const Event now = record(driver_.getStream(device_));  // the block's former user may still be at work
+    for (const c10::Stream& stream : {uploads_, gathers_}) stream_wait(now, stream);
   }
 
   ~TorchDevice() override {
     // torch may give the block to other tensors, and does not know our streams.
-    for (const c10::Stream& stream : {uploads_, downloads_, driver_.getStream(device_)}) {
+    for (const c10::Stream& stream : {uploads_, downloads_, gathers_, driver_.getStream(device_)}) {
       try {
         stream.synchronize();
       } catch (...) {  // a lost device does nothing more
@@ -117,6 +119,7 @@ class TorchDevice final : public DeviceMemory {
   Event record() override { return record(driver_.getStream(device_)); }
   void finish() override { driver_.getStream(device_).synchronize(); }
   void stream_wait(const Event& event) override { stream_wait(event, driver_.getStream(device_)); }
+  std::shared_ptr<void> aside() override { return std::make_shared<c10::StreamGuard>(gathers_); }
 
   Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
     Ordinary ordinary;
@@ -224,7 +227,7 @@ class TorchDevice final : public DeviceMemory {
 
   c10::Device device_;
   c10::impl::VirtualGuardImpl driver_;
-  c10::Stream uploads_, downloads_;
+  c10::Stream uploads_, downloads_, gathers_;
   at::Tensor memory_;
   std::span<std::byte> region_;
   std::mutex mutex_;

@@ -1,11 +1,11 @@
 // Memory that the CPU cannot address, and the order of work on it: the interface between the pager and a GPU. It
 // knows of streams; the pager only knows of events. In tests it is a queue that runs as late as it may.
 //
-// [Note: streams and frames] Operators run on the calling thread's stream, long after they were requested. Uploads
-// and downloads run on streams of their own, so that they overlap operators and each other. Three rules keep them
-// apart:
+// [Note: streams and frames] Operators run on the calling thread's stream, long after they were requested. Uploads,
+// downloads and gathers ahead run on streams of their own, so that they overlap operators and each other. Three rules
+// keep them apart:
 //   - the first use of a frame waits for the event of the transfer that filled it (stream_wait);
-//   - a download waits for the event of the frame's last use;
+//   - a download, or a gather of a share, waits for the event of the frame's last use;
 //   - freed memory is retired with the event of its last use: only uploads into it, and the operators that get it
 //     next, wait for that event.
 #pragma once
@@ -35,6 +35,9 @@ class DeviceMemory {
   virtual void finish() = 0;
   /// Makes this thread's next requests wait for `event`.
   virtual void stream_wait(const Event& event) = 0;
+  /// While the handle lives, this thread's requests, and what it asks of torch, go to a stream for gathers. They then
+  /// wait for no operator but those whose events they are told of.
+  virtual std::shared_ptr<void> aside() { return nullptr; }
 
   // Concurrently with operators. If one of these throws, nothing that it asked for is under way.
   virtual Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) = 0;

@@ -46,9 +46,16 @@ void ContractLog::note(std::uint64_t number, double value, std::string what) {
   if (entries_.size() < kMostEntries) entries_.push_back({number, value, std::move(what)});
 }
 
+void ContractLog::count(std::string_view operator_name) {
+  std::lock_guard lock(mutex_);
+  ++of_parameters_;
+  last_of_parameter_ = operator_name;
+}
+
 std::uint64_t ContractLog::hash() const {
   std::lock_guard lock(mutex_);
   std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  hash = (hash ^ of_parameters_) * 0x100000001b3;
   for (const Entry& entry : entries_) {
     hash = (hash ^ entry.number) * 0x100000001b3;
     hash = (hash ^ std::bit_cast<std::uint64_t>(entry.value)) * 0x100000001b3;
@@ -58,7 +65,7 @@ std::uint64_t ContractLog::hash() const {
 
 std::string ContractLog::text() const {
   std::lock_guard lock(mutex_);
-  std::string text;
+  std::string text = fmt::format("{} {}\n", of_parameters_, last_of_parameter_);
   for (const Entry& entry : entries_) text += fmt::format("{} {:.17g} {}\n", entry.number, entry.value, entry.what);
   return text;
 }
@@ -68,15 +75,26 @@ void ContractLog::clear() {
   entries_.clear();
 }
 
-std::string ContractLog::difference(const std::vector<std::string>& texts) {
+std::string ContractLog::difference(const std::vector<std::string>& texts, bool have_ended) {
   std::vector<std::istringstream> lines(texts.begin(), texts.end());
+  std::vector<std::uint64_t> counts(texts.size());
+  std::string by_count;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    std::string last;
+    lines[i] >> counts[i] >> std::ws;
+    std::getline(lines[i], last);
+    by_count += fmt::format("\n  rank {}: parameters {} times, the last one by {}", i, counts[i], last);
+  }
+  const bool are_equal = std::all_of(counts.begin(), counts.end(), [&](auto count) { return count == counts[0]; });
   while (true) {
     std::vector<Entry> entries(lines.size());
-    bool is_over = false, differs = false;
+    bool differs = false;
+    std::size_t over = 0;  // texts
     for (std::size_t i = 0; i < lines.size(); ++i) {
       std::string line;
       if (!std::getline(lines[i], line)) {
-        is_over = true;
+        ++over;
+        entries[i].what = "no operator";
         continue;
       }
       std::istringstream words(line);
@@ -85,13 +103,13 @@ std::string ContractLog::difference(const std::vector<std::string>& texts) {
       entries[i].value = std::strtod(value.c_str(), nullptr);  // also of nan and inf, which streams do not read
       std::getline(words, entries[i].what);
     }
-    if (is_over) return "";  // the next write of a rank that wrote less often will differ
+    if (over == texts.size() || (over > 0 && !have_ended)) return have_ended && !are_equal ? by_count : "";
     const double first = entries[0].value;
     for (const Entry& entry : entries) {
       const bool close =
           entry.value == first || (std::isnan(entry.value) && std::isnan(first)) ||
           std::abs(entry.value - first) <= kTolerance * std::max(std::abs(first), std::abs(entry.value));
-      differs = differs || entry.number != entries[0].number || !close;
+      differs = differs || over > 0 || entry.number != entries[0].number || !close;
     }
     if (!differs) continue;
     std::string text;

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace zeropage {
@@ -84,16 +85,21 @@ class ContractLog {
     std::string what;  // the operator and the tensor, for an error
   };
 
+  /// Counts a write of a parameter outside of backward. Where their backwards end, ranks have written as often.
+  void count(std::string_view operator_name);
   /// Counts a write. True if it is one to check.
   bool samples() { return ++writes_ <= kAlways || writes_ % kEvery == 0; }
   void note(std::uint64_t number, double value, std::string what);
-  /// Hash of the entries so far; the same on ranks that wrote the same.
+  /// Hash of the entries and of the count so far; the same on ranks that wrote the same.
   std::uint64_t hash() const;
-  /// The entries as text, one a line, for ranks to compare.
+  /// The count and the entries as text, one a line, for ranks to compare.
   std::string text() const;
+  /// Removes the entries. The count goes on.
   void clear();
-  /// Describes what each rank wrote at the first entry that differs by more than rounding. Empty: no entry differs.
-  static std::string difference(const std::vector<std::string>& texts);
+  /// Describes what each rank wrote at the first entry that differs by more than rounding. If all have ended their
+  /// backward, also at the first that not all have, and how often each wrote parameters, if that differs. Empty:
+  /// nothing differs.
+  static std::string difference(const std::vector<std::string>& texts, bool have_ended);
 
  private:
   static constexpr std::uint64_t kAlways = 256, kEvery = 61;
@@ -101,6 +107,8 @@ class ContractLog {
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;
   std::uint64_t writes_ = 0;
+  std::uint64_t of_parameters_ = 0;
+  std::string last_of_parameter_ = "no operator";
 };
 
 }  // namespace zeropage

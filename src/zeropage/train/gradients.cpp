@@ -136,9 +136,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       throw RankError(
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
-    Reducer& reducer = reducer_of(*segment_of(leaf)->domain());
-    reducer.take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
-    return {reducer.reduce(leaf, gradient)};
+    return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
   }
 
   static void copy(const at::Tensor& to, const at::Tensor& gradient) {

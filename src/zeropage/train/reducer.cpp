@@ -82,7 +82,6 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Stripes stripes;
   std::vector<Target> targets;
   std::size_t pieces_left = 0;
-  bool is_own = false;           // the program has set it itself
   bool failed = false;           // its backward failed before it was sent
   bool sent = false;             // completely
   std::uint64_t last_piece = 0;  // number of the latest piece with a part of it, from 1
@@ -106,7 +105,8 @@ struct Reducer::Piece {
   std::vector<Collectives::Elements> settled() const {
     std::vector<Collectives::Elements> found;
     for (const PiecePart& part : parts) {
-      if (part.reduction->is_own) found.push_back({part.in_result, part.in_result + part.elements});
+      if (part.reduction->identity.kind == Kind::own)
+        found.push_back({part.in_result, part.in_result + part.elements});
     }
     return found;
   }
@@ -126,13 +126,14 @@ Reducer::Reducer(Domain& domain)
 
 Reducer::~Reducer() = default;
 
-Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in) {
+Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in,
+                                     Kind kind) {
   const auto* segment = segment_of(leaf);
   const std::uint64_t key = domain_.leaves.know(leaf);
   at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
                                 {.number = key});
   segment_of(paged)->set_reduced();
-  auto reduction = std::make_shared<Reduction>(*this, Identity{key, made_in}, std::move(gradient),
+  auto reduction = std::make_shared<Reduction>(*this, Identity{key, made_in, kind}, std::move(gradient),
                                                paged.scalar_type(), *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
   reduction->created = std::move(paged);
@@ -168,7 +169,13 @@ c10::ScalarType Reducer::made_in(const at::Tensor& leaf, c10::ScalarType dtype) 
   return is_exact && ranks_.sums_in_parts(dtype) ? dtype : mean;
 }
 
-at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_own) {
+at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
+  // Otherwise this gradient's mean would be added to a rank's own gradient.
+  if (take_own_gradient(leaf)) return reduce(leaf, gradient, Kind::first);
+  return reduce(leaf, gradient, leaf.grad().defined() ? Kind::added : Kind::first);
+}
+
+at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind) {
   const c10::ScalarType dtype = made_in(leaf, gradient.scalar_type());
   at::Tensor own = laid_out(leaf, gradient, dtype);
   std::lock_guard lock(mutex_);
@@ -179,8 +186,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, b
                            fmt::join(static_cast<const at::Tensor*>(leaf)->sizes(), ", "));
       },
       &leaf);
-  auto reduction = start(leaf, own.as_strided(leaf.numel(), 1), dtype);
-  reduction->is_own = is_own;
+  auto reduction = start(leaf, own.as_strided(leaf.numel(), 1), dtype, kind);
   at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
   add(std::move(reduction));
@@ -204,7 +210,7 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
     const NoPagingGuard no_paging;
     return leaf.grad().detach().clone();  // the program may write its tensor before ranks have summed it
   }();
-  const at::Tensor mean = reduce(leaf, given, /*is_own=*/true);
+  const at::Tensor mean = reduce(leaf, given, Kind::own);
   leaf.mutable_grad() = mean;
   return true;
 }
@@ -351,7 +357,9 @@ void Reducer::send_for_reading(const Reduction& reduction) {
 /// Tells the other ranks what the open bucket contains.
 void Reducer::propose(Why why, bool reads) {
   std::uint64_t content = 0xcbf29ce484222325;
-  for (const ReductionPtr& reduction : open_) content = mix(mix(content, reduction->identity.key), reduction->bytes);
+  for (const ReductionPtr& reduction : open_)
+    content = mix(mix(content, reduction->identity.key),
+                  4 * reduction->bytes + static_cast<std::size_t>(reduction->identity.kind));
   const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
   const bool has_pile = !pile_.empty();  // then ranks must count
   const Collectives::Words words{
@@ -408,7 +416,7 @@ Reducer::Agreed Reducer::compare(Proposal& proposal) {
   for (Collectives* group : {&ranks_, replicas_}) {
     if (!group) continue;
     const auto all = group == &ranks_ ? group->finish(proposal.agreement) : group->agree(mine, {"gradients", 0, 0});
-    check_contract(all, *group, proposal);
+    check_contract(all, *group, proposal, std::ranges::all_of(all, [&](const auto& w) { return says(w, Why::end); }));
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       const auto& words = all[rank];
       if ((words[0] & kFailed) != failed) {
@@ -430,12 +438,13 @@ Reducer::Agreed Reducer::compare(Proposal& proposal) {
   return agreed;
 }
 
-/// Throws on every rank if ranks wrote different values into tensors that must stay the same.
-void Reducer::check_contract(const std::vector<Collectives::Words>& all, Collectives& group,
-                             const Proposal& proposal) {
+/// Throws on every rank if ranks wrote different values into tensors that must stay the same. `have_ended`: all ranks
+/// are at the end of their backward.
+void Reducer::check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal,
+                             bool have_ended) {
   if (std::all_of(all.begin(), all.end(), [&](const auto& words) { return words[3] == proposal.words[3]; })) return;
   const auto texts = group.all_gather_text(proposal.contract, {"what was written by contract", 0, 0});
-  const std::string difference = ContractLog::difference(texts);
+  const std::string difference = ContractLog::difference(texts, have_ended);
   if (difference.empty()) return;
   throw RankError(fmt::format(
       "ranks wrote different values into one tensor:{}\nParameters, their gradients and optimizers' states must be "
@@ -450,13 +459,14 @@ Reducer::Counts Reducer::count_over(Collectives& group, const Counts& mine) {
     most = std::max(most, words[0]);
   }
   if (most == 0) return {};
-  constexpr std::int64_t kColumns = 4;  // key, dtype, least, most; a key is not zero
+  constexpr std::int64_t kColumns = 5;  // key, dtype, kind, least, most; no key is zero
   at::Tensor rows = at::zeros({most, kColumns}, at::kLong);
   auto* row = rows.mutable_data_ptr<std::int64_t>();
   for (const auto& [identity, count] : mine.most) {
     const auto least = mine.least.find(identity);
     *row++ = static_cast<std::int64_t>(identity.key);
     *row++ = static_cast<std::int64_t>(identity.made_in);
+    *row++ = static_cast<std::int64_t>(identity.kind);
     *row++ = least == mine.least.end() ? 0 : static_cast<std::int64_t>(least->second);
     *row++ = static_cast<std::int64_t>(count);
   }
@@ -465,9 +475,10 @@ Reducer::Counts Reducer::count_over(Collectives& group, const Counts& mine) {
   Counts counts;
   const auto* of_all = all.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < group.size() * most; ++i, of_all += kColumns) {
-    const Identity identity{static_cast<std::uint64_t>(of_all[0]), static_cast<c10::ScalarType>(of_all[1])};
+    const Identity identity{static_cast<std::uint64_t>(of_all[0]), static_cast<c10::ScalarType>(of_all[1]),
+                            static_cast<Kind>(of_all[2])};
     if (identity.key == 0) continue;
-    const auto least = static_cast<std::size_t>(of_all[2]), count = static_cast<std::size_t>(of_all[3]);
+    const auto least = static_cast<std::size_t>(of_all[3]), count = static_cast<std::size_t>(of_all[4]);
     const bool is_first = holders[identity]++ == 0;
     counts.least[identity] = is_first ? least : std::min(counts.least[identity], least);
     counts.most[identity] = std::max(counts.most[identity], count);
@@ -509,6 +520,7 @@ bool Reducer::send_what_all_have(const Counts& counts) {
 void Reducer::send_the_rest(const Counts& counts) {
   auto pile = std::exchange(pile_, {});
   std::vector<ReductionPtr> rest;
+  took_own_ = 0;
   for (const auto& [identity, most] : counts.most) {
     const auto least = counts.least.find(identity);
     std::size_t wanted = most - (least == counts.least.end() ? 0 : least->second);
@@ -538,6 +550,18 @@ void Reducer::spill_pile() {
   }
 }
 
+/// The gradient that the program has set here, as on other ranks, although this rank's backward has not met the leaf.
+Reducer::ReductionPtr Reducer::own_of(const at::Tensor& parameter, const Identity& identity) {
+  const at::Tensor own = [&] {
+    const PagingAgain paging;
+    return laid_out(parameter, parameter.grad().detach().clone(), identity.made_in);
+  }();
+  auto reduction = start(parameter, own.as_strided(parameter.numel(), 1), identity.made_in, identity.kind);
+  parameter.mutable_grad() = std::exchange(reduction->created, {});
+  took_own_ = identity.key;
+  return reduction;
+}
+
 /// Zeros for a gradient that this rank lacks and others have. The leaf gets the mean all the same.
 Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
   at::Tensor parameter = domain_.leaves.find(identity.key);
@@ -552,12 +576,24 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
                     "zeropage.gather_together(module) on its module",
                     identity.key));
   }
-  auto reduction = start(parameter, {}, identity.made_in);
+  const at::Tensor before = parameter.grad();
+  const bool has_sum = before.defined() && segment_of(before) && !segment_of(before)->is_own();
+  if (identity.kind == Kind::own && before.defined() && !has_sum && before.layout() == c10::kStrided) {
+    return own_of(parameter, identity);
+  }
+  const bool adds = has_sum && identity.key != took_own_;
+  if (identity.kind != Kind::own && (has_sum || !before.defined()) && (identity.kind == Kind::added) != adds) {
+    throw RankError(
+        fmt::format("backward adds to an earlier gradient of a parameter [{}] on some ranks, and others have none: "
+                    "clear gradients "
+                    "with zero_grad() on all ranks, or on none",
+                    fmt::join(parameter.sizes(), ", ")));
+  }
+  auto reduction = start(parameter, {}, identity.made_in, identity.kind);
   at::Tensor created = std::exchange(reduction->created, {});
-  const at::Tensor& before = parameter.grad();
   if (!before.defined()) {
     parameter.mutable_grad() = std::move(created);
-  } else if (auto* sum = segment_of(before); !sum || !reduction->add_to(*sum)) {
+  } else if (auto* target = segment_of(before); !target || !reduction->add_to(*target)) {
     to_add_.emplace_back(before, std::move(created));  // a gradient that the program set
   }
   return reduction;
@@ -566,6 +602,7 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
 // --- sending ---
 
 void Reducer::send(std::vector<ReductionPtr>& reductions) {
+  for (const ReductionPtr& reduction : reductions) largest_ = std::max(largest_, reduction->bytes);
   std::vector<PackedPart> parts, wholes;  // parts to pack
   for (const ReductionPtr& reduction : reductions) {
     reduction->scattered ? send_pages(reduction, parts) : wholes.push_back({reduction, 0});
@@ -740,8 +777,10 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
 /// All ranks receive pieces at the same places of the program, also one that fails to deliver an earlier piece: the
 /// last part of a sum may be a collective of its own.
 void Reducer::make_room() {
-  while (bytes_awaited_ > kBucketsUnderWay * domain_.bucket_bytes) receive_next();
-  while (bytes_under_way_ > kBucketsUnderWay * domain_.bucket_bytes) complete_oldest();
+  // A large gradient's sums take their time while the next one is computed.
+  const std::size_t most = std::max(kBucketsUnderWay * domain_.bucket_bytes, largest_);
+  while (bytes_awaited_ > most) receive_next();
+  while (bytes_under_way_ > most) complete_oldest();
 }
 
 void Reducer::complete(const Reduction& reduction) {

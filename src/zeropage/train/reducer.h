@@ -39,8 +39,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ~Reducer();
 
   /// A paged gradient like `leaf`. Its content, the mean over ranks, arrives later. `gradient` may be paged.
-  /// `is_own`: the program has set it itself; where it is equal on all ranks, it stays as it is.
-  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_own = false);
+  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
   /// If the leaf's gradient is this rank's own, for example set by the program, replaces p.grad by the mean over
   /// ranks, which arrives later. All ranks call it together. Returns whether it did so.
   bool take_own_gradient(const at::Tensor& leaf);
@@ -50,10 +49,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void settle();
 
  private:
+  enum class Kind : std::uint8_t {
+    own,    // the program has set it
+    first,  // of a leaf without a gradient that ranks have summed
+    added,  // to such a gradient
+  };
   /// What ranks recognise a gradient by.
   struct Identity {
     std::uint64_t key;        // of the leaf
     c10::ScalarType made_in;  // the dtype of each rank's values
+    Kind kind;
     auto operator<=>(const Identity&) const = default;
   };
   class Reduction;
@@ -65,10 +70,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::size_t page;
   };
 
+  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind);
   template <class Exchange>
   void together(Exchange&& exchange);
   c10::ScalarType made_in(const at::Tensor& leaf, c10::ScalarType dtype) const;
-  ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in);
+  ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in, Kind kind);
   void add(ReductionPtr reduction);
   class Watch;
   void watch_backward();
@@ -105,7 +111,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool must_receive_together(std::uint64_t up_to) const;
   bool can_read_alone(const Reduction& reduction) const;
   Agreed compare(Proposal& proposal);
-  void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal);
+  void check_contract(const std::vector<Collectives::Words>& all, Collectives& group, const Proposal& proposal,
+                      bool have_ended);
   struct Counts {
     std::map<Identity, std::size_t> least, most;  // gradients of each identity, over ranks
   };
@@ -115,6 +122,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void send_the_rest(const Counts& counts);
   void spill_pile();
   ReductionPtr missing(const Identity& identity);
+  ReductionPtr own_of(const at::Tensor& parameter, const Identity& identity);
 
   void send(std::vector<ReductionPtr>& reductions);
   c10::ScalarType wire_dtype(const Reduction& reduction) const;
@@ -147,9 +155,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<ReductionPtr> open_;    // the bucket being filled
   std::optional<Proposal> proposed_;  // the bucket before it
   std::vector<ReductionPtr> pile_;
+  std::uint64_t took_own_ = 0;                             // key of the leaf that own_of() met last
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
   std::size_t open_bytes_ = 0;
   std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered
+  std::size_t largest_ = 0;          // bytes of a gradient so far
   std::deque<std::unique_ptr<Piece>> under_way_;
   struct Awaited {
     std::size_t bytes;

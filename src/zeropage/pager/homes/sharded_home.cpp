@@ -158,6 +158,7 @@ void ShardedHome::launch_all() {
 
 void ShardedHome::launch(Gather& g) {
   const Subject subject{name_of(g.run.role), g.run.number, g.page};
+  const auto aside = memory_.device() ? memory_.device()->aside() : nullptr;
   // Orders this stream, which may not be the frame maker's, after the memory's earlier uses.
   if (memory_.device()) memory_.device()->reuse({g.into, g.run.bytes_of(g.page)});
   if (g.run.packed()) {
@@ -174,7 +175,7 @@ void ShardedHome::launch(Gather& g) {
     return;
   }
   try {
-    if (g.part) g.part.wait();
+    if (g.part) g.part.wait(), g.part.wait_for_uses();
   } catch (...) {
     g.failure = std::current_exception();
   }
@@ -192,13 +193,14 @@ void ShardedHome::pack(Gather& g) {
   for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (!share.segment || share.offset >= g.packed_bytes) continue;
     PagePin part = pin_part(*share.segment, 0);
-    part.wait();
+    part.wait(), part.wait_for_uses();
     memory_.copy(g.packed.get() + share.offset / ranks_->size(), part.data(), share.part_bytes);
   }
 }
 
 void ShardedHome::deal_out(Gather& g) {
   const std::size_t ranks = ranks_->size(), bytes = g.packed_bytes / ranks;
+  if (memory_.device()) memory_.device()->reuse({g.into, g.run.bytes});
   memory_.clear(g.into, g.run.bytes);
   for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (share.offset >= g.packed_bytes) continue;
