@@ -9,7 +9,7 @@ MAY_USE = {
     "io": ["base"],
     "store": ["base", "io"],
     "page": ["base", "io", "store"],
-    "comm": ["base", "page"],
+    "comm": ["base", "page", "kernels"],
     "plan": ["base", "io", "store"],
     "pager": ["base", "io", "store", "page", "comm"],
     "kernels": [],

@@ -24,15 +24,15 @@ def _tensors(value: Any) -> list[Any]:
 
 
 class _Joined(torch.autograd.Function):
-    """Results as they are, in a graph that has no gradient for anything."""
+    """Results as they are, in a graph."""
 
     @staticmethod
-    def forward(_ctx: Any, _link: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return tuple(result.view_as(result) for result in results)
+    def forward(_ctx: Any, _link: torch.Tensor, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(result.clone() for result in results)  # a view could not be written in place
 
     @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        return (None,) * (len(gradients) + 1)
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *gradients)
 
 
 def _in_graph(result: Any) -> Any:
@@ -40,7 +40,7 @@ def _in_graph(result: Any) -> Any:
     tensors = [t for t in _tensors(result) if t.is_floating_point() or t.is_complex()]
     if not tensors:
         return result
-    joined = _Joined.apply(torch.zeros((), requires_grad=True), *tensors)
+    joined = _Joined.apply(torch.zeros((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
     of = {id(t): j for t, j in zip(tensors, joined, strict=True)}
     return torch.utils._pytree.tree_map(lambda leaf: of.get(id(leaf), leaf), result)
 
@@ -67,7 +67,8 @@ class _Held:
             held.release()
         if not torch.is_grad_enabled():
             return result
-        if not any(t.requires_grad for t in _tensors(result)) and any(p.requires_grad for p in module.parameters()):
+        has_graph = any(t.grad_fn is not None for t in _tensors(result))
+        if not has_graph and any(p.requires_grad for p in module.parameters()):
             result = _in_graph(result)
         outputs = [t for t in _tensors(result) if t.requires_grad and t.grad_fn is not None]
         if not outputs:
@@ -110,6 +111,8 @@ class _Backward:
         self._left = self._inputs
         engine: Any = Variable._execution_engine
         engine.queue_callback(self._end)
+        if (parameter := self._parameter()) is not None:
+            _core.expect_end_of_backward(parameter)
 
     def input_done(self) -> None:
         self._left -= 1
@@ -121,16 +124,19 @@ class _Backward:
             return
         self._held.release()
         self._held = None
-        # One whose data the program has replaced belongs to no space.
-        parameter = next((p for p in self._module.parameters() if _core.is_paged(p)), None)
-        if parameter is not None:
+        if (parameter := self._parameter()) is not None:
             _core.settle_gradients(parameter)
+
+    def _parameter(self) -> torch.Tensor | None:
+        """Return a parameter of the module's space. One whose data the program has replaced belongs to no space."""
+        return next((p for p in self._module.parameters() if _core.is_paged(p)), None)
 
 
 def gather_together(module: ModuleT) -> ModuleT:
     """Mark a module in which ranks may use different parts: all ranks fault all of its parameters together.
 
-    The parameters must fit `device_memory` at once. Every rank must run the module equally often. Returns the module.
+    The parameters must fit `device_memory` at once. Every rank must run the module equally often. If it has trainable
+    parameters, its result requires grad on every rank. Returns the module.
     """
     held = _Held(module)
     module.register_forward_pre_hook(held.before_forward)

@@ -82,9 +82,10 @@ class Settings:
     Values: parameters, gradients, optimizer, none, auto. Each partitioned role takes less memory per rank and adds
     collectives."""
     reduce_dtype: str | torch.dtype = "auto"
-    """Dtype in which ranks send and sum gradients. With "auto" the CPU sends them as backward made them, and sums them
-    in gradient_dtype; other devices do both in gradient_dtype. Values: auto, float32, bfloat16, float16, float64. A
-    16-bit dtype halves the traffic of gradient sums, but rounds gradients before they are sent, and their mean."""
+    """Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in
+    gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. Values: auto, float32,
+    bfloat16, float16, float64. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they
+    are sent, and their mean."""
     check_ranks: str = "auto"
     """How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives,
     then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per
@@ -204,7 +205,7 @@ TABLE: tuple[Setting, ...] = (
         'Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "auto" follows stage.',
         'Each partitioned role takes less memory per rank and adds collectives.'),
     Setting('reduce_dtype', 'dtype', 'auto', ('auto', 'float32', 'bfloat16', 'float16', 'float64'), '', 'expert',
-        'Dtype in which ranks send and sum gradients. With "auto" the CPU sends them as backward made them, and sums them in gradient_dtype; other devices do both in gradient_dtype.',
+        'Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends.',
         'A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they are sent, and their mean.'),
     Setting('check_ranks', 'choice', 'auto', ('auto', 'always', 'never'), '', 'expert',
         'How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives, then one in 64, and every gradient bucket.',

@@ -351,7 +351,7 @@ class _Entered:
 
 
 class _EnteredScopes(threading.local):
-    """What a thread has entered, of all spaces, outermost first."""
+    """A thread's entered scopes, of all spaces, outermost first."""
 
     def __init__(self) -> None:
         self.scopes: list[_Entered] = []
@@ -374,12 +374,14 @@ def _listen_once() -> None:
     """Add hooks that stay: a thread that registers a tensor fails if another one adds or removes a hook meanwhile."""
 
     def register(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
-        for scope in _entered.scopes if tensor is not None else ():
-            scope.register(tensor)
+        if tensor is not None:
+            for scope in _entered.scopes:
+                scope.register(tensor)
 
     def register_buffer(_module: torch.nn.Module, _name: str, tensor: torch.Tensor | None) -> None:
-        for scope in _entered.scopes if tensor is not None else ():
-            scope.register_buffer(tensor)
+        if tensor is not None:
+            for scope in _entered.scopes:
+                scope.register_buffer(tensor)
 
     def note_copy(original: torch.Tensor, copy: torch.Tensor) -> None:
         for scope in _entered.scopes:

@@ -430,6 +430,7 @@ void bind_steps(py::module_& module) {
     });
   });
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
+  module.def("expect_end_of_backward", &expect_end_of_backward, py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_watching(py::module_& module) {

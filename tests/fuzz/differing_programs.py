@@ -51,7 +51,13 @@ EVENTS = [
     Event("takes a norm", "weight.detach().norm().item()", "error"),
     Event("reads all states", "{k: v.clone() for k, v in model.state_dict().items()}", "error"),
     Event("copies the model", "copy.deepcopy(model)", "error"),
-    Event("writes a parameter", "with torch.no_grad():\n    weight.mul_(1.5)", "error", has_plain=False, drifts=True),
+    Event(
+        "writes a parameter",
+        "with torch.no_grad():\n    weight.mul_(1.5)\nwrote(weight)",
+        "error",
+        has_plain=False,
+        drifts=True,
+    ),
     Event(
         "writes a gradient", "weight.grad is not None and weight.grad.mul_(2)", "error", has_plain=False, drifts=True
     ),

@@ -4,8 +4,8 @@
     python tests/fuzz/run_differing_programs.py --show 17
 
 Each must end right, or in an error on every rank within the group's timeout. Then ranks other than the one that did
-it raise a RankError. Where ranks end without an error, they must hold equal parameters, equal to plain PyTorch's where
-plain PyTorch can run the program.
+it raise a RankError. Ranks that end without an error must hold equal parameters, and plain PyTorch's if it can run the
+program.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class Judge:
             return wrong("half", f"{error[:200]} (ranks {[*raised]} alone) at {answers[rank]['at']}")
         if any(a.get("differs") for a in ended):
             return wrong("differs", next(a["differs"] for a in ended if a.get("differs")))
+        if not raised and any(a["wrote"] for a in ended):
+            return wrong("silent", "no rank noticed")
         if len({a["parameters"] for a in ended}) > 1:
             return wrong("differs", "ranks hold different parameters")
         if raised or len(ended) < self.ranks:

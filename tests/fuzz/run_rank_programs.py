@@ -76,8 +76,10 @@ def _serve(rank: int, ranks: int, port: int, timeout: float, said: str, pipe: An
 
 
 class Group:
-    """Rank processes that wait for programs. `timeout`: seconds, of their process group; `others`: seconds for the other
-    ranks, once one has failed."""
+    """Rank processes that wait for programs.
+
+    `timeout`: seconds, of their process group. `others`: seconds for the other ranks, once one has failed.
+    """
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.utils.parametrizations", "zeropage"])

@@ -4,7 +4,9 @@
 
 #include <bit>
 #include <cmath>
+#include <initializer_list>
 #include <random>
+#include <utility>
 #include <vector>
 
 using namespace zeropage::kernels;
@@ -58,14 +60,14 @@ TEST_CASE("a mean over ranks is summed in order in float32, rounded once, and se
     for (const std::size_t count : {0, 1, 7, 1024, 2500}) {
       for (const Format sent : formats) {
         for (const Format kept : formats) {
-          for (const bool adds : {false, true}) {
+          for (const auto& [rounds_to, adds] : std::initializer_list<std::pair<Format, bool>>{
+                   {Format::float32, false}, {sent, false}, {Format::float32, true}, {sent, true}}) {
             CAPTURE(ranks);
             CAPTURE(count);
             std::vector<Values> parts;
             for (std::size_t i = 0; i < ranks; ++i) parts.push_back(random_values(sent, count, ++seed));
             std::vector<Array> arrays;
             for (Values& part : parts) arrays.push_back(part.array());
-            const Format rounds_to = seed % 2 ? Format::float32 : sent;
             Values result = random_values(kept, count, ++seed);
             const Values before = result;
             take_mean({arrays, rounds_to, /*keeps_equal=*/false, adds}, result.array(), count);

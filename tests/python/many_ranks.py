@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ class Result:
 
     parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)  # after the last step
     loaded: list[torch.Tensor] = dataclasses.field(default_factory=list)  # of a second model, from the checkpoint
-    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # of each phase, until all ranks are done
+    seconds: dict[str, list[float]] = dataclasses.field(
+        default_factory=dict
+    )  # of each phase, until all ranks are done
 
 
 def make(layers: int) -> nn.Module:
@@ -75,31 +78,63 @@ def _worlds_of_threads() -> object:
         threaded._uninstall_threaded_pg()
 
 
-def run(ranks: int, stage: int, layers: int, steps: int, folder: Path, timeout: float = 120) -> list[Result]:
+def run(ranks: int, stage: int, layers: int, steps: int, folder: Path) -> list[Result]:
     """Make a model on each rank, train it, save it, and load it into a second one."""
-    store = dist.HashStore()
     results = [Result() for _ in range(ranks)]
+    _on_all(ranks, folder, lambda rank: _train(results[rank], stage, layers, steps, folder))
+    return results
+
+
+def each(ranks: int, stage: int, layers: int, folder: Path, work: Callable[[nn.Module, int], None]) -> None:
+    """Call `work` with a model and the rank, on each."""
+
+    def make_and_work(rank: int) -> None:
+        space = _space(stage, folder)
+        with space:
+            model = make(layers)
+        work(model, rank)
+        space.close()
+
+    _on_all(ranks, folder, make_and_work)
+
+
+def _on_all(ranks: int, folder: Path, work: Callable[[int], None], timeout: float = 120) -> None:
+    store = dist.HashStore()
     errors: list[str] = []
 
-    def work(rank: int) -> None:
+    def begin(rank: int) -> None:
         try:
             limit = datetime.timedelta(seconds=timeout)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
-            _train(results[rank], stage, layers, steps, folder)
+            work(rank)
             dist.destroy_process_group()
         except BaseException:
             errors.append(f"rank {rank}: {traceback.format_exc()}")
 
     folder.mkdir(exist_ok=True)
     with _worlds_of_threads():
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+        threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     if errors:
         raise AssertionError(f"{len(errors)} ranks failed, such as\n{errors[0]}")
-    return results
+
+
+def _space(stage: int, folder: Path) -> zeropage.Space:
+    return zeropage.init(
+        device="cpu",
+        stage=stage,
+        parameters="disk",
+        gradients="disk",
+        optimizer="disk",
+        device_memory="6MB",
+        host_memory="4MB",
+        min_page_bytes=1,
+        page_size="16KiB",
+        disk_path=str(folder),
+    )
 
 
 def _train(result: Result, stage: int, layers: int, steps: int, folder: Path) -> None:
@@ -113,18 +148,7 @@ def _train(result: Result, stage: int, layers: int, steps: int, folder: Path) ->
         result.seconds.setdefault(phase, []).append(time.perf_counter() - start)
 
     with timed("start"):
-        space = zeropage.init(
-            device="cpu",
-            stage=stage,
-            parameters="disk",
-            gradients="disk",
-            optimizer="disk",
-            device_memory="6MB",
-            host_memory="4MB",
-            min_page_bytes=1,
-            page_size="16KiB",
-            disk_path=str(folder),
-        )
+        space = _space(stage, folder)
     with timed("model"), space:
         model, other = make(layers), make(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

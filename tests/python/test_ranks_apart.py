@@ -475,3 +475,116 @@ def test_connections_are_made_once_and_not_where_their_names_would_differ(others
     mine, others = pair.run(train_twice, others_first)
     assert mine == others and mine[0] == mine[1]
     assert mine[0] is None if others_first else len(set(mine[0])) == 2
+
+
+class AfterFrozen(nn.Module):
+    """Layers that rank 0 alone uses, after one that is not trained; at the end, or before another layer."""
+
+    def __init__(self, is_last):
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.some = OnRankZero()
+        self.last = nn.Identity() if is_last else nn.Linear(64, 8)
+
+    def forward(self, x):
+        x = self.some(self.frozen(x))
+        x += 1  # in place
+        return self.last(x)
+
+
+class OnRankZero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.layer(x).tanh() if dist.get_rank() == 0 else x
+
+
+def train_after_a_frozen_layer(stage, is_last):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = AfterFrozen(is_last)
+    with space(stage=stage) as made:
+        with made:
+            paged = AfterFrozen(is_last)
+        paged.load_state_dict(plain.state_dict())
+        zeropage.gather_together(paged.some)
+        for step in range(2):
+            x = torch.randn(4, 64, generator=generator_of(10 * step + rank))
+            for model in (plain, paged):
+                loss = model(x).square().mean()
+                if loss.requires_grad:
+                    loss.backward()
+            for a, b in zip(paged.parameters(), plain.parameters(), strict=True):
+                if not b.requires_grad:
+                    continue
+                mean = torch.zeros_like(b) if b.grad is None else b.grad
+                dist.all_reduce(mean)
+                assert torch.allclose(a.grad, mean / ranks, rtol=1e-6, atol=1e-8)
+            plain.zero_grad(), paged.zero_grad()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_marked_module_after_a_frozen_layer_has_a_backward_on_all_ranks(stage, is_last, two):
+    two.run(train_after_a_frozen_layer, stage, is_last)
+
+
+def set_on_one_rank(stage):
+    """Rank 0 sets p.grad before a backward that meets p there alone. Both ranks then hold the sum of both means."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with space(stage=stage) as made:
+        with made:
+            model = OnRankZero()
+        zeropage.gather_together(model)
+        x = torch.randn(4, 64, generator=generator_of(rank), requires_grad=True)
+        plain = OnRankZero()
+        plain.load_state_dict(
+            {name: p.tolist() and torch.tensor(p.tolist()) for name, p in model.state_dict().items()}
+        )
+        if rank == 0:
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                p.grad, q.grad = torch.full(p.shape, 0.5), torch.full(p.shape, 0.5)
+        for each in (model, plain):
+            each(x).square().sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            mean = torch.zeros_like(q) if q.grad is None else q.grad.clone()
+            dist.all_reduce(mean)
+            assert torch.allclose(p.grad, mean / ranks, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_one_rank_sets_and_adds_to_is_everyones(stage, two):
+    two.run(set_on_one_rank, stage)
+
+
+def train_otherwise(what, stage):
+    """Rank 1 does `what` after the first step. Returns after the second backward."""
+    with space(stage=stage) as made:
+        with made:
+            model = nn.Linear(96, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            model(torch.randn(2, 96)).square().mean().backward()
+            optimizer.step()
+            if dist.get_rank() == 0 or step > 0 or what != "keeps its gradients":
+                optimizer.zero_grad()
+            if dist.get_rank() == 1 and step == 0:
+                with torch.no_grad():
+                    {"writes": lambda: model.weight.mul_(2), "steps": optimizer.step}.get(what, int)()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("writes", "ranks wrote different values into one tensor"),
+        ("keeps its gradients", "clear gradients with zero_grad() on all ranks, or on none"),
+    ],
+)
+def test_what_one_rank_alone_does_between_backwards_is_an_error_on_all(what, said, stage, pair):
+    pair.start(train_otherwise, what, stage)
+    for rank in range(2):
+        ok, told = pair.answer(rank, timeout=30)
+        assert not ok and said in told and "died" not in told, told

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch._dynamo  # which optimizers import: once here, not in every program
 import torch.distributed as dist
@@ -50,6 +51,7 @@ def run_programs(times, ranks):
     print(dict(ends))
 
 
+@pytest.mark.full
 def test_programs_end_with_status_0_time_after_time():
     ran = subprocess.run([sys.executable, __file__, "8", "3"], capture_output=True, text=True, timeout=300)
     assert ran.stdout == "{0: 24}\n", ran.stdout + ran.stderr

@@ -95,7 +95,9 @@ def test_two_hosts_train_as_one_process(hosts, disk):
             assert abs(said - 4 * loss.item()) <= 1e-5 * abs(said)
 
 
-@pytest.mark.parametrize("later", [0, 0.05], ids=["between steps", "in forward"])  # seconds
+@pytest.mark.parametrize(  # seconds
+    "later", [pytest.param(0, id="between steps", marks=pytest.mark.full), pytest.param(0.05, id="in forward")]
+)
 def test_a_link_that_goes_down_ends_all_ranks_with_a_clear_error(later, hosts, disk):
     with ranks_on(hosts, 100_000, disk) as processes:
         line = ""

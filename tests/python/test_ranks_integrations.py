@@ -313,6 +313,7 @@ def paged_by_the_command(disk, *arguments, launcher=torchrun):
     return paged
 
 
+@pytest.mark.full
 def test_zeropage_run_sums_gradients_as_they_come_where_data_parallel_waits(tmp_path, disk):
     """no_sync() saves nothing here: sums of the same numbers in another order."""
     path = tmp_path / "train.py"
@@ -355,6 +356,7 @@ def test_zeropage_run_gives_what_data_parallel_gives(script, stage, tmp_path, di
     assert expected and paged_by_the_command(disk, "--stage", stage, str(path)) == expected
 
 
+@pytest.mark.full
 def test_accelerate_launch_gives_what_data_parallel_gives(tmp_path, disk):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(ACCELERATE))

@@ -17,6 +17,7 @@ def test_many_ranks_train_save_and_load(stage, tmp_path):
             assert torch.equal(found, right), rank
 
 
+@pytest.mark.full
 def test_a_step_takes_time_in_proportion_to_tensors(tmp_path):
     """Eight times as many layers: a quadratic step would take 64 times as long."""
     seconds = [

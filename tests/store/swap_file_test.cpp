@@ -195,7 +195,7 @@ TEST_CASE_FIXTURE(TwoDisks, "disks that are named are measured") {
 
 TEST_CASE_FIXTURE(TwoDisks, "a moment's stall does not make a disk slow") {
   FailingIo io(4);
-  // Every request takes as long as the next, but for the first ones of one disk.
+  // Every request takes as long as the next, except for the first ones of one disk.
   std::atomic<int> stalls = 32;
   io.set_outcome([&](const Transfer& transfer) {
     const bool stalled = transfer.file->name().find(b.path()) != std::string::npos && stalls-- > 0;

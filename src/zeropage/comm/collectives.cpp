@@ -9,7 +9,6 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
@@ -158,7 +157,7 @@ class Collectives::Pending : public Mean {
     }
   }
 
-  void take(const at::Tensor&, std::size_t, bool) override {}
+  void take(const at::Tensor&, std::size_t, bool) override { TORCH_INTERNAL_ASSERT(false, "it has no mean"); }
 
  protected:
   virtual void take_result() {}
@@ -488,9 +487,9 @@ std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_
   return texts;
 }
 
-/// [Note: exchanges of any size] Gloo ends the process if ranks meet with different sizes. So an exchange whose size
-/// depends on the call begins with words, by which ranks at other calls notice each other. `common`: the bytes that
-/// all ranks must have. Returns the largest size.
+/// [Note: exchanges of any size] Gloo ends the process if ranks meet with different sizes. An exchange whose size
+/// depends on the call therefore begins with words, by which ranks at other calls notice each other. `common`: the
+/// bytes that all ranks must have. Returns the largest size.
 std::size_t Collectives::compare_sizes(const Subject& subject, std::size_t common, std::size_t bytes) {
   record("exchange", subject, common);
   const auto history = static_cast<std::int64_t>(compared());
@@ -675,7 +674,6 @@ bool Collectives::sums_in_parts(c10::ScalarType dtype) const {
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   NoPagingGuard no_paging;
   enter("broadcast", subject, tensor.nbytes(), /*always=*/true);  // [Note: exchanges of any size]
-  await_agreement();
   if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
   Staging staging(is_staged_);
   std::vector<at::Tensor> tensors{staging.in_out(tensor)};
@@ -701,11 +699,10 @@ std::shared_ptr<std::byte> Collectives::scratch(std::size_t bytes) {
   auto* const data = static_cast<std::byte*>(device_ == c10::kMeta ? nullptr : memory.mutable_data_ptr());
   // Made in a stream for gathers, it may be used last in the operators' stream.
   return {data, [memory, device = device_](std::byte*) {
-            auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
-            if (!allocator || device == c10::kMeta) return;
+            if (device.is_cpu() || device == c10::kMeta) return;
             try {
               const c10::impl::VirtualGuardImpl driver(device.type());
-              allocator->recordStream(memory.storage().data_ptr(), driver.getStream(device));
+              driver.recordDataPtrOnStream(memory.storage().data_ptr(), driver.getStream(device));
             } catch (...) {  // a device that has failed has lost its results too
             }
           }};

@@ -64,7 +64,9 @@ class Collectives final : public Ranks {
   int size() const override { return size_; }
   int rank() const override { return rank_; }
   /// Also where the backend has streams of its own, as NCCL does: no word of the host waits for them.
-  bool gathers_apart() const override { return gathers_.has_value() || !(device_.is_cpu() || is_staged_); }
+  bool gathers_apart() const override {
+    return gathers_.has_value() || (control_device_.is_cpu() && !device_.is_cpu() && !is_staged_);
+  }
   std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                    const Subject& subject) override;
   void fail(std::string_view why) override;
@@ -89,7 +91,7 @@ class Collectives final : public Ranks {
     std::vector<Elements> settled = {};
   };
   /// The mean over ranks of part rank() of `in`; in.numel() is a multiple of size(). `in` is sent in its own dtype.
-  /// Where sums_in_parts() is false, the rounding's dtype is that of `in`.
+  /// If not sums_in_parts(), the rounding's dtype is that of `in`.
   [[nodiscard]] std::unique_ptr<Mean> reduce_scatter(at::Tensor in, Rounding rounding, const Subject& subject);
   /// The mean of `in`, flat, which may be overwritten. Sums travel in the rounding's dtype.
   [[nodiscard]] std::unique_ptr<Mean> all_reduce(at::Tensor in, Rounding rounding, const Subject& subject);

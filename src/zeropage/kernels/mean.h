@@ -10,8 +10,8 @@
 namespace zeropage::kernels {
 
 struct Mean {
-  std::span<const Array> parts;        // one a rank; float32, bfloat16 or float16
-  Format rounds_to = Format::float32;  // the mean is rounded to this format before it is stored
+  std::span<const Array> parts;        // one a rank; float32, bfloat16 or float16.
+  Format rounds_to = Format::float32;  // the mean is rounded to this format before it is stored.
   bool keeps_equal = false;            // a value that all ranks have stays as it is
   bool adds = false;                   // to the result's values, in float32
 };

@@ -101,9 +101,9 @@ bool settle(Call& call, std::size_t element, const at::Tensor& written) {
   const Taken taken = taken_by(call, element, written);
   if (segment->keeps_same() || (segment->is_reduced() && !taken.own_tensor)) {
     if (!in_scope) note_contract(call, element, written, *segment);
-    if (!in_scope && segment->leaf_known && torch::autograd::get_current_graph_task_id() < 0) {
-      segment->domain()->contract.count(call.name());
-    }
+    // A copy, such as one of a load that failed and was repeated, leaves nothing of what was before.
+    const bool is_counted = !in_scope && segment->leaf_known && call.name() != "aten::copy_";
+    if (is_counted) segment->domain()->contract.count(call.name());
     return false;
   }
   if (!taken.is_own()) return false;

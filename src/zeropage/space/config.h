@@ -79,10 +79,10 @@ struct Config {
   /// stage. Values: parameters, gradients, optimizer, none, auto. Each partitioned role takes less memory per rank
   /// and adds collectives.
   std::string partition = "auto";
-  /// Dtype in which ranks send and sum gradients. With "auto" the CPU sends them as backward made them, and sums
-  /// them in gradient_dtype; other devices do both in gradient_dtype. Values: auto, float32, bfloat16, float16,
-  /// float64. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they are sent, and
-  /// their mean.
+  /// Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in
+  /// gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. Values: auto, float32,
+  /// bfloat16, float16, float64. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before
+  /// they are sent, and their mean.
   std::string reduce_dtype = "auto";
   /// How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives,
   /// then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per

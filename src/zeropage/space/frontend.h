@@ -34,6 +34,8 @@ TensorPin hold(c10::ArrayRef<at::Tensor> tensors);
 /// Sums the gradients that came so far over ranks, with zeros for those that this rank lacks. All ranks call it
 /// together.
 void settle_gradients(const at::Tensor& parameter);
+/// Inside a backward: sums gradients when it ends, also if it makes none on this rank. All ranks call it.
+void expect_end_of_backward(const at::Tensor& parameter);
 
 /// Holds the paged tensors among `tensors` whole, together, while it lives, for code that reads several addresses,
 /// such as a compiled region. `writes` marks those that the code writes. Gradients of leaves among them become paged.

@@ -943,6 +943,11 @@ TensorPin hold(c10::ArrayRef<at::Tensor> tensors) {
   return TensorPin(requests, {.lasting = true});
 }
 
+void expect_end_of_backward(const at::Tensor& parameter) {
+  const auto* segment = segment_of(parameter);
+  if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).expect_end();
+}
+
 void settle_gradients(const at::Tensor& parameter) {
   const auto* segment = segment_of(parameter);
   if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).settle();

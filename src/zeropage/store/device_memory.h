@@ -36,7 +36,7 @@ class DeviceMemory {
   /// Makes this thread's next requests wait for `event`.
   virtual void stream_wait(const Event& event) = 0;
   /// While the handle lives, this thread's requests, and what it asks of torch, go to a stream for gathers. They then
-  /// wait for no operator but those whose events they are told of.
+  /// wait only for operators whose events they get.
   virtual std::shared_ptr<void> aside() { return nullptr; }
 
   // Concurrently with operators. If one of these throws, nothing that it asked for is under way.

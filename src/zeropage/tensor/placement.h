@@ -85,7 +85,7 @@ class ContractLog {
     std::string what;  // the operator and the tensor, for an error
   };
 
-  /// Counts a write of a parameter outside of backward. Where their backwards end, ranks have written as often.
+  /// Counts a write of a parameter that is no copy. All ranks have written as often when all backwards have ended.
   void count(std::string_view operator_name);
   /// Counts a write. True if it is one to check.
   bool samples() { return ++writes_ <= kAlways || writes_ % kEvery == 0; }

@@ -133,7 +133,7 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
   at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
                                 {.number = key});
   segment_of(paged)->set_reduced();
-  auto reduction = std::make_shared<Reduction>(*this, Identity{key, made_in, kind}, std::move(gradient),
+  auto reduction = std::make_shared<Reduction>(*this, Identity{key, kind, made_in}, std::move(gradient),
                                                paged.scalar_type(), *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
   reduction->created = std::move(paged);
@@ -166,13 +166,21 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
 c10::ScalarType Reducer::made_in(const at::Tensor& leaf, c10::ScalarType dtype) const {
   const c10::ScalarType mean = gradient_dtype(leaf).toScalarType();
   const bool is_exact = mean == at::kFloat && c10::isReducedFloatingType(dtype);
-  return is_exact && ranks_.sums_in_parts(dtype) ? dtype : mean;
+  const bool is_planned_on_cpu = domain_.planned_on && domain_.planned_on->speeds.is_unified;
+  return is_exact && (ranks_.sums_in_parts(dtype) || is_planned_on_cpu) ? dtype : mean;
 }
 
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
-  // Otherwise this gradient's mean would be added to a rank's own gradient.
-  if (take_own_gradient(leaf)) return reduce(leaf, gradient, Kind::first);
-  return reduce(leaf, gradient, leaf.grad().defined() ? Kind::added : Kind::first);
+  take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
+  const bool had_sum = leaf.grad().defined();
+  return reduce(leaf, gradient, is_met(leaf, had_sum) ? Kind::again : had_sum ? Kind::added : Kind::first);
+}
+
+/// Whether this backward has met the leaf before, or its own gradient was taken. Notes that it has now.
+bool Reducer::is_met(const at::Tensor& leaf, std::optional<bool> had_sum) {
+  const std::uint64_t key = domain_.leaves.know(leaf);
+  std::lock_guard lock(mutex_);
+  return !had_sum_.emplace(key, had_sum).second;
 }
 
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind) {
@@ -211,6 +219,7 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
     return leaf.grad().detach().clone();  // the program may write its tensor before ranks have summed it
   }();
   const at::Tensor mean = reduce(leaf, given, Kind::own);
+  is_met(leaf, std::nullopt);
   leaf.mutable_grad() = mean;
   return true;
 }
@@ -281,6 +290,11 @@ void Reducer::watch_backward() {
       [watch = std::make_shared<Watch>(*this)] { watch->end(); });
 }
 
+void Reducer::expect_end() {
+  std::lock_guard lock(mutex_);
+  watch_backward();
+}
+
 /// Drops the unsent gradients of a failed backward. Other ranks may have gone further, and learn of it with the next
 /// bucket. They already know of the proposed one, so it is still sent, if all ranks have the same.
 void Reducer::backward_failed() {
@@ -294,6 +308,7 @@ void Reducer::backward_failed() {
     left->clear();
   }
   open_bytes_ = 0;
+  had_sum_.clear();
   if (proposed_) proposed_->is_stale = true;
   has_failed_ = true;
 }
@@ -307,6 +322,7 @@ void Reducer::settle() {
                                    nullptr);
     together([&] { send_open(); });
     unsettled_ = false;
+    had_sum_.clear();
     // Receive before the first delivery, which may fail on this rank alone.
     together([&] {
       while (must_receive_together(pieces_)) receive_next();
@@ -357,9 +373,11 @@ void Reducer::send_for_reading(const Reduction& reduction) {
 /// Tells the other ranks what the open bucket contains.
 void Reducer::propose(Why why, bool reads) {
   std::uint64_t content = 0xcbf29ce484222325;
-  for (const ReductionPtr& reduction : open_)
-    content = mix(mix(content, reduction->identity.key),
-                  4 * reduction->bytes + static_cast<std::size_t>(reduction->identity.kind));
+  for (const ReductionPtr& reduction : open_) {
+    const auto& [key, kind, made_in] = reduction->identity;
+    content = mix(mix(content, key), reduction->bytes);
+    content = mix(content, static_cast<std::uint64_t>(kind) * 256 + static_cast<std::uint64_t>(made_in));
+  }
   const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
   const bool has_pile = !pile_.empty();  // then ranks must count
   const Collectives::Words words{
@@ -459,14 +477,14 @@ Reducer::Counts Reducer::count_over(Collectives& group, const Counts& mine) {
     most = std::max(most, words[0]);
   }
   if (most == 0) return {};
-  constexpr std::int64_t kColumns = 5;  // key, dtype, kind, least, most; no key is zero
+  constexpr std::int64_t kColumns = 5;  // key, kind, dtype, least, most; no key is zero
   at::Tensor rows = at::zeros({most, kColumns}, at::kLong);
   auto* row = rows.mutable_data_ptr<std::int64_t>();
   for (const auto& [identity, count] : mine.most) {
     const auto least = mine.least.find(identity);
     *row++ = static_cast<std::int64_t>(identity.key);
-    *row++ = static_cast<std::int64_t>(identity.made_in);
     *row++ = static_cast<std::int64_t>(identity.kind);
+    *row++ = static_cast<std::int64_t>(identity.made_in);
     *row++ = least == mine.least.end() ? 0 : static_cast<std::int64_t>(least->second);
     *row++ = static_cast<std::int64_t>(count);
   }
@@ -475,8 +493,8 @@ Reducer::Counts Reducer::count_over(Collectives& group, const Counts& mine) {
   Counts counts;
   const auto* of_all = all.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < group.size() * most; ++i, of_all += kColumns) {
-    const Identity identity{static_cast<std::uint64_t>(of_all[0]), static_cast<c10::ScalarType>(of_all[1]),
-                            static_cast<Kind>(of_all[2])};
+    const Identity identity{static_cast<std::uint64_t>(of_all[0]), static_cast<Kind>(of_all[1]),
+                            static_cast<c10::ScalarType>(of_all[2])};
     if (identity.key == 0) continue;
     const auto least = static_cast<std::size_t>(of_all[3]), count = static_cast<std::size_t>(of_all[4]);
     const bool is_first = holders[identity]++ == 0;
@@ -517,19 +535,64 @@ bool Reducer::send_what_all_have(const Counts& counts) {
   return has_any;
 }
 
+/// Sends the union of the ranks' piles. If a rank cannot take part, all throw before they send.
 void Reducer::send_the_rest(const Counts& counts) {
   auto pile = std::exchange(pile_, {});
   std::vector<ReductionPtr> rest;
-  took_own_ = 0;
-  for (const auto& [identity, most] : counts.most) {
-    const auto least = counts.least.find(identity);
-    std::size_t wanted = most - (least == counts.least.end() ? 0 : least->second);
-    for (const ReductionPtr& mine : pile) {
-      if (mine->identity == identity && wanted > 0) rest.push_back(mine), --wanted;
+  std::string failure;
+  try {
+    check_cleared(counts);
+    for (const auto& [identity, most] : counts.most) {
+      const auto least = counts.least.find(identity);
+      std::size_t wanted = most - (least == counts.least.end() ? 0 : least->second);
+      for (const ReductionPtr& mine : pile) {
+        if (mine->identity == identity && wanted > 0) rest.push_back(mine), --wanted;
+      }
+      for (; wanted > 0; --wanted) rest.push_back(missing(identity));
     }
-    for (; wanted > 0; --wanted) rest.push_back(missing(identity));
+  } catch (const std::exception& error) {
+    failure = fmt::format("rank {}: {}", ranks_.rank(), error.what());
   }
+  const bool some_lack = std::ranges::any_of(counts.most, [&](const auto& most) {
+    const auto least = counts.least.find(most.first);
+    return least == counts.least.end() || least->second < most.second;
+  });
+  if (some_lack) throw_together(std::move(failure));
   send(rest);
+}
+
+/// Throws if this rank has an earlier gradient of a leaf, and others have cleared theirs, or the other way round.
+void Reducer::check_cleared(const Counts& counts) const {
+  for (const auto& [identity, _] : counts.most) {
+    if (identity.kind != Kind::first && identity.kind != Kind::added) continue;
+    const at::Tensor leaf = domain_.leaves.find(identity.key);
+    if (!leaf.defined()) continue;
+    const auto met = had_sum_.find(identity.key);
+    const auto* sum = leaf.grad().defined() ? segment_of(leaf.grad()) : nullptr;
+    const bool is_free = leaf.grad().defined() && (!sum || sum->is_own());  // the program has set it
+    if (met == had_sum_.end() ? is_free : !met->second) continue;
+    const bool had_sum = met == had_sum_.end() ? sum != nullptr : *met->second;
+    if (had_sum == (identity.kind == Kind::added)) continue;
+    throw RankError(
+        fmt::format("backward adds to an earlier gradient of a parameter [{}] on some ranks, and others have none: "
+                    "clear gradients "
+                    "with zero_grad() on all ranks, or on none",
+                    fmt::join(leaf.sizes(), ", ")));
+  }
+}
+
+/// Throws on every rank if one has failed; `failure` is this rank's.
+void Reducer::throw_together(std::string failure) {
+  const Subject subject{"gradients that not all ranks have", 0, 0};
+  for (Collectives* group : {&ranks_, replicas_}) {
+    if (!group) continue;
+    const auto all = group->agree({failure.empty() ? 0 : 1}, subject);
+    if (std::ranges::all_of(all, [](const auto& words) { return words[0] == 0; })) continue;
+    for (const std::string& said : group->all_gather_text(failure, subject)) {
+      if (failure.empty()) failure = said;
+    }
+  }
+  if (!failure.empty()) throw RankError(failure);
 }
 
 /// Moves gradients that wait for other ranks into pages.
@@ -558,7 +621,6 @@ Reducer::ReductionPtr Reducer::own_of(const at::Tensor& parameter, const Identit
   }();
   auto reduction = start(parameter, own.as_strided(parameter.numel(), 1), identity.made_in, identity.kind);
   parameter.mutable_grad() = std::exchange(reduction->created, {});
-  took_own_ = identity.key;
   return reduction;
 }
 
@@ -577,18 +639,8 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
                     identity.key));
   }
   const at::Tensor before = parameter.grad();
-  const bool has_sum = before.defined() && segment_of(before) && !segment_of(before)->is_own();
-  if (identity.kind == Kind::own && before.defined() && !has_sum && before.layout() == c10::kStrided) {
-    return own_of(parameter, identity);
-  }
-  const bool adds = has_sum && identity.key != took_own_;
-  if (identity.kind != Kind::own && (has_sum || !before.defined()) && (identity.kind == Kind::added) != adds) {
-    throw RankError(
-        fmt::format("backward adds to an earlier gradient of a parameter [{}] on some ranks, and others have none: "
-                    "clear gradients "
-                    "with zero_grad() on all ranks, or on none",
-                    fmt::join(parameter.sizes(), ", ")));
-  }
+  const bool is_free = before.defined() && (!segment_of(before) || segment_of(before)->is_own());
+  if (identity.kind == Kind::own && is_free && before.layout() == c10::kStrided) return own_of(parameter, identity);
   auto reduction = start(parameter, {}, identity.made_in, identity.kind);
   at::Tensor created = std::exchange(reduction->created, {});
   if (!before.defined()) {

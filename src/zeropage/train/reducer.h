@@ -11,11 +11,12 @@
 // a gradient in backward answers the others until all have it. A rank whose backward has ended answers them until
 // theirs have. Then ranks sum the union of their piles page by page, with zeros for missing gradients. The parameter
 // then has a gradient on every rank, as it would with the whole batch on one. A gradient is identified by its leaf's
-// key ([Note: keys of leaves] in tensor/leaves.h) and the dtype of its values.
+// key ([Note: keys of leaves] in tensor/leaves.h), its kind and the dtype of its values. If a leaf has an earlier
+// gradient on some ranks, and others have cleared theirs, all ranks throw.
 //
-// [Note: in its own dtype] On the CPU, a gradient of a mixed-precision parameter is sent in the two bytes that
-// backward made. Ranks widen the values while they sum them, so the float32 mean has the same bits as if they were
-// sent wide.
+// [Note: in its own dtype] Where ranks sum themselves, as over Gloo, a gradient of a mixed-precision parameter is
+// sent in the two bytes that backward made. Ranks widen the values while they sum them, so the float32 mean has the
+// same bits as if they were sent wide.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -27,6 +28,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "zeropage/tensor/paged_tensor.h"
@@ -47,18 +49,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void average(c10::ArrayRef<at::Tensor> leaves);
   /// Sends all gradients so far, for the union of the ranks' gradients. All ranks call it at the same place.
   void settle();
+  /// All ranks' settle() when this backward ends, also if it makes no gradient here. Inside a backward.
+  void expect_end();
 
  private:
   enum class Kind : std::uint8_t {
-    own,    // the program has set it
-    first,  // of a leaf without a gradient that ranks have summed
-    added,  // to such a gradient
+    own,    // the program has set it.
+    first,  // of a leaf that had no gradient before this backward.
+    added,  // to a gradient of an earlier backward.
+    again,  // of a leaf that this backward has met before, or whose gradient the program had set.
   };
-  /// What ranks recognise a gradient by.
+  /// Ranks recognise a gradient by it.
   struct Identity {
-    std::uint64_t key;        // of the leaf
-    c10::ScalarType made_in;  // the dtype of each rank's values
+    std::uint64_t key;  // of the leaf
     Kind kind;
+    c10::ScalarType made_in;  // the dtype of each rank's values
     auto operator<=>(const Identity&) const = default;
   };
   class Reduction;
@@ -71,6 +76,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind);
+  bool is_met(const at::Tensor& leaf, std::optional<bool> had_sum);
   template <class Exchange>
   void together(Exchange&& exchange);
   c10::ScalarType made_in(const at::Tensor& leaf, c10::ScalarType dtype) const;
@@ -123,6 +129,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void spill_pile();
   ReductionPtr missing(const Identity& identity);
   ReductionPtr own_of(const at::Tensor& parameter, const Identity& identity);
+  void check_cleared(const Counts& counts) const;
+  void throw_together(std::string failure);
 
   void send(std::vector<ReductionPtr>& reductions);
   c10::ScalarType wire_dtype(const Reduction& reduction) const;
@@ -155,7 +163,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<ReductionPtr> open_;    // the bucket being filled
   std::optional<Proposal> proposed_;  // the bucket before it
   std::vector<ReductionPtr> pile_;
-  std::uint64_t took_own_ = 0;                             // key of the leaf that own_of() met last
+  // By key of the leaves that backward has met: whether they had a sum before. None: the program had set a gradient.
+  std::unordered_map<std::uint64_t, std::optional<bool>> had_sum_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
   std::size_t open_bytes_ = 0;
   std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered

@@ -65,6 +65,7 @@ struct ShardedHome::Gather {
   std::shared_ptr<std::byte> packed{}, parts{};  // for small ones: this rank's, all ranks'
   std::unique_ptr<Ranks::Work> work = nullptr;
   std::exception_ptr failure = nullptr;
+  DeviceMemory::Event completed = nullptr;  // in the stream that completed it
 };
 
 SharesInUse::SharesInUse(Monitor& monitor, const Run& run) : monitor_(monitor), run_(run) {
@@ -242,6 +243,7 @@ void ShardedHome::complete(Gather& g) {
   g.work.reset();
   g.part = {};
   g.packed.reset(), g.parts.reset();
+  g.completed = memory_.record();
 }
 
 void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) {
@@ -253,6 +255,8 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) 
   const auto gather = std::move(*wanted);
   in_flight_.erase(wanted);
   if (gather->work || gather->part) complete(*gather);
+  // For lack of memory it may have been completed aside, while another one was launched.
+  if (memory_.device() && gather->completed) memory_.device()->stream_wait(gather->completed);
   DeviceMemory::Event ready;
   try {
     if (!gather->failure) ready = memory_.record();
