@@ -67,7 +67,8 @@ simulate: system $(PYTHON) ## the pager in virtual time, by seeds: make simulate
 	ninja -C $(BUILD)/core --quiet simulate
 	$(BUILD)/core/tests/simulate $(SEEDS) $(ARGS)
 
-ON_DEVICE := accelerator activations bad_input checkpoint equality experts hazards hugging_face mixed programs quantised rules running saving snapshots step tensors tiling vocabulary
+ON_DEVICE := accelerator activations checkpoint equality experts hazards hugging_face mixed programs quantised rules step tensors tiling
+ON_DEVICE_TOO := bad_input running saving snapshots vocabulary # in test-full
 PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -q -n 2
 # What a change most likely breaks: everything in one process, and the shortest files over ranks.
 SHORT_RANKS := ranks_arithmetic ranks_errors ranks_placement snapshots_ranks saving_groups_ranks
@@ -76,8 +77,9 @@ test: cpp-tests ## C++ and Python tests, without the long ones
 	$(PYTEST) $(addprefix tests/python/test_,$(addsuffix .py,$(SHORT_RANKS)))
 
 # Tests marked `full` are other sizes and forms of what CI runs, or libraries and faults that few changes reach.
-test-full: build ## the tests that `make test-all` leaves out for time, too
+test-full: cpp-tests ## the tests that `make test-all` leaves out for time, too
 	$(PYTEST) --full tests/python tests/fuzz $(ARGS)
+	MKL_CBWR=COMPATIBLE $(PYTEST) --device sim $(addprefix tests/python/test_,$(addsuffix .py,$(ON_DEVICE_TOO)))
 
 test-all: cpp-tests test-install check-headers sanitize ## what CI runs
 	$(PYTEST) tests/python tests/fuzz -k "not ranks" $(ARGS)

@@ -307,6 +307,7 @@ def found(result, *parts):
         assert part in said, said
 
 
+@pytest.mark.full
 def test_a_kernel_that_rounds_is_named(verify):
     found(
         verify(SCRIPT, "--steps", "2", plant=A_KERNEL_THAT_ROUNDS),
@@ -359,6 +360,7 @@ def test_a_stale_page_is_named(verify):
     )
 
 
+@pytest.mark.full
 def test_a_wrong_scale_is_named(verify):
     found(
         verify(SCRIPT, "--steps", "2", plant=A_WRONG_SCALE),
