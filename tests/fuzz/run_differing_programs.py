@@ -14,7 +14,6 @@ import argparse
 import os
 import pathlib
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 for _folder in ("fuzz", "python"):
@@ -22,7 +21,7 @@ for _folder in ("fuzz", "python"):
 
 import run_rank_programs as runner  # noqa: E402
 from differing_programs import Differing, make  # noqa: E402
-from run_rank_programs import Group, Verdict  # noqa: E402
+from run_rank_programs import Group, Verdict, run  # noqa: E402
 
 TIMEOUT = 4.0  # seconds, of the process group
 OTHERS = 12.0  # seconds for the other ranks: the timeout, and what it takes to ask where all are
@@ -87,21 +86,6 @@ class Judge:
         self.group.close()
 
 
-def run(programs: list[Differing], ranks: int, workers: int, show: Any) -> list[Verdict]:
-    def judge_some(which: int) -> list[Verdict]:
-        judge, found = Judge(ranks), []
-        try:
-            for program in programs[which::workers]:
-                found.append(judge.judge(program))
-                show(found[-1])
-        finally:
-            judge.close()
-        return found
-
-    with ThreadPoolExecutor(workers) as pool:
-        return sorted((v for some in pool.map(judge_some, range(workers)) for v in some), key=lambda v: v.seed)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -123,7 +107,8 @@ def main() -> int:
     os.makedirs("build", exist_ok=True)
     first, colon, end = options.seeds.partition(":")
     seeds = list(range(int(first), int(end))) if colon else [int(seed) for seed in options.seeds.split(",")]
-    verdicts = run([make(seed, options.ranks) for seed in seeds], options.ranks, options.workers, show)
+    programs = [make(seed, options.ranks) for seed in seeds]
+    verdicts = run(programs, lambda: Judge(options.ranks), options.workers, show)
     kinds = [v.kind for v in verdicts]
     print(", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
     return int(any(kind not in ("right", "close", "error") for kind in kinds))

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -247,13 +248,11 @@ def shrink(judge: Judge, program: Program, verdict: Verdict, seconds: float = 12
     return program
 
 
-def run(
-    programs: list[Program], ranks: int, against: str = "paged", workers: int = 1, show: Any = None
-) -> list[Verdict]:
+def run(programs: list[Any], make_judge: Callable[[], Any], workers: int = 1, show: Any = None) -> list[Verdict]:
     """Judge programs, with so many groups of ranks side by side."""
 
     def judge_some(which: int) -> list[Verdict]:
-        judge, found = Judge(ranks, against), []
+        judge, found = make_judge(), []
         try:
             for program in programs[which::workers]:
                 found.append(judge.judge(program))
@@ -341,7 +340,7 @@ def main() -> int:
     first, colon, end = options.seeds.partition(":")
     seeds = list(range(int(first), int(end))) if colon else [int(seed) for seed in options.seeds.split(",")]
     programs = [make(seed) for seed in seeds]
-    verdicts = run(programs, options.ranks, against, options.workers, show)
+    verdicts = run(programs, lambda: Judge(options.ranks, against), options.workers, show)
     print(summary(verdicts, programs))
     return int(any(verdict.wrong for verdict in verdicts))
 
