@@ -237,13 +237,13 @@ void ShardedHome::complete(Gather& g) {
     if (g.work) g.work->wait();
     if (g.work && !g.failure) check_parts(g);
     if (!g.failure && g.run.packed()) deal_out(g);
+    g.completed = memory_.record();
   } catch (...) {
     if (!g.failure) g.failure = std::current_exception();
   }
   g.work.reset();
   g.part = {};
   g.packed.reset(), g.parts.reset();
-  g.completed = memory_.record();
 }
 
 void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) {
@@ -255,10 +255,10 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) 
   const auto gather = std::move(*wanted);
   in_flight_.erase(wanted);
   if (gather->work || gather->part) complete(*gather);
-  // For lack of memory it may have been completed aside, while another one was launched.
-  if (memory_.device() && gather->completed) memory_.device()->stream_wait(gather->completed);
   DeviceMemory::Event ready;
   try {
+    // For lack of memory it may have been completed aside, while another one was launched.
+    if (memory_.device()) memory_.device()->stream_wait(gather->completed);
     if (!gather->failure) ready = memory_.record();
   } catch (...) {
     gather->failure = std::current_exception();
