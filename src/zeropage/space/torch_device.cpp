@@ -14,6 +14,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "zeropage/base/booked_time.h"
@@ -83,23 +84,22 @@ class TorchDevice final : public DeviceMemory {
       : device_(device),
         driver_(device.type()),
         uploads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-        downloads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-        gathers_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {
+        downloads_(driver_.getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {
     Ordinary ordinary;
     // One block more, because torch aligns to less than our blocks.
     memory_ =
         at::empty({static_cast<std::int64_t>(bytes + kBlockBytes)}, at::TensorOptions(device).dtype(c10::kByte));
     auto* data = static_cast<std::byte*>(memory_.data_ptr());
     region_ = {reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::size_t>(data), kBlockBytes)), bytes};
-    const Event now = record(driver_.getStream(device_));  // the block's former user may still be at work
-    for (const c10::Stream& stream : {uploads_, gathers_}) stream_wait(now, stream);
+    stream_wait(record(driver_.getStream(device_)), uploads_);  // the block's former user may still be at work
   }
 
   ~TorchDevice() override {
     // torch may give the block to other tensors, and does not know our streams.
-    for (const c10::Stream& stream : {uploads_, downloads_, gathers_, driver_.getStream(device_)}) {
+    for (const auto& stream : {std::optional(uploads_), std::optional(downloads_), gathers_,
+                               std::optional(driver_.getStream(device_))}) {
       try {
-        stream.synchronize();
+        if (stream) stream->synchronize();
       } catch (...) {  // a lost device does nothing more
       }
     }
@@ -119,7 +119,14 @@ class TorchDevice final : public DeviceMemory {
   Event record() override { return record(driver_.getStream(device_)); }
   void finish() override { driver_.getStream(device_).synchronize(); }
   void stream_wait(const Event& event) override { stream_wait(event, driver_.getStream(device_)); }
-  std::shared_ptr<void> aside() override { return std::make_shared<c10::StreamGuard>(gathers_); }
+  std::shared_ptr<void> aside() override {
+    std::lock_guard lock(mutex_);
+    if (!gathers_) {
+      gathers_ = driver_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+      stream_wait(record(driver_.getStream(device_)), *gathers_);  // as uploads do, from the first
+    }
+    return std::make_shared<c10::StreamGuard>(*gathers_);
+  }
 
   Event upload(std::byte* to, const std::byte* from_host, std::size_t bytes) override {
     Ordinary ordinary;
@@ -227,7 +234,8 @@ class TorchDevice final : public DeviceMemory {
 
   c10::Device device_;
   c10::impl::VirtualGuardImpl driver_;
-  c10::Stream uploads_, downloads_, gathers_;
+  c10::Stream uploads_, downloads_;
+  std::optional<c10::Stream> gathers_;  // from the first aside() on
   at::Tensor memory_;
   std::span<std::byte> region_;
   std::mutex mutex_;
