@@ -9,6 +9,7 @@ forward and backward without any other traffic. Bytes take their time at the rat
 hidden: the part of the network's seconds that a step does not add to those of its computation.
 
     sudo python bench/network.py [--hosts 2] [--gigabits 0.8 1.6 6.4 0]      # 0: no limit
+    python bench/network.py --one-host --systems zeropage-host,zeropage-host-sockets,fsdp2,fsdp2-offload,ddp
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import train_gpt
 from _common import DTYPES, dtype_here, finish, median_ratio, turns
-from _hosts import Hosts, sent_bytes
+from _hosts import Hosts, OneHost, sent_bytes
 
 SYSTEMS = ("zeropage-host", "zeropage-disk", "fsdp2", "ddp")
 SHAPE = (768, 12, 12, 128)  # of train_gpt.GPT: width, layers, heads, length
@@ -55,17 +56,19 @@ def build(system: str, args: argparse.Namespace) -> tuple[torch.nn.Module, torch
             device_memory=args.device_memory,
             host_memory=args.host_memory,
             **({"disk_path": args.disk} if tier == "disk" else {}),
+            peer_memory="never" if system.endswith("sockets") else "auto",
         )
     torch.set_default_dtype(getattr(torch, args.dtype))
     with scope:
         model: torch.nn.Module = train_gpt.GPT(*SHAPE)
     torch.set_default_dtype(torch.float32)
-    if system == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
+    if system.startswith("fsdp2"):
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+        offload: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if system == "fsdp2-offload" else {}
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, **offload)
+        fully_shard(model, **offload)
     if system == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -204,7 +207,7 @@ def work(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def run(hosts: Hosts, args: argparse.Namespace, systems: list[str], rounds: int, computes: bool) -> dict[str, Any]:
+def run(hosts: Hosts | OneHost, args: argparse.Namespace, systems: list[str], rounds: int, computes: bool) -> dict[str, Any]:
     """Run all ranks. `computes`: measure the computation and the link too."""
     ranks = len(hosts.names)
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
@@ -247,6 +250,7 @@ def bound_of(measured: dict[str, Any]) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="with one rank each")
+    parser.add_argument("--one-host", action="store_true", help="as many ranks, all on this host, without a limit")
     parser.add_argument("--gigabits", type=float, nargs="+", default=[0.8, 1.6, 6.4], help="a second; 0: no limit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 bytes a rank and step")
@@ -263,12 +267,14 @@ def main() -> None:
         return pump()
     if args.worker:
         return work(args)
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+    if args.one_host:
+        args.gigabits = [0]
+    elif os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("bench/network.py makes network namespaces: run it as root, with iproute2 installed")
     args.dtype = dtype_here(args.dtype)
     systems = args.systems.split(",")
     rows, figures = [], {}
-    with Hosts(args.hosts) as hosts:
+    with OneHost(args.hosts) if args.one_host else Hosts(args.hosts) as hosts:
         print("peak memory …", file=sys.stderr)
         peaks = {name: run(hosts, args, [name], 1, computes=False)["peak"] for name in systems}
         for gigabits in args.gigabits:
@@ -284,9 +290,10 @@ def main() -> None:
                 hidden = 1 - max(0.0, seconds - computing) / network
                 rows.append([rate, name, seconds, sent / 1e6, peaks[name] / 1e6, seconds / bound, hidden])
                 figures[f"{name}_to_bound_{gigabits:g}"] = round(seconds / bound, 3)
-            if "zeropage-host" in systems and "fsdp2" in systems:
-                times = measured["seconds"]
-                figures[f"to_fsdp2_{gigabits:g}"] = round(median_ratio(times["fsdp2"], times["zeropage-host"]), 3)
+            times = measured["seconds"]
+            for other in [name for name in systems if name != "zeropage-host" and "zeropage-host" in systems]:
+                ratio = round(median_ratio(times[other], times["zeropage-host"]), 3)
+                figures[f"{other}_to_zeropage_{gigabits:g}"] = ratio
     finish(rows, ["link", "system", "s/step", "MB sent a rank", "peak MB a rank", "of bound", "hidden"], **figures)
 
 

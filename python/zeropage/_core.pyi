@@ -82,6 +82,7 @@ class Report:
     copy_seconds: float
     overhead_seconds: float
     ranks: int
+    peers: int
     gathered_bytes: int
     reduced_bytes: int
     broadcast_bytes: int

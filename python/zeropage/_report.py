@@ -164,6 +164,8 @@ class Report:
     """Time of zeropage's bookkeeping."""
     ranks: int = 1
     """Ranks that share the tensors."""
+    peers: int = 0
+    """Of them, those on this host whose memory this rank reads."""
     gathered_bytes: int = _counter()
     """Bytes this rank sent in all-gathers."""
     reduced_bytes: int = _counter()
@@ -352,6 +354,7 @@ class Report:
         if self.ranks > 1:
             moved += [
                 ["ranks", str(self.ranks)],
+                *([["of them, read from memory", str(self.peers)]] if self.peers else []),
                 ["sent in all-gathers", _megabytes(self.gathered_bytes)],
                 ["sent in sums of gradients", _megabytes(self.reduced_bytes)],
                 ["sent to start equal", _megabytes(self.broadcast_bytes)],

@@ -90,6 +90,11 @@ class Settings:
     """How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives,
     then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per
     collective; "never" can turn diverging ranks into a hang until the timeout."""
+    peer_memory: str = "auto"
+    """How ranks of one host exchange pages and gradients on the CPU. With "auto" they read from each other's memory
+    where the system permits it, else through sockets. Values: auto, never. "never" takes two copies more of each
+    byte; "auto" lets processes of the same user read this one's memory where Linux would otherwise permit it to its
+    parents alone."""
     lazy_load: bool = True
     """Leaves tensors on disk in the checkpoint file that a loader mapped or that zeropage.load reads, until they are
     first written. "false" copies them into the swap file. Models open at once without swap space, but the file must
@@ -210,6 +215,9 @@ TABLE: tuple[Setting, ...] = (
     Setting('check_ranks', 'choice', 'auto', ('auto', 'always', 'never'), '', 'expert',
         'How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives, then one in 64, and every gradient bucket.',
         '"always" costs a small exchange per collective; "never" can turn diverging ranks into a hang until the timeout.'),
+    Setting('peer_memory', 'choice', 'auto', ('auto', 'never'), '', 'expert',
+        'How ranks of one host exchange pages and gradients on the CPU. With "auto" they read from each other\'s memory where the system permits it, else through sockets.',
+        '"never" takes two copies more of each byte; "auto" lets processes of the same user read this one\'s memory where Linux would otherwise permit it to its parents alone.'),
     Setting('lazy_load', 'bool', 'true', ('true', 'false'), '', 'expert',
         'Leaves tensors on disk in the checkpoint file that a loader mapped or that zeropage.load reads, until they are first written. "false" copies them into the swap file.',
         'Models open at once without swap space, but the file must not be modified in place meanwhile.'),

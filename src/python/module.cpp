@@ -171,6 +171,7 @@ void bind_report(py::module_& module) {
       .def_readonly("copy_seconds", &Report::copy_seconds)
       .def_readonly("overhead_seconds", &Report::overhead_seconds)
       .def_readonly("ranks", &Report::ranks)
+      .def_readonly("peers", &Report::peers)
       .def_readonly("gathered_bytes", &Report::gathered_bytes)
       .def_readonly("reduced_bytes", &Report::reduced_bytes)
       .def_readonly("broadcast_bytes", &Report::broadcast_bytes)

@@ -339,20 +339,35 @@ namespace {
 
 /// The messages of one exchange: incoming(rank) and outgoing(rank) for all ranks except this one.
 template <class Incoming, class Outgoing>
-std::vector<c10::intrusive_ptr<c10d::Work>> send_parts(c10d::ProcessGroup& group, std::uint64_t history,
-                                                       const Incoming& incoming, const Outgoing& outgoing) {
-  const int size = group.getSize(), rank = group.getRank(), tag = static_cast<int>(history & 0x7fffffff);
+std::vector<c10::intrusive_ptr<c10d::Work>> send_parts(c10d::ProcessGroup& group, Neighbours* neighbours,
+                                                       std::uint64_t history, const Incoming& incoming,
+                                                       const Outgoing& outgoing) {
+  const int size = group.getSize(), rank = group.getRank();
+  const auto tag = [&](std::uint64_t kind) { return static_cast<int>(mix(history, kind) & 0x7fffffff); };
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  std::vector<Neighbours::Part> to_read, to_offer;
+  const auto is_read = [&](int other, const at::Tensor& part) {
+    return neighbours && neighbours->has(other) && part.nbytes() >= Neighbours::kLeastBytes;
+  };
   for (int i = 1; i < size; ++i) {
     const int from = (rank + size - i) % size;
     std::vector<at::Tensor> part{incoming(from)};
-    works.push_back(group.recv(part, from, tag));
+    if (is_read(from, part[0])) {
+      to_read.push_back({from, part[0]});
+    } else {
+      works.push_back(group.recv(part, from, tag(0)));
+    }
   }
   for (int i = 1; i < size; ++i) {
     const int to = (rank + i) % size;
     std::vector<at::Tensor> part{outgoing(to)};
-    works.push_back(group.send(part, to, tag));
+    if (is_read(to, part[0])) {
+      to_offer.push_back({to, part[0]});
+    } else {
+      works.push_back(group.send(part, to, tag(0)));
+    }
   }
+  if (!to_read.empty()) works.push_back(neighbours->exchange(group, tag(1), tag(2), std::move(to_read), to_offer));
   return works;
 }
 
@@ -365,7 +380,8 @@ Collectives::Works Collectives::gather(const Connection& on, const at::Tensor& w
   if (!on.sends_parts || !whole.is_cpu()) return {gather_flat(*group, whole, mine)};
   const at::Tensor rows = whole.view({size_, -1}), own = rows[rank_];
   if (own.const_data_ptr() != mine.const_data_ptr()) own.copy_(mine.view({-1}));
-  return send_parts(*group, history, [&](int from) { return rows[from]; }, [&](int) { return own; });
+  return send_parts(
+      *group, on.neighbours.get(), history, [&](int from) { return rows[from]; }, [&](int) { return own; });
 }
 
 /// Starts to send each rank its part of `in`. `parts` become the parts for this rank, one a rank; they may share
@@ -381,12 +397,36 @@ Collectives::Works Collectives::scatter(const Connection& on, const at::Tensor& 
   }
   const at::Tensor received = at::empty({size_ - 1, rows.size(1)}, rows.options());
   for (int i = 0; i < size_; ++i) parts.push_back(i == rank_ ? rows[i] : received[i < rank_ ? i : i - 1]);
-  return send_parts(*group, history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
+  return send_parts(
+      *group, on.neighbours.get(), history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
 }
 
-void Collectives::set_groups(const Group& gathers, const Group& sums) {
+void Collectives::set_groups(const Group& gathers, const Group& sums, bool reads_peers) {
   gathers_ = connect(gathers, small_.kept != nullptr);
   sums_ = connect(sums, small_.kept != nullptr);
+  if (!reads_peers || !gathers_->sends_parts || !sums_->sends_parts) return;
+  const std::vector<pid_t> processes = find_neighbours();
+  neighbours_ = static_cast<int>(std::ranges::count_if(processes, [](pid_t process) { return process != 0; }));
+  if (neighbours_ == 0) return;
+  for (auto* connection : {&gathers_, &sums_}) (*connection)->neighbours = std::make_shared<Neighbours>(processes);
+}
+
+/// The process of each rank that reads this rank's memory, as this rank reads its; 0 for the others.
+std::vector<pid_t> Collectives::find_neighbours() {
+  const Subject subject{"processes", 0, 0};
+  const auto introductions = all_gather_text(Neighbours::introduction(), subject);
+  std::vector<pid_t> processes(introductions.size());
+  std::string unread = " ";
+  for (int i = 0; i < size(); ++i) {
+    if (i != rank()) processes[i] = Neighbours::process_of(introductions[i]);
+    if (i != rank() && processes[i] == 0 && Neighbours::same_host(introductions[i])) unread += fmt::format("{} ", i);
+  }
+  const auto unread_by = all_gather_text(unread, subject);
+  const std::string me = fmt::format(" {} ", rank());
+  for (int i = 0; i < size(); ++i) {
+    if (unread_by[i].find(me) != std::string::npos) processes[i] = 0;
+  }
+  return processes;
 }
 
 Collectives::Group Collectives::alive(const Connection& connection) {

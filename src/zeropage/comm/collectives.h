@@ -8,7 +8,8 @@
 //
 // [Note: parts] Gloo's all-gather receives into memory of its own, and copies from there. Its all-to-all copies the
 // own part too. Over Gloo, ranks therefore send each other their parts, which arrive where they belong. The tag of
-// such a message is made of the history of collectives, so ranks that differ never take each other's bytes.
+// such a message is made of the history of collectives, so ranks that differ never take each other's bytes. Large
+// parts of ranks on one host are read from the other's memory (comm/neighbours).
 //
 // [Note: words on their way] An agreement may be on its way while other collectives start. Whatever exchanges words
 // next waits for it first. A rank without such an agreement would answer it with its own words, and all ranks see
@@ -26,6 +27,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "zeropage/comm/neighbours.h"
 #include "zeropage/comm/ranks.h"
 
 namespace zeropage {
@@ -58,8 +60,10 @@ class Collectives final : public Ranks {
   /// wait there for the tens of megabytes under way, and a gather for the sums before it. Gathers and sums may each
   /// have a group over the same ranks. `group` then serves the rest: words, norms and the broadcasts at the start.
   /// All collectives still start in one order. All ranks call this together, before they share tensors. The groups
-  /// are kept as `group` is.
-  void set_groups(const Group& gathers, const Group& sums);
+  /// are kept as `group` is. `reads_peers`: ranks of one host read each other's memory, if the system permits it.
+  void set_groups(const Group& gathers, const Group& sums, bool reads_peers);
+  /// The ranks whose memory this rank reads.
+  int neighbours() const { return neighbours_; }
 
   int size() const override { return size_; }
   int rank() const override { return rank_; }
@@ -132,6 +136,7 @@ class Collectives final : public Ranks {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group{Group()};
     Group kept = nullptr;      // null: [Note: whose group]
     bool sends_parts = false;  // [Note: parts]
+    std::shared_ptr<Neighbours> neighbours = nullptr;
   };
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
   std::uint64_t enter(std::string_view kind, const Subject& subject, std::size_t bytes, bool always = false);
@@ -158,10 +163,12 @@ class Collectives final : public Ranks {
   const Connection& sums() const { return sums_ ? *sums_ : small_; }
   static Group alive(const Connection& connection);
   static Connection connect(const Group& group, bool keep);
+  std::vector<pid_t> find_neighbours();
 
   Connection small_;
   std::optional<Connection> gathers_, sums_;
   int size_, rank_;
+  int neighbours_ = 0;
   c10::Device device_;
   c10::Device control_device_;  // of small tensors: the CPU if the group has a backend for it
   bool is_staged_ = false;      // the group has no backend for the device: use copies on the host

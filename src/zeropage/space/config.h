@@ -88,6 +88,11 @@ struct Config {
   /// then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per
   /// collective; "never" can turn diverging ranks into a hang until the timeout.
   std::string check_ranks = "auto";
+  /// How ranks of one host exchange pages and gradients on the CPU. With "auto" they read from each other's memory
+  /// where the system permits it, else through sockets. Values: auto, never. "never" takes two copies more of each
+  /// byte; "auto" lets processes of the same user read this one's memory where Linux would otherwise permit it to
+  /// its parents alone.
+  std::string peer_memory = "auto";
   /// Leaves tensors on disk in the checkpoint file that a loader mapped or that zeropage.load reads, until they are
   /// first written. "false" copies them into the swap file. Models open at once without swap space, but the file
   /// must not be modified in place meanwhile.

@@ -14,7 +14,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-inline constexpr std::array<Setting, 32> kSettings{{
+inline constexpr std::array<Setting, 33> kSettings{{
     {"states", &Config::states},
     {"disk_path", &Config::disk_path},
     {"device_memory", &Config::device_memory},
@@ -33,6 +33,7 @@ inline constexpr std::array<Setting, 32> kSettings{{
     {"partition", &Config::partition},
     {"reduce_dtype", &Config::reduce_dtype},
     {"check_ranks", &Config::check_ranks},
+    {"peer_memory", &Config::peer_memory},
     {"lazy_load", &Config::lazy_load},
     {"min_page_bytes", &Config::min_page_bytes},
     {"page_size", &Config::page_size},

@@ -167,6 +167,12 @@ CheckRanks check_of(const std::string& check) {
   throw ConfigError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
 }
 
+bool reads_peers(const std::string& peer_memory) {
+  if (peer_memory == "auto") return true;
+  if (peer_memory == "never") return false;
+  throw ConfigError(fmt::format("peer_memory = \"{}\"; write \"never\" or \"auto\"", peer_memory));
+}
+
 Tiling tiling_of(const std::string& tiling) {
   if (tiling == "auto") return Tiling::automatic;
   if (tiling == "exact") return Tiling::exact;
@@ -364,6 +370,7 @@ std::vector<Agreed> settings_of_all_ranks(const Config& given) {
       or_else([&] { return std::to_string(flag_of("async_step", config.async_step)); }, config.async_step),
       config.async_step);
   add("check_ranks", config.check_ranks, config.check_ranks);
+  add("peer_memory", config.peer_memory, config.peer_memory);
   return settings;
 }
 
@@ -602,6 +609,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   }
   if (frontend == Frontend::cpp && domain->mixes()) domain->begin_parameter = &mix_in;
   const CheckRanks check = check_of(config.check_ranks);
+  (void)reads_peers(config.peer_memory);
   const std::size_t device_bytes = options.device_bytes;
   const std::size_t gathered_bytes = over_ranks ? gathered_share(device_bytes, *domain, separate) : 0;
   options.device_bytes -= gathered_bytes;
@@ -687,7 +695,7 @@ std::vector<std::pair<std::string, std::size_t>> Space::unpaged_operators() cons
 }
 
 void Space::set_groups(const Groups::Group& gathers, const Groups::Group& sums) {
-  domain_->partition.ranks->set_groups(gathers, sums);
+  domain_->partition.ranks->set_groups(gathers, sums, reads_peers(config_.peer_memory));
 }
 
 void Space::start_equal() {
@@ -769,6 +777,7 @@ Report Space::report() const {
                 .swap_bytes = cache.swap_bytes(),
                 .file_bytes = stats.source_bytes,
                 .ranks = domain_->partition.world(),
+                .peers = ranks ? ranks->neighbours() : 0,
                 .gathered_bytes = traffic.gathered,
                 .reduced_bytes = traffic.reduced,
                 .broadcast_bytes = traffic.broadcast,

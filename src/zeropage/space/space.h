@@ -69,6 +69,7 @@ struct Report {
   double waited_for_device, waited_for_ranks, waited_for_threads, waited_for_checkpoint;
   double update_seconds, copy_seconds, overhead_seconds;
   int ranks;                                   // that share tensors; 1: one process.
+  int peers;                                   // of them, those whose memory this one reads.
   std::size_t gathered_bytes, reduced_bytes;   // this rank sent them for all-gathers and gradient sums.
   std::size_t broadcast_bytes, control_bytes;  // this rank sent them at the start, and for checks and norms.
   std::size_t nonfinite_grads;                 // values in gradients that fused updates read.
