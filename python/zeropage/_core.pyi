@@ -95,6 +95,7 @@ class Report:
     previews: int
     wasted_bytes: int
     collectives: int
+    read_by_peers: int
     io: str
     unpaged_operators: list[tuple[str, int]]
 

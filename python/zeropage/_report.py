@@ -174,6 +174,8 @@ class Report:
     """Bytes this rank sent to start equal."""
     control_bytes: int = _counter()
     """Bytes this rank sent in checks and norms."""
+    read_by_peers: int = _counter()
+    """Of the bytes sent, those that ranks on this host read from this rank's memory."""
     collectives: int = _counter()
     """Collectives that moved data."""
     nonfinite_grads: int = _counter()
@@ -354,11 +356,11 @@ class Report:
         if self.ranks > 1:
             moved += [
                 ["ranks", str(self.ranks)],
-                *([["of them, read from memory", str(self.peers)]] if self.peers else []),
                 ["sent in all-gathers", _megabytes(self.gathered_bytes)],
                 ["sent in sums of gradients", _megabytes(self.reduced_bytes)],
                 ["sent to start equal", _megabytes(self.broadcast_bytes)],
                 ["sent in checks and norms", _megabytes(self.control_bytes)],
+                *([["of all that, read by ranks on this host", _megabytes(self.read_by_peers)]] if self.peers else []),
                 ["collectives", f"{self.collectives:,}"],
             ]
         return moved

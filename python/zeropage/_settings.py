@@ -117,10 +117,10 @@ class Settings:
     all parameters before the step of a Python optimizer returns. "false" makes each step wait for the updates of
     all states instead of hiding them under forward."""
     early_update: str = "auto"
-    """Updates parameters on disk during backward, in one process on the CPU. "auto" does so when memory does not hold
-    everything and recent steps were alike; where the disk would be idle in forward, it leaves a part of them to
-    forward. Values: auto, always, never. Shadow copies take up to one step's writes of disk space, and a step that
-    clips discards them."""
+    """Updates parameters on disk during backward, on the CPU; over ranks, at stage 3. "auto" does so when memory does
+    not hold everything and recent steps were alike; where the disk would be idle in forward, it leaves a part of
+    them to forward. Values: auto, always, never. Shadow copies take up to one step's writes of disk space, and a
+    step that clips discards them."""
     optimizer_device: str = "auto"
     """With a GPU: where optimizer states stored on host or disk are updated. "auto" picks the faster one, as measured
     when the space is made. Values: auto, host, device. "host" moves only gradients and parameters over the link,
@@ -237,7 +237,7 @@ TABLE: tuple[Setting, ...] = (
         '"true" lets optimizer.step() return at once, and each parameter is updated before its next use. "false" updates all parameters before the step of a Python optimizer returns.',
         '"false" makes each step wait for the updates of all states instead of hiding them under forward.'),
     Setting('early_update', 'choice', 'auto', ('auto', 'always', 'never'), '', 'expert',
-        'Updates parameters on disk during backward, in one process on the CPU. "auto" does so when memory does not hold everything and recent steps were alike; where the disk would be idle in forward, it leaves a part of them to forward.',
+        'Updates parameters on disk during backward, on the CPU; over ranks, at stage 3. "auto" does so when memory does not hold everything and recent steps were alike; where the disk would be idle in forward, it leaves a part of them to forward.',
         "Shadow copies take up to one step's writes of disk space, and a step that clips discards them."),
     Setting('optimizer_device', 'choice', 'auto', ('auto', 'host', 'device'), '', 'expert',
         'With a GPU: where optimizer states stored on host or disk are updated. "auto" picks the faster one, as measured when the space is made.',

@@ -184,6 +184,7 @@ void bind_report(py::module_& module) {
       .def_readonly("previews", &Report::previews)
       .def_readonly("wasted_bytes", &Report::wasted_bytes)
       .def_readonly("collectives", &Report::collectives)
+      .def_readonly("read_by_peers", &Report::read_by_peers)
       .def_readonly("io", &Report::io)
       .def_readonly("unpaged_operators", &Report::unpaged_operators);
 }

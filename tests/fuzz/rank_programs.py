@@ -492,6 +492,8 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None, bfloat16: bool
     program.settings.update(r.choice(SETTINGS))
     if tier == "host":
         program.settings["host_memory"] = "32MB"  # its homes are there
+    if tier == "disk" and random.Random(f"{seed} early").random() < 0.5:  # only stage 3 can
+        program.settings["early_update"] = "always"
     if bfloat16:
         program.settings["compute_dtype"] = "bfloat16"
     program.layers = _layers(r, bfloat16)

@@ -26,5 +26,6 @@ try:
         optimizer.step()
         optimizer.zero_grad()
         print("step", step, loss.item(), flush=True)
+    print("peers", zeropage.report().peers, flush=True)
 except zeropage.RankError as error:
     print("RankError", str(error).replace("\n", " | "), flush=True)

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ def ranks_on(hosts, steps, disk):
     for rank in range(4):
         environment = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555",
-            "GLOO_SOCKET_IFNAME": ["zp-a", "zp-b"][rank // 2],
+            "GLOO_SOCKET_IFNAME": ["zp-a", "zp-b"][rank // 2], "ZEROPAGE_PEER_BYTES": "1",
         }  # fmt: skip
         command = ["ip", "netns", "exec", hosts[rank // 2], sys.executable, str(program), str(steps), disk]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -78,13 +79,11 @@ def ranks_on(hosts, steps, disk):
             process.wait()
 
 
-def test_two_hosts_train_as_one_process(hosts, disk):
-    with ranks_on(hosts, 3, disk) as processes:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+def check_losses(outputs, steps):
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    for step in range(3):
+    for step in range(steps):
         expected = [gpt_loss(model, step * 4 + rank) / 4 for rank in range(4)]
         for loss in expected:
             loss.backward()
@@ -93,6 +92,31 @@ def test_two_hosts_train_as_one_process(hosts, disk):
         for rank, loss in enumerate(expected):
             said = float(outputs[rank].splitlines()[step].split()[-1])
             assert abs(said - 4 * loss.item()) <= 1e-5 * abs(said)
+
+
+def test_two_hosts_train_as_one_process(hosts, disk):
+    with ranks_on(hosts, 3, disk) as processes:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    check_losses(outputs, 3)
+    # Two ranks of a host read each other's memory, and nobody else's.
+    assert [output.splitlines()[-1] for output in outputs] == ["peers 1"] * 4
+
+
+@pytest.mark.parametrize(
+    ("queue", "drops"),
+    [("rate 60mbit burst 4kb limit 12kb", True), ("rate 60mbit burst 64kb latency 2s", False)],
+    ids=["packets are dropped", "one side is late"],
+)
+def test_a_network_that_turns_bad_in_the_middle_costs_time_alone(queue, drops, hosts, disk):
+    steps = 4
+    with ranks_on(hosts, steps, disk) as processes:
+        first = processes[3].stdout.readline()
+        subprocess.run(["tc", "-n", hosts[0], "qdisc", "add", "dev", "zp-a", "root", "tbf", *queue.split()], check=True)
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        show = ["tc", "-n", hosts[0], "-s", "qdisc", "show", "dev", "zp-a"]
+        counted = subprocess.run(show, capture_output=True, text=True).stdout
+    check_losses([*outputs[:3], first + outputs[3]], steps)
+    assert (int(re.search(r"dropped (\d+)", counted)[1]) > 100) == drops, counted
 
 
 @pytest.mark.parametrize(  # seconds

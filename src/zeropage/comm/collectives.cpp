@@ -340,14 +340,14 @@ namespace {
 /// The messages of one exchange: incoming(rank) and outgoing(rank) for all ranks except this one.
 template <class Incoming, class Outgoing>
 std::vector<c10::intrusive_ptr<c10d::Work>> send_parts(c10d::ProcessGroup& group, Neighbours* neighbours,
-                                                       std::uint64_t history, const Incoming& incoming,
-                                                       const Outgoing& outgoing) {
+                                                       std::uint64_t history, std::atomic<std::size_t>& in_memory,
+                                                       const Incoming& incoming, const Outgoing& outgoing) {
   const int size = group.getSize(), rank = group.getRank();
   const auto tag = [&](std::uint64_t kind) { return static_cast<int>(mix(history, kind) & 0x7fffffff); };
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::vector<Neighbours::Part> to_read, to_offer;
   const auto is_read = [&](int other, const at::Tensor& part) {
-    return neighbours && neighbours->has(other) && part.nbytes() >= Neighbours::kLeastBytes;
+    return neighbours && neighbours->takes(other, part.nbytes());
   };
   for (int i = 1; i < size; ++i) {
     const int from = (rank + size - i) % size;
@@ -363,6 +363,7 @@ std::vector<c10::intrusive_ptr<c10d::Work>> send_parts(c10d::ProcessGroup& group
     std::vector<at::Tensor> part{outgoing(to)};
     if (is_read(to, part[0])) {
       to_offer.push_back({to, part[0]});
+      in_memory += part[0].nbytes();
     } else {
       works.push_back(group.send(part, to, tag(0)));
     }
@@ -381,7 +382,8 @@ Collectives::Works Collectives::gather(const Connection& on, const at::Tensor& w
   const at::Tensor rows = whole.view({size_, -1}), own = rows[rank_];
   if (own.const_data_ptr() != mine.const_data_ptr()) own.copy_(mine.view({-1}));
   return send_parts(
-      *group, on.neighbours.get(), history, [&](int from) { return rows[from]; }, [&](int) { return own; });
+      *group, on.neighbours.get(), history, in_memory_, [&](int from) { return rows[from]; },
+      [&](int) { return own; });
 }
 
 /// Starts to send each rank its part of `in`. `parts` become the parts for this rank, one a rank; they may share
@@ -398,17 +400,18 @@ Collectives::Works Collectives::scatter(const Connection& on, const at::Tensor& 
   const at::Tensor received = at::empty({size_ - 1, rows.size(1)}, rows.options());
   for (int i = 0; i < size_; ++i) parts.push_back(i == rank_ ? rows[i] : received[i < rank_ ? i : i - 1]);
   return send_parts(
-      *group, on.neighbours.get(), history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
+      *group, on.neighbours.get(), history, in_memory_, [&](int from) { return parts[from]; },
+      [&](int to) { return rows[to]; });
 }
 
-void Collectives::set_groups(const Group& gathers, const Group& sums, bool reads_peers) {
+void Collectives::set_groups(const Group& gathers, const Group& sums, std::optional<std::size_t> peer_bytes) {
   gathers_ = connect(gathers, small_.kept != nullptr);
   sums_ = connect(sums, small_.kept != nullptr);
-  if (!reads_peers || !gathers_->sends_parts || !sums_->sends_parts) return;
+  if (!peer_bytes || !gathers_->sends_parts || !sums_->sends_parts) return;
   const std::vector<pid_t> processes = find_neighbours();
   neighbours_ = static_cast<int>(std::ranges::count_if(processes, [](pid_t process) { return process != 0; }));
   if (neighbours_ == 0) return;
-  for (auto* connection : {&gathers_, &sums_}) (*connection)->neighbours = std::make_shared<Neighbours>(processes);
+  for (auto* connection : {&gathers_, &sums_}) (*connection)->neighbours = std::make_shared<Neighbours>(processes, *peer_bytes);
 }
 
 /// The process of each rank that reads this rank's memory, as this rank reads its; 0 for the others.
@@ -818,7 +821,9 @@ std::exception_ptr Collectives::broken() const {
 
 Traffic Collectives::traffic() const {
   std::lock_guard lock(mutex_);
-  return traffic_;
+  Traffic traffic = traffic_;
+  traffic.in_memory = in_memory_;
+  return traffic;
 }
 
 }  // namespace zeropage

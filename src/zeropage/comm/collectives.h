@@ -41,10 +41,11 @@ struct Traffic {
   std::size_t broadcast = 0;    // at the start: tensors that are not paged, from rank 0
   std::size_t control = 0;      // checks, agreements, norms
   std::size_t collectives = 0;  // those that moved data
+  std::size_t in_memory = 0;    // of all these bytes, those that ranks of this host read from this one's memory
 
   Traffic& operator+=(const Traffic& other) {
     gathered += other.gathered, reduced += other.reduced, broadcast += other.broadcast, control += other.control;
-    collectives += other.collectives;
+    collectives += other.collectives, in_memory += other.in_memory;
     return *this;
   }
 };
@@ -60,8 +61,9 @@ class Collectives final : public Ranks {
   /// wait there for the tens of megabytes under way, and a gather for the sums before it. Gathers and sums may each
   /// have a group over the same ranks. `group` then serves the rest: words, norms and the broadcasts at the start.
   /// All collectives still start in one order. All ranks call this together, before they share tensors. The groups
-  /// are kept as `group` is. `reads_peers`: ranks of one host read each other's memory, if the system permits it.
-  void set_groups(const Group& gathers, const Group& sums, bool reads_peers);
+  /// are kept as `group` is. `peer_bytes`: ranks of one host read parts of at least so many bytes from each other's
+  /// memory, if the system permits it; none: they read nothing there.
+  void set_groups(const Group& gathers, const Group& sums, std::optional<std::size_t> peer_bytes);
   /// The ranks whose memory this rank reads.
   int neighbours() const { return neighbours_; }
 
@@ -181,6 +183,7 @@ class Collectives final : public Ranks {
   std::string broken_;
   std::shared_ptr<std::atomic<bool>> is_broken_ = std::make_shared<std::atomic<bool>>(false);  // works share it
   Traffic traffic_;
+  mutable std::atomic<std::size_t> in_memory_ = 0;  // of traffic_
 };
 
 }  // namespace zeropage

@@ -200,8 +200,11 @@ class Neighbours::Exchange final : public c10d::Work {
   std::exception_ptr failure_;
 };
 
-Neighbours::Neighbours(std::vector<pid_t> processes)
-    : processes_(std::move(processes)), generation_(process_generation()), thread_([this] { read(); }) {}
+Neighbours::Neighbours(std::vector<pid_t> processes, std::size_t least_bytes)
+    : processes_(std::move(processes)),
+      least_bytes_(least_bytes),
+      generation_(process_generation()),
+      thread_([this] { read(); }) {}
 
 Neighbours::~Neighbours() {
   if (generation_ != process_generation()) {  // a forked child, which has no such thread

@@ -31,14 +31,18 @@ class Neighbours {
   /// The process of the rank that introduced itself so, if it is on this host and its memory can be read; else 0.
   static pid_t process_of(const std::string& introduction);
 
-  /// `processes`: of each rank of a group; 0 for one that is no neighbour.
-  explicit Neighbours(std::vector<pid_t> processes);
+  /// `processes`: of each rank of a group; 0 for one that is no neighbour. Smaller parts than `least_bytes` are left to
+  /// sockets.
+  Neighbours(std::vector<pid_t> processes, std::size_t least_bytes);
   /// Ends exchanges under way with an error.
   ~Neighbours();
   Neighbours(const Neighbours&) = delete;
   Neighbours& operator=(const Neighbours&) = delete;
 
-  bool has(int rank) const { return processes_[static_cast<std::size_t>(rank)] != 0; }
+  /// Whether exchange() takes parts of so many bytes from and for this rank.
+  bool takes(int rank, std::size_t bytes) const {
+    return processes_[static_cast<std::size_t>(rank)] != 0 && bytes >= least_bytes_ && bytes > 0;
+  }
 
   struct Part {
     int rank;
@@ -59,6 +63,7 @@ class Neighbours {
   void give_back(std::uint64_t* word);
 
   std::vector<pid_t> processes_;
+  std::size_t least_bytes_;
   std::uint64_t generation_;  // of the process
   std::mutex mutex_;
   std::condition_variable came_;

@@ -287,6 +287,17 @@ bool FrameCache::resident(const Segment& segment) const {
   return std::any_of(segment.run_->pages.begin(), segment.run_->pages.end(), [](const Page& p) { return p.frame; });
 }
 
+bool FrameCache::has_version(const Segment& segment) const {
+  const Lock lock(monitor_.mutex());
+  return !monitor_.closed() && segment.run_ && segment.run_->has_version;
+}
+
+bool FrameCache::is_newer_than_home(const Segment& segment) const {
+  const Lock lock(monitor_.mutex());
+  if (monitor_.closed() || !segment.run_) return false;
+  return std::ranges::any_of(segment.run_->pages, [](const Page& page) { return page.state == Residency::dirty; });
+}
+
 void FrameCache::wait() {
   check_usable();
   Lock lock(monitor_.mutex());

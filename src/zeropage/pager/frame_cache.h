@@ -216,6 +216,12 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
     return home_reads_.start_part(segment, page, at, bytes, into);
   }
 
+  /// The same for a page of a segment with an open version: the content before it, also for the thread that writes the
+  /// version. Returns an empty read if no version is open.
+  [[nodiscard]] HomeRead read_before_version(const Segment& segment, std::size_t page, std::byte* into) {
+    return home_reads_.start_before_version(segment, page, into);
+  }
+
   /// A snapshot of the segment's content, for a thread that saves it: later writes do not change it. Returns soon,
   /// except that a device's newer pages are downloaded first. Throws VersionOpen, DiskError, and AccessError for a
   /// segment that shares its pages.
@@ -244,6 +250,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   /// Restores the content of the moment when the version was opened. Waits for the segment's transfers. Throws
   /// AccessError if the cache is closed meanwhile.
   void discard_version(Segment& segment) { versions_.discard(segment); }
+
+  bool has_version(const Segment& segment) const;
+  /// For a gathered segment: whether a frame is newer than the shares.
+  bool is_newer_than_home(const Segment& segment) const;
 
   /// A number that grows whenever the segment's content may have changed.
   std::uint64_t changes(const Segment& segment) const;

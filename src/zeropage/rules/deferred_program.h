@@ -36,6 +36,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
     bool temporary = false;        // the result of one of the program's instructions
     std::size_t per = 1;
     std::unique_ptr<Instruction> zero = nullptr;  // [Note: zeroed at the end]
+    bool is_updated = false;                      // early, and only over ranks: [Note: where ranks update alike]
 
     /// Whether a tensor may still read its content.
     bool is_alive() const { return segment && !orphan; }
@@ -69,13 +70,17 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   /// Opens it at the next operator if reading ahead could not hold all that it reads.
   void open_if_large();
 
-  std::size_t length() const override { return code_.instructions.size() + std::ranges::count_if(slots_, is_zeroed); }
+  std::size_t length() const override {
+    return code_.instructions.size() +
+           std::ranges::count_if(slots_, [](const Slot& slot) { return is_zeroed(slot) || slot.is_updated; });
+  }
   const Code& code() const { return code_; }
   const std::vector<Slot>& slots() const { return slots_; }
   /// Runs it now, page by page, as far as `progress_` lets it. True if all of it ran.
   bool execute();
-  /// Drops all instructions except these, given in order.
-  void keep(c10::ArrayRef<std::size_t> indices);
+  /// Drops all instructions except these, given in order. An early update has done the others, which wrote the slots
+  /// `updated`.
+  void keep(c10::ArrayRef<std::size_t> indices, c10::ArrayRef<int> updated);
   /// Marks it as running while the result lives.
   [[nodiscard]] Running hold() { return Running(running_); }
 
@@ -108,6 +113,9 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   static bool is_zeroed(const Slot& slot) { return slot.zero != nullptr; }
   bool is_changed(int slot) const;
   void zero_at_the_end();
+  bool is_used(int slot) const;
+  void drop_unused_slots();
+  bool only_makes_what_is_dead() const;
   bool is_wanted() const;
   void touch(int slot, Access access);
   void drop_copies(c10::ArrayRef<int> slots);

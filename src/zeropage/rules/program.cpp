@@ -142,7 +142,29 @@ bool Program::keep_alive(std::unique_ptr<StorageSegment>& segment) {
   }
   // Not over ranks: all ranks must run the same operators, but tensors may die at different times.
   if (!is_wanted() && !running_ && !domain_->partition.ranks) end();
+  if (!running_ && only_makes_what_is_dead()) {
+    code_.instructions.clear();
+    drop_unused_slots();
+  }
   return true;
+}
+
+bool Program::is_used(int slot) const {
+  return std::ranges::any_of(code_.instructions, [&](const Instruction& instruction) {
+    return instruction.result == slot || std::ranges::count(instruction.slots, slot) > 0;
+  });
+}
+
+/// Whether what an early update left to it, such as the scaling of a gradient, is of no use any more.
+bool Program::only_makes_what_is_dead() const {
+  const auto is_updated = [](const Slot& slot) { return slot.is_updated; };
+  if (code_.instructions.empty() || begun() || std::ranges::none_of(slots_, is_updated)) return false;
+  return std::ranges::all_of(code_.instructions, [&](const Instruction& instruction) {
+    const bool result_is_dead = instruction.result < 0 || !slots_[instruction.result].is_alive();
+    return result_is_dead && std::ranges::all_of(instruction.slots, [&](int slot) {
+             return slot < 0 || !(slots_[slot].is_alive() || slots_[slot].is_updated);
+           });
+  });
 }
 
 bool Program::is_wanted() const {
@@ -174,18 +196,28 @@ void Program::settle() {
   settle_update(*this);
 }
 
-/// The dropped instructions were done by an early update.
-void Program::keep(c10::ArrayRef<std::size_t> indices) {
+/// [Note: where ranks update alike] Ranks gather the same tensors at the same places of the program, and a rule that
+/// writes shares drops frames of the gathered ones. An early update does not, because other ranks may have none. The
+/// program, now without these instructions, stays until an operator needs one of its tensors, and drops the frames
+/// there.
+void Program::keep(c10::ArrayRef<std::size_t> indices, c10::ArrayRef<int> updated) {
   std::vector<Instruction> instructions;
   for (const std::size_t i : indices) instructions.push_back(std::move(code_.instructions[i]));
   code_.instructions = std::move(instructions);
+  if (domain_->partition.ranks) {
+    for (const int slot : updated) slots_[slot].is_updated = true;
+  }
+  drop_unused_slots();
+}
+
+void Program::drop_unused_slots() {
   std::vector<int> place(slots_.size(), -1);
   for (const Instruction& instruction : code_.instructions) {
     for (const int slot : instruction.slots) place[slot] = 0;
     if (instruction.result >= 0) place[instruction.result] = 0;
   }
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    if (is_zeroed(slots_[i])) place[i] = 0;
+    if (is_zeroed(slots_[i]) || slots_[i].is_updated) place[i] = 0;
   }
   std::vector<Slot> kept, dropped;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -228,6 +260,9 @@ bool Program::run() {
     const Booking booking(&domain_->cache->booked(), Spent::updates);
     progress_.waits = true, progress_.windows = SIZE_MAX;
     hurry_stream();
+    for (const Slot& slot : slots_) {
+      if (slot.is_updated) slot.segment->claim_share(Access::write);
+    }
     if (!code_.instructions.empty()) run_or_end();
     zero_at_the_end();
   }
@@ -414,6 +449,7 @@ c10::SmallVector<Operand, 8> Program::operands(bool leaves_gradient, std::vector
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
     if (!slot.segment || (slot.temporary && is_zeroed(slot))) continue;
+    if (slot.is_updated && !is_used(static_cast<int>(i))) continue;
     slot.segment->find_home();
     operand_of[i] = static_cast<int>(operands.size());
     const bool dropped = slot.orphan && !domain_->partition.ranks;  // nothing will read it

@@ -20,7 +20,18 @@ UpdateHabit* habit_of(const StorageSegment& leaf) { return static_cast<UpdateHab
 
 /// Whether its updates may run early at all.
 bool is_eligible(const StorageSegment& leaf) {
-  return leaf.domain()->early_update != EarlyUpdate::never && leaf.cache() && leaf.tier() == Tier::disk;
+  return leaf.domain()->early_update != EarlyUpdate::never && leaf.cache() && leaf.at_home().tier() == Tier::disk;
+}
+
+/// Whether the segment's home holds all of its content, so that a program can use it there while the gathered tensor
+/// stays as it is.
+bool is_at_home(const StorageSegment& segment) {
+  if (!segment.domain()->partition.ranks) return true;
+  return segment.is_partitioned() && !segment.run()->packed() && !segment.cache()->is_newer_than_home(segment);
+}
+
+std::uint64_t changes_of(const StorageSegment& segment) {
+  return segment.at_home().cache()->changes(segment.at_home());
 }
 
 UpdateHabit* make_habit(StorageSegment& leaf) {
@@ -46,7 +57,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());
     for (StorageSegment* segment : update_.written) {
       const bool write_first = ran_ahead_before || segment->role() == Role::parameter;
-      if (!domain_->cache->open_version(*segment, write_first)) {
+      if (!domain_->cache->open_version(segment->at_home(), write_first)) {
         close();
         forget();
         return false;
@@ -59,6 +70,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   /// Runs the program into the shadow copies. Throws the program's errors.
   void run() {
     const Running running(running_);
+    const OfShares of_shares;
     ++domain_->early_updates;
     const std::size_t not_finite = domain_->not_finite;
     {
@@ -69,9 +81,9 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     not_finite_ = domain_->not_finite - not_finite;
     for (const Program::Slot& slot : update_.program->slots()) {
       const bool is_read = slot.segment && slot.access == Access::read;
-      changes_.push_back(is_read ? slot.segment->cache()->changes(*slot.segment) : 0);
+      changes_.push_back(is_read ? changes_of(*slot.segment) : 0);
     }
-    for (StorageSegment* segment : opened_) domain_->cache->write_behind(*segment);
+    for (StorageSegment* segment : opened_) domain_->cache->write_behind(segment->at_home());
   }
 
   /// Whether the program would do the same.
@@ -87,13 +99,14 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
       if (addresses_[slot] != its.segment->virtual_address()) return false;
       // The inputs must not have changed since.
       const bool was_read = update_.program->slots()[slot].access == Access::read;
-      return !was_read || changes_[slot] == its.segment->cache()->changes(*its.segment);
+      return !was_read || changes_[slot] == changes_of(*its.segment);
     });
   }
 
   /// Makes the shadow copies the content. False, and nothing has happened, if they are incomplete.
   bool commit() {
-    const std::vector<Segment*> segments(opened_.begin(), opened_.end());
+    std::vector<Segment*> segments;
+    for (StorageSegment* segment : opened_) segments.push_back(&segment->at_home());
     if (!domain_->cache->commit_versions(segments)) return false;
     ++domain_->updates_committed;
     opened_.clear();
@@ -106,7 +119,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
     const auto self = shared_from_this();
     const Running running(running_);
     if (!opened_.empty()) static_cast<UpdateHabit*>(habit_.get())->missed();
-    for (const StorageSegment* segment : opened_) domain_->wasted_bytes += segment->bytes();
+    for (const StorageSegment* segment : opened_) domain_->wasted_bytes += segment->at_home().bytes();
     domain_->not_finite -= std::exchange(not_finite_, 0);
     close();   // If this throws, the next operator goes on here.
     forget();  // Other threads may use the segments from here on.
@@ -121,7 +134,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   void close() {
     try {
       domain_->cache->check_usable();
-      for (StorageSegment* segment : std::exchange(opened_, {})) domain_->cache->discard_version(*segment);
+      for (StorageSegment* segment : std::exchange(opened_, {})) domain_->cache->discard_version(segment->at_home());
     } catch (const AccessError&) {  // the cache is closed, or a forked child's: the content is gone
       opened_.clear();
     }
@@ -205,6 +218,8 @@ void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
   auto update = habit->expected(domain, *made, numbers);
   if (!update) return;
   const auto storages = std::move(update->storages);  // keeps its segments alive meanwhile
+  const auto is_ready = [](const Program::Slot& slot) { return !slot.segment || is_at_home(*slot.segment); };
+  if (!std::ranges::all_of(update->program->slots(), is_ready)) return;
   const auto program = std::static_pointer_cast<Program>(made->deferred());
   const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update));
   const bool ran_ahead = std::exchange(habit->runs_ahead, true);
@@ -257,7 +272,7 @@ void settle_update(Program& program) {
   if (habit) habit->learn(program, *update);
   if (!commits) return;
   habit->hit();
-  program.keep(update->making);
+  program.keep(update->making, update->written);
 }
 
 }  // namespace zeropage

@@ -114,10 +114,10 @@ struct Config {
   /// updates all parameters before the step of a Python optimizer returns. "false" makes each step wait for the
   /// updates of all states instead of hiding them under forward.
   std::string async_step = "true";
-  /// Updates parameters on disk during backward, in one process on the CPU. "auto" does so when memory does not
-  /// hold everything and recent steps were alike; where the disk would be idle in forward, it leaves a part of them
-  /// to forward. Values: auto, always, never. Shadow copies take up to one step's writes of disk space, and a step
-  /// that clips discards them.
+  /// Updates parameters on disk during backward, on the CPU; over ranks, at stage 3. "auto" does so when memory
+  /// does not hold everything and recent steps were alike; where the disk would be idle in forward, it leaves a
+  /// part of them to forward. Values: auto, always, never. Shadow copies take up to one step's writes of disk
+  /// space, and a step that clips discards them.
   std::string early_update = "auto";
   /// With a GPU: where optimizer states stored on host or disk are updated. "auto" picks the faster one, as
   /// measured when the space is made. Values: auto, host, device. "host" moves only gradients and parameters over

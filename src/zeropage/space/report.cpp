@@ -98,11 +98,11 @@ std::vector<Row> moved(const Report& report) {
   if (report.nonfinite_grads) add("values in gradients that were not finite", counted(report.nonfinite_grads));
   if (report.ranks > 1) {
     add("ranks", std::to_string(report.ranks));
-    if (report.peers) add("of them, read from memory", std::to_string(report.peers));
     add("sent in all-gathers", megabytes(report.gathered_bytes));
     add("sent in sums of gradients", megabytes(report.reduced_bytes));
     add("sent to start equal", megabytes(report.broadcast_bytes));
     add("sent in checks and norms", megabytes(report.control_bytes));
+    if (report.peers) add("of all that, read by ranks on this host", megabytes(report.read_by_peers));
     add("collectives", counted(report.collectives));
   }
   return rows;

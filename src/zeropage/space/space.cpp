@@ -167,9 +167,10 @@ CheckRanks check_of(const std::string& check) {
   throw ConfigError(fmt::format("check_ranks = \"{}\"; write \"always\", \"never\" or \"auto\"", check));
 }
 
-bool reads_peers(const std::string& peer_memory) {
-  if (peer_memory == "auto") return true;
-  if (peer_memory == "never") return false;
+std::optional<std::size_t> peer_bytes_of(const std::string& peer_memory) {
+  const char* const for_tests = std::getenv("ZEROPAGE_PEER_BYTES");
+  if (peer_memory == "auto") return for_tests ? parse_bytes(for_tests, "ZEROPAGE_PEER_BYTES") : Neighbours::kLeastBytes;
+  if (peer_memory == "never") return std::nullopt;
   throw ConfigError(fmt::format("peer_memory = \"{}\"; write \"never\" or \"auto\"", peer_memory));
 }
 
@@ -513,8 +514,6 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
   domain.tiling = tiling_of(config.tiling);
   domain.tile_above = size_of("tile_above", config.tile_above, options.device_bytes / 2);
   domain.async_step = flag_of("async_step", config.async_step);
-  const EarlyUpdate early_update = early_update_of(config.early_update);
-  if (!over_ranks && !separate) domain.early_update = early_update;
   if (const char* const seed = std::getenv("ZEROPAGE_LEAVE_UPDATES")) {
     domain.leaves_updates = true;
     domain.portions.seed(static_cast<std::uint32_t>(std::strtoul(seed, nullptr, 10)) * 48271 + 1);
@@ -530,6 +529,12 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
   domain.homes_in_files = flag_of("lazy_load", config.lazy_load);
   domain.moments = moments_of(config, domain, over_ranks);
   partition_roles(config, domain.partition);
+  const EarlyUpdate early_update = early_update_of(config.early_update);
+  const auto& partitions = domain.partition.partitions;
+  const bool has_only_shares = partitions[static_cast<int>(Role::parameter)] &&
+                               partitions[static_cast<int>(Role::gradient)] &&
+                               partitions[static_cast<int>(Role::optimizer)];
+  if ((!over_ranks || has_only_shares) && !separate) domain.early_update = early_update;
   domain.partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
 }
 
@@ -609,7 +614,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   }
   if (frontend == Frontend::cpp && domain->mixes()) domain->begin_parameter = &mix_in;
   const CheckRanks check = check_of(config.check_ranks);
-  (void)reads_peers(config.peer_memory);
+  (void)peer_bytes_of(config.peer_memory);
   const std::size_t device_bytes = options.device_bytes;
   const std::size_t gathered_bytes = over_ranks ? gathered_share(device_bytes, *domain, separate) : 0;
   options.device_bytes -= gathered_bytes;
@@ -695,7 +700,7 @@ std::vector<std::pair<std::string, std::size_t>> Space::unpaged_operators() cons
 }
 
 void Space::set_groups(const Groups::Group& gathers, const Groups::Group& sums) {
-  domain_->partition.ranks->set_groups(gathers, sums, reads_peers(config_.peer_memory));
+  domain_->partition.ranks->set_groups(gathers, sums, peer_bytes_of(config_.peer_memory));
 }
 
 void Space::start_equal() {
@@ -790,6 +795,7 @@ Report Space::report() const {
                 .previews = domain_->previews.load(),
                 .wasted_bytes = domain_->wasted_bytes.load(),
                 .collectives = traffic.collectives,
+                .read_by_peers = traffic.in_memory,
                 .io = std::string(cache.io_name()),
                 .unpaged_operators = domain_->unpaged_operators.counts(),
                 .seconds = std::chrono::duration<double>(Clock::now() - made_).count(),

@@ -79,6 +79,7 @@ struct Report {
   std::size_t previews;                          // embedding lookups that computed rows of a deferred update.
   std::size_t wasted_bytes;                      // written by the other early updates.
   std::size_t collectives;                       // that moved data.
+  std::size_t read_by_peers;                     // bytes of those sent: ranks of this host read them from memory.
   std::string io;
   std::vector<std::pair<std::string, std::size_t>>
       unpaged_operators;           // operators that a rule could have run, with counts

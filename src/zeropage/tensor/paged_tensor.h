@@ -147,6 +147,21 @@ class Awaiter {
 /// Used under the domain's deferral_mutex.
 class WrittenAhead {
  public:
+  /// While it lives, this thread uses shares without telling the cache of gathered tensors, whose contents stay as
+  /// they are until the step. Other ranks may update nothing ahead, and all must gather alike.
+  class OfShares {
+   public:
+    OfShares() : before_(std::exchange(is_here_, true)) {}
+    ~OfShares() { is_here_ = before_; }
+    OfShares(const OfShares&) = delete;
+    OfShares& operator=(const OfShares&) = delete;
+    static bool is_here() { return is_here_; }
+
+   private:
+    static thread_local bool is_here_;
+    const bool before_;
+  };
+
   virtual ~WrittenAhead() = default;
   /// Drops the shadow copies. Does nothing while the update that writes them runs, further up on this thread.
   virtual void discard() = 0;

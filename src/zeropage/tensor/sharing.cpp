@@ -303,7 +303,10 @@ void StorageSegment::open_share(Access access) {
   claim_share(access);
 }
 
+thread_local bool WrittenAhead::OfShares::is_here_ = false;
+
 void StorageSegment::claim_share(Access access) {
+  if (WrittenAhead::OfShares::is_here()) return;
   touched_ = touched_ || access != Access::read;
   if (is_partitioned()) {
     access == Access::read ? cache()->store(*this) : cache()->share_changes(*this);

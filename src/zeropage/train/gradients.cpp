@@ -136,7 +136,9 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       throw RankError(
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
-    return {reducer_of(*segment_of(leaf)->domain()).reduce(leaf, gradient)};
+    StorageSegment& segment = *segment_of(leaf);
+    const bool is_last = note_arrival(segment, /*was_deferred=*/false);
+    return {reducer_of(*segment.domain()).reduce(leaf, gradient, is_last)};
   }
 
   static void copy(const at::Tensor& to, const at::Tensor& gradient) {

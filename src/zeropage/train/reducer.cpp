@@ -16,6 +16,7 @@
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/units.h"
 #include "zeropage/plan/machine.h"
+#include "zeropage/rules/speculation.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -82,6 +83,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Stripes stripes;
   std::vector<Target> targets;
   std::size_t pieces_left = 0;
+  bool is_last = false;          // of the step, as far as is known
   bool failed = false;           // its backward failed before it was sent
   bool sent = false;             // completely
   std::uint64_t last_piece = 0;  // number of the latest piece with a part of it, from 1
@@ -170,10 +172,28 @@ c10::ScalarType Reducer::made_in(const at::Tensor& leaf, c10::ScalarType dtype) 
   return is_exact && (ranks_.sums_in_parts(dtype) || is_planned_on_cpu) ? dtype : mean;
 }
 
-at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient) {
+at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_last) {
   take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
   const bool had_sum = leaf.grad().defined();
-  return reduce(leaf, gradient, is_met(leaf, had_sum) ? Kind::again : had_sum ? Kind::added : Kind::first);
+  const Kind kind = is_met(leaf, had_sum) ? Kind::again : had_sum ? Kind::added : Kind::first;
+  const at::Tensor mean = reduce(leaf, gradient, kind, is_last);
+  update_early();
+  return mean;
+}
+
+/// Updates parameters whose last mean has come. Without the lock: an optimizer's numbers come from Python.
+void Reducer::update_early() {
+  std::vector<std::uint64_t> keys;
+  {
+    std::lock_guard lock(mutex_);
+    keys.swap(to_update_);
+  }
+  for (const std::uint64_t key : keys) {
+    const at::Tensor leaf = domain_.leaves.find(key);
+    auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
+    const auto* const gradient = segment && leaf.grad().defined() ? segment_of(leaf.grad()) : nullptr;
+    if (gradient && !gradient->pending()) early_update(*segment, leaf.grad());
+  }
 }
 
 /// Whether this backward has met the leaf before, or its own gradient was taken. Notes that it has now.
@@ -183,7 +203,7 @@ bool Reducer::is_met(const at::Tensor& leaf, std::optional<bool> had_sum) {
   return !had_sum_.emplace(key, had_sum).second;
 }
 
-at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind) {
+at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind, bool is_last) {
   const c10::ScalarType dtype = made_in(leaf, gradient.scalar_type());
   at::Tensor own = laid_out(leaf, gradient, dtype);
   std::lock_guard lock(mutex_);
@@ -195,6 +215,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, K
       },
       &leaf);
   auto reduction = start(leaf, own.as_strided(leaf.numel(), 1), dtype, kind);
+  reduction->is_last = is_last;
   at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
   add(std::move(reduction));
@@ -218,7 +239,7 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
     const NoPagingGuard no_paging;
     return leaf.grad().detach().clone();  // the program may write its tensor before ranks have summed it
   }();
-  const at::Tensor mean = reduce(leaf, given, Kind::own);
+  const at::Tensor mean = reduce(leaf, given, Kind::own, /*is_last=*/false);
   is_met(leaf, std::nullopt);
   leaf.mutable_grad() = mean;
   return true;
@@ -334,6 +355,7 @@ void Reducer::settle() {
   }
   c10::NoGradGuard no_grad;
   for (const auto& [sum, mean] : to_add) sum.add_(mean);
+  update_early();
 }
 
 /// Answers other ranks until all backwards have ended; then all gradients are sent.
@@ -939,6 +961,7 @@ void Reducer::deliver(Piece& piece) {
 void Reducer::finish(Reduction& reduction) {
   if (!reduction.sent || reduction.pieces_left > 0) return;
   reduction.delivered = true;
+  if (reduction.is_last) to_update_.push_back(reduction.identity.key);
   for (const Reduction::Target& target : reduction.targets) {
     const auto storage = target.storage.lock();
     StorageSegment* segment = storage ? segment_of(*storage) : nullptr;

@@ -41,7 +41,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ~Reducer();
 
   /// A paged gradient like `leaf`. Its content, the mean over ranks, arrives later. `gradient` may be paged.
-  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient);
+  /// `is_last`: no other one is expected before the step, so that the update may run as soon as the mean has come.
+  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_last);
   /// If the leaf's gradient is this rank's own, for example set by the program, replaces p.grad by the mean over
   /// ranks, which arrives later. All ranks call it together. Returns whether it did so.
   bool take_own_gradient(const at::Tensor& leaf);
@@ -75,7 +76,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::size_t page;
   };
 
-  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind);
+  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind, bool is_last);
+  void update_early();
   bool is_met(const at::Tensor& leaf, std::optional<bool> had_sum);
   template <class Exchange>
   void together(Exchange&& exchange);
@@ -166,6 +168,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // By key of the leaves that backward has met: whether they had a sum before. None: the program had set a gradient.
   std::unordered_map<std::uint64_t, std::optional<bool>> had_sum_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
+  std::vector<std::uint64_t> to_update_;  // keys of leaves whose last gradient has come
   std::size_t open_bytes_ = 0;
   std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered
   std::size_t largest_ = 0;          // bytes of a gradient so far

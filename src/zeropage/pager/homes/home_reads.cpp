@@ -15,6 +15,7 @@ struct HomeRead::State {
   std::size_t page = 0;
   std::uint64_t changes = 0;
   bool is_unwritten = false;  // the page has no home content: it reads as zeros
+  SlotRef slot;               // of content that may be replaced meanwhile
   Mutex mutex;
   Condition ended;
   bool done = false;
@@ -31,6 +32,11 @@ struct HomeRead::State {
     std::unique_lock lock(mutex);
     ended.wait(lock, [&] { return done; });
   }
+  void let_go() {
+    if (!slot) return;
+    const Monitor::Lock lock(monitor->mutex());  // guards the slot's count
+    slot = nullptr;
+  }
 };
 
 HomeRead& HomeRead::operator=(HomeRead&& other) noexcept {
@@ -44,12 +50,14 @@ HomeRead::~HomeRead() {
     new auto(std::move(state_));  // in a forked child: the read is the parent's, and never ends here
   } else {
     state_->wait();
+    state_->let_go();
   }
 }
 
 bool HomeRead::wait() {
   const auto state = std::exchange(state_, nullptr);
   state->wait();
+  state->let_go();
   if (state->error) std::rethrow_exception(state->error);
   if (!state->run) return true;
   Monitor::Lock lock(state->monitor->mutex());
@@ -69,6 +77,21 @@ HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* i
       start(run.bytes_of(page),
             [&](Home::Done done) { return home_->read(run, page, into, Priority::ahead, std::move(done)); }),
       run, page);
+}
+
+HomeRead HomeReads::start_before_version(const Segment& segment, std::size_t page, std::byte* into) {
+  if (!home_) return {};
+  monitor_.check_usable();
+  Monitor::Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  const Run& run = *segment.run();
+  const SlotRef slot = run.has_version ? run.pages[page].home : nullptr;
+  if (!slot) return {};
+  HomeRead read = start(run.bytes_of(page), [&](Home::Done done) {
+    return home_->read_slot(*slot, run.bytes_of(page), into, Priority::demanded, std::move(done));
+  });
+  read.state_->slot = slot;
+  return read;
 }
 
 HomeRead HomeReads::start_part(const Segment& segment, std::size_t page, std::size_t at, std::size_t bytes,

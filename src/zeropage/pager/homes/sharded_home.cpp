@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/io/buffers.h"
 
 namespace zeropage {
 namespace {
@@ -62,6 +63,8 @@ struct ShardedHome::Gather {
   std::size_t packed_bytes;  // for small tensors, of all ranks
   std::size_t part_offset = 0;
   PagePin part = {};                             // for a large tensor
+  Buffer before = nullptr;                       // instead, if a version of the share is open
+  HomeRead read_before = {};                     // into it
   std::shared_ptr<std::byte> packed{}, parts{};  // for small ones: this rank's, all ranks'
   std::unique_ptr<Ranks::Work> work = nullptr;
   std::exception_ptr failure = nullptr;
@@ -116,7 +119,20 @@ void ShardedHome::hold_part(Gather& gather, Segment* share) {
   }
   const Place place = place_of(*share, gather.page * (gather.run.page_bytes / ranks_->size()), gather.part_bytes);
   gather.part_offset = place.offset;
-  gather.part = pin_part(*share, place.page);
+  while (true) {
+    // The other ranks may have no version open. All send what the parameter is until the step.
+    gather.before = nullptr;
+    if (local_.has_version(*share)) {
+      gather.before = make_buffer(round_up(share->bytes_of(place.page), kBlockBytes));
+      gather.read_before = local_.read_before_version(*share, place.page, gather.before.get());
+      if (gather.read_before) return;
+    }
+    try {
+      gather.part = pin_part(*share, place.page);
+      return;
+    } catch (const VersionOpen&) {  // opened since
+    }
+  }
 }
 
 /// Pins a page of a share. If this rank is short of memory, completes the oldest gathers to free what they hold. The
@@ -177,14 +193,16 @@ void ShardedHome::launch(Gather& g) {
   }
   try {
     if (g.part) g.part.wait(), g.part.wait_for_uses();
+    if (g.read_before) (void)g.read_before.wait();
   } catch (...) {
     g.failure = std::current_exception();
   }
   if (g.failure) {
-    g.part = {}, g.packed = ranks_->scratch(g.part_bytes);
+    g.part = {}, g.before = nullptr, g.packed = ranks_->scratch(g.part_bytes);
     send_mark(g, g.part_bytes);
   }
-  const std::byte* const part = g.part ? g.part.data() + g.part_offset : g.packed.get();
+  const std::byte* const part = g.packed ? g.packed.get()
+                                         : (g.part ? g.part.data() : g.before.get()) + g.part_offset;
   g.work = ranks_->all_gather(g.into, part, g.part_bytes, subject);
 }
 
@@ -242,7 +260,7 @@ void ShardedHome::complete(Gather& g) {
     if (!g.failure) g.failure = std::current_exception();
   }
   g.work.reset();
-  g.part = {};
+  g.part = {}, g.before = nullptr;
   g.packed.reset(), g.parts.reset();
 }
 
@@ -254,7 +272,7 @@ void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) 
   if (wanted == in_flight_.end()) return;
   const auto gather = std::move(*wanted);
   in_flight_.erase(wanted);
-  if (gather->work || gather->part) complete(*gather);
+  if (gather->work || gather->part || gather->before) complete(*gather);
   DeviceMemory::Event ready;
   try {
     // For lack of memory it may have been completed aside, while another one was launched.
