@@ -337,99 +337,129 @@ Collectives::Connection Collectives::connect(const Group& group, bool keep) {
 
 namespace {
 
-/// The messages of one exchange: incoming(rank) and outgoing(rank) for all ranks except this one.
-template <class Incoming, class Outgoing>
-std::vector<c10::intrusive_ptr<c10d::Work>> send_parts(c10d::ProcessGroup& group, Neighbours* neighbours,
-                                                       std::uint64_t history, std::atomic<std::size_t>& in_memory,
-                                                       const Incoming& incoming, const Outgoing& outgoing) {
-  const int size = group.getSize(), rank = group.getRank();
-  const auto tag = [&](std::uint64_t kind) { return static_cast<int>(mix(history, kind) & 0x7fffffff); };
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<Neighbours::Part> to_read, to_offer;
-  const auto is_read = [&](int other, const at::Tensor& part) {
-    return neighbours && neighbours->takes(other, part.nbytes());
-  };
-  for (int i = 1; i < size; ++i) {
-    const int from = (rank + size - i) % size;
-    std::vector<at::Tensor> part{incoming(from)};
-    if (is_read(from, part[0])) {
-      to_read.push_back({from, part[0]});
-    } else {
-      works.push_back(group.recv(part, from, tag(0)));
-    }
+/// What ranks of this host read from each other's memory.
+class ReadWork final : public c10d::Work {
+ public:
+  ReadWork(std::shared_ptr<Neighbours::Exchange> exchange, std::vector<at::Tensor> parts)
+      : exchange_(std::move(exchange)), parts_(std::move(parts)) {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    exchange_->wait(timeout);
+    return true;
   }
-  for (int i = 1; i < size; ++i) {
-    const int to = (rank + i) % size;
-    std::vector<at::Tensor> part{outgoing(to)};
-    if (is_read(to, part[0])) {
-      to_offer.push_back({to, part[0]});
-      in_memory += part[0].nbytes();
-    } else {
-      works.push_back(group.send(part, to, tag(0)));
-    }
-  }
-  if (!to_read.empty()) works.push_back(neighbours->exchange(group, tag(1), tag(2), std::move(to_read), to_offer));
-  return works;
-}
+
+ private:
+  std::shared_ptr<Neighbours::Exchange> exchange_;
+  std::vector<at::Tensor> parts_;
+};
 
 }  // namespace
+
+/// The messages of one exchange: incoming(rank) and outgoing(rank) for all ranks except this one.
+template <class Incoming, class OutgoingPart>
+Collectives::Works Collectives::send_parts(const Connection& on, std::uint64_t history, const Incoming& incoming,
+                                           const OutgoingPart& outgoing) const {
+  const Group group = alive(on);
+  const int tag = static_cast<int>(history & 0x7fffffff);
+  const auto is_read = [&](int other, const at::Tensor& part) {
+    return on.neighbours && on.neighbours->takes(other, part.nbytes());
+  };
+  Works works;
+  std::vector<Neighbours::Incoming> to_read;
+  std::vector<Neighbours::Outgoing> to_offer;
+  std::vector<at::Tensor> kept;
+  for (int i = 1; i < size_; ++i) {
+    const int from = (rank_ + size_ - i) % size_;
+    std::vector<at::Tensor> part{incoming(from)};
+    if (!is_read(from, part[0])) {
+      works.push_back(group->recv(part, from, tag));
+      continue;
+    }
+    to_read.push_back({from, static_cast<std::byte*>(part[0].mutable_data_ptr()), part[0].nbytes()});
+    kept.push_back(part[0]);
+  }
+  for (int i = 1; i < size_; ++i) {
+    const int to = (rank_ + i) % size_;
+    std::vector<at::Tensor> part{outgoing(to)};
+    if (!is_read(to, part[0])) {
+      works.push_back(group->send(part, to, tag));
+      continue;
+    }
+    to_offer.push_back({to, static_cast<const std::byte*>(part[0].const_data_ptr()), part[0].nbytes()});
+    kept.push_back(part[0]);
+    in_memory_ += part[0].nbytes();
+  }
+  if (!to_read.empty()) {
+    auto exchange = on.neighbours->exchange(on.channel, history, std::move(to_read), std::move(to_offer));
+    works.push_back(c10::make_intrusive<ReadWork>(std::move(exchange), std::move(kept)));
+  }
+  return works;
+}
 
 /// Starts to gather `mine` of each rank into `whole`, which may contain `mine` at its place.
 Collectives::Works Collectives::gather(const Connection& on, const at::Tensor& whole, const at::Tensor& mine,
                                        std::uint64_t history) const {
-  const Group group = alive(on);
-  if (!on.sends_parts || !whole.is_cpu()) return {gather_flat(*group, whole, mine)};
+  if (!on.sends_parts || !whole.is_cpu()) return {gather_flat(*alive(on), whole, mine)};
   const at::Tensor rows = whole.view({size_, -1}), own = rows[rank_];
   if (own.const_data_ptr() != mine.const_data_ptr()) own.copy_(mine.view({-1}));
-  return send_parts(
-      *group, on.neighbours.get(), history, in_memory_, [&](int from) { return rows[from]; },
-      [&](int) { return own; });
+  return send_parts(on, history, [&](int from) { return rows[from]; }, [&](int) { return own; });
 }
 
 /// Starts to send each rank its part of `in`. `parts` become the parts for this rank, one a rank; they may share
 /// memory with `in`.
 Collectives::Works Collectives::scatter(const Connection& on, const at::Tensor& in, std::vector<at::Tensor>& parts,
                                         std::uint64_t history) const {
-  const Group group = alive(on);
   const at::Tensor rows = in.view({size_, -1});
   if (!on.sends_parts) {
     const at::Tensor received = at::empty_like(rows);
     parts = received.unbind();
-    return {all_to_all_flat(*group, received.view({-1}), in.view({-1}))};
+    return {all_to_all_flat(*alive(on), received.view({-1}), in.view({-1}))};
   }
   const at::Tensor received = at::empty({size_ - 1, rows.size(1)}, rows.options());
   for (int i = 0; i < size_; ++i) parts.push_back(i == rank_ ? rows[i] : received[i < rank_ ? i : i - 1]);
-  return send_parts(
-      *group, on.neighbours.get(), history, in_memory_, [&](int from) { return parts[from]; },
-      [&](int to) { return rows[to]; });
+  return send_parts(on, history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
 }
 
 void Collectives::set_groups(const Group& gathers, const Group& sums, std::optional<std::size_t> peer_bytes) {
   gathers_ = connect(gathers, small_.kept != nullptr);
   sums_ = connect(sums, small_.kept != nullptr);
   if (!peer_bytes || !gathers_->sends_parts || !sums_->sends_parts) return;
-  const std::vector<pid_t> processes = find_neighbours();
-  neighbours_ = static_cast<int>(std::ranges::count_if(processes, [](pid_t process) { return process != 0; }));
-  if (neighbours_ == 0) return;
-  for (auto* connection : {&gathers_, &sums_}) (*connection)->neighbours = std::make_shared<Neighbours>(processes, *peer_bytes);
+  meet_neighbours(*peer_bytes);
+  if (neighbours() == 0) return;
+  gathers_->neighbours = sums_->neighbours = neighbours_.get();
+  sums_->channel = Neighbours::Channel::sums;
 }
 
-/// The process of each rank that reads this rank's memory, as this rank reads its; 0 for the others.
-std::vector<pid_t> Collectives::find_neighbours() {
+namespace {
+
+/// The longest time for which a group waits.
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(c10::kCPU)->getBackendOptions()->timeout;
+  } catch (const std::exception&) {  // a backend that does not tell
+    return kBackendDefaultTimeout;
+  }
+}
+
+}  // namespace
+
+/// Finds the ranks that read this rank's memory, as this rank reads theirs.
+void Collectives::meet_neighbours(std::size_t least_bytes) {
   const Subject subject{"processes", 0, 0};
-  const auto introductions = all_gather_text(Neighbours::introduction(), subject);
-  std::vector<pid_t> processes(introductions.size());
+  try {
+    neighbours_ = std::make_unique<Neighbours>(rank(), size(), least_bytes, timeout_of(*group()));
+  } catch (const std::system_error&) {  // this rank uses sockets; it takes part all the same
+  }
+  const auto introductions = all_gather_text(neighbours_ ? neighbours_->introduction() : "", subject);
   std::string unread = " ";
   for (int i = 0; i < size(); ++i) {
-    if (i != rank()) processes[i] = Neighbours::process_of(introductions[i]);
-    if (i != rank() && processes[i] == 0 && Neighbours::same_host(introductions[i])) unread += fmt::format("{} ", i);
+    if (i == rank() || !neighbours_) continue;
+    if (neighbours_->meet(i, introductions[i]) == Neighbours::Met::unreadable) unread += fmt::format("{} ", i);
   }
   const auto unread_by = all_gather_text(unread, subject);
   const std::string me = fmt::format(" {} ", rank());
   for (int i = 0; i < size(); ++i) {
-    if (unread_by[i].find(me) != std::string::npos) processes[i] = 0;
+    if (neighbours_ && unread_by[i].find(me) != std::string::npos) neighbours_->part_from(i);
   }
-  return processes;
 }
 
 Collectives::Group Collectives::alive(const Connection& connection) {

@@ -65,7 +65,7 @@ class Collectives final : public Ranks {
   /// memory, if the system permits it; none: they read nothing there.
   void set_groups(const Group& gathers, const Group& sums, std::optional<std::size_t> peer_bytes);
   /// The ranks whose memory this rank reads.
-  int neighbours() const { return neighbours_; }
+  int neighbours() const { return neighbours_ ? neighbours_->count() : 0; }
 
   int size() const override { return size_; }
   int rank() const override { return rank_; }
@@ -138,7 +138,8 @@ class Collectives final : public Ranks {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> group{Group()};
     Group kept = nullptr;      // null: [Note: whose group]
     bool sends_parts = false;  // [Note: parts]
-    std::shared_ptr<Neighbours> neighbours = nullptr;
+    Neighbours* neighbours = nullptr;
+    Neighbours::Channel channel = Neighbours::Channel::gathers;
   };
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
   std::uint64_t enter(std::string_view kind, const Subject& subject, std::size_t bytes, bool always = false);
@@ -165,12 +166,15 @@ class Collectives final : public Ranks {
   const Connection& sums() const { return sums_ ? *sums_ : small_; }
   static Group alive(const Connection& connection);
   static Connection connect(const Group& group, bool keep);
-  std::vector<pid_t> find_neighbours();
+  void meet_neighbours(std::size_t least_bytes);
+  template <class Incoming, class OutgoingPart>
+  Works send_parts(const Connection& on, std::uint64_t history, const Incoming& incoming,
+                   const OutgoingPart& outgoing) const;
 
   Connection small_;
   std::optional<Connection> gathers_, sums_;
   int size_, rank_;
-  int neighbours_ = 0;
+  std::unique_ptr<Neighbours> neighbours_;
   c10::Device device_;
   c10::Device control_device_;  // of small tensors: the CPU if the group has a backend for it
   bool is_staged_ = false;      // the group has no backend for the device: use copies on the host

@@ -1,29 +1,40 @@
 #include "zeropage/comm/neighbours.h"
 
-#include <ATen/ops/empty.h>
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <array>
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <climits>
+#include <cstring>
+#include <deque>
+#include <condition_variable>
 #include <fstream>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <thread>
 #include <utility>
 
-#include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/process.h"
 
 namespace zeropage {
 namespace {
 
+using namespace std::chrono_literals;
+using Time = std::chrono::steady_clock;
+constexpr Time::time_point kNever = Time::time_point::max();
+
+constexpr std::uint64_t kOffers = 64;  // that one rank may have open to another in a channel
 constexpr std::uint64_t kProbe = 0x7a65726f70616765;
 const std::uint64_t probe = kProbe;
 
@@ -54,105 +65,147 @@ std::string host() {
   return fmt::format("{}/{}/{}", boot, linked("/proc/self/ns/pid"), linked("/proc/self/ns/net"));
 }
 
+void wait_for_change(const std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::milliseconds most) {
+  const timespec limit{most.count() / 1000, most.count() % 1000 * 1'000'000};
+  // Shared between processes. Returns for any reason: the caller looks again.
+  (void)::syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+void wake_all(const std::atomic<std::uint32_t>& word) {
+  (void)::syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+constexpr int kOtherOffer = EPROTO;  // what is offered is not what this rank expects
+
+std::string text_of(int error) {
+  return error == kOtherOffer ? "it offers something else" : std::generic_category().message(error);
+}
+
 }  // namespace
 
-std::string Neighbours::introduction() {
-  // Where Linux's Yama lets only ancestors look, as on Ubuntu, the process must say that others may.
-  (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
-  return fmt::format("{} {} {}", host(), ::getpid(), reinterpret_cast<std::uintptr_t>(&probe));
-}
-
-bool Neighbours::same_host(const std::string& introduction) { return introduction.starts_with(host() + " "); }
-
-pid_t Neighbours::process_of(const std::string& introduction) {
-  std::istringstream words(introduction);
-  std::string its_host;
-  pid_t process = 0;
-  std::uint64_t at = 0, found = 0;
-  if (!(words >> its_host >> process >> at) || !same_host(introduction)) return 0;
-  return copy_from(process, at, &found, sizeof found) == 0 && found == kProbe ? process : 0;
-}
-
-/// The message of an offer.
 struct Neighbours::Offer {
-  std::uint64_t at, bytes;
-  std::uint64_t word_at, serial;  // the word holds the serial number as long as the offer is valid
+  std::atomic<std::uint64_t> number;  // of the exchange; 0: not valid
+  std::uint64_t tag, at, bytes;
 };
 
-class Neighbours::Exchange final : public c10d::Work {
- public:
-  struct Incoming {
-    Part part;
-    at::Tensor message;  // an Offer
-    c10::intrusive_ptr<c10d::Work> came;
-    at::Tensor answer;  // 0, or the number of an error
-    c10::intrusive_ptr<c10d::Work> answered = nullptr;
-  };
-  struct Outgoing {
-    int rank;
-    at::Tensor message;
-    c10::intrusive_ptr<c10d::Work> sent;
-    at::Tensor answer;
-    c10::intrusive_ptr<c10d::Work> answered;
-  };
+/// In memory that all ranks of the host map; written by its owner alone.
+struct Neighbours::Board {
+  std::atomic<std::uint32_t> bell;    // rings at every change
+  std::atomic<std::uint32_t> is_over;  // closed or failed
 
-  Exchange(Neighbours& owner, c10::weak_intrusive_ptr<c10d::ProcessGroup> group, int answer_tag)
-      : owner_(owner), group_(std::move(group)), answer_tag_(answer_tag), word_(owner.take_word()) {}
+  /// What this rank has read of another rank's offers: the exchange's number, and an error's number or 0.
+  struct Answer {
+    std::atomic<std::uint64_t> number;
+    std::atomic<std::uint64_t> error;
+  };
+  // Then, for each channel and rank: an answer, and kOffers offers.
+};
 
-  ~Exchange() override {
-    std::atomic_ref(*word_).store(0);
-    owner_.give_back(word_);
+namespace {
+
+constexpr std::size_t kHeader = 64;
+constexpr std::size_t kAnswerBytes = 16, kOfferBytes = 32;
+
+}  // namespace
+
+std::size_t Neighbours::board_bytes() const {
+  return kHeader + kChannels * static_cast<std::size_t>(ranks_) * (kAnswerBytes + kOffers * kOfferBytes);
+}
+
+struct Neighbours::Peer {
+  Peer(pid_t process, int watch, Board* board, std::size_t bytes)
+      : process(process), watch(watch), board(board), bytes(bytes) {}
+  ~Peer() {
+    ::munmap(board, bytes);
+    if (watch >= 0) ::close(watch);
+  }
+  Peer(const Peer&) = delete;
+  Peer& operator=(const Peer&) = delete;
+
+  bool has_ended() const {
+    pollfd ended{watch, POLLIN, 0};
+    return watch >= 0 && ::poll(&ended, 1, 0) > 0;
   }
 
-  bool wait(std::chrono::milliseconds timeout) override {
-    {
-      std::unique_lock lock(mutex_);
-      const auto is_over = [&] { return is_read_ || failure_; };
-      timeout == kNoTimeout ? (void)ended_.wait(lock, is_over) : (void)ended_.wait_for(lock, timeout, is_over);
-      if (!is_over()) failure_ = std::make_exception_ptr(std::runtime_error("another rank offers nothing"));
-    }
+  pid_t process;
+  int watch;  // readable once the process has ended; -1: the system cannot tell
+  Board* board;
+  std::size_t bytes;
+  std::array<std::uint64_t, kChannels> started = {};  // exchanges with it
+};
+
+namespace {
+
+std::byte* place_in(void* board, std::size_t channel, int ranks, int other) {
+  const std::size_t each = kAnswerBytes + kOffers * kOfferBytes;
+  const std::size_t index = channel * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(other);
+  return static_cast<std::byte*>(board) + kHeader + index * each;
+}
+
+}  // namespace
+
+Neighbours::Offer& Neighbours::offer_at(Board& board, Channel channel, int reader, std::uint64_t number) const {
+  std::byte* const place = place_in(&board, static_cast<std::size_t>(channel), ranks_, reader);
+  return *reinterpret_cast<Offer*>(place + kAnswerBytes + number % kOffers * kOfferBytes);
+}
+
+/// One exchange.
+class Neighbours::Running final : public Exchange {
+ public:
+  struct In {
+    Incoming part;
+    std::uint64_t number;
+  };
+  struct Out {
+    Outgoing part;
+    std::uint64_t number;
+  };
+
+  Running(const Neighbours& owner, Channel channel, std::uint64_t tag) : owner_(owner), channel_(channel), tag_(tag) {}
+
+  void wait(std::chrono::milliseconds most) override {
+    const Time::time_point until = most > 0ms ? Time::now() + most : kNever;
     try {
-      if (failure_) std::rethrow_exception(failure_);
-      for (const Incoming& part : incoming) part.answered->wait(timeout);
-      for (const Outgoing& part : outgoing) {
-        part.sent->wait(timeout);
-        part.answered->wait(timeout);
-        const auto error = static_cast<int>(*part.answer.const_data_ptr<std::int64_t>());
-        if (error != 0) {
-          throw std::runtime_error(fmt::format("rank {} could not read this rank's memory: {}", part.rank,
-                                               std::generic_category().message(error)));
+      {
+        std::unique_lock lock(mutex_);
+        const auto is_over = [&] { return is_read_ || failure_; };
+        if (until == kNever) {
+          ended_.wait(lock, is_over);
+        } else if (!ended_.wait_until(lock, until, is_over)) {
+          throw std::runtime_error("another rank offers nothing");
         }
+        if (failure_) std::rethrow_exception(failure_);
       }
+      for (const Out& out : outgoing) await_reader(out, until);
     } catch (...) {
-      std::atomic_ref(*word_).store(0);  // others may read what comes to this memory next
+      withdraw();
       throw;
     }
-    return true;
   }
 
-  /// Copies each part once its offer has come. On the owner's thread.
+  /// Copies each part once it is offered. On the channel's thread.
   void read() {
-    NoPagingGuard no_paging;
     try {
-      for (Incoming& part : incoming) {
-        if (!part.came->wait(kNoTimeout)) throw std::runtime_error("the space of this exchange was closed");
-        const int error = copy(part);
-        *part.answer.mutable_data_ptr<std::int64_t>() = error;
-        std::vector<at::Tensor> answer{part.answer};
-        const auto group = group_.lock();
-        if (!group) throw std::runtime_error("the process group was destroyed");
-        part.answered = group->send(answer, part.part.rank, answer_tag_);
+      for (const In& in : incoming) {
+        const Offer& offer = await_offer(in);
+        const int error = copy(in, offer);
+        answer(in, error);
         if (error != 0) {
-          throw std::runtime_error(fmt::format("the memory of rank {} cannot be read: {}", part.part.rank,
-                                               std::generic_category().message(error)));
+          throw std::runtime_error(fmt::format("the memory of rank {} cannot be read: {}", in.part.rank, text_of(error)));
         }
       }
       std::lock_guard lock(mutex_);
       is_read_ = true;
+      ended_.notify_all();
     } catch (...) {
+      owner_.fail();
       fail(std::current_exception());
     }
-    ended_.notify_all();
+  }
+
+  /// Until the other rank has read the offer whose place this one takes.
+  void await_place(const Out& out) const {
+    if (out.number > kOffers) await_reader({out.part, out.number - kOffers}, kNever);
   }
 
   void fail(std::exception_ptr failure) {
@@ -161,131 +214,245 @@ class Neighbours::Exchange final : public c10d::Work {
     ended_.notify_all();
   }
 
-  /// Ends the wait for offers.
-  void abort() override {
-    for (const Incoming& part : incoming) part.came->abort();
-  }
-
-  Offer offer(const at::Tensor& memory, std::uint64_t serial) const {
-    std::atomic_ref(*word_).store(serial);
-    return {reinterpret_cast<std::uintptr_t>(memory.const_data_ptr()), memory.nbytes(),
-            reinterpret_cast<std::uintptr_t>(word_), serial};
-  }
-
-  std::vector<Incoming> incoming;
-  std::vector<Outgoing> outgoing;
+  std::vector<In> incoming;
+  std::vector<Out> outgoing;
 
  private:
-  int copy(const Incoming& part) {
-    const auto& offer = *static_cast<const Offer*>(part.message.const_data_ptr());
-    const pid_t process = owner_.processes_[static_cast<std::size_t>(part.part.rank)];
-    const at::Tensor& into = part.part.memory;
-    std::lock_guard lock(mutex_);
-    if (failure_) return ECANCELED;  // wait() has given up, and the memory may be another's
-    if (offer.bytes != into.nbytes()) return EMSGSIZE;
-    if (const int error = copy_from(process, offer.at, into.mutable_data_ptr(), into.nbytes())) return error;
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    std::uint64_t serial = 0;
-    if (const int error = copy_from(process, offer.word_at, &serial, sizeof serial)) return error;
-    return serial == offer.serial ? 0 : ECANCELED;
+  Peer& peer(int rank) const { return *owner_.peers_[static_cast<std::size_t>(rank)]; }
+
+  /// Until `there` is true of the other rank's board.
+  template <class There>
+  void await(int rank, Time::time_point until, There&& there) const {
+    const Peer& other = peer(rank);
+    const Time::time_point limit = std::min(Time::now() + owner_.timeout_, until);
+    while (true) {
+      const std::uint32_t seen = other.board->bell.load(std::memory_order_acquire);
+      if (there()) return;
+      if (other.board->is_over.load(std::memory_order_acquire)) {
+        throw std::runtime_error(fmt::format("rank {} has failed or closed its space", rank));
+      }
+      if (owner_.board_->is_over.load(std::memory_order_acquire)) {
+        throw std::runtime_error("an earlier exchange has failed, or the space was closed");
+      }
+      if (other.has_ended()) throw std::runtime_error(fmt::format("the process of rank {} has ended", rank));
+      if (Time::now() >= limit) throw std::runtime_error(fmt::format("rank {} does not answer", rank));
+      wait_for_change(other.board->bell, seen, 50ms);
+    }
   }
 
-  Neighbours& owner_;
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;  // [Note: whose group] in comm/collectives.h
-  int answer_tag_;
-  std::uint64_t* word_;
+  const Offer& await_offer(const In& in) const {
+    const Offer& offer = owner_.offer_at(*peer(in.part.rank).board, channel_, owner_.rank_, in.number);
+    await(in.part.rank, kNever, [&] { return offer.number.load(std::memory_order_acquire) == in.number; });
+    return offer;
+  }
+
+  int copy(const In& in, const Offer& offer) {
+    std::lock_guard lock(mutex_);
+    if (failure_) return ECANCELED;  // wait() has given up, and the memory may be another's
+    if (offer.tag != tag_ || offer.bytes != in.part.bytes) return kOtherOffer;
+    const int error = copy_from(peer(in.part.rank).process, offer.at, in.part.into, in.part.bytes);
+    if (error != 0) return error;
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return offer.number.load(std::memory_order_acquire) == in.number ? 0 : ECANCELED;
+  }
+
+  void answer(const In& in, int error) const {
+    auto* const place = reinterpret_cast<Board::Answer*>(
+        place_in(owner_.board_, static_cast<std::size_t>(channel_), owner_.ranks_, in.part.rank));
+    if (error != 0) place->error.store(static_cast<std::uint64_t>(error), std::memory_order_release);
+    place->number.store(in.number, std::memory_order_release);
+    owner_.ring();
+  }
+
+  void await_reader(const Out& out, Time::time_point until) const {
+    const auto* const place = reinterpret_cast<const Board::Answer*>(
+        place_in(peer(out.part.rank).board, static_cast<std::size_t>(channel_), owner_.ranks_, owner_.rank_));
+    await(out.part.rank, until, [&] { return place->number.load(std::memory_order_acquire) >= out.number; });
+    if (const auto error = static_cast<int>(place->error.load(std::memory_order_acquire)); error != 0) {
+      throw std::runtime_error(
+          fmt::format("rank {} could not read this rank's memory: {}", out.part.rank, text_of(error)));
+    }
+  }
+
+  /// The memory may soon hold something else, so nobody may read it. The thread may not write here either.
+  void withdraw() {
+    owner_.fail();
+    {
+      std::lock_guard lock(mutex_);
+      if (!failure_) failure_ = std::current_exception();
+    }
+    for (const Out& out : outgoing) {
+      Offer& offer = owner_.offer_at(*owner_.board_, channel_, out.part.rank, out.number);
+      std::uint64_t number = out.number;
+      offer.number.compare_exchange_strong(number, 0);
+    }
+  }
+
+  const Neighbours& owner_;
+  const Channel channel_;
+  const std::uint64_t tag_;
   std::mutex mutex_;
   std::condition_variable ended_;
   bool is_read_ = false;
   std::exception_ptr failure_;
 };
 
-Neighbours::Neighbours(std::vector<pid_t> processes, std::size_t least_bytes)
-    : processes_(std::move(processes)),
-      least_bytes_(least_bytes),
+/// The thread that reads for the exchanges of one channel, in their order.
+class Neighbours::Reader {
+ public:
+  Reader() : thread_([this] { run(); }) {}
+  ~Reader() {
+    {
+      std::lock_guard lock(mutex_);
+      is_closing_ = true;
+    }
+    came_.notify_all();
+    thread_.join();
+    for (const auto& exchange : queue_) {
+      exchange->fail(std::make_exception_ptr(std::runtime_error("the space of this exchange was closed")));
+    }
+  }
+  Reader(const Reader&) = delete;
+  Reader& operator=(const Reader&) = delete;
+
+  void push(std::shared_ptr<Running> exchange) {
+    {
+      std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(exchange));
+    }
+    came_.notify_all();
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      came_.wait(lock, [&] { return is_closing_ || !queue_.empty(); });
+      if (is_closing_) return;
+      const std::shared_ptr<Running> exchange = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      exchange->read();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable came_;
+  std::deque<std::shared_ptr<Running>> queue_;
+  bool is_closing_ = false;
+  std::thread thread_;  // the last member: it uses the others
+};
+
+Neighbours::Neighbours(int rank, int ranks, std::size_t least_bytes, std::chrono::milliseconds timeout)
+    : rank_(rank),
+      ranks_(ranks),
+      least_bytes_(std::max<std::size_t>(least_bytes, 1)),
+      timeout_(timeout),
       generation_(process_generation()),
-      thread_([this] { read(); }) {}
+      peers_(static_cast<std::size_t>(ranks)) {
+  static_assert(sizeof(Board) <= kHeader && sizeof(Board::Answer) == kAnswerBytes && sizeof(Offer) == kOfferBytes);
+  const auto fails = [](const char* what) { throw std::system_error(errno, std::generic_category(), what); };
+  file_ = ::memfd_create("zeropage-board", MFD_CLOEXEC);
+  if (file_ < 0) fails("memfd_create");
+  void* memory = MAP_FAILED;
+  if (::ftruncate(file_, static_cast<off_t>(board_bytes())) == 0) {
+    memory = ::mmap(nullptr, board_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  }
+  if (memory == MAP_FAILED) {
+    const int error = errno;
+    ::close(file_);
+    errno = error;
+    fails("a board for other ranks");
+  }
+  board_ = static_cast<Board*>(memory);  // zeros
+}
 
 Neighbours::~Neighbours() {
-  if (generation_ != process_generation()) {  // a forked child, which has no such thread
-    thread_.detach();
-    return;
+  if (generation_ != process_generation()) {  // a forked child has no such threads
+    for (auto& reader : readers_) (void)reader.release();
+  } else {
+    fail();
+    for (auto& reader : readers_) reader = nullptr;
   }
-  {
-    std::lock_guard lock(mutex_);
-    is_closing_ = true;
-    if (current_) current_->abort();
-  }
-  came_.notify_all();
-  thread_.join();
+  peers_.clear();
+  ::munmap(board_, board_bytes());
+  ::close(file_);
 }
 
-void Neighbours::read() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    came_.wait(lock, [&] { return is_closing_ || !queue_.empty(); });
-    if (is_closing_) break;
-    ExchangePtr exchange = current_ = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    exchange->read();
-    lock.lock();
-    current_ = nullptr;
-    lock.unlock();
-    exchange = nullptr;  // its end takes the lock
-    lock.lock();
-  }
-  const auto left = std::exchange(queue_, {});
-  lock.unlock();
-  for (const ExchangePtr& exchange : left) {
-    exchange->fail(std::make_exception_ptr(std::runtime_error("the space of this exchange was closed")));
-  }
+/// Other ranks look again.
+void Neighbours::ring() const {
+  board_->bell.fetch_add(1, std::memory_order_release);
+  wake_all(board_->bell);
 }
 
-c10::intrusive_ptr<c10d::Work> Neighbours::exchange(c10d::ProcessGroup& group, int offer_tag, int answer_tag,
-                                                    std::vector<Part> incoming, const std::vector<Part>& outgoing) {
-  auto made = c10::make_intrusive<Exchange>(
-      *this, c10::weak_intrusive_ptr(c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group)), answer_tag);
-  const auto message = [] { return at::empty({sizeof(Offer) / sizeof(std::int64_t)}, at::kLong); };
-  const auto number = [] { return at::empty({1}, at::kLong); };
-  const auto receive = [&](const at::Tensor& into, int rank, int tag) {
-    std::vector<at::Tensor> tensors{into};
-    return group.recv(tensors, rank, tag);
-  };
-  for (Part& part : incoming) {
-    const int rank = part.rank;
-    const at::Tensor offer = message();
-    made->incoming.push_back({std::move(part), offer, receive(offer, rank, offer_tag), number()});
+/// No exchange can succeed any more, here or on ranks that wait for this one.
+void Neighbours::fail() const {
+  board_->is_over.store(1, std::memory_order_release);
+  ring();
+}
+
+std::string Neighbours::introduction() const {
+  // Where Linux's Yama lets only ancestors look, as on Ubuntu, the process must say that others may.
+  (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  return fmt::format("{} {} {} {}", host(), ::getpid(), reinterpret_cast<std::uintptr_t>(&probe), file_);
+}
+
+Neighbours::Met Neighbours::meet(int rank, const std::string& introduction) {
+  std::istringstream words(introduction);
+  std::string its_host;
+  pid_t process = 0;
+  std::uint64_t at = 0, found = 0;
+  int file = -1;
+  if (!(words >> its_host >> process >> at >> file) || its_host != host()) return Met::elsewhere;
+  if (copy_from(process, at, &found, sizeof found) != 0 || found != kProbe) return Met::unreadable;
+  const int board = ::open(fmt::format("/proc/{}/fd/{}", process, file).c_str(), O_RDWR | O_CLOEXEC);
+  if (board < 0) return Met::unreadable;
+  void* const memory = ::mmap(nullptr, board_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, board, 0);
+  ::close(board);
+  if (memory == MAP_FAILED) return Met::unreadable;
+  const auto watch = static_cast<int>(::syscall(SYS_pidfd_open, process, 0));
+  peers_[static_cast<std::size_t>(rank)] =
+      std::make_unique<Peer>(process, watch, static_cast<Board*>(memory), board_bytes());
+  return Met::here;
+}
+
+void Neighbours::part_from(int rank) { peers_[static_cast<std::size_t>(rank)] = nullptr; }
+
+int Neighbours::count() const {
+  return static_cast<int>(std::ranges::count_if(peers_, [](const auto& peer) { return peer != nullptr; }));
+}
+
+bool Neighbours::takes(int rank, std::size_t bytes) const {
+  return peers_[static_cast<std::size_t>(rank)] && bytes >= least_bytes_;
+}
+
+std::shared_ptr<Neighbours::Exchange> Neighbours::exchange(Channel channel, std::uint64_t tag,
+                                                           std::vector<Incoming> incoming,
+                                                           std::vector<Outgoing> outgoing) {
+  const std::lock_guard lock(starting_);
+  const auto index = static_cast<std::size_t>(channel);
+  const auto made = std::make_shared<Running>(*this, channel, tag);
+  // Both ranks of a pair send and receive in each exchange, so one number serves for both.
+  for (const Outgoing& part : outgoing) {
+    const std::uint64_t number = ++peers_[static_cast<std::size_t>(part.rank)]->started[index];
+    made->outgoing.push_back({part, number});
   }
-  const std::uint64_t serial = [&] {
-    std::lock_guard lock(mutex_);
-    return ++serial_;
-  }();
-  for (const Part& part : outgoing) {
-    const at::Tensor answer = number();
-    auto answered = receive(answer, part.rank, answer_tag);
-    std::vector<at::Tensor> offer{message()};
-    *static_cast<Offer*>(offer[0].mutable_data_ptr()) = made->offer(part.memory, serial);
-    auto sent = group.send(offer, part.rank, offer_tag);
-    made->outgoing.push_back({part.rank, offer[0], std::move(sent), answer, std::move(answered)});
+  for (const Incoming& part : incoming) {
+    made->incoming.push_back({part, peers_[static_cast<std::size_t>(part.rank)]->started[index]});
   }
-  std::lock_guard lock(mutex_);
-  queue_.push_back(made);
-  came_.notify_all();
+  for (const Running::Out& out : made->outgoing) {
+    made->await_place(out);
+    Offer& offer = offer_at(*board_, channel, out.part.rank, out.number);
+    offer.tag = tag;
+    offer.at = reinterpret_cast<std::uintptr_t>(out.part.from);
+    offer.bytes = out.part.bytes;
+    offer.number.store(out.number, std::memory_order_release);
+  }
+  ring();
+  if (!readers_[index]) readers_[index] = std::make_unique<Reader>();
+  readers_[index]->push(made);
   return made;
-}
-
-std::uint64_t* Neighbours::take_word() {
-  std::lock_guard lock(mutex_);
-  if (free_words_.empty()) return &words_.emplace_back(0);
-  std::uint64_t* const word = free_words_.back();
-  free_words_.pop_back();
-  return word;
-}
-
-void Neighbours::give_back(std::uint64_t* word) {
-  std::lock_guard lock(mutex_);
-  free_words_.push_back(word);
 }
 
 }  // namespace zeropage

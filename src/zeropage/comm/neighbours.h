@@ -1,21 +1,23 @@
-// Ranks of one host read each other's memory, in one copy where a socket takes three.
+// Ranks of one host read each other's memory, in one copy where a socket takes three. Free of torch.
 //
-// [Note: offers] A rank offers its part by a short message of the group: address, size, and a word that is valid as
-// long as the memory keeps the part. The other rank copies from there (process_vm_readv), checks that the word is
-// still valid, and answers. Messages are those of the group, so its timeout holds, and a rank's death ends the wait.
-// Nothing is left behind that must be removed. A thread reads, since the program may be computing.
+// [Note: offers] Each rank has a board, memory that its neighbours map. A rank offers a part on its board: an address
+// and a size. The neighbour copies from there (process_vm_readv), checks that the offer is still valid, and notes on
+// its own board how far it has read. A thread reads, since the program may be computing. Exchanges between two ranks
+// have numbers, because both start them in one order; an offer also has the tag that says what it is.
+//
+// A wait ends with an error when the other process has ended, when the other rank has failed or closed its board, or
+// after the group's timeout. Boards have no name in any file system, so that nothing is left of a rank that dies.
 #pragma once
 
 #include <sys/types.h>
 
-#include <condition_variable>
+#include <array>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 namespace zeropage {
@@ -24,56 +26,71 @@ class Neighbours {
  public:
   /// A smaller part takes less time through a socket.
   static constexpr std::size_t kLeastBytes = 128 << 10;
+  /// Exchanges of one channel are in one order.
+  enum class Channel : std::uint8_t { gathers, sums };
 
-  /// What a rank tells the others, to find out who can read its memory.
-  static std::string introduction();
-  static bool same_host(const std::string& introduction);
-  /// The process of the rank that introduced itself so, if it is on this host and its memory can be read; else 0.
-  static pid_t process_of(const std::string& introduction);
-
-  /// `processes`: of each rank of a group; 0 for one that is no neighbour. Smaller parts than `least_bytes` are left to
-  /// sockets.
-  Neighbours(std::vector<pid_t> processes, std::size_t least_bytes);
-  /// Ends exchanges under way with an error.
+  /// Makes this rank's board. Smaller parts than `least_bytes` are left to sockets. Throws std::system_error.
+  Neighbours(int rank, int ranks, std::size_t least_bytes, std::chrono::milliseconds timeout);
+  /// Ends exchanges under way with an error, here and on other ranks.
   ~Neighbours();
   Neighbours(const Neighbours&) = delete;
   Neighbours& operator=(const Neighbours&) = delete;
 
-  /// Whether exchange() takes parts of so many bytes from and for this rank.
-  bool takes(int rank, std::size_t bytes) const {
-    return processes_[static_cast<std::size_t>(rank)] != 0 && bytes >= least_bytes_ && bytes > 0;
-  }
+  /// What the other ranks must know to meet this one.
+  std::string introduction() const;
+  enum class Met : std::uint8_t { elsewhere, unreadable, here };
+  /// Whether the rank that introduced itself so is on this host, and its memory can be read.
+  Met meet(int rank, const std::string& introduction);
+  /// The other rank cannot read this one's memory.
+  void part_from(int rank);
+  int count() const;
 
-  struct Part {
+  /// Whether exchange() takes parts of so many bytes from and for this rank. Both ranks must have met.
+  bool takes(int rank, std::size_t bytes) const;
+
+  struct Incoming {
     int rank;
-    at::Tensor memory;  // contiguous, on the CPU
+    std::byte* into;
+    std::size_t bytes;
   };
-  /// Starts to fill `incoming` from the ranks that offer it, and offers them `outgoing`; all are neighbours. Every
-  /// such rank calls it with the same tags and sizes. Memory must stay until the work was waited for, or destroyed.
-  /// wait() throws if a rank died, stalled, or could not read.
-  c10::intrusive_ptr<c10d::Work> exchange(c10d::ProcessGroup& group, int offer_tag, int answer_tag,
-                                          std::vector<Part> incoming, const std::vector<Part>& outgoing);
+  struct Outgoing {
+    int rank;
+    const std::byte* from;
+    std::size_t bytes;
+  };
+  class Exchange {
+   public:
+    virtual ~Exchange() = default;
+    /// Returns when all parts have been read, here and by others; `most`: 0 or the longest time. Throws
+    /// std::runtime_error if a rank died, failed, stalled, or could not read. The parts' memory is free afterwards.
+    virtual void wait(std::chrono::milliseconds most) = 0;
+  };
+  /// Starts to fill `incoming` from the ranks that offer it, and offers `outgoing`. Each of these ranks starts it with
+  /// the same tag and sizes. Memory must stay until wait() has returned or thrown.
+  std::shared_ptr<Exchange> exchange(Channel channel, std::uint64_t tag, std::vector<Incoming> incoming,
+                                     std::vector<Outgoing> outgoing);
 
  private:
-  class Exchange;
+  static constexpr std::size_t kChannels = 2;
   struct Offer;
-  using ExchangePtr = c10::intrusive_ptr<Exchange>;
-  void read();
-  std::uint64_t* take_word();
-  void give_back(std::uint64_t* word);
+  struct Board;
+  struct Peer;
+  class Reader;
+  class Running;
+  std::size_t board_bytes() const;
+  Offer& offer_at(Board& board, Channel channel, int reader, std::uint64_t number) const;
+  void ring() const;
+  void fail() const;
 
-  std::vector<pid_t> processes_;
-  std::size_t least_bytes_;
-  std::uint64_t generation_;  // of the process
-  std::mutex mutex_;
-  std::condition_variable came_;
-  std::deque<ExchangePtr> queue_;
-  ExchangePtr current_;  // that the thread reads for
-  bool is_closing_ = false;
-  std::uint64_t serial_ = 0;                // of the latest exchange
-  std::deque<std::uint64_t> words_;         // never freed while other ranks may read them
-  std::vector<std::uint64_t*> free_words_;  // of words_
-  std::thread thread_;                      // the last member: it uses the others
+  const int rank_, ranks_;
+  const std::size_t least_bytes_;
+  const std::chrono::milliseconds timeout_;
+  const std::uint64_t generation_;  // of the process
+  int file_ = -1;                   // of the board
+  Board* board_ = nullptr;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null: no neighbour
+  std::mutex starting_;
+  std::array<std::unique_ptr<Reader>, kChannels> readers_;
 };
 
 }  // namespace zeropage

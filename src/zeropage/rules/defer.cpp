@@ -134,7 +134,7 @@ OneCall::OneCall() : outer_(std::exchange(current_call, this)) {}
 OneCall::~OneCall() { current_call = outer_; }
 
 std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
-                                std::optional<caffe2::TypeMeta> dtype) {
+                                std::optional<caffe2::TypeMeta> dtype, at::Tensor result) {
   if (!can_be_deferred(call)) return std::nullopt;
   const auto& domain = call.operands[0].segment->domain();
   for (const Operand& operand : call.operands) {
@@ -151,14 +151,13 @@ std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitutio
     if (operand.access == Access::overwrite && is_read) operand.access = Access::write;
     slots.push_back(program->slot_of(operand));
   }
-  at::Tensor result;
   int result_slot = -1;
   const Operand& like = call.operands[0];
-  if (dtype) {
+  if (dtype && !result.defined()) {
     result = make_paged(domain, like.tensor.sizes(), strides_of_result(like.tensor), *dtype, like.segment->role(),
                         {.layout = like.segment->layout(), .like = like.segment, .unallocated = true});
-    result_slot = program->add_temporary(result);
   }
+  if (dtype) result_slot = program->add_temporary(result);
   Substitution kept = call;
   kept.operands.clear();
   kept.scalars.clear();

@@ -5,6 +5,7 @@
 #include "zeropage/rules/norms.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty.h>
@@ -19,6 +20,7 @@
 #include <mutex>
 
 #include "zeropage/kernels/norm.h"
+#include "zeropage/kernels/squares.h"
 #include "zeropage/kernels/update.h"
 #include "zeropage/plan/machine.h"
 #include "zeropage/rules/preview.h"
@@ -142,11 +144,91 @@ double norm_of_huge(const at::Tensor& self, double ord, std::optional<c10::Scala
   return norm_by_pages(self, ord, /*of_share=*/false).norm();
 }
 
+bool can_be_squared(c10::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+kernels::Array array_of(c10::ScalarType dtype, void* data) {
+  const auto format = dtype == at::kFloat      ? kernels::Format::float32
+                      : dtype == at::kBFloat16 ? kernels::Format::bfloat16
+                                               : kernels::Format::float16;
+  return {format, data};
+}
+
+/// The sums of squares of the blocks of `count` values.
+void take_blocks(const kernels::Array& values, std::size_t item_bytes, std::size_t count, double* sums) {
+  constexpr std::size_t kBlock = kernels::Squares::kBlock;
+  const std::size_t blocks = ceil_div(count, kBlock);
+  at::parallel_for(0, static_cast<std::int64_t>(blocks), 16, [&](std::int64_t first, std::int64_t last) {
+    for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(last); ++i) {
+      const kernels::Array block{values.format, static_cast<std::byte*>(values.data) + i * kBlock * item_bytes};
+      sums[i] = kernels::Squares::of_block(block, std::min(kBlock, count - i * kBlock));
+    }
+  });
+}
+
+/// Of this rank's share, page after page.
+double squares_of_share(StorageSegment& segment, c10::ScalarType dtype) {
+  segment.open_share(Access::read);
+  StorageSegment& home = segment.at_home();
+  const Stripes stripes = segment.stripes();
+  const std::size_t item = c10::elementSize(dtype), per_page = home.page_bytes() / item, own = stripes.own();
+  const PinRequest request{&home, Access::read};
+  home.cache()->announce({&request, 1});
+  kernels::Squares squares;
+  std::vector<double> blocks;
+  for (std::size_t at = 0, next = 0; at < own; at = next) {
+    // Of a whole tensor, each page has a part.
+    const std::size_t in_home = segment.is_partitioned() ? at : stripes.in_tensor(at);
+    const std::size_t page = in_home / per_page;
+    next = std::min(own, at + (page + 1) * per_page - in_home);
+    if (!segment.is_partitioned()) next = std::min(next, stripes.part_end(at));
+    PagePin pin = home.cache()->pin_page(home, page, Access::read);
+    pin.wait();
+    const Booking kernel(Spent::operators);
+    const kernels::Array values = array_of(dtype, pin.data() + (in_home - page * per_page) * item);
+    const std::size_t count = next - at;
+    if (at % kernels::Squares::kBlock > 0 || (count % kernels::Squares::kBlock > 0 && next < own)) {
+      squares.add(values, count);  // cuts inside blocks
+      continue;
+    }
+    blocks.resize(ceil_div(count, kernels::Squares::kBlock));
+    take_blocks(values, item, count, blocks.data());
+    for (const double sum : blocks) squares.add_block(sum);
+  }
+  return squares.sum();
+}
+
+/// What changes with the content of this rank's share.
+ContentMark mark_of_share(const StorageSegment& segment) {
+  std::lock_guard lock(segment.domain()->deferral_mutex);
+  const StorageSegment& home = segment.at_home();
+  return {segment.is_unallocated() ? 0 : home.cache()->changes(home),
+          segment.deferred() ? segment.deferred()->length() : 0};
+}
+
+/// The sum of p-th powers of this rank's share, or what NormOfParts has for other norms.
+double sum_of_share(const at::Tensor& tensor, double ord) {
+  StorageSegment& segment = *segment_of(tensor);
+  const bool is_squared = ord == 2 && can_be_squared(tensor.scalar_type()) && tensor.is_cpu();
+  if (!is_squared) return norm_by_pages(tensor, ord, /*of_share=*/true).sum();
+  ForeseenNorm* const norm = segment.foreseen_norm();
+  if (norm) {
+    norm->habit->note({});
+    if (norm->taken && norm->taken->content == mark_of_share(segment)) {
+      norm->taken->used = true;
+      return norm->taken->squares;
+    }
+  }
+  return segment.domain()->planned_on ? norm_by_pages(tensor, ord, /*of_share=*/true).sum()
+                                      : squares_of_share(segment, tensor.scalar_type());
+}
+
 /// The norms of tensors, in their order. Ranks exchange the norms of their shares in one collective.
 std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double ord) {
   if (tensors.empty()) return {};
   std::vector<double> sums;
-  for (const at::Tensor& tensor : tensors) sums.push_back(norm_by_pages(tensor, ord, /*of_share=*/true).sum());
+  for (const at::Tensor& tensor : tensors) sums.push_back(sum_of_share(tensor, ord));
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const auto count = static_cast<std::int64_t>(sums.size());
   const at::Tensor mine = at::from_blob(sums.data(), {count}, at::kDouble);
@@ -198,14 +280,17 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at:
   const Booking kernels(Spent::operators);
   const bool from_bfloat16 = content.scalar_type() == at::kBFloat16 && dtype == at::kFloat;
   if (from_bfloat16 && is_in_order(*expected, content.is_cpu()) && !leaf.domain()->planned_on) {
-    norm->taken = {*expected, at::scalar_tensor(norm_of_widened(content), content.options().dtype(at::kFloat)), {}};
+    norm->taken = {
+        .asked = *expected,
+        .norm = at::scalar_tensor(norm_of_widened(content), content.options().dtype(at::kFloat)),
+        .content = {}};
     return norm;
   }
   const at::Tensor whole = content.to(dtype);  // itself, if that is its dtype
   const at::Tensor taken = expected->of_list
                                ? at::_foreach_norm(whole, expected->ord, expected->dtype)[0]
                                : at::linalg_vector_norm(whole, expected->ord, std::nullopt, false, expected->dtype);
-  norm->taken = {*expected, taken, {}};
+  norm->taken = {.asked = *expected, .norm = taken, .content = {}};
   return norm;
 }
 
@@ -215,13 +300,44 @@ void foresee(const at::Tensor& gradient, std::unique_ptr<ForeseenNorm> norm) {
   segment.set_foreseen_norm(std::move(norm));
 }
 
+ArrivingSquares::ArrivingSquares(StorageSegment& leaf, std::size_t elements, c10::ScalarType dtype)
+    : norm_(std::make_unique<ForeseenNorm>()), elements_(elements) {
+  norm_->habit = leaf.norm_habit();
+  if (!can_be_squared(dtype) || !leaf.domain()->device.is_cpu() || !norm_->habit->expected()) return;
+  norm_->taken.emplace();
+  blocks_.resize(ceil_div(elements, kernels::Squares::kBlock));
+}
+
+void ArrivingSquares::add(const at::Tensor& values, std::size_t begin) {
+  constexpr std::size_t kBlock = kernels::Squares::kBlock;
+  if (!norm_->taken || values.is_meta()) return;
+  const auto count = static_cast<std::size_t>(values.numel());
+  if (begin % kBlock > 0 || (count % kBlock > 0 && begin + count < elements_)) {  // cut inside a block
+    norm_->taken.reset();
+    return;
+  }
+  const Booking kernels(Spent::operators);
+  take_blocks(array_of(values.scalar_type(), values.mutable_data_ptr()), values.itemsize(), count,
+              blocks_.data() + begin / kBlock);
+}
+
+void ArrivingSquares::foresee(StorageSegment& gradient) {
+  if (norm_->taken) {
+    kernels::Squares squares;
+    for (const double sum : blocks_) squares.add_block(sum);
+    norm_->taken->squares = squares.sum();
+    norm_->taken->content = mark_of_share(gradient);
+  }
+  gradient.set_foreseen_norm(std::move(norm_));
+}
+
 namespace {
 
 /// The norm, if it was foreseen and the content is still the same; else undefined. Records the request.
 at::Tensor foreseen(const at::Tensor& tensor, const AskedNorm& asked) {
   const auto* segment = segment_of(tensor);
   ForeseenNorm* const norm = segment && is_whole(tensor) ? segment->foreseen_norm() : nullptr;
-  if (!norm) return {};
+  if (!norm || segment->domain()->partition.ranks) return {};  // sum_of_share() takes it
   norm->habit->note(asked);
   auto& taken = norm->taken;
   if (!taken || taken->asked != asked || taken->content != segment->content_mark()) return {};

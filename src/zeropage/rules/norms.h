@@ -15,4 +15,21 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at:
 /// Attaches the norm to the gradient, once that is made.
 void foresee(const at::Tensor& gradient, std::unique_ptr<ForeseenNorm> norm);
 
+/// The same over ranks, where a gradient arrives in parts: the squares of this rank's share. A norm that was not
+/// foreseen reads the share, and has the same bits.
+class ArrivingSquares {
+ public:
+  /// For the next gradient of `leaf`; `elements`: of the share.
+  ArrivingSquares(StorageSegment& leaf, std::size_t elements, c10::ScalarType dtype);
+  /// Notes what elements [begin, begin + values.numel()) of the share are now. A part that came before may come again.
+  void add(const at::Tensor& values, std::size_t begin);
+  /// Attaches the norm to the gradient, once all of it is there.
+  void foresee(StorageSegment& gradient);
+
+ private:
+  std::unique_ptr<ForeseenNorm> norm_;
+  std::size_t elements_;
+  std::vector<double> blocks_;  // empty: none is expected
+};
+
 }  // namespace zeropage

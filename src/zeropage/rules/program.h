@@ -46,9 +46,9 @@ class OneCall {
 
 /// Appends a call to the program of its operands instead of running it. `dtype`: the result's, for an operator that
 /// writes none of its operands; defer() then returns the result. nullopt, and nothing has happened, if it cannot be
-/// deferred. Throws errors of earlier programs that it runs.
+/// deferred. `result`: a tensor without a home, to be the result. Throws errors of earlier programs that it runs.
 std::optional<at::Tensor> defer(const c10::OperatorHandle& op, const Substitution& call, Chunking chunking,
-                                std::optional<caffe2::TypeMeta> dtype);
+                                std::optional<caffe2::TypeMeta> dtype, at::Tensor result = {});
 
 /// Whether the operand already has a program, which an overwrite should join: it would otherwise run at once.
 inline bool has_program(const StorageSegment* segment) { return segment && segment->is_deferred(); }

@@ -193,6 +193,12 @@ bool note_arrival(StorageSegment& leaf, bool was_deferred) {
   return false;
 }
 
+bool ends_sum(const StorageSegment& leaf) {
+  std::lock_guard lock(leaf.domain()->deferral_mutex);
+  const UpdateHabit* const habit = habit_of(leaf);
+  return !habit || habit->arrivals == habit->arrivals_a_step;
+}
+
 void note_only_looked_up(const std::shared_ptr<void>& update_habit) {
   if (auto* const habit = static_cast<UpdateHabit*>(update_habit.get()))
     habit->only_looked_up = UpdateHabit::kLookedUp;

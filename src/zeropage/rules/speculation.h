@@ -45,6 +45,8 @@ void set_next_numbers(std::function<StepNumbers(std::int64_t optimizer)> next);
 /// Counts a gradient of `leaf`. True if it is probably the last one before the step, and early_update() shall follow.
 /// `was_deferred`: until this gradient came, its update was deferred, so no operator needed the whole parameter.
 bool note_arrival(StorageSegment& leaf, bool was_deferred);
+/// Whether the gradient of `leaf` that came last probably ends the sum of this step.
+bool ends_sum(const StorageSegment& leaf);
 /// Notes that no operator since the step needed the whole of a parameter: lookups previewed its rows (preview.h), and
 /// the deferred update has ended in between operators. Needs the domain's deferral_mutex.
 void note_only_looked_up(const std::shared_ptr<void>& update_habit);

@@ -10,5 +10,7 @@ namespace zeropage {
 
 /// Widens `narrow`, a paged tensor of bfloat16 or float16, to float32; later, if that can be deferred.
 at::Tensor widened(const at::Tensor& narrow);
+/// Makes `wide`, a float32 tensor without a home, the result of that.
+void widen_into(const at::Tensor& wide, const at::Tensor& narrow);
 
 }  // namespace zeropage

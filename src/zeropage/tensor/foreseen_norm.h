@@ -60,7 +60,8 @@ struct ContentMark {
 struct ForeseenNorm {
   struct Taken {
     AskedNorm asked;
-    at::Tensor norm;
+    at::Tensor norm;     // undefined over ranks:
+    double squares = 0;  // there the sum of squares of this rank's share
     ContentMark content;
     bool used = false;
   };

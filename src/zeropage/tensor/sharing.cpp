@@ -212,6 +212,7 @@ void StorageSegment::complete() {
   settle();
   run_deferred();
   complete_pending();
+  run_deferred();  // what has come may have to be widened
 }
 
 void StorageSegment::complete_pending() {

@@ -16,7 +16,9 @@
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/units.h"
 #include "zeropage/plan/machine.h"
+#include "zeropage/rules/norms.h"
 #include "zeropage/rules/speculation.h"
+#include "zeropage/rules/widened.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -41,7 +43,11 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   };
 
   Reduction(Reducer& owner, Identity identity, at::Tensor gradient, c10::ScalarType dtype, StorageSegment& target)
-      : identity(identity), gradient(std::move(gradient)), dtype(dtype), owner_(owner.weak_from_this()) {
+      : identity(identity),
+        gradient(std::move(gradient)),
+        dtype(dtype),
+        owner_(owner.weak_from_this()),
+        deferral_(owner.domain_.deferral_mutex) {
     scattered = target.is_partitioned() || (target.is_shareable() && !owner.domain_.partition.reduces_whole);
     stripes = target.stripes();
     bytes = stripes.elements() * c10::elementSize(identity.made_in);
@@ -61,6 +67,10 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
 
   bool add_to(StorageSegment& sum) {
     if (sum.is_own() || sum.layout() != layout || sum.elements() != stripes.elements()) return false;
+    // What widens an earlier mean must have run before this one is added.
+    if (const auto earlier = std::dynamic_pointer_cast<Reduction>(sum.pending()); earlier && earlier->is_narrow) {
+      sum.complete_pending();
+    }
     sum.run_deferred();
     if (arrived) return false;
     add_target(sum, /*add=*/true);
@@ -73,6 +83,21 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
     segment.will_come(shared_from_this());
   }
 
+  /// Makes the program's gradient what widens the mean, which has come. Without the reducer's lock.
+  void widen() {
+    if (!is_narrow) return;
+    std::lock_guard lock(deferral_);
+    const at::Tensor from = std::exchange(narrow, {});
+    const auto storage = from.defined() ? wide.lock() : nullptr;
+    StorageSegment* const segment = storage ? segment_of(*storage) : nullptr;
+    if (!segment) return;
+    c10::NoGradGuard no_grad;
+    const OutsideScopes outside;
+    widen_into(segment->whole_tensor(from.sizes(), from.strides(), caffe2::TypeMeta::Make<float>()), from);
+    if (squares && scattered) squares->foresee(*segment);
+    if (segment->pending().get() == this) segment->will_come(nullptr);
+  }
+
   Identity identity;
   at::Tensor gradient;    // flat, in memory order, of this rank alone; undefined: zeros, or already sent
   c10::ScalarType dtype;  // of the mean
@@ -82,8 +107,13 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   Layout layout = Layout::replicated;
   Stripes stripes;
   std::vector<Target> targets;
+  bool is_narrow = false;  // its target is `narrow`, with fewer bytes than the gradient that the program sees:
+  at::Tensor narrow;       // until widen()
+  c10::weak_intrusive_ptr<c10::StorageImpl> wide{c10::intrusive_ptr<c10::StorageImpl>()};
   std::size_t pieces_left = 0;
-  bool is_last = false;          // of the step, as far as is known
+  bool is_last = false;          // of the step, as far as is known; its update may run as soon as it has come
+  /// Of the sum, while it comes. Null: not asked for.
+  std::unique_ptr<ArrivingSquares> squares;
   bool failed = false;           // its backward failed before it was sent
   bool sent = false;             // completely
   std::uint64_t last_piece = 0;  // number of the latest piece with a part of it, from 1
@@ -92,6 +122,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
 
  private:
   std::weak_ptr<Reducer> owner_;
+  BookedMutex<std::recursive_mutex>& deferral_;  // of the domain, which lives as long as the reducer
 };
 
 struct Reducer::PiecePart {
@@ -132,14 +163,34 @@ Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient
                                      Kind kind) {
   const auto* segment = segment_of(leaf);
   const std::uint64_t key = domain_.leaves.know(leaf);
-  at::Tensor paged = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
-                                {.number = key});
+  const bool is_narrow = kind == Kind::first && keeps_narrow(leaf);
+  const auto dtype = is_narrow ? c10::scalarTypeToTypeMeta(domain_.partition.reduce_dtype) : gradient_dtype(leaf);
+  at::Tensor paged =
+      make_paged(segment->domain(), leaf.sizes(), leaf.strides(), dtype, Role::gradient, {.number = key});
   segment_of(paged)->set_reduced();
   auto reduction = std::make_shared<Reduction>(*this, Identity{key, kind, made_in}, std::move(gradient),
                                                paged.scalar_type(), *segment_of(paged));
   reduction->add_target(*segment_of(paged), /*add=*/false);
-  reduction->created = std::move(paged);
+  if (!is_narrow) {
+    reduction->created = std::move(paged);
+    return reduction;
+  }
+  at::Tensor wide = make_paged(segment->domain(), leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
+                               {.layout = segment_of(paged)->layout(), .number = key, .unallocated = true});
+  StorageSegment& of_wide = *segment_of(wide);
+  of_wide.set_reduced();
+  reduction->is_narrow = true;
+  reduction->wide = of_wide.storage();
+  of_wide.will_come(reduction);
+  reduction->narrow = std::move(paged);
+  reduction->created = std::move(wide);
   return reduction;
+}
+
+/// Whether the mean of a first gradient stays in the two bytes that the program has chosen for it.
+bool Reducer::keeps_narrow(const at::Tensor& leaf) const {
+  return segment_of(leaf)->master().defined() && gradient_dtype(leaf) == at::kFloat &&
+         c10::isReducedFloatingType(domain_.partition.reduce_dtype);
 }
 
 namespace {
@@ -177,17 +228,21 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, b
   const bool had_sum = leaf.grad().defined();
   const Kind kind = is_met(leaf, had_sum) ? Kind::again : had_sum ? Kind::added : Kind::first;
   const at::Tensor mean = reduce(leaf, gradient, kind, is_last);
-  update_early();
+  hand_over();
   return mean;
 }
 
-/// Updates parameters whose last mean has come. Without the lock: an optimizer's numbers come from Python.
-void Reducer::update_early() {
+/// Does what follows from means that have come: widens them, and updates parameters early. Without the lock, since
+/// programs have one of their own, and an optimizer's numbers come from Python.
+void Reducer::hand_over() {
+  std::vector<ReductionPtr> narrow;
   std::vector<std::uint64_t> keys;
   {
     std::lock_guard lock(mutex_);
+    narrow.swap(to_widen_);
     keys.swap(to_update_);
   }
+  for (const ReductionPtr& reduction : narrow) reduction->widen();
   for (const std::uint64_t key : keys) {
     const at::Tensor leaf = domain_.leaves.find(key);
     auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
@@ -216,6 +271,10 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, K
       &leaf);
   auto reduction = start(leaf, own.as_strided(leaf.numel(), 1), dtype, kind);
   reduction->is_last = is_last;
+  if (ends_sum(*segment_of(leaf))) {
+    reduction->squares = std::make_unique<ArrivingSquares>(*segment_of(leaf), reduction->stripes.own(),
+                                                           reduction->dtype);
+  }
   at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();
   add(std::move(reduction));
@@ -355,7 +414,7 @@ void Reducer::settle() {
   }
   c10::NoGradGuard no_grad;
   for (const auto& [sum, mean] : to_add) sum.add_(mean);
-  update_early();
+  hand_over();
 }
 
 /// Answers other ranks until all backwards have ended; then all gradients are sent.
@@ -857,7 +916,12 @@ void Reducer::make_room() {
   while (bytes_under_way_ > most) complete_oldest();
 }
 
-void Reducer::complete(const Reduction& reduction) {
+void Reducer::complete(Reduction& reduction) {
+  receive_all_of(reduction);
+  reduction.widen();
+}
+
+void Reducer::receive_all_of(const Reduction& reduction) {
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
@@ -952,7 +1016,11 @@ void Reducer::deliver(Piece& piece) {
     const std::size_t in_result = part.in_result;
     write(
         *segment, begin, reduction.dtype, elements, piece.element,
-        [&](const at::Tensor& slice, std::size_t at) { piece.work->take(slice, in_result + at, target.add); },
+        [&](const at::Tensor& slice, std::size_t at) {
+          piece.work->take(slice, in_result + at, target.add);
+          // Several targets would have several norms.
+          if (reduction.squares && reduction.targets.size() == 1) reduction.squares->add(slice, part.begin + at);
+        },
         target.add);
   }
 }
@@ -962,11 +1030,15 @@ void Reducer::finish(Reduction& reduction) {
   if (!reduction.sent || reduction.pieces_left > 0) return;
   reduction.delivered = true;
   if (reduction.is_last) to_update_.push_back(reduction.identity.key);
+  if (reduction.is_narrow) to_widen_.push_back(reduction.shared_from_this());
   for (const Reduction::Target& target : reduction.targets) {
     const auto storage = target.storage.lock();
     StorageSegment* segment = storage ? segment_of(*storage) : nullptr;
     if (!segment) continue;
     if (segment->pending().get() == &reduction) segment->will_come(nullptr);
+    if (reduction.squares && !reduction.is_narrow && reduction.scattered && reduction.targets.size() == 1) {
+      reduction.squares->foresee(*segment);
+    }
     if (domain_.offloads_updates()) segment->at_home().cache()->bring_down(segment->at_home());
   }
 }

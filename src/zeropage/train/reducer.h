@@ -16,7 +16,8 @@
 //
 // [Note: in its own dtype] Where ranks sum themselves, as over Gloo, a gradient of a mixed-precision parameter is
 // sent in the two bytes that backward made. Ranks widen the values while they sum them, so the float32 mean has the
-// same bits as if they were sent wide.
+// same bits as if they were sent wide. If the program has chosen two bytes for the mean too (reduce_dtype), its home holds these:
+// the float32 gradient becomes an operator on them (rules/widened.h) once they have come.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -77,7 +78,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind, bool is_last);
-  void update_early();
+  void hand_over();
   bool is_met(const at::Tensor& leaf, std::optional<bool> had_sum);
   template <class Exchange>
   void together(Exchange&& exchange);
@@ -147,7 +148,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   at::Tensor part_of(const Reduction& reduction, std::size_t begin, std::size_t elements, std::size_t length) const;
 
   void push(std::unique_ptr<Piece> piece);
-  void complete(const Reduction& reduction);
+  void complete(Reduction& reduction);
+  void receive_all_of(const Reduction& reduction);
+  bool keeps_narrow(const at::Tensor& leaf) const;
   void complete_oldest();
   void receive(Piece& piece);
   void receive_next();
@@ -168,6 +171,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // By key of the leaves that backward has met: whether they had a sum before. None: the program had set a gradient.
   std::unordered_map<std::uint64_t, std::optional<bool>> had_sum_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
+  std::vector<ReductionPtr> to_widen_;    // whose mean has come in fewer bytes than the program sees
   std::vector<std::uint64_t> to_update_;  // keys of leaves whose last gradient has come
   std::size_t open_bytes_ = 0;
   std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered
