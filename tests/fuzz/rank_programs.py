@@ -24,6 +24,13 @@ PLAINEST = ("SGD", "torch.optim.SGD(model.parameters(), lr=0.1)", "")
 LARGEST = 256 * 192  # elements of a weight: six pages of two ranks with page_size="16KiB"
 
 
+class Expression(str):
+    """A value that the program computes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 @dataclass
 class Layer:
     name: str
@@ -493,7 +500,10 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None, bfloat16: bool
     if tier == "host":
         program.settings["host_memory"] = "32MB"  # its homes are there
     if tier == "disk" and random.Random(f"{seed} early").random() < 0.5:  # only stage 3 can
-        program.settings["early_update"] = "always"
+        # Each rank decides for itself.
+        program.settings["early_update"] = Expression("'always' if rank % 2 == 0 else 'never'")
+        if random.Random(f"{seed} alike").random() < 0.5:
+            program.settings["early_update"] = "always"
     if bfloat16:
         program.settings["compute_dtype"] = "bfloat16"
     program.layers = _layers(r, bfloat16)

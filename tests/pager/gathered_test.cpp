@@ -338,3 +338,28 @@ TEST_CASE("a rank's operator waits for a checkpoint that copies the only page th
   }
   waiting.join();
 }
+
+TEST_CASE("a rank with an open version sends what the share was before") {
+  Meeting meeting(2);
+  on_every_rank(2, [&](int rank) {
+    Rank self(meeting, rank, 64 * kPage);
+    Tensor tensor = self.make_tensor(40'000, 1);
+    self.write_share(tensor, 7);
+    self.local->evict(*tensor.share);
+    self.cache->share_changes(*tensor.whole);  // nothing is gathered now
+    if (rank == 0) {
+      REQUIRE(self.local->open_version(*tensor.share, /*write_first=*/true));
+      self.write_share(tensor, 9);  // into the version: this thread may pin it
+      self.local->write_behind(*tensor.share);
+    }
+    CHECK(self.holds(*tensor.whole, 7));
+    self.cache->share_changes(*tensor.whole);
+    if (rank == 0) {
+      Segment* const segments[] = {tensor.share.get()};
+      REQUIRE(self.local->commit_versions(segments));
+    } else {
+      self.write_share(tensor, 9);
+    }
+    CHECK(self.holds(*tensor.whole, 9));
+  });
+}

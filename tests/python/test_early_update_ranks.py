@@ -73,7 +73,8 @@ def disturbed(name, of_one_rank):
     if of_one_rank:
         every = disturb
         disturb = lambda *arguments: every(*arguments) if dist.get_rank() == 0 else None  # noqa: E731
-    compare(disturb=disturb)
+    report = compare(disturb=disturb)
+    assert report.early_updates > 0 and report.updates_committed > 0
 
 
 @pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda f: f.__name__)
@@ -99,70 +100,120 @@ def test_ranks_need_not_update_the_same_parameters_early(two):
     two.run(update_on_one_rank)
 
 
-class Twice(torch.nn.Module):
-    """Its first layers are used again below all others, after the last ones' updates."""
+def keep_gradients():
+    """They are read after the step, and cleared to zeros."""
+
+    def make(parameters):
+        optimizer = alone.adamw(parameters)
+        optimizer.zero_grad = lambda: torch.optim.AdamW.zero_grad(optimizer, set_to_none=False)
+        return optimizer
+
+    def read(model, optimizer, step):
+        optimizer.step()
+        assert all(torch.isfinite(p.grad.sum()) for p in model.parameters())
+        return False
+
+    report = compare(make, disturb=read, at=[5, 7])
+    assert report.updates_committed >= 2 * 4
+    assert compare(make).wasted_bytes == 0
+
+
+def test_gradients_that_outlive_the_step_keep_their_values(two):
+    two.run(keep_gradients)
+
+
+class Heads(torch.nn.Module):
+    """Steps use one head or the other. One needs all layers, the other the first ones."""
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(alone.WIDTH, alone.WIDTH) for _ in range(4))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(alone.WIDTH, alone.WIDTH) for _ in range(5))
 
     def forward(self, x):
-        for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(lambda y, of=layer: torch.tanh(of(y)), x, use_reentrant=False)
+        self.steps = getattr(self, "steps", -1) + 1
+        for layer in self.layers[: 2 if self.steps % 3 == 2 else 5]:
+            x = torch.tanh(layer(x))
         return x
 
 
-def use_again(settings):
-    """A hook in the first layer's backward uses the last layer, whose update has run early on some ranks."""
+def alternate(keeps):
+    def build():
+        torch.manual_seed(0)
+        return Heads()
+
+    def make(parameters):
+        optimizer = alone.adamw(parameters)
+        if keeps:
+            optimizer.zero_grad = lambda: torch.optim.AdamW.zero_grad(optimizer, set_to_none=False)
+        return optimizer
+
+    with unittest.mock.patch.object(alone, "chain", build):
+        compare(make, steps=12)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["gradients are dropped", "gradients are kept"])
+def test_backwards_of_different_lengths_leave_no_version_open(keeps, two):
+    two.run(alternate, keeps)
+
+
+def use_before_forward(dtype):
+    """Rank 0 has updated early, rank 1 has not. Both use the parameters between the step and the next forward."""
     results = []
     for early_update in ("never", "always" if dist.get_rank() == 0 else "never"):
         seen = []
 
-        def build(seen=seen):
-            torch.manual_seed(0)
-            model = Twice()
-            last = model.layers[-1]
+        def use(model, optimizer, step, seen=seen):
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for place, layer in enumerate(model.layers):
+                    if not hasattr(layer, "shadow"):
+                        layer.shadow = layer.weight.detach().clone()
+                    zeropage.page_out(layer)
+                    if (step + place) % 3 == 0:
+                        seen.append(layer.weight.abs().max().item())
+                    elif (step + place) % 3 == 1:
+                        layer.shadow.lerp_(layer.weight, 0.1)
+                    else:
+                        seen.append(torch.linalg.vector_norm(layer.weight).item())
+                    zeropage.page_out(layer)
+            return False
 
-            def look(_gradient):
-                with torch.no_grad():
-                    seen.append(last(torch.ones(1, alone.WIDTH)).sum().item())
-
-            model.layers[0].weight.register_hook(look)
-            return model
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(unittest.mock.patch.dict(os.environ, {"ZEROPAGE_BUCKET_BYTES": "1000"}))
-            stack.enter_context(unittest.mock.patch.object(alone, "loss_of", loss_of))
-            made = stack.enter_context(space(early_update=early_update, **settings))
-            with made:
-                model = build()
-            losses, content = alone.train(alone.adamw, build=lambda m=model: m)
-            results.append((losses, seen, [plain_copy(t) for t in content], made.report().early_updates))
+        found = train(early_update, settings={"compute_dtype": dtype} if dtype else {}, disturb=use, at=range(8))
+        results.append((found[0], seen, found[1], found[2]))
     expected, found = results
     assert found[:2] == expected[:2]
     assert all(map(torch.equal, expected[2], found[2]))
-    assert (found[3] > 0) == (dist.get_rank() == 0)
+    assert (found[3].updates_committed > 0) == (dist.get_rank() == 0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"device_memory": "2MB"}], ids=str)
-def test_a_parameter_that_backward_uses_after_its_early_update_is_what_it_was(settings, two):
-    two.run(use_again, settings)
+@pytest.mark.parametrize("dtype", ["", "bfloat16"])
+def test_what_is_used_between_step_and_forward_is_the_update(dtype, two):
+    two.run(use_before_forward, dtype)
 
 
-def clear_and_read():
-    """Gradients are kept: read after the step, and cleared to zeros later."""
+def fail_in_backward():
+    """After the last layers' means have come and their updates have run."""
+    results = []
+    for early_update in ("never", "always"):
 
-    def keep(model, optimizer, step):
-        optimizer.step()
-        assert all(torch.isfinite(p.grad.sum()) for p in model.parameters())
-        optimizer.zero_grad(set_to_none=False)
-        return False
+        def fail(model, optimizer, step):
+            optimizer.zero_grad()
+            handle = model.layers[0].weight.register_hook(lambda _gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, step).backward()
+            handle.remove()
+            optimizer.zero_grad()
+            return False
 
-    compare(disturb=keep, at=range(8))
+        results.append(train(early_update, disturb=fail, at=[5]))
+    expected, found = results
+    assert found[0] == expected[0] and all(map(torch.equal, expected[1], found[1]))
+    assert found[2].updates_committed > 0
 
 
-def test_gradients_that_outlive_the_step_keep_their_values(two):
-    two.run(clear_and_read)
+def test_a_backward_that_fails_leaves_what_was(two):
+    two.run(fail_in_backward)
 
 
 def save_and_load(folder):
@@ -176,7 +227,8 @@ def save_and_load(folder):
             zeropage.save(f"{folder}/{early_update}-{step}", model, optimizer)  # noqa: B023
             return False
 
-        train(early_update, disturb=save, at=[6])
+        report = train(early_update, disturb=save, at=[6])[2]
+        assert (report.updates_committed > 0) == (early_update == "always")
         with space() as made:
             with made:
                 model = alone.chain()

@@ -1,7 +1,9 @@
 """Ranks of one host read each other's memory. Tests over sockets are those of other files with peer_memory="never"."""
 
+import gc
 import os
 import signal
+import time
 import unittest.mock
 
 import pytest
@@ -69,6 +71,7 @@ def end_in_the_middle(how):
     ):
         with made:
             model = GPT()
+        assert made.report().peers == dist.get_world_size() - 1
         for step in range(10_000):
             if step == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), how)
@@ -91,6 +94,55 @@ def test_a_rank_that_dies_or_stalls_ends_the_others_with_an_error(how):
     finally:
         os.kill(ranks.processes[1].pid, signal.SIGKILL)
         ranks.close()
+
+
+def fork_and_end():
+    with (
+        unittest.mock.patch.dict(os.environ, {"ZEROPAGE_PEER_BYTES": "1"}),
+        space("host", device_memory="24MB", host_memory="24MB") as made,
+    ):
+        with made:
+            model = GPT()
+        gpt_loss(model, 0).backward()
+        assert made.report().read_by_peers > 0
+        child = os.fork()
+        if child == 0:
+            del model, made
+            gc.collect()
+            os._exit(7)
+        for _ in range(200):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(child, signal.SIGKILL)
+            raise AssertionError("the child hangs")
+        assert os.waitstatus_to_exitcode(status) == 7
+        gpt_loss(model, 1).backward()  # the parent goes on
+
+
+def test_a_forked_child_ends_and_the_parent_goes_on(two):
+    two.run(fork_and_end)
+
+
+def close_in_the_middle():
+    """A space that is closed while gathers are ahead, and one after it."""
+    for _ in range(2):
+        with (
+            unittest.mock.patch.dict(os.environ, {"ZEROPAGE_PEER_BYTES": "1"}),
+            space("host", device_memory="24MB", host_memory="24MB") as made,
+        ):
+            with made:
+                model = GPT()
+            for step in range(2):
+                gpt_loss(model, step).backward()
+            zeropage.page_out(model)
+            gpt_loss(model, 2)  # backward would come next
+
+
+def test_a_space_may_be_closed_with_exchanges_ahead(two):
+    two.run(close_in_the_middle)
 
 
 def refused_settings():

@@ -164,19 +164,18 @@ class Neighbours::Running final : public Exchange {
   Running(const Neighbours& owner, Channel channel, std::uint64_t tag) : owner_(owner), channel_(channel), tag_(tag) {}
 
   void wait(std::chrono::milliseconds most) override {
-    const Time::time_point until = most > 0ms ? Time::now() + most : kNever;
+    // The thread that reads has no limit of its own: ranks may be far apart as long as nobody waits.
+    const Time::time_point limit = Time::now() + (most > 0ms ? std::min(most, owner_.timeout_) : owner_.timeout_);
     try {
       {
         std::unique_lock lock(mutex_);
         const auto is_over = [&] { return is_read_ || failure_; };
-        if (until == kNever) {
-          ended_.wait(lock, is_over);
-        } else if (!ended_.wait_until(lock, until, is_over)) {
-          throw std::runtime_error("another rank offers nothing");
+        if (!ended_.wait_until(lock, limit, is_over)) {
+          throw std::runtime_error(fmt::format("rank {} does not answer", awaited_.load()));
         }
         if (failure_) std::rethrow_exception(failure_);
       }
-      for (const Out& out : outgoing) await_reader(out, until);
+      for (const Out& out : outgoing) await_reader(out, limit);
     } catch (...) {
       withdraw();
       throw;
@@ -205,7 +204,7 @@ class Neighbours::Running final : public Exchange {
 
   /// Until the other rank has read the offer whose place this one takes.
   void await_place(const Out& out) const {
-    if (out.number > kOffers) await_reader({out.part, out.number - kOffers}, kNever);
+    if (out.number > kOffers) await_reader({out.part, out.number - kOffers}, Time::now() + owner_.timeout_);
   }
 
   void fail(std::exception_ptr failure) {
@@ -222,9 +221,8 @@ class Neighbours::Running final : public Exchange {
 
   /// Until `there` is true of the other rank's board.
   template <class There>
-  void await(int rank, Time::time_point until, There&& there) const {
+  void await(int rank, Time::time_point limit, There&& there) const {
     const Peer& other = peer(rank);
-    const Time::time_point limit = std::min(Time::now() + owner_.timeout_, until);
     while (true) {
       const std::uint32_t seen = other.board->bell.load(std::memory_order_acquire);
       if (there()) return;
@@ -240,7 +238,8 @@ class Neighbours::Running final : public Exchange {
     }
   }
 
-  const Offer& await_offer(const In& in) const {
+  const Offer& await_offer(const In& in) {
+    awaited_ = in.part.rank;
     const Offer& offer = owner_.offer_at(*peer(in.part.rank).board, channel_, owner_.rank_, in.number);
     await(in.part.rank, kNever, [&] { return offer.number.load(std::memory_order_acquire) == in.number; });
     return offer;
@@ -264,10 +263,10 @@ class Neighbours::Running final : public Exchange {
     owner_.ring();
   }
 
-  void await_reader(const Out& out, Time::time_point until) const {
+  void await_reader(const Out& out, Time::time_point limit) const {
     const auto* const place = reinterpret_cast<const Board::Answer*>(
         place_in(peer(out.part.rank).board, static_cast<std::size_t>(channel_), owner_.ranks_, owner_.rank_));
-    await(out.part.rank, until, [&] { return place->number.load(std::memory_order_acquire) >= out.number; });
+    await(out.part.rank, limit, [&] { return place->number.load(std::memory_order_acquire) >= out.number; });
     if (const auto error = static_cast<int>(place->error.load(std::memory_order_acquire)); error != 0) {
       throw std::runtime_error(
           fmt::format("rank {} could not read this rank's memory: {}", out.part.rank, text_of(error)));
@@ -286,6 +285,7 @@ class Neighbours::Running final : public Exchange {
       std::uint64_t number = out.number;
       offer.number.compare_exchange_strong(number, 0);
     }
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // before whatever is written there next
   }
 
   const Neighbours& owner_;
@@ -295,6 +295,7 @@ class Neighbours::Running final : public Exchange {
   std::condition_variable ended_;
   bool is_read_ = false;
   std::exception_ptr failure_;
+  std::atomic<int> awaited_ = -1;  // the rank whose offer the thread waits for
 };
 
 /// The thread that reads for the exchanges of one channel, in their order.

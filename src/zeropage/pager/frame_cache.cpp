@@ -292,10 +292,15 @@ bool FrameCache::has_version(const Segment& segment) const {
   return !monitor_.closed() && segment.run_ && segment.run_->has_version;
 }
 
-bool FrameCache::is_newer_than_home(const Segment& segment) const {
+bool FrameCache::is_unused(const Segment& segment) const {
   const Lock lock(monitor_.mutex());
   if (monitor_.closed() || !segment.run_) return false;
-  return std::ranges::any_of(segment.run_->pages, [](const Page& page) { return page.state == Residency::dirty; });
+  const auto is_quiet = [](const Page& page) {
+    const Frame* const frame = page.frame;
+    if (frame && (frame->pins > 0 || frame->transfers > 0 || frame->claimer != std::thread::id())) return false;
+    return page.state == Residency::evicted || page.state == Residency::clean;
+  };
+  return std::ranges::all_of(segment.run_->pages, is_quiet);
 }
 
 void FrameCache::wait() {

@@ -216,10 +216,11 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
     return home_reads_.start_part(segment, page, at, bytes, into);
   }
 
-  /// The same for a page of a segment with an open version: the content before it, also for the thread that writes the
-  /// version. Returns an empty read if no version is open.
-  [[nodiscard]] HomeRead read_before_version(const Segment& segment, std::size_t page, std::byte* into) {
-    return home_reads_.start_before_version(segment, page, into);
+  /// The same for a segment with an open version: the content before it, also for the thread that writes the version.
+  /// Returns an empty read if no version is open.
+  [[nodiscard]] HomeRead read_before_version(const Segment& segment, std::size_t page, std::size_t at,
+                                             std::size_t bytes, std::byte* into) {
+    return home_reads_.start_before_version(segment, page, at, bytes, into);
   }
 
   /// A snapshot of the segment's content, for a thread that saves it: later writes do not change it. Returns soon,
@@ -252,8 +253,8 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void discard_version(Segment& segment) { versions_.discard(segment); }
 
   bool has_version(const Segment& segment) const;
-  /// For a gathered segment: whether a frame is newer than the shares.
-  bool is_newer_than_home(const Segment& segment) const;
+  /// For a gathered segment: whether no frame of it is in use, moving, or newer than the shares.
+  bool is_unused(const Segment& segment) const;
 
   /// A number that grows whenever the segment's content may have changed.
   std::uint64_t changes(const Segment& segment) const;

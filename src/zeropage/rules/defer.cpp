@@ -92,6 +92,13 @@ bool can_be_deferred(const Substitution& call) {
   return true;
 }
 
+/// Whether ranks share all that the call writes, so that each writes its share alone.
+bool writes_shares(const Substitution& call) {
+  return std::ranges::all_of(call.operands, [](const Operand& operand) {
+    return operand.access == Access::read || operand.segment->is_shareable();
+  });
+}
+
 /// The operands' common program, or a new one. Programs that cannot be joined run first.
 ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chunking) {
   c10::SmallVector<ProgramPtr, 4> found;
@@ -105,7 +112,10 @@ ProgramPtr program_for(const Substitution& call, Chunking chunking, bool any_chu
   }
   std::size_t slots = strangers;
   bool joinable = true;
+  const bool over_ranks = call.operands[0].segment->domain()->partition.ranks != nullptr;
   for (const ProgramPtr& program : found) {
+    // A program that writes a tensor of this rank alone runs on whole tensors, and an update of shares would too.
+    joinable = joinable && (!over_ranks || program->writes_shares() == writes_shares(call));
     slots += program->slots().size();
     for (const Operand& operand : call.operands) joinable = joinable && !program->holds_otherwise(operand);
     joinable = joinable && !program->begun() && !program->is_sealed() && program->takes(chunking, any_chunking) &&

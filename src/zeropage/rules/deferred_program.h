@@ -85,6 +85,8 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   [[nodiscard]] Running hold() { return Running(running_); }
 
   bool empty() const { return length() == 0; }
+  /// Whether ranks share all tensors that it writes.
+  bool writes_shares() const;
   bool makes_only(const StorageSegment& segment) const;
   void run_into(const at::Tensor& target, const StorageSegment& segment);
   /// Computes what the program will make of some elements of one segment, in the cuts' order (preview.h). The cuts
@@ -163,6 +165,7 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   bool running_ = false;
   bool sealed_ = false;
   bool settled_ = false;  // settle() has taken or dropped its early update.
+  std::size_t done_slots_ = 0, done_instructions_ = 0;  // those of the early update: other ranks' programs have them
   bool in_host_ = false;  // it will run in the host, as far as is known.
 };
 

@@ -23,6 +23,7 @@
 #include "zeropage/kernels/squares.h"
 #include "zeropage/kernels/update.h"
 #include "zeropage/plan/machine.h"
+#include "zeropage/rules/deferred_program.h"
 #include "zeropage/rules/preview.h"
 #include "zeropage/rules/program.h"
 #include "zeropage/rules/rules.h"
@@ -54,11 +55,11 @@ class NormOfParts {
   double ord_, sum_;
 };
 
-/// The norm of the whole tensor or of this rank's share.
-NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
+/// The norm of the whole tensor or of this rank's share. `shape`: a tensor with its shape and dtype.
+NormOfParts norm_by_pages(const at::Tensor& shape, StorageSegment& segment, double ord, bool of_share) {
   NormOfParts total(ord);
   std::mutex mutex;
-  Machine* const planned = segment_of(self)->domain()->planned_on.get();
+  Machine* const planned = segment.domain()->planned_on.get();
   const auto add = [&](c10::ArrayRef<at::Tensor> slices) {
     if (planned) {  // count only its time: in a planned run no gradient is clipped
       planned->copy(slices[0].nbytes() / 2);
@@ -69,7 +70,7 @@ NormOfParts norm_by_pages(const at::Tensor& self, double ord, bool of_share) {
     std::lock_guard lock(mutex);
     total.add_norm(part);
   };
-  const Operand operand{self, segment_of(self), Access::read};
+  const Operand operand{shape, &segment, Access::read};
   of_share ? for_each_window_of_share(operand, add) : void(for_each_window(operand, Chunking::iterator, add));
   return total;
 }
@@ -141,7 +142,7 @@ std::optional<double> norm_in_order(const at::Tensor& self, double ord, std::opt
 
 double norm_of_huge(const at::Tensor& self, double ord, std::optional<c10::ScalarType> dtype) {
   if (const auto norm = norm_in_order(self, ord, dtype)) return *norm;
-  return norm_by_pages(self, ord, /*of_share=*/false).norm();
+  return norm_by_pages(self, *segment_of(self), ord, /*of_share=*/false).norm();
 }
 
 bool can_be_squared(c10::ScalarType dtype) {
@@ -199,6 +200,16 @@ double squares_of_share(StorageSegment& segment, c10::ScalarType dtype) {
   return squares.sum();
 }
 
+/// The narrow tensor of a gradient that is nothing else, widened: their values are the same. Needs the domain's
+/// deferral_mutex.
+const Program::Slot* narrow_of(const StorageSegment& segment) {
+  const auto* const program = static_cast<const Program*>(segment.deferred().get());
+  const bool only_widens = program && program->length() == 1 && program->makes_only(segment) &&
+                           program->code().instructions.size() == 1 &&
+                           program->code().instructions[0].kind == Instruction::Kind::widen;
+  return only_widens ? &program->slots()[0] : nullptr;
+}
+
 /// What changes with the content of this rank's share.
 ContentMark mark_of_share(const StorageSegment& segment) {
   std::lock_guard lock(segment.domain()->deferral_mutex);
@@ -208,11 +219,16 @@ ContentMark mark_of_share(const StorageSegment& segment) {
 }
 
 /// The sum of p-th powers of this rank's share, or what NormOfParts has for other norms.
+double read_sum_of_share(const at::Tensor& shape, StorageSegment& segment, double ord) {
+  const bool is_squared = ord == 2 && can_be_squared(shape.scalar_type()) && segment.domain()->device.is_cpu();
+  if (is_squared && !segment.domain()->planned_on) return squares_of_share(segment, shape.scalar_type());
+  return norm_by_pages(shape, segment, ord, /*of_share=*/true).sum();
+}
+
+/// The same of a tensor that may be the result of a deferred operator.
 double sum_of_share(const at::Tensor& tensor, double ord) {
   StorageSegment& segment = *segment_of(tensor);
-  const bool is_squared = ord == 2 && can_be_squared(tensor.scalar_type()) && tensor.is_cpu();
-  if (!is_squared) return norm_by_pages(tensor, ord, /*of_share=*/true).sum();
-  ForeseenNorm* const norm = segment.foreseen_norm();
+  ForeseenNorm* const norm = ord == 2 ? segment.foreseen_norm() : nullptr;
   if (norm) {
     norm->habit->note({});
     if (norm->taken && norm->taken->content == mark_of_share(segment)) {
@@ -220,8 +236,9 @@ double sum_of_share(const at::Tensor& tensor, double ord) {
       return norm->taken->squares;
     }
   }
-  return segment.domain()->planned_on ? norm_by_pages(tensor, ord, /*of_share=*/true).sum()
-                                      : squares_of_share(segment, tensor.scalar_type());
+  std::lock_guard lock(segment.domain()->deferral_mutex);
+  const Program::Slot* const narrow = narrow_of(segment);
+  return narrow ? read_sum_of_share(narrow->shape, *narrow->segment, ord) : read_sum_of_share(tensor, segment, ord);
 }
 
 /// The norms of tensors, in their order. Ranks exchange the norms of their shares in one collective.
@@ -253,6 +270,11 @@ at::Tensor as_result(double norm, const at::Tensor& self, std::optional<c10::Sca
 bool is_partitioned_whole(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
   if (!segment || !segment->domain()->partition.ranks) return false;
+  segment->complete_pending();
+  {
+    std::lock_guard lock(segment->domain()->deferral_mutex);
+    if (const auto* const narrow = narrow_of(*segment)) return holds_share_only(narrow->segment);
+  }
   segment->complete();
   return holds_share_only(segment) && is_operand(tensor, tensor);
 }

@@ -48,10 +48,10 @@ bool Program::holds_otherwise(const Operand& operand) const {
 
 /// Whether memory holds pages of all slots at once: one page each, or two if a window straddles pages.
 bool Program::fits(std::size_t more_slots) const {
-  const std::size_t slots = slots_.size() + more_slots;
+  const std::size_t slots = slots_.size() + done_slots_ + more_slots;
   constexpr std::size_t kFew = 6;  // slots that a single operator may need anyway
   const FrameCache& cache = *domain_->cache;
-  return slots <= kMostSlots && code_.instructions.size() < kMostInstructions &&
+  return slots <= kMostSlots && code_.instructions.size() + done_instructions_ < kMostInstructions &&
          (slots <= kFew || 2 * slots * cache.page_bytes() <= cache.frame_limit());
 }
 
@@ -143,6 +143,7 @@ bool Program::keep_alive(std::unique_ptr<StorageSegment>& segment) {
   // Not over ranks: all ranks must run the same operators, but tensors may die at different times.
   if (!is_wanted() && !running_ && !domain_->partition.ranks) end();
   if (!running_ && only_makes_what_is_dead()) {
+    done_instructions_ += code_.instructions.size();
     code_.instructions.clear();
     drop_unused_slots();
   }
@@ -203,10 +204,14 @@ void Program::settle() {
 void Program::keep(c10::ArrayRef<std::size_t> indices, c10::ArrayRef<int> updated) {
   std::vector<Instruction> instructions;
   for (const std::size_t i : indices) instructions.push_back(std::move(code_.instructions[i]));
-  code_.instructions = std::move(instructions);
   if (domain_->partition.ranks) {
-    for (const int slot : updated) slots_[slot].is_updated = true;
+    done_instructions_ += code_.instructions.size() - instructions.size();
+    for (const int slot : updated) {
+      slots_[slot].is_updated = true;
+      slots_[slot].access = Access::write;  // operators that join the program may read what the update made
+    }
   }
+  code_.instructions = std::move(instructions);
   drop_unused_slots();
 }
 
@@ -230,6 +235,7 @@ void Program::drop_unused_slots() {
       dropped.push_back(std::move(slots_[i]));
     }
   }
+  if (domain_->partition.ranks) done_slots_ += dropped.size();
   slots_ = std::move(kept);
   for (Instruction& instruction : code_.instructions) {
     for (int& slot : instruction.slots) slot = place[slot];
@@ -558,6 +564,12 @@ void Program::for_each_segment(c10::function_ref<void(StorageSegment&)> visit) c
   for (const Slot& slot : slots_) {
     if (slot.segment && !slot.segment->is_unallocated()) visit(*slot.segment);
   }
+}
+
+bool Program::writes_shares() const {
+  return std::ranges::all_of(slots_, [](const Slot& slot) {
+    return slot.access == Access::read || slot.temporary || !slot.segment || slot.segment->is_shareable();
+  });
 }
 
 bool Program::writes(const StorageSegment& segment) const {

@@ -27,7 +27,7 @@ bool is_eligible(const StorageSegment& leaf) {
 /// stays as it is.
 bool is_at_home(const StorageSegment& segment) {
   if (!segment.domain()->partition.ranks) return true;
-  return segment.is_partitioned() && !segment.run()->packed() && !segment.cache()->is_newer_than_home(segment);
+  return segment.is_partitioned() && !segment.run()->packed() && segment.cache()->is_unused(segment);
 }
 
 std::uint64_t changes_of(const StorageSegment& segment) {
@@ -55,6 +55,12 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
   bool open(bool ran_ahead_before) {
     const Running running(running_);
     for (StorageSegment* segment : update_.written) segment->set_written_ahead(shared_from_this());
+    // Only now: from here on, other threads settle the segments before they use them.
+    const auto is_ready = [](const Program::Slot& slot) { return !slot.segment || is_at_home(*slot.segment); };
+    if (!std::ranges::all_of(update_.program->slots(), is_ready)) {
+      forget();
+      return false;
+    }
     for (StorageSegment* segment : update_.written) {
       const bool write_first = ran_ahead_before || segment->role() == Role::parameter;
       if (!domain_->cache->open_version(segment->at_home(), write_first)) {
@@ -99,7 +105,7 @@ class RanAhead final : public WrittenAhead, public std::enable_shared_from_this<
       if (addresses_[slot] != its.segment->virtual_address()) return false;
       // The inputs must not have changed since.
       const bool was_read = update_.program->slots()[slot].access == Access::read;
-      return !was_read || changes_[slot] == changes_of(*its.segment);
+      return !was_read || (changes_[slot] == changes_of(*its.segment) && is_at_home(*its.segment));
     });
   }
 
@@ -224,8 +230,8 @@ void early_update(StorageSegment& leaf, const at::Tensor& gradient) {
   auto update = habit->expected(domain, *made, numbers);
   if (!update) return;
   const auto storages = std::move(update->storages);  // keeps its segments alive meanwhile
-  const auto is_ready = [](const Program::Slot& slot) { return !slot.segment || is_at_home(*slot.segment); };
-  if (!std::ranges::all_of(update->program->slots(), is_ready)) return;
+  const auto is_open = [](const Program::Slot& slot) { return slot.segment && slot.segment->written_ahead(); };
+  if (std::ranges::any_of(update->program->slots(), is_open)) return;  // an earlier one, which no step has settled
   const auto program = std::static_pointer_cast<Program>(made->deferred());
   const auto ahead = std::make_shared<RanAhead>(domain, held, std::move(*update));
   const bool ran_ahead = std::exchange(habit->runs_ahead, true);

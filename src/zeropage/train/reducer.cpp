@@ -246,8 +246,9 @@ void Reducer::hand_over() {
   for (const std::uint64_t key : keys) {
     const at::Tensor leaf = domain_.leaves.find(key);
     auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
-    const auto* const gradient = segment && leaf.grad().defined() ? segment_of(leaf.grad()) : nullptr;
-    if (gradient && !gradient->pending()) early_update(*segment, leaf.grad());
+    const at::Tensor gradient = segment ? leaf.grad() : at::Tensor();  // another thread may clear it
+    const auto* const of_gradient = gradient.defined() ? segment_of(gradient) : nullptr;
+    if (of_gradient && !of_gradient->pending()) early_update(*segment, gradient);
   }
 }
 
@@ -366,6 +367,7 @@ void Reducer::watch_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == backward_ || task < 0) return;
   backward_ = task;
+  if (backwards_ == 0) to_update_.clear();  // of gradients that came after their backward, perhaps after their step
   torch::autograd::Engine::get_default_engine().queue_callback(
       [watch = std::make_shared<Watch>(*this)] { watch->end(); });
 }
@@ -389,6 +391,7 @@ void Reducer::backward_failed() {
   }
   open_bytes_ = 0;
   had_sum_.clear();
+  to_update_.clear();
   if (proposed_) proposed_->is_stale = true;
   has_failed_ = true;
 }

@@ -79,16 +79,17 @@ HomeRead HomeReads::start(const Segment& segment, std::size_t page, std::byte* i
       run, page);
 }
 
-HomeRead HomeReads::start_before_version(const Segment& segment, std::size_t page, std::byte* into) {
+HomeRead HomeReads::start_before_version(const Segment& segment, std::size_t page, std::size_t at, std::size_t bytes,
+                                         std::byte* into) {
   if (!home_) return {};
   monitor_.check_usable();
   Monitor::Lock lock(monitor_.mutex());
   monitor_.check_usable();
   const Run& run = *segment.run();
   const SlotRef slot = run.has_version ? run.pages[page].home : nullptr;
-  if (!slot) return {};
-  HomeRead read = start(run.bytes_of(page), [&](Home::Done done) {
-    return home_->read_slot(*slot, run.bytes_of(page), into, Priority::demanded, std::move(done));
+  if (!slot || !slot->extent) return {};
+  HomeRead read = start(bytes, [&](Home::Done done) {
+    return home_->read_part(slot->extent, at, bytes, into, Priority::demanded, std::move(done));
   });
   read.state_->slot = slot;
   return read;

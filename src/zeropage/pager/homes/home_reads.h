@@ -41,7 +41,8 @@ class HomeReads {
 
   /// See FrameCache.
   HomeRead start(const Segment& segment, std::size_t page, std::byte* into);
-  HomeRead start_before_version(const Segment& segment, std::size_t page, std::byte* into);
+  HomeRead start_before_version(const Segment& segment, std::size_t page, std::size_t at, std::size_t bytes,
+                                std::byte* into);
   HomeRead start_part(const Segment& segment, std::size_t page, std::size_t at, std::size_t bytes, std::byte* into);
   std::size_t bytes() const;
   /// Reads content that nothing writes (pager/homes/snapshots.h). Transfers that a program waits for go first. Under

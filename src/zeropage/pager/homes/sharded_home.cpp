@@ -123,9 +123,13 @@ void ShardedHome::hold_part(Gather& gather, Segment* share) {
     // The other ranks may have no version open. All send what the parameter is until the step.
     gather.before = nullptr;
     if (local_.has_version(*share)) {
-      gather.before = make_buffer(round_up(share->bytes_of(place.page), kBlockBytes));
-      gather.read_before = local_.read_before_version(*share, place.page, gather.before.get());
+      const std::size_t begin = round_down(place.offset, kBlockBytes);
+      const std::size_t bytes = round_up(place.offset + gather.part_bytes, kBlockBytes) - begin;
+      gather.before = make_buffer(bytes);
+      gather.part_offset = place.offset - begin;
+      gather.read_before = local_.read_before_version(*share, place.page, begin, bytes, gather.before.get());
       if (gather.read_before) return;
+      gather.before = nullptr, gather.part_offset = place.offset;
     }
     try {
       gather.part = pin_part(*share, place.page);
