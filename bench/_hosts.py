@@ -43,7 +43,9 @@ class OneHost:
         if gigabits:
             raise SystemExit("ranks on one host have no link to limit: pass --gigabits 0")
 
-    def start(self, _host: int, command: Sequence[str], environment: dict[str, str], **pipes: Any) -> subprocess.Popen:
+    def start(
+        self, _host: int, command: Sequence[str], environment: dict[str, str], **pipes: Any
+    ) -> subprocess.Popen:
         set_here = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": self.address(0), **environment}
         return subprocess.Popen(command, env=set_here, text=True, **pipes)
 

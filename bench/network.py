@@ -207,7 +207,9 @@ def work(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def run(hosts: Hosts | OneHost, args: argparse.Namespace, systems: list[str], rounds: int, computes: bool) -> dict[str, Any]:
+def run(
+    hosts: Hosts | OneHost, args: argparse.Namespace, systems: list[str], rounds: int, computes: bool
+) -> dict[str, Any]:
     """Run all ranks. `computes`: measure the computation and the link too."""
     ranks = len(hosts.names)
     threads = str(max(1, (os.cpu_count() or 1) // ranks))

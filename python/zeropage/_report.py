@@ -165,7 +165,7 @@ class Report:
     ranks: int = 1
     """Ranks that share the tensors."""
     peers: int = 0
-    """Of them, those on this host whose memory this rank reads."""
+    """Other ranks on this host whose memory this rank reads."""
     gathered_bytes: int = _counter()
     """Bytes this rank sent in all-gathers."""
     reduced_bytes: int = _counter()
@@ -175,7 +175,7 @@ class Report:
     control_bytes: int = _counter()
     """Bytes this rank sent in checks and norms."""
     read_by_peers: int = _counter()
-    """Of the bytes sent, those that ranks on this host read from this rank's memory."""
+    """Part of the bytes sent: other ranks on this host read them from this rank's memory."""
     collectives: int = _counter()
     """Collectives that moved data."""
     nonfinite_grads: int = _counter()
@@ -360,7 +360,11 @@ class Report:
                 ["sent in sums of gradients", _megabytes(self.reduced_bytes)],
                 ["sent to start equal", _megabytes(self.broadcast_bytes)],
                 ["sent in checks and norms", _megabytes(self.control_bytes)],
-                *([["of all that, read by ranks on this host", _megabytes(self.read_by_peers)]] if self.peers else []),
+                *(
+                    [["of all that, read by ranks on this host", _megabytes(self.read_by_peers)]]
+                    if self.peers
+                    else []
+                ),
                 ["collectives", f"{self.collectives:,}"],
             ]
         return moved

@@ -47,7 +47,7 @@ def compare(make=alone.adamw, settings=None, **options):
 
 def take_all(settings, accumulate):
     report = compare(settings=settings, accumulate=accumulate)
-    # Of eight steps, three teach. What has not come when backward ends is left to the step.
+    # Three of eight steps teach. Means that come after backward are left to the step.
     assert report.updates_committed >= 3 * 4, report
     assert report.wasted_bytes == 0
 
@@ -96,7 +96,7 @@ def update_on_one_rank():
 
 
 def test_ranks_need_not_update_the_same_parameters_early(two):
-    """Each decides by its own disk and memory. What they gather must not depend on it."""
+    """Each decides by its own disk and memory, and gathers must not depend on it."""
     two.run(update_on_one_rank)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from devices import generator_of
 from ranks import space
+from zeropage._core import plain_copy
 
 import zeropage
 
@@ -153,6 +154,47 @@ def send_narrow(stage, reduce_dtype):
 @pytest.mark.parametrize("size", ["two", "three"])
 def test_mixed_precision_sends_gradients_as_backward_made_them(size, stage, reduce_dtype, request):
     request.getfixturevalue(size).run(send_narrow, stage, reduce_dtype)
+
+
+def norms_before_and_after(stage, settings):
+    """Norms that were taken while means came have the bits of those that read the gradients, and read nothing."""
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        foreseen_read = []
+        with space(stage=stage, device_memory="700KB", host_memory="500KB", **settings) as made:
+            with made:
+                model = Chain()
+            parameters = list(model.parameters())
+            for step in range(4):
+                x = torch.randn(4, 301, generator=torch.Generator().manual_seed(7 * step + dist.get_rank()))
+                model(x.to(parameters[0].dtype)).sum().backward()
+                # A sum of its own, in float64.
+                torch._foreach_norm([p.grad for p in parameters], float("inf"))  # all means have come
+                for p in parameters:
+                    zeropage.page_out(p.grad)
+                before = made.report().read_bytes
+                foreseen = torch._foreach_norm([p.grad for p in parameters])
+                between = made.report().read_bytes
+                for p in parameters:
+                    p.grad.mul_(1.0)
+                later = torch._foreach_norm([p.grad for p in parameters])
+                foreseen_read.append(between - before)
+                assert all(map(torch.equal, foreseen, later)), (foreseen, later)
+                for norm, p in zip(later, parameters, strict=True):
+                    expected = plain_copy(p.grad).double().pow(2).sum().sqrt().item()
+                    assert abs(norm.item() - expected) <= 1e-6 * expected
+                model.zero_grad()
+        assert sum(foreseen_read[1:]) == 0, foreseen_read
+        if not settings:  # what two bytes of the mean become has no page yet
+            assert foreseen_read[0] > 0
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"compute_dtype": "bfloat16", "reduce_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("size", ["two", "three"])
+def test_norms_taken_while_means_come_have_the_bits_of_those_that_read_them(size, stage, settings, request):
+    request.getfixturevalue(size).run(norms_before_and_after, stage, settings)
 
 
 def keep_gathered():

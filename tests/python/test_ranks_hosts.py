@@ -111,7 +111,9 @@ def test_a_network_that_turns_bad_in_the_middle_costs_time_alone(queue, drops, h
     steps = 4
     with ranks_on(hosts, steps, disk) as processes:
         first = processes[3].stdout.readline()
-        subprocess.run(["tc", "-n", hosts[0], "qdisc", "add", "dev", "zp-a", "root", "tbf", *queue.split()], check=True)
+        subprocess.run(
+            ["tc", "-n", hosts[0], "qdisc", "add", "dev", "zp-a", "root", "tbf", *queue.split()], check=True
+        )
         outputs = [process.communicate(timeout=240)[0] for process in processes]
         show = ["tc", "-n", hosts[0], "-s", "qdisc", "show", "dev", "zp-a"]
         counted = subprocess.run(show, capture_output=True, text=True).stdout

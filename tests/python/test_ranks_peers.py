@@ -146,8 +146,9 @@ def test_a_space_may_be_closed_with_exchanges_ahead(two):
 
 
 def refused_settings():
-    with pytest.raises(zeropage.ConfigError, match='peer_memory = "sometimes"; write "never" or "auto"'), space(
-        peer_memory="sometimes"
+    with (
+        pytest.raises(zeropage.ConfigError, match='peer_memory = "sometimes"; write "never" or "auto"'),
+        space(peer_memory="sometimes"),
     ):
         pass
     wanted = "auto" if dist.get_rank() == 0 else "never"

@@ -337,7 +337,7 @@ Collectives::Connection Collectives::connect(const Group& group, bool keep) {
 
 namespace {
 
-/// What ranks of this host read from each other's memory.
+/// Parts that ranks of this host read from each other's memory.
 class ReadWork final : public c10d::Work {
  public:
   ReadWork(std::shared_ptr<Neighbours::Exchange> exchange, std::vector<at::Tensor> parts)

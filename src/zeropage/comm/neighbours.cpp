@@ -14,9 +14,9 @@
 #include <atomic>
 #include <cerrno>
 #include <climits>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <condition_variable>
 #include <fstream>
 #include <mutex>
 #include <sstream>
@@ -90,10 +90,10 @@ struct Neighbours::Offer {
 
 /// In memory that all ranks of the host map; written by its owner alone.
 struct Neighbours::Board {
-  std::atomic<std::uint32_t> bell;    // rings at every change
+  std::atomic<std::uint32_t> bell;     // rings at every change
   std::atomic<std::uint32_t> is_over;  // closed or failed
 
-  /// What this rank has read of another rank's offers: the exchange's number, and an error's number or 0.
+  /// The last of another rank's offers that this rank has read, and an error's number or 0.
   struct Answer {
     std::atomic<std::uint64_t> number;
     std::atomic<std::uint64_t> error;
@@ -161,7 +161,8 @@ class Neighbours::Running final : public Exchange {
     std::uint64_t number;
   };
 
-  Running(const Neighbours& owner, Channel channel, std::uint64_t tag) : owner_(owner), channel_(channel), tag_(tag) {}
+  Running(const Neighbours& owner, Channel channel, std::uint64_t tag)
+      : owner_(owner), channel_(channel), tag_(tag) {}
 
   void wait(std::chrono::milliseconds most) override {
     // The thread that reads has no limit of its own: ranks may be far apart as long as nobody waits.
@@ -190,7 +191,8 @@ class Neighbours::Running final : public Exchange {
         const int error = copy(in, offer);
         answer(in, error);
         if (error != 0) {
-          throw std::runtime_error(fmt::format("the memory of rank {} cannot be read: {}", in.part.rank, text_of(error)));
+          throw std::runtime_error(
+              fmt::format("the memory of rank {} cannot be read: {}", in.part.rank, text_of(error)));
         }
       }
       std::lock_guard lock(mutex_);
@@ -394,7 +396,7 @@ void Neighbours::fail() const {
 }
 
 std::string Neighbours::introduction() const {
-  // Where Linux's Yama lets only ancestors look, as on Ubuntu, the process must say that others may.
+  // Linux's Yama, as on Ubuntu, lets only ancestors look. The process must say that others may.
   (void)::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   return fmt::format("{} {} {} {}", host(), ::getpid(), reinterpret_cast<std::uintptr_t>(&probe), file_);
 }

@@ -36,7 +36,7 @@ class Neighbours {
   Neighbours(const Neighbours&) = delete;
   Neighbours& operator=(const Neighbours&) = delete;
 
-  /// What the other ranks must know to meet this one.
+  /// The other ranks must know it to meet this one.
   std::string introduction() const;
   enum class Met : std::uint8_t { elsewhere, unreadable, here };
   /// Whether the rank that introduced itself so is on this host, and its memory can be read.
@@ -65,8 +65,8 @@ class Neighbours {
     /// std::runtime_error if a rank died, failed, stalled, or could not read. The parts' memory is free afterwards.
     virtual void wait(std::chrono::milliseconds most) = 0;
   };
-  /// Starts to fill `incoming` from the ranks that offer it, and offers `outgoing`. Each of these ranks starts it with
-  /// the same tag and sizes. Memory must stay until wait() has returned or thrown.
+  /// Starts to fill `incoming` from the ranks that offer it, and offers `outgoing`. Each of these ranks starts it
+  /// with the same tag and sizes. Memory must stay until wait() has returned or thrown.
   std::shared_ptr<Exchange> exchange(Channel channel, std::uint64_t tag, std::vector<Incoming> incoming,
                                      std::vector<Outgoing> outgoing);
 

@@ -52,8 +52,8 @@ Array part_of(const Array& array, std::size_t begin) {
 
 }  // namespace
 
-/// The values go to the lanes from `first` on. A block's values come in parts, so the first ones of a part may have to
-/// complete a row of lanes.
+/// The values go to the lanes from `first` on. A block's values come in parts, so the first ones of a part may have
+/// to complete a row of lanes.
 void Squares::add_to(std::array<double, kLanes>& lanes, std::size_t first, const Array& values, std::size_t count) {
   float scratch[kBlock];
   const float* floats = static_cast<const float*>(values.data);

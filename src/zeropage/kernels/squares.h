@@ -1,6 +1,6 @@
 // Sums of squares in double precision, for norms over ranks. They do not depend on how the values are cut, on the
-// number of threads, or on the processor: values are added in blocks, a block's in lanes, and the square of a float is
-// exact in double precision.
+// number of threads, or on the processor: values are added in blocks, a block's in lanes, and the square of a float
+// is exact in double precision.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace zeropage::kernels {
 
-/// Of values that are given one after another. Formats are float32, bfloat16 and float16.
+/// The sum for values that are given one after another. Formats are float32, bfloat16 and float16.
 class Squares {
  public:
   static constexpr std::size_t kBlock = 4096;  // elements
@@ -29,9 +29,9 @@ class Squares {
   static void add_to(std::array<double, kLanes>& lanes, std::size_t first, const Array& values, std::size_t count);
   static double end(const std::array<double, kLanes>& lanes);
 
-  double total_ = 0;                        // of complete blocks
-  std::array<double, kLanes> lanes_ = {};   // of the last block
-  std::size_t in_block_ = 0;                // values in it
+  double total_ = 0;                       // of complete blocks
+  std::array<double, kLanes> lanes_ = {};  // of the last block
+  std::size_t in_block_ = 0;               // values in it
 };
 
 }  // namespace zeropage::kernels

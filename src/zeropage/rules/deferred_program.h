@@ -164,9 +164,9 @@ class Program final : public Deferred, public std::enable_shared_from_this<Progr
   std::optional<DiskLook> last_look_;  // if so: none if it need not wait for the disk to have time.
   bool running_ = false;
   bool sealed_ = false;
-  bool settled_ = false;  // settle() has taken or dropped its early update.
+  bool settled_ = false;                                // settle() has taken or dropped its early update.
   std::size_t done_slots_ = 0, done_instructions_ = 0;  // those of the early update: other ranks' programs have them
-  bool in_host_ = false;  // it will run in the host, as far as is known.
+  bool in_host_ = false;                                // it will run in the host, as far as is known.
 };
 
 using ProgramPtr = std::shared_ptr<Program>;

@@ -168,7 +168,7 @@ void take_blocks(const kernels::Array& values, std::size_t item_bytes, std::size
   });
 }
 
-/// Of this rank's share, page after page.
+/// The sum of squares of this rank's share, page after page.
 double squares_of_share(StorageSegment& segment, c10::ScalarType dtype) {
   segment.open_share(Access::read);
   StorageSegment& home = segment.at_home();
@@ -179,7 +179,7 @@ double squares_of_share(StorageSegment& segment, c10::ScalarType dtype) {
   kernels::Squares squares;
   std::vector<double> blocks;
   for (std::size_t at = 0, next = 0; at < own; at = next) {
-    // Of a whole tensor, each page has a part.
+    // Each page of a whole tensor has a part.
     const std::size_t in_home = segment.is_partitioned() ? at : stripes.in_tensor(at);
     const std::size_t page = in_home / per_page;
     next = std::min(own, at + (page + 1) * per_page - in_home);
@@ -210,7 +210,7 @@ const Program::Slot* narrow_of(const StorageSegment& segment) {
   return only_widens ? &program->slots()[0] : nullptr;
 }
 
-/// What changes with the content of this rank's share.
+/// Changes with the content of this rank's share.
 ContentMark mark_of_share(const StorageSegment& segment) {
   std::lock_guard lock(segment.domain()->deferral_mutex);
   const StorageSegment& home = segment.at_home();
@@ -302,10 +302,9 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at:
   const Booking kernels(Spent::operators);
   const bool from_bfloat16 = content.scalar_type() == at::kBFloat16 && dtype == at::kFloat;
   if (from_bfloat16 && is_in_order(*expected, content.is_cpu()) && !leaf.domain()->planned_on) {
-    norm->taken = {
-        .asked = *expected,
-        .norm = at::scalar_tensor(norm_of_widened(content), content.options().dtype(at::kFloat)),
-        .content = {}};
+    norm->taken = {.asked = *expected,
+                   .norm = at::scalar_tensor(norm_of_widened(content), content.options().dtype(at::kFloat)),
+                   .content = {}};
     return norm;
   }
   const at::Tensor whole = content.to(dtype);  // itself, if that is its dtype

@@ -21,7 +21,8 @@ class ArrivingSquares {
  public:
   /// For the next gradient of `leaf`; `elements`: of the share.
   ArrivingSquares(StorageSegment& leaf, std::size_t elements, c10::ScalarType dtype);
-  /// Notes what elements [begin, begin + values.numel()) of the share are now. A part that came before may come again.
+  /// Notes what elements [begin, begin + values.numel()) of the share are now. A part that came before may come
+  /// again.
   void add(const at::Tensor& values, std::size_t begin);
   /// Attaches the norm to the gradient, once all of it is there.
   void foresee(StorageSegment& gradient);

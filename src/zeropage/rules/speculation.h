@@ -15,10 +15,10 @@
 // that no operator needs whole, is always left: until its next gradient comes, its program runs where the disk has
 // time.
 //
-// [Note: ahead over ranks] Over ranks, a rank updates its shares once it has delivered a parameter's last mean. What
-// ranks gather must not depend on it, because each decides by its own disk and memory. The update therefore leaves
-// gathered tensors alone. A rank that gathers a parameter with an open version sends what the parameter is until the
-// step (pager/homes/sharded_home). What the program would have dropped is dropped where it would have run
+// [Note: ahead over ranks] Over ranks, a rank updates its shares once it has delivered a parameter's last mean. Each
+// rank decides by its own disk and memory, so gathers must not depend on it. The update therefore leaves gathered
+// tensors alone. A rank that gathers a parameter with an open version sends what the parameter is until the step
+// (pager/homes/sharded_home). Frames that the program would have dropped are dropped where it would have run
 // ([Note: where ranks update alike] in program.cpp).
 //
 // Early updates run only on the CPU, without a device that has its own memory; over ranks, only where parameters,

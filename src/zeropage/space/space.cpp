@@ -169,7 +169,8 @@ CheckRanks check_of(const std::string& check) {
 
 std::optional<std::size_t> peer_bytes_of(const std::string& peer_memory) {
   const char* const for_tests = std::getenv("ZEROPAGE_PEER_BYTES");
-  if (peer_memory == "auto") return for_tests ? parse_bytes(for_tests, "ZEROPAGE_PEER_BYTES") : Neighbours::kLeastBytes;
+  if (peer_memory == "auto")
+    return for_tests ? parse_bytes(for_tests, "ZEROPAGE_PEER_BYTES") : Neighbours::kLeastBytes;
   if (peer_memory == "never") return std::nullopt;
   throw ConfigError(fmt::format("peer_memory = \"{}\"; write \"never\" or \"auto\"", peer_memory));
 }

@@ -96,8 +96,8 @@ class TorchDevice final : public DeviceMemory {
 
   ~TorchDevice() override {
     // torch may give the block to other tensors, and does not know our streams.
-    for (const auto& stream : {std::optional(uploads_), std::optional(downloads_), gathers_,
-                               std::optional(driver_.getStream(device_))}) {
+    for (const auto& stream :
+         {std::optional(uploads_), std::optional(downloads_), gathers_, std::optional(driver_.getStream(device_))}) {
       try {
         if (stream) stream->synchronize();
       } catch (...) {  // a lost device does nothing more

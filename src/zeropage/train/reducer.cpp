@@ -67,7 +67,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
 
   bool add_to(StorageSegment& sum) {
     if (sum.is_own() || sum.layout() != layout || sum.elements() != stripes.elements()) return false;
-    // What widens an earlier mean must have run before this one is added.
+    // The operator that widens an earlier mean must have run before this one is added.
     if (const auto earlier = std::dynamic_pointer_cast<Reduction>(sum.pending()); earlier && earlier->is_narrow) {
       sum.complete_pending();
     }
@@ -111,7 +111,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   at::Tensor narrow;       // until widen()
   c10::weak_intrusive_ptr<c10::StorageImpl> wide{c10::intrusive_ptr<c10::StorageImpl>()};
   std::size_t pieces_left = 0;
-  bool is_last = false;          // of the step, as far as is known; its update may run as soon as it has come
+  bool is_last = false;  // of the step, as far as is known; its update may run as soon as it has come
   /// Of the sum, while it comes. Null: not asked for.
   std::unique_ptr<ArrivingSquares> squares;
   bool failed = false;           // its backward failed before it was sent
@@ -273,8 +273,8 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, K
   auto reduction = start(leaf, own.as_strided(leaf.numel(), 1), dtype, kind);
   reduction->is_last = is_last;
   if (ends_sum(*segment_of(leaf))) {
-    reduction->squares = std::make_unique<ArrivingSquares>(*segment_of(leaf), reduction->stripes.own(),
-                                                           reduction->dtype);
+    reduction->squares =
+        std::make_unique<ArrivingSquares>(*segment_of(leaf), reduction->stripes.own(), reduction->dtype);
   }
   at::Tensor paged = std::exchange(reduction->created, {});
   watch_backward();

@@ -16,8 +16,8 @@
 //
 // [Note: in its own dtype] Where ranks sum themselves, as over Gloo, a gradient of a mixed-precision parameter is
 // sent in the two bytes that backward made. Ranks widen the values while they sum them, so the float32 mean has the
-// same bits as if they were sent wide. If the program has chosen two bytes for the mean too (reduce_dtype), its home holds these:
-// the float32 gradient becomes an operator on them (rules/widened.h) once they have come.
+// same bits as if they were sent wide. If the program has chosen two bytes for the mean too (reduce_dtype), its home
+// holds these: the float32 gradient becomes an operator on them (rules/widened.h) once they have come.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -171,8 +171,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // By key of the leaves that backward has met: whether they had a sum before. None: the program had set a gradient.
   std::unordered_map<std::uint64_t, std::optional<bool>> had_sum_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
-  std::vector<ReductionPtr> to_widen_;    // whose mean has come in fewer bytes than the program sees
-  std::vector<std::uint64_t> to_update_;  // keys of leaves whose last gradient has come
+  std::vector<ReductionPtr> to_widen_;                     // whose mean has come in fewer bytes than the program sees
+  std::vector<std::uint64_t> to_update_;                   // keys of leaves whose last gradient has come
   std::size_t open_bytes_ = 0;
   std::size_t bytes_under_way_ = 0;  // of pieces that are not delivered
   std::size_t largest_ = 0;          // bytes of a gradient so far

@@ -205,8 +205,7 @@ void ShardedHome::launch(Gather& g) {
     g.part = {}, g.before = nullptr, g.packed = ranks_->scratch(g.part_bytes);
     send_mark(g, g.part_bytes);
   }
-  const std::byte* const part = g.packed ? g.packed.get()
-                                         : (g.part ? g.part.data() : g.before.get()) + g.part_offset;
+  const std::byte* const part = g.packed ? g.packed.get() : (g.part ? g.part.data() : g.before.get()) + g.part_offset;
   g.work = ranks_->all_gather(g.into, part, g.part_bytes, subject);
 }
 
