@@ -43,7 +43,9 @@ def test_mixed_precision_takes_16_bytes_a_parameter_of_which_a_stage_leaves_its_
         # Each tensor's share and its place are rounded up. The optimizer has three tensors a parameter.
         tensors = (12 * 3 + 4) * (3 if role == "optimizer" else 1)
         expected = whole / ranks if partitioned else whole
-        assert expected <= held(made, role) <= expected + tensors * 64 * 1024
+        # A step has used up the gradients of biases and norms, a two-thousandth of all.
+        least = 0.999 * expected if role == "gradient" else expected
+        assert least <= held(made, role) <= expected + tensors * 64 * 1024
 
 
 def sent(plan):

@@ -86,7 +86,7 @@ def test_causes_and_operators_sum_to_the_step_and_waits_are_all_idle_time(name, 
     print(f"{name}: {wall:.3f} s, idle {idle_seconds:.3f} s\n{report}")
     assert 0.99 * inside <= wall <= 1.01 * outside
     assert causes + report.operator_seconds == pytest.approx(wall, rel=0.03)
-    assert report.waited_total >= idle_seconds - others - 0.03 * wall
+    assert report.waited_total >= idle_seconds - others - 0.05 * wall  # it may also lose its core to threads of I/O
     assert report.waited_total <= idle_seconds + 0.2 * wall  # a waiting thread looks at what changed, and is queued
     parts = ("disk", "upload", "gather", "memory", "device", "ranks", "threads", "checkpoint")
     assert sum(getattr(report, f"waited_for_{part}") for part in parts) == pytest.approx(report.waited_total)
