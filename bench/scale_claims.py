@@ -63,8 +63,8 @@ def stages(figures: dict[str, object]) -> Iterator[Row]:
         yield Row(
             f"7.5B parameters, 64 GPUs, {name}: memory a GPU",
             f"{claimed} GB",
-            f"{memory[-1]:.1f} GB; {halves / 1e9:.1f} with gradients in two bytes",
-            f"{distance(claimed, memory[-1])}; {distance(claimed, halves / 1e9)}",
+            f"{memory[-1]:.1f} GB" + (f"; {halves / 1e9:.1f} with gradients in two bytes" if stage == 0 else ""),
+            distance(claimed, memory[-1]),
         )
         sent.append(plan.step.gathered_bytes + plan.step.reduced_bytes)
     kept = sent[3] / sent[0]

@@ -19,6 +19,7 @@
 #include <deque>
 #include <fstream>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -174,11 +175,11 @@ class Neighbours::Running final : public Exchange {
         if (!ended_.wait_until(lock, limit, is_over)) {
           throw std::runtime_error(fmt::format("rank {} does not answer", awaited_.load()));
         }
-        if (failure_) std::rethrow_exception(failure_);
+        if (failure_) throw std::runtime_error(*failure_);
       }
       for (const Out& out : outgoing) await_reader(out, limit);
-    } catch (...) {
-      withdraw();
+    } catch (const std::exception& error) {
+      withdraw(error.what());
       throw;
     }
   }
@@ -198,9 +199,9 @@ class Neighbours::Running final : public Exchange {
       std::lock_guard lock(mutex_);
       is_read_ = true;
       ended_.notify_all();
-    } catch (...) {
+    } catch (const std::exception& error) {
       owner_.fail();
-      fail(std::current_exception());
+      fail(error.what());
     }
   }
 
@@ -209,9 +210,9 @@ class Neighbours::Running final : public Exchange {
     if (out.number > kOffers) await_reader({out.part, out.number - kOffers}, Time::now() + owner_.timeout_);
   }
 
-  void fail(std::exception_ptr failure) {
+  void fail(const std::string& failure) {
     std::lock_guard lock(mutex_);
-    if (!failure_) failure_ = std::move(failure);
+    if (!failure_) failure_ = failure;
     ended_.notify_all();
   }
 
@@ -276,12 +277,9 @@ class Neighbours::Running final : public Exchange {
   }
 
   /// The memory may soon hold something else, so nobody may read it. The thread may not write here either.
-  void withdraw() {
+  void withdraw(const std::string& why) {
     owner_.fail();
-    {
-      std::lock_guard lock(mutex_);
-      if (!failure_) failure_ = std::current_exception();
-    }
+    fail(why);
     for (const Out& out : outgoing) {
       Offer& offer = owner_.offer_at(*owner_.board_, channel_, out.part.rank, out.number);
       std::uint64_t number = out.number;
@@ -296,8 +294,8 @@ class Neighbours::Running final : public Exchange {
   std::mutex mutex_;
   std::condition_variable ended_;
   bool is_read_ = false;
-  std::exception_ptr failure_;
-  std::atomic<int> awaited_ = -1;  // the rank whose offer the thread waits for
+  std::optional<std::string> failure_;  // a text, since each thread throws its own exception
+  std::atomic<int> awaited_ = -1;       // the rank whose offer the thread waits for
 };
 
 /// The thread that reads for the exchanges of one channel, in their order.
@@ -312,7 +310,7 @@ class Neighbours::Reader {
     came_.notify_all();
     thread_.join();
     for (const auto& exchange : queue_) {
-      exchange->fail(std::make_exception_ptr(std::runtime_error("the space of this exchange was closed")));
+      exchange->fail("the space of this exchange was closed");
     }
   }
   Reader(const Reader&) = delete;
