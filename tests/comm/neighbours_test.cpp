@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "forked_child.h"
+
 using namespace zeropage;
 using namespace std::chrono_literals;
 using Channel = Neighbours::Channel;
@@ -181,4 +183,24 @@ TEST_CASE("a process of another host, or without a board, is no neighbour") {
   CHECK(mine.meet(1, "another/host/here 1 2 3") == Neighbours::Met::elsewhere);
   CHECK(mine.count() == 0);
   CHECK(!mine.takes(1, 1 << 20));
+}
+
+TEST_CASE("a forked child cannot wait for an exchange, and leaves it to its parent") {
+  auto ranks = ranks_that_met(2);
+  Bytes in_0(100), in_1(100);
+  const Bytes out_0(100, std::byte{1}), out_1(100, std::byte{2});
+  const auto first = swap_with(*ranks[0], 1, 1, in_0, out_0);
+  CHECK(in_forked_child([&] {
+          try {
+            first->wait(0ms);
+            return 1;
+          } catch (const std::runtime_error&) {
+            return 0;
+          }
+        }) == 0);
+  const auto second = swap_with(*ranks[1], 0, 1, in_1, out_1);
+  first->wait(0ms);
+  second->wait(0ms);
+  CHECK(in_0 == out_1);
+  CHECK(in_1 == out_0);
 }

@@ -166,6 +166,9 @@ class Neighbours::Running final : public Exchange {
       : owner_(owner), channel_(channel), tag_(tag) {}
 
   void wait(std::chrono::milliseconds most) override {
+    if (owner_.generation_ != process_generation()) {  // the board is the parent's too
+      throw std::runtime_error("a forked child cannot wait for its parent's exchanges");
+    }
     // The thread that reads has no limit of its own: ranks may be far apart as long as nobody waits.
     const Time::time_point limit = Time::now() + (most > 0ms ? std::min(most, owner_.timeout_) : owner_.timeout_);
     try {
@@ -431,8 +434,8 @@ bool Neighbours::takes(int rank, std::size_t bytes) const {
 std::shared_ptr<Neighbours::Exchange> Neighbours::exchange(Channel channel, std::uint64_t tag,
                                                            std::vector<Incoming> incoming,
                                                            std::vector<Outgoing> outgoing) {
-  const std::lock_guard lock(starting_);
   const auto index = static_cast<std::size_t>(channel);
+  const std::lock_guard lock(starting_[index]);
   const auto made = std::make_shared<Running>(*this, channel, tag);
   // Both ranks of a pair send and receive in each exchange, so one number serves for both.
   for (const Outgoing& part : outgoing) {
@@ -442,8 +445,10 @@ std::shared_ptr<Neighbours::Exchange> Neighbours::exchange(Channel channel, std:
   for (const Incoming& part : incoming) {
     made->incoming.push_back({part, peers_[static_cast<std::size_t>(part.rank)]->started[index]});
   }
+  // Whatever can throw comes before the first offer: nobody would withdraw it.
+  if (!readers_[index]) readers_[index] = std::make_unique<Reader>();
+  for (const Running::Out& out : made->outgoing) made->await_place(out);
   for (const Running::Out& out : made->outgoing) {
-    made->await_place(out);
     Offer& offer = offer_at(*board_, channel, out.part.rank, out.number);
     offer.tag = tag;
     offer.at = reinterpret_cast<std::uintptr_t>(out.part.from);
@@ -451,7 +456,6 @@ std::shared_ptr<Neighbours::Exchange> Neighbours::exchange(Channel channel, std:
     offer.number.store(out.number, std::memory_order_release);
   }
   ring();
-  if (!readers_[index]) readers_[index] = std::make_unique<Reader>();
   readers_[index]->push(made);
   return made;
 }

@@ -88,8 +88,8 @@ class Neighbours {
   const std::uint64_t generation_;  // of the process
   int file_ = -1;                   // of the board
   Board* board_ = nullptr;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null: no neighbour
-  std::mutex starting_;
+  std::vector<std::unique_ptr<Peer>> peers_;    // by rank; null: no neighbour
+  std::array<std::mutex, kChannels> starting_;  // one may wait for a place on the board while the other goes on
   std::array<std::unique_ptr<Reader>, kChannels> readers_;
 };
 

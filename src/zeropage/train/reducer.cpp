@@ -87,13 +87,14 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   void widen() {
     if (!is_narrow) return;
     std::lock_guard lock(deferral_);
-    const at::Tensor from = std::exchange(narrow, {});
-    const auto storage = from.defined() ? wide.lock() : nullptr;
+    const auto storage = narrow.defined() ? wide.lock() : nullptr;
     StorageSegment* const segment = storage ? segment_of(*storage) : nullptr;
-    if (!segment) return;
+    if (!segment) return narrow.reset();
     c10::NoGradGuard no_grad;
     const OutsideScopes outside;
-    widen_into(segment->whole_tensor(from.sizes(), from.strides(), caffe2::TypeMeta::Make<float>()), from);
+    // If this throws, the mean stays in `narrow`, and the next use of the gradient tries again.
+    widen_into(segment->whole_tensor(narrow.sizes(), narrow.strides(), caffe2::TypeMeta::Make<float>()), narrow);
+    narrow.reset();
     if (squares && scattered) squares->foresee(*segment);
     if (segment->pending().get() == this) segment->will_come(nullptr);
   }
@@ -112,7 +113,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   c10::weak_intrusive_ptr<c10::StorageImpl> wide{c10::intrusive_ptr<c10::StorageImpl>()};
   std::size_t pieces_left = 0;
   bool is_last = false;  // of the step, as far as is known; its update may run as soon as it has come
-  /// Of the sum, while it comes. Null: not asked for.
+  /// Takes the norm of the mean while that comes; null if no norm is expected.
   std::unique_ptr<ArrivingSquares> squares;
   bool failed = false;           // its backward failed before it was sent
   bool sent = false;             // completely
