@@ -113,8 +113,10 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
   c10::weak_intrusive_ptr<c10::StorageImpl> wide{c10::intrusive_ptr<c10::StorageImpl>()};
   std::size_t pieces_left = 0;
   bool is_last = false;  // of the step, as far as is known; its update may run as soon as it has come
-  /// Takes the norm of the mean while that comes; null if no norm is expected.
+
+  /// Takes the norm of the mean while that comes. Null if no norm is expected.
   std::unique_ptr<ArrivingSquares> squares;
+
   bool failed = false;           // its backward failed before it was sent
   bool sent = false;             // completely
   std::uint64_t last_piece = 0;  // number of the latest piece with a part of it, from 1
