@@ -33,6 +33,7 @@ from zeropage._config import Config
 from zeropage._core import AccessError, BudgetError, ConfigError, DiskError, RankError, ZeropageError, is_paged
 from zeropage._explain import Explanation, explain
 from zeropage._gather_together import gather_together
+from zeropage._no_sync import no_sync
 from zeropage._report import Report
 from zeropage._space import Space, init, page, page_out, pinned, report, synchronize
 from zeropage._tracing import Trace, trace
@@ -72,6 +73,7 @@ __all__ = [
     "is_paged",
     "latest_checkpoint",
     "load",
+    "no_sync",
     "optim",
     "page",
     "page_out",

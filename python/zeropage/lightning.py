@@ -8,7 +8,7 @@ module's constructor, and wraps nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         super().__init__(process_group_backend=process_group_backend)
         self._config = zeropage.Config.of(config).replace(**settings)
         self._space: zeropage.Space | None = None
+        self._accumulates = False
+        self._without_sync = ExitStack()  # during a backward
 
     @property
     def space(self) -> zeropage.Space:
@@ -58,6 +60,27 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     # DDPStrategy wraps here.
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:  # type: ignore[override,unused-ignore]
         return zeropage.page(model, self.space)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around micro-batches that no optimizer's step follows."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+            self._without_sync.close()
+
+    # Not around forward: no_sync() would begin sums with gradients that Lightning clears before backward.
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._accumulates:
+            assert self.model is not None
+            self._without_sync.enter_context(zeropage.no_sync(self.model))
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._without_sync.close()
 
     def _register_ddp_hooks(self) -> None:
         pass

@@ -404,13 +404,18 @@ void bind_steps(py::module_& module) {
   module.def("forget_leaf", &forget_leaf);
   module.def("take_data", &take_data, py::call_guard<py::gil_scoped_release>());
   module.def("take_gradient", &take_gradient, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "accumulate_here",
+      [](const std::vector<at::Tensor>& parameters, bool here) { return accumulate_here(parameters, here); },
+      py::arg("parameters"), py::arg("here"), py::call_guard<py::gil_scoped_release>());
   module.def("announce_steps", &announce_steps);
   py::class_<StepScope>(module, "StepScope").def(py::init<>());
   py::class_<SameValues>(module, "SameValues").def(py::init<bool>(), py::arg("all_ranks") = true);
   py::class_<OutsideSteps>(module, "OutsideSteps").def(py::init<>());
   module.def(
-      "before_step", [](const std::vector<at::Tensor>& parameters) { return before_step(parameters); },
-      py::call_guard<py::gil_scoped_release>());
+      "before_step",
+      [](const std::vector<at::Tensor>& parameters, bool has_closure) { return before_step(parameters, has_closure); },
+      py::arg("parameters"), py::arg("has_closure") = false, py::call_guard<py::gil_scoped_release>());
   module.def(
       "note_states", [](const std::vector<at::Tensor>& states) { note_states(states); },
       py::call_guard<py::gil_scoped_release>());

@@ -61,6 +61,7 @@ class Run:
         self.spaces: list[Any] = []
         self.has_written = False
         self._in_backward = False
+        self._keeps = self._has_kept = False  # no_sync() now, and since gradients were averaged
 
     @staticmethod
     def alone_here() -> bool:
@@ -142,6 +143,19 @@ class Run:
         if self.ranks > 1:
             dist.all_reduce(mean)
         return mean
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Any:
+        """Backwards inside accumulate on each rank."""
+        if self.mode == "paged":
+            with zeropage.no_sync(model):
+                yield
+            return
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
 
     def mean_by_hand(self, model: nn.Module) -> None:
         """Average `p.grad` over ranks where the program set it. zeropage must do so by itself."""
@@ -226,17 +240,20 @@ class Run:
         of_torch = torch.autograd.backward
 
         def backward(*args: Any, **kwargs: Any) -> None:
-            if self._in_backward:
+            if self._in_backward or self._keeps:
+                self._has_kept = self._has_kept or self._keeps
                 return of_torch(*args, **kwargs)
             self._in_backward = True
             model = self.names["model"]
             # Each backward's gradients are averaged alone, and added to the sum of the ones before. A hook after
-            # accumulation must see that sum.
+            # accumulation must see that sum. Sums made under no_sync() are averaged too.
             before = {
                 p: p.grad
                 for p in model.parameters()
                 if self.mode == "plain" and p.grad is not None and not p._post_accumulate_grad_hooks
+                if not self._has_kept
             }
+            self._has_kept = False
             for p in before:
                 p.grad = None
             try:
@@ -320,6 +337,7 @@ NAMES = [
     "tokens",
     "mean_over_ranks",
     "mean_by_hand",
+    "no_sync",
     "look",
 ]
 

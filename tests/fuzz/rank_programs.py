@@ -163,6 +163,22 @@ two micro-batches, not divided:
         loss = loss_of(step + 10 * micro)
         loss.backward()
         look("loss", loss)
+accumulated on each rank:
+    with no_sync(model):
+        for micro in range(2):
+            loss = loss_of(step + 10 * micro + 10) / 3
+            loss.backward()
+            look("loss", loss)
+    loss = loss_of(step) / 3
+    loss.backward()
+    look("loss", loss)
+accumulated on each rank after a mean:
+    loss_of(step + 10).backward()
+    with no_sync(model):
+        loss_of(step + 20).backward()
+    loss = loss_of(step)
+    loss.backward()
+    look("loss", loss)
 one graph twice:
     loss = loss_of(step)
     loss.backward(retain_graph=True)
@@ -236,6 +252,7 @@ closure:
 """)
 BY_HAND = {"autograd.grad", "autograd.grad of one", "autograd.grad, then backward"}
 
+NO_SYNC = {"accumulated on each rank", "accumulated on each rank after a mean"}
 TWO_GRAPHS = {"two losses", "a list of losses"}  # what they save must not be written in between
 
 CONDITIONS = [

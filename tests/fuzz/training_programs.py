@@ -15,6 +15,7 @@ from typing import Any
 
 import ingredients
 import training_ingredients as of
+from rank_programs import NO_SYNC
 from rank_programs import STYLES as RANK_STYLES
 
 PAGES = ["4KiB", "4KiB", "16KiB", "16KiB", "64KiB"]
@@ -331,7 +332,7 @@ class _Generator:
             return r.choice(of.MIXED_STYLES[:1] * 4 + of.MIXED_STYLES)
         if self.chance(0.45):
             return RANK_STYLES["backward"]
-        old = [each for name, each in RANK_STYLES.items() if name not in ("closure", "grad scaler")]
+        old = [each for name, each in RANK_STYLES.items() if name not in {"closure", "grad scaler"} | NO_SYNC]
         return r.choice(r.choice([of.STYLES, of.STYLES, old]))
 
     def step(self, number: int, scaled: bool, closure: bool, old: dict[str, list[str]]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from zeropage import _one_saves
 from zeropage._integrations import Change, Changes
 from zeropage._integrations.models import is_paged
+from zeropage._no_sync import no_sync
 
 _SAVERS = ("accelerate.accelerator", "accelerate.checkpointing")
 CHANGES = [
@@ -19,6 +22,11 @@ CHANGES = [
         "accelerate",
         ("accelerate.accelerator.Accelerator.prepare_model",),
         "it would move the model and wrap it in DistributedDataParallel; zeropage does both itself",
+    ),
+    Change(
+        "accelerate",
+        ("accelerate.accelerator.Accelerator.no_sync",),
+        "accumulation keeps gradients of a paged model on each rank, though nothing wraps the model",
     ),
     Change(
         "accelerate",
@@ -42,6 +50,16 @@ def _change_preparing(changes: Changes, module: ModuleType) -> None:
         return prepare_model(self, model, device_placement, evaluation_mode)
 
     changes.replace(accelerator, "prepare_model", prepare)
+    without_sync = accelerator.no_sync
+
+    @functools.wraps(without_sync)
+    @contextlib.contextmanager
+    def no_sync_of_paged(self: Any, model: torch.nn.Module) -> Iterator[None]:
+        paged = is_paged(model) and not hasattr(model, "no_sync")  # under `zeropage run` a wrapper has it
+        with without_sync(self, model), no_sync(model) if paged else contextlib.nullcontext():
+            yield
+
+    changes.replace(accelerator, "no_sync", no_sync_of_paged)
 
 
 def _change_saving(changes: Changes, module: ModuleType) -> None:

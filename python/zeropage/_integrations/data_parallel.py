@@ -47,8 +47,20 @@ def passed_through(begin: Callable[[torch.nn.Module], None]) -> Iterator[None]:
 class _Reducer:
     """The interface of DistributedDataParallel's reducer that libraries use. zeropage sums gradients itself."""
 
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._syncs = True
+
+    def set_sync(self, syncs: bool) -> None:
+        """Whether the backwards that come next sum gradients over ranks, or accumulate them on each rank."""
+        if syncs != self._syncs:
+            _core.accumulate_here(list(self._module.parameters()), here=not syncs)
+            self._syncs = syncs
+
     def prepare_for_forward(self) -> None: ...
-    def prepare_for_backward(self, _outputs: list[torch.Tensor]) -> None: ...
+    def prepare_for_backward(self, _outputs: list[torch.Tensor]) -> None:
+        self.set_sync(True)
+
     def _rebuild_buckets(self) -> bool:
         return False
 
@@ -60,7 +72,6 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
     parallel: Any = module.DistributedDataParallel
 
     class Passed(parallel):  # type: ignore[misc,unused-ignore]
-        reducer = _Reducer()
         logger = None
 
         def __init__(self, module: torch.nn.Module, settings: dict[str, Any]) -> None:
@@ -72,6 +83,7 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
                 )
             torch.nn.Module.__init__(self)
             self.module = module
+            self.reducer = _Reducer(module)
             self.process_group = settings.get("process_group") or torch.distributed.group.WORLD
             self.device = next(p.device for p in module.parameters() if _core.is_paged(p))
             self.device_type = self.device.type
@@ -95,6 +107,9 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
                 args, kwargs = moved[0][0], moved[1][0]
             result = self.module(*args, **kwargs)
             self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+            # As in DistributedDataParallel, no_sync() concerns the backwards of forwards inside it.
+            if torch.is_grad_enabled():
+                self.reducer.set_sync(self.require_backward_grad_sync)
             return result
 
         def _sync_buffers(self) -> None:

@@ -47,13 +47,34 @@ def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     ]
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_of(optimizer)
     process_groups.before_step(parameters)
-    if _core.before_step(parameters):
+    if _core.before_step(parameters, has_closure=callable(_closure_of(args[1:], kwargs))):
         _core.note_states(_states(optimizer))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("closure")
+
+
+def _training(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+    """Return a step's closure that runs outside the step. The gradients that it leaves are averaged."""
+    outside = _inside(_core.OutsideSteps, closure)
+
+    @functools.wraps(closure)
+    def trained() -> Any:
+        loss = outside()
+        _core.before_step(_parameters_of(optimizer))
+        return loss
+
+    return trained
 
 
 def _inside(scope_type: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,23 +99,23 @@ def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return step(self, *args, **kwargs)
-        if args and callable(args[0]):
-            args = (_inside(_core.OutsideSteps, args[0]), *args[1:])
-        if callable(kwargs.get("closure")):
-            kwargs["closure"] = _inside(_core.OutsideSteps, kwargs["closure"])
+        closure = _closure_of(args, kwargs)
+        if callable(closure):
+            closure = _training(closure, self)
+            args, kwargs = ((closure, *args[1:]), kwargs) if args else (args, kwargs | {"closure": closure})
         return inside(self, *args, **kwargs)
 
     wrapped.zeropage = True  # type: ignore[attr-defined]
     return wrapped
 
 
-def _in_own_step(step: Callable[..., Any]) -> Callable[..., Any]:
+def _in_own_step(step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Do the same for a step that takes no optimizer, which an optimizer's instance has."""
     of_class = _in_step(lambda _self, *args, **kwargs: step(*args, **kwargs))
 
     @functools.wraps(step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return of_class(None, *args, **kwargs)
+        return of_class(optimizer, *args, **kwargs)
 
     wrapped.zeropage = True  # type: ignore[attr-defined]
     return wrapped
@@ -131,7 +152,7 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _step_numbers.note(optimizer)
-    _core.step_ended([p for group in optimizer.param_groups for p in group["params"]])
+    _core.step_ended(_parameters_of(optimizer))
 
 
 @functools.cache
@@ -160,7 +181,7 @@ def _wrap_scheduled(changes: Changes) -> None:
     for optimizer in alive(torch.optim.Optimizer):
         step = vars(optimizer).get("step")
         if callable(step) and not hasattr(step, "zeropage"):
-            changes.replace_of_instance(optimizer, "step", _in_own_step(step))
+            changes.replace_of_instance(optimizer, "step", _in_own_step(step, optimizer))
 
 
 def _change_steps(changes: Changes) -> None:
@@ -185,7 +206,7 @@ def _change_scaler(changes: Changes) -> None:
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        _core.before_step([p for group in optimizer.param_groups for p in group["params"]])
+        _core.before_step(_parameters_of(optimizer))
         return unscale(self, optimizer, *args, **kwargs)
 
     changes.replace(scaler, _UNSCALE, unscale_)

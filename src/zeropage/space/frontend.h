@@ -20,10 +20,14 @@ std::uint64_t virtual_address(const at::Tensor& tensor);
 /// is paged again, with the same content on all ranks; the gradient becomes the mean over ranks.
 void take_data(at::Tensor parameter);
 void take_gradient(const at::Tensor& parameter);
+/// Over ranks: whether backward keeps gradients of these parameters on this rank, until one that does not. Returns
+/// those parameters for which this is a change. All ranks call it together.
+std::vector<at::Tensor> accumulate_here(c10::ArrayRef<at::Tensor> parameters, bool here);
 /// Prepares an optimizer's step over these parameters, or clipping. Pages parameters again whose `.data` the program
 /// has set to an ordinary tensor. Averages gradients that are each rank's own, for example those that the program has
-/// set: all ranks call it together. True if ranks share any of the parameters.
-bool before_step(c10::ArrayRef<at::Tensor> parameters);
+/// set, or accumulated: all ranks call it together. With a closure, which adds to accumulated gradients, these come at
+/// the next call. True if ranks share any of the parameters.
+bool before_step(c10::ArrayRef<at::Tensor> parameters, bool has_closure = false);
 /// Ends an optimizer's step over these parameters. If async_step is off, runs its pending updates now.
 void step_ended(c10::ArrayRef<at::Tensor> parameters);
 

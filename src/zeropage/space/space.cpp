@@ -931,7 +931,19 @@ void take_gradient(const at::Tensor& parameter) {
   if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).take_own_gradient(parameter);
 }
 
-bool before_step(c10::ArrayRef<at::Tensor> parameters) {
+std::vector<at::Tensor> accumulate_here(c10::ArrayRef<at::Tensor> parameters, bool here) {
+  std::vector<at::Tensor> changed;
+  for (const at::Tensor& parameter : parameters) {
+    auto* const segment = segment_of(parameter);
+    const bool is_over_ranks = segment && segment->domain()->partition.ranks;
+    if (!is_over_ranks || segment->accumulates_here.exchange(here) == here) continue;
+    changed.push_back(parameter);
+    if (here) reducer_of(*segment->domain()).expect_local_sums(parameter);
+  }
+  return changed;
+}
+
+bool before_step(c10::ArrayRef<at::Tensor> parameters, bool has_closure) {
   std::vector<std::shared_ptr<Domain>> domains;
   for (at::Tensor parameter : parameters) {
     take_data(parameter);
@@ -943,7 +955,7 @@ bool before_step(c10::ArrayRef<at::Tensor> parameters) {
   }
   for (const auto& domain : domains) {
     const Booking booking(&domain->cache->booked(), Spent::overhead);
-    reducer_of(*domain).average(parameters);
+    reducer_of(*domain).average(parameters, /*with_local_sums=*/!has_closure);
   }
   return !domains.empty();
 }

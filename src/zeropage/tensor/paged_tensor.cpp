@@ -90,7 +90,7 @@ struct SegmentBuilder {
   void bind(StorageSegment& segment) const {
     if (!is_over_ranks()) {
       const bool resident = bytes < domain->min_page_bytes && !creation.alone;
-      const Tier tier = resident ? memory_tier() : tier_for(*domain, role, bytes);
+      const Tier tier = resident ? memory_tier() : creation.tier.value_or(tier_for(*domain, role, bytes));
       const SourceRange source = tier == Tier::disk ? creation.source : SourceRange{};
       domain->cache->bind(segment, {bytes, row_bytes, role, tier, /*page_bytes=*/0, is_alone() || source,
                                     /*is_staging=*/false, source, creation.is_unset});

@@ -311,6 +311,8 @@ class StorageSegment final : public Segment {
 
   // --- gradients ---
 
+  /// Whether this rank accumulates the leaf's gradients for itself (train/local_sums.h). Threads of backward read it.
+  std::atomic<bool> accumulates_here = false;
   /// The norms that the program requests of this leaf's gradients.
   const std::shared_ptr<NormHabit>& norm_habit();
   /// The norm foreseen for this gradient; null: nothing is known.
@@ -464,6 +466,8 @@ struct Creation {
   SourceRange source = {};
   /// The caller overwrites it before anything reads it.
   bool is_unset = false;
+  /// The tier of a local tensor's home; nullopt: the role's.
+  std::optional<Tier> tier = std::nullopt;
 };
 
 /// Makes a paged tensor that reads as zeros, unless it is_unset, and does not require a gradient. Strides must be

@@ -138,7 +138,9 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     }
     StorageSegment& segment = *segment_of(leaf);
     const bool is_last = note_arrival(segment, /*was_deferred=*/false);
-    return {reducer_of(*segment.domain()).reduce(leaf, gradient, is_last)};
+    Reducer& reducer = reducer_of(*segment.domain());
+    if (const auto here = reducer.accumulate_here(leaf, gradient)) return {*here};
+    return {reducer.reduce(leaf, gradient, is_last)};
   }
 
   static void copy(const at::Tensor& to, const at::Tensor& gradient) {

@@ -199,11 +199,14 @@ bool Reducer::keeps_narrow(const at::Tensor& leaf) const {
 namespace {
 
 /// The gradient in the leaf's layout and in `dtype`. A copy in plain memory if it is paged, or if the program or
-/// another node holds the same tensor: it could write it while ranks still read it.
-at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::ScalarType dtype) {
+/// another node holds the same tensor: it could write it while ranks still read it. `to_write`: also if another
+/// tensor has its memory, since the caller writes it.
+at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::ScalarType dtype,
+                    bool to_write = false) {
   c10::NoGradGuard no_grad;
   const OutsideScopes outside;
-  const bool is_shared = gradient.use_count() > 1;  // AccumulateGrad asks the same before it keeps a gradient
+  // AccumulateGrad asks the same before it keeps a gradient.
+  const bool is_shared = gradient.use_count() > 1 || (to_write && gradient.storage().use_count() > 1);
   const at::Tensor given = gradient.detach();
   const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype;
   if (fits && !is_shared && !segment_of(given)) return given;
@@ -227,12 +230,51 @@ c10::ScalarType Reducer::made_in(const at::Tensor& leaf, c10::ScalarType dtype) 
 }
 
 at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_last) {
+  {
+    std::lock_guard lock(mutex_);
+    watch_backward();
+  }
+  const at::Tensor sum = local_sums_.take(leaf);
   take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
   const bool had_sum = leaf.grad().defined();
   const Kind kind = is_met(leaf, had_sum) ? Kind::again : had_sum ? Kind::added : Kind::first;
-  const at::Tensor mean = reduce(leaf, gradient, kind, is_last);
+  const at::Tensor mean = reduce(leaf, gradient, sum, kind, is_last);
   hand_over();
   return mean;
+}
+
+std::optional<at::Tensor> Reducer::accumulate_here(const at::Tensor& leaf, const at::Tensor& gradient) {
+  if (!segment_of(leaf)->accumulates_here.load(std::memory_order_relaxed)) return std::nullopt;
+  const at::Tensor before = leaf.grad();
+  if (!before.defined()) return local_sums_.begin(leaf, gradient);
+  const auto* const mean = segment_of(before);
+  return mean && !mean->is_own() ? std::nullopt : std::optional(gradient);
+}
+
+void Reducer::expect_local_sums(const at::Tensor& leaf) {
+  const at::Tensor before = leaf.grad();
+  const auto* const mean = before.defined() ? segment_of(before) : nullptr;
+  if (mean && !mean->is_own()) leaf.mutable_grad() = local_sums_.begin(leaf, before);
+  std::lock_guard lock(mutex_);
+  unsettled_ = true;
+}
+
+/// False if the leaf has no local sum.
+bool Reducer::send_local_sum(const at::Tensor& leaf) {
+  const at::Tensor sum = local_sums_.take(leaf);
+  if (!sum.defined()) return false;
+  const Kind kind = is_met(leaf, /*had_sum=*/false) ? Kind::again : Kind::first;
+  leaf.mutable_grad() = reduce(leaf, sum, {}, kind, /*is_last=*/false);
+  return true;
+}
+
+/// At the end of a backward: sends local sums of leaves that it has not met, and that no longer accumulate here.
+void Reducer::send_local_sums() {
+  for (const std::uint64_t key : local_sums_.keys()) {
+    const at::Tensor leaf = domain_.leaves.find(key);
+    const auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
+    if (segment && !segment->accumulates_here.load(std::memory_order_relaxed)) send_local_sum(leaf);
+  }
 }
 
 /// Does what follows from means that have come: widens them, and updates parameters early. Without the lock, since
@@ -262,9 +304,11 @@ bool Reducer::is_met(const at::Tensor& leaf, std::optional<bool> had_sum) {
   return !had_sum_.emplace(key, had_sum).second;
 }
 
-at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind, bool is_last) {
-  const c10::ScalarType dtype = made_in(leaf, gradient.scalar_type());
-  at::Tensor own = laid_out(leaf, gradient, dtype);
+at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, const at::Tensor& local_sum, Kind kind,
+                           bool is_last) {
+  const c10::ScalarType dtype = local_sum.defined() ? local_sum.scalar_type() : made_in(leaf, gradient.scalar_type());
+  at::Tensor own = laid_out(leaf, gradient, dtype, /*to_write=*/local_sum.defined());
+  if (local_sum.defined()) add_local_sum(own, local_sum);
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
   const CurrentActivity activity(
@@ -280,7 +324,6 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, K
         std::make_unique<ArrivingSquares>(*segment_of(leaf), reduction->stripes.own(), reduction->dtype);
   }
   at::Tensor paged = std::exchange(reduction->created, {});
-  watch_backward();
   add(std::move(reduction));
   make_room();
   return paged;
@@ -289,8 +332,13 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, K
 bool Reducer::take_own_gradient(const at::Tensor& leaf) {
   const auto* segment = segment_of(leaf);
   if (!segment || segment->domain().get() != &domain_ || !leaf.grad().defined()) return false;
+  if (send_local_sum(leaf)) return true;
   const auto* made = segment_of(leaf.grad());
   if (made && !made->is_own()) return false;
+  {
+    std::lock_guard lock(mutex_);
+    watch_backward();
+  }
   if (leaf.grad().layout() != c10::kStrided) {
     throw RankError(fmt::format(
         "the gradient of a parameter [{}] was set to a sparse tensor, which is not summed over ranks; set it to "
@@ -302,14 +350,16 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
     const NoPagingGuard no_paging;
     return leaf.grad().detach().clone();  // the program may write its tensor before ranks have summed it
   }();
-  const at::Tensor mean = reduce(leaf, given, Kind::own, /*is_last=*/false);
+  const at::Tensor mean = reduce(leaf, given, {}, Kind::own, /*is_last=*/false);
   is_met(leaf, std::nullopt);
   leaf.mutable_grad() = mean;
   return true;
 }
 
-void Reducer::average(c10::ArrayRef<at::Tensor> leaves) {
-  for (const at::Tensor& leaf : leaves) take_own_gradient(leaf);
+void Reducer::average(c10::ArrayRef<at::Tensor> leaves, bool with_local_sums) {
+  for (const at::Tensor& leaf : leaves) {
+    if (with_local_sums || !local_sums_.holds(leaf)) take_own_gradient(leaf);
+  }
   if (unsettled_ && torch::autograd::get_current_graph_task_id() < 0) settle();
 }
 
@@ -354,6 +404,7 @@ class Reducer::Watch {
       if (--reducer->backwards_ > 0) return;  // inside another task, whose end serves all
     }
     try {
+      reducer->send_local_sums();
       reducer->settle();
     } catch (const Error& error) {
       throw_translated(error);
@@ -700,11 +751,12 @@ void Reducer::spill_pile() {
   }
 }
 
-/// The gradient that the program has set here, as on other ranks, although this rank's backward has not met the leaf.
-Reducer::ReductionPtr Reducer::own_of(const at::Tensor& parameter, const Identity& identity) {
+/// The gradient that this rank has for itself, although its backward has not met the leaf.
+Reducer::ReductionPtr Reducer::own_of(const at::Tensor& parameter, const at::Tensor& gradient,
+                                      const Identity& identity) {
   const at::Tensor own = [&] {
     const PagingAgain paging;
-    return laid_out(parameter, parameter.grad().detach().clone(), identity.made_in);
+    return laid_out(parameter, gradient.detach().clone(), identity.made_in);
   }();
   auto reduction = start(parameter, own.as_strided(parameter.numel(), 1), identity.made_in, identity.kind);
   parameter.mutable_grad() = std::exchange(reduction->created, {});
@@ -727,7 +779,8 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
   }
   const at::Tensor before = parameter.grad();
   const bool is_free = before.defined() && (!segment_of(before) || segment_of(before)->is_own());
-  if (identity.kind == Kind::own && is_free && before.layout() == c10::kStrided) return own_of(parameter, identity);
+  const bool takes_part = identity.kind == Kind::own || local_sums_.take(parameter).defined();
+  if (takes_part && is_free && before.layout() == c10::kStrided) return own_of(parameter, before, identity);
   auto reduction = start(parameter, {}, identity.made_in, identity.kind);
   at::Tensor created = std::exchange(reduction->created, {});
   if (!before.defined()) {

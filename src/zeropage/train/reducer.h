@@ -14,6 +14,11 @@
 // key ([Note: keys of leaves] in tensor/leaves.h), its kind and the dtype of its values. If a leaf has an earlier
 // gradient on some ranks, and others have cleared theirs, all ranks throw.
 //
+// [Note: no_sync] Under no_sync() a gradient does not come here. It begins, or is added to, a sum of this rank alone
+// (train/local_sums.h). The next backward that sends the leaf's gradient adds that to the local sum, and ranks sum
+// the results once. Its end sends the local sums of leaves that it did not meet. An optimizer's step sends those that
+// are left. If p.grad is a mean over ranks when no_sync() begins, ranks gather it.
+//
 // [Note: in its own dtype] Where ranks sum themselves, as over Gloo, a gradient of a mixed-precision parameter is
 // sent in the two bytes that backward made. Ranks widen the values while they sum them, so the float32 mean has the
 // same bits as if they were sent wide. If the program has chosen two bytes for the mean too (reduce_dtype), its home
@@ -33,6 +38,7 @@
 #include <vector>
 
 #include "zeropage/tensor/paged_tensor.h"
+#include "zeropage/train/local_sums.h"
 
 namespace zeropage {
 
@@ -44,11 +50,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// A paged gradient like `leaf`. Its content, the mean over ranks, arrives later. `gradient` may be paged.
   /// `is_last`: no other one is expected before the step, so that the update may run as soon as the mean has come.
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_last);
+  /// The gradient that AccumulateGrad shall make p.grad, or add to it, if this rank accumulates the leaf's gradients for itself.
+  /// nullopt: it does not, or p.grad is a mean over ranks.
+  std::optional<at::Tensor> accumulate_here(const at::Tensor& leaf, const at::Tensor& gradient);
+  /// The leaf's gradients will be accumulated here. If p.grad is a mean over ranks, the sum begins with it. All ranks
+  /// call it together.
+  void expect_local_sums(const at::Tensor& leaf);
   /// If the leaf's gradient is this rank's own, for example set by the program, replaces p.grad by the mean over
   /// ranks, which arrives later. All ranks call it together. Returns whether it did so.
   bool take_own_gradient(const at::Tensor& leaf);
-  /// The same for all of `leaves`; then sends all gradients so far.
-  void average(c10::ArrayRef<at::Tensor> leaves);
+  /// The same for all of `leaves`; then sends all gradients so far. Without local sums, a backward follows that sends
+  /// them.
+  void average(c10::ArrayRef<at::Tensor> leaves, bool with_local_sums);
   /// Sends all gradients so far, for the union of the ranks' gradients. All ranks call it at the same place.
   void settle();
   /// All ranks' settle() when this backward ends, also if it makes no gradient here. Inside a backward.
@@ -77,7 +90,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::size_t page;
   };
 
-  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, Kind kind, bool is_last);
+  at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, const at::Tensor& local_sum, Kind kind,
+                    bool is_last);
+  bool send_local_sum(const at::Tensor& leaf);
+  void send_local_sums();
   void hand_over();
   bool is_met(const at::Tensor& leaf, std::optional<bool> had_sum);
   template <class Exchange>
@@ -131,7 +147,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void send_the_rest(const Counts& counts);
   void spill_pile();
   ReductionPtr missing(const Identity& identity);
-  ReductionPtr own_of(const at::Tensor& parameter, const Identity& identity);
+  ReductionPtr own_of(const at::Tensor& parameter, const at::Tensor& gradient, const Identity& identity);
   void check_cleared(const Counts& counts) const;
   void throw_together(std::string failure);
 
@@ -168,6 +184,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<ReductionPtr> open_;    // the bucket being filled
   std::optional<Proposal> proposed_;  // the bucket before it
   std::vector<ReductionPtr> pile_;
+  LocalSums local_sums_;
   // By key of the leaves that backward has met: whether they had a sum before. None: the program had set a gradient.
   std::unordered_map<std::uint64_t, std::optional<bool>> had_sum_;
   std::vector<std::pair<at::Tensor, at::Tensor>> to_add_;  // gradients that the program set, and means to add to them
