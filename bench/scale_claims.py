@@ -20,7 +20,7 @@ from _claims import BATCH, HIDDEN, LAYERS, dgx2, held, line, run
 from tabulate import tabulate
 
 from zeropage import BudgetError
-from zeropage.plan import Machine, Program, transformer
+from zeropage.plan import Machine, Plan, Program, transformer
 
 TERA = 1e12
 NODE = Machine.load("dgx-2")
@@ -150,6 +150,59 @@ def devices_alone(figures: dict[str, object]) -> Iterator[Row]:
             f"{states:.1f} GB a GPU, {beside:.1f} GB of ordinary tensors, {gathered:.1f} GB for two of the largest "
             f"weights: {states + beside + gathered:.1f} of {gigabytes} GB",
             distance(claimed, states),
+        )
+
+
+def earlier_systems(figures: dict[str, object]) -> Iterator[Row]:
+    """Plan the largest models of data parallelism, ZeRO-Offload, ZeRO-2 and 3D parallelism.
+
+    Devices of these plans are larger than 32 GB, because a model is built in float32 before it is narrowed.
+    """
+    on_device: dict[str, object] = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
+    on_device |= {"page_size": "4MiB", "device_memory": "96GB"}
+
+    def alone(plan: Plan, batch: int) -> str:
+        states, beside = held(plan) / 1e9, plan.ordinary_peak / 1e9
+        return (
+            f"{states:.1f} GB of states and {beside:.1f} GB of ordinary tensors, of 32; "
+            f"{claims.tflops(claims.quantities(plan), batch):.0f} TFLOP/s a GPU"
+        )
+
+    for layers, hidden, stage, gpus, claimed in (
+        (24, 2048, 0, 512, "1.3B is the largest by data parallelism alone, 30 TFLOP/s a GPU"),
+        (36, 2048, 0, 512, ""),
+        (26, 2560, 2, 64, "37 TFLOP/s a GPU for 2B to 13B (ZeRO-2)"),
+        (44, 4096, 2, 64, ""),
+    ):
+        program = transformer(layers=layers, hidden=hidden, batch=BATCH, recompute=True)
+        plan = run(program, dgx2(gpus // 16, device_memory_gb=128), gpus, warm_up=2, stage=stage, **on_device)
+        yield Row(
+            f"{plan.parameters / 1e9:.1f}B at stage {stage} on {gpus} GPUs ({layers} layers of {hidden:,})",
+            claimed,
+            alone(plan, BATCH),
+        )
+    program = transformer(layers=40, hidden=5120, batch=2, recompute=True)
+    in_host = dict.fromkeys(("parameters", "gradients", "optimizer"), "host")
+    in_host |= {"page_size": "4MiB", "device_memory": "28GB", "host_memory": "250GB"}
+    plan = run(program, dgx2(device_memory_gb=32), 1, warm_up=2, **in_host)
+    yield Row(
+        f"{plan.parameters / 1e9:.1f}B on one GPU, states in the host (40 layers of 5,120, 2 sequences)",
+        "13B trains (ZeRO-Offload)",
+        f"{held(plan, 'host') / 1e9:.0f} GB in the host, a budget of 28 GB and {plan.ordinary_peak / 1e9:.1f} GB of "
+        f"ordinary tensors on the GPU; {plan.seconds:.1f} s a step, "
+        f"{claims.tflops(claims.quantities(plan), 2):.0f} TFLOP/s",
+    )
+    hidden, group = 8192, 4
+    for billions, gpus, claimed in ((170, 400, "trains (ZeRO-2)"), (650, 512, "48 TFLOP/s a GPU (3D parallelism)")):
+        layers = round(layers_of(billions * 1e9, hidden) / group) * group
+        options = {"warm_up": 1, "group": group, "device_memory_gb": 128, **on_device}
+        of = line(4, 8, nodes=gpus // 16, ranks=gpus, hidden=hidden, batch=1, **options).of(layers)
+        yield Row(
+            f"{billions}B at stage 3 on {gpus} GPUs ({layers} layers of {hidden:,}, one sequence)",
+            claimed,
+            f"{of['held'] / 1e9:.1f} GB of states and {of['ordinary'] / 1e9:.1f} GB of ordinary tensors, of 32, "
+            f"{claims.checkpoints(layers, 1, hidden, group) / 1e9:.1f} of them a checkpoint every {group} layers; "
+            f"{claims.tflops(of, 1):.0f} TFLOP/s a GPU",
         )
 
 
@@ -291,7 +344,18 @@ def scaling(figures: dict[str, object]) -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[dict[str, object]], Iterator[Row]]] = {
     f.__name__: f
-    for f in (stages, one_node, many_nodes, devices_alone, single_gpu, large_layer, bandwidth, efficiency, scaling)
+    for f in (
+        stages,
+        one_node,
+        many_nodes,
+        devices_alone,
+        earlier_systems,
+        single_gpu,
+        large_layer,
+        bandwidth,
+        efficiency,
+        scaling,
+    )
 }
 
 

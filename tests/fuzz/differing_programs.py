@@ -64,6 +64,8 @@ EVENTS = [
     Event("drops a gradient", "weight.grad = None", "error", has_plain=False, drifts=True),
     Event("freezes a parameter", "weight.requires_grad_(False)", "error", has_plain=False, drifts=True),
     Event("makes tensors like a parameter", "kept = [torch.zeros_like(weight) for _ in range(3)]", "error"),
+    Event("finds its link stalled for a while", "stall_link(1)", "none"),
+    Event("finds its link stalled", "stall_link(600)", "error"),
     Event("finds its disk full", "fill_disk()", "raises", has_plain=False),
 ]
 

@@ -21,6 +21,7 @@ import resource
 import signal
 import subprocess
 import tempfile
+import threading
 import traceback
 import unittest.mock
 import zlib
@@ -101,6 +102,27 @@ class Run:
         """Stop this process, as a debugger or a busy machine does."""
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stall_link(self, seconds: float) -> None:
+        """From now on nothing passes the ranks' link, for so long. Without a link of their own: pause."""
+        network = os.environ.get("RANKS_NETWORK")
+        if self.mode not in PAGED:
+            return
+        if network is None:
+            self.pause(min(seconds, 1))
+            return
+        of_link = ["dev", "lo", "root"]
+        # A bucket of fewer bytes than any packet has.
+        queue = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"]
+        subprocess.run(["tc", "qdisc", "add", *of_link, *queue], check=True, capture_output=True)
+
+        def end() -> None:
+            subprocess.run(["tc", "qdisc", "del", *of_link], capture_output=True)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        self.stack.callback(lambda: (timer.cancel(), end()))
 
     def fill_disk(self) -> None:
         """From now on files of this process cannot grow."""
@@ -331,6 +353,7 @@ NAMES = [
     "wrote",
     "pause",
     "fill_disk",
+    "stall_link",
     "together",
     "mine",
     "everyones",

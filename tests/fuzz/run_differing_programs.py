@@ -31,7 +31,7 @@ class Judge:
     """Runs programs and says how they end; makes new processes after each error."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.group = ranks, Group(ranks, TIMEOUT, OTHERS)
+        self.ranks, self.group = ranks, Group(ranks, TIMEOUT, OTHERS, own_network=True)
 
     def judge(self, differing: Differing) -> Verdict:
         event = differing.event
@@ -39,7 +39,7 @@ class Judge:
         verdict = self.verdict(differing, answers)
         if verdict.kind not in ("right", "close"):
             self.group.close()
-            self.group = Group(self.ranks, TIMEOUT, OTHERS)
+            self.group = Group(self.ranks, TIMEOUT, OTHERS, own_network=True)
         return verdict
 
     def verdict(self, differing: Differing, answers: list[dict[str, Any]]) -> Verdict:

@@ -16,11 +16,14 @@ import multiprocessing.connection
 import os
 import pathlib
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,9 +44,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, ranks: int, port: int, timeout: float, said: str, pipe: Any) -> None:
+def _serve(rank: int, ranks: int, port: int, timeout: float, said: str, network: str, pipe: Any) -> None:
     import faulthandler
 
+    if network:
+        _enter(network)
     stream = open(said, "w")  # noqa: SIM115
     os.dup2(stream.fileno(), 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
@@ -76,23 +81,46 @@ def _serve(rank: int, ranks: int, port: int, timeout: float, said: str, pipe: An
         faulthandler.cancel_dump_traceback_later()
 
 
+CLONE_NEWNET = 0x40000000
+
+
+def _enter(network: str) -> None:
+    import ctypes
+
+    with open(f"/run/netns/{network}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"network namespace {network}")
+    os.environ["RANKS_NETWORK"] = network  # programs may stall its link
+
+
+def _new_network() -> str:
+    """Make a network namespace with a loopback link. Return its name; an empty one without the right to do so."""
+    name = f"ranks-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    for command in (["ip", "netns", "add", name], ["ip", "-n", name, "link", "set", "lo", "up"]):
+        if shutil.which("ip") is None or subprocess.run(command, capture_output=True).returncode != 0:
+            return ""
+    return name
+
+
 class Group:
     """Rank processes that wait for programs.
 
     `timeout`: seconds, of their process group. `others`: seconds for the other ranks, once one has failed.
+    `own_network`: they are alone on their loopback link, which programs may stall, if this process may make one.
     """
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.utils.parametrizations", "zeropage"])
 
-    def __init__(self, ranks: int, timeout: float = LIMIT, others: float = OTHERS) -> None:
+    def __init__(self, ranks: int, timeout: float = LIMIT, others: float = OTHERS, own_network: bool = False) -> None:
         self.others = others
+        self.network = _new_network() if own_network else ""
         port, self.folder = _free_port(), tempfile.TemporaryDirectory(prefix="rank-programs-")
         self.pipes, self.processes = [], []
         self.said = [pathlib.Path(self.folder.name) / f"rank-{rank}" for rank in range(ranks)]
         for rank in range(ranks):
             ours, theirs = self.context.Pipe()
-            args = (rank, ranks, port, timeout, str(self.said[rank]), theirs)
+            args = (rank, ranks, port, timeout, str(self.said[rank]), self.network, theirs)
             process = self.context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -136,6 +164,9 @@ class Group:
         for pipe in self.pipes:
             pipe.close()
         self.folder.cleanup()
+        if self.network:
+            subprocess.run(["ip", "netns", "del", self.network], capture_output=True)
+            self.network = ""
 
 
 def failed(answer: dict[str, Any]) -> bool:
