@@ -7,6 +7,8 @@ to_bound: zeropage's seconds / (max(forward, gathers) + max(backward, gathers an
 reduction + update). All of them are measured. A process pumps a step's bytes through the link, while the ranks compute
 forward and backward without any other traffic. Bytes take their time at the rate that this process reaches alone.
 hidden: the part of the network's seconds that a step does not add to those of its computation.
+planned (--plan): the same of a dry run, with operators timed on all ranks at once and the link's measured rate. The
+network's seconds are those of the bytes that a rank sent, at that rate.
 
     sudo python bench/network.py [--hosts 2] [--gigabits 0.8 1.6 6.4 0]      # 0: no limit
     python bench/network.py --one-host --systems zeropage-host,zeropage-host-sockets,fsdp2,fsdp2-offload,ddp
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -26,10 +29,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import zeropage.plan as zp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import train_gpt
@@ -42,26 +48,33 @@ PUMP_PORT, GROUP_PORT = 29600, 29555
 CHUNK = bytes(1 << 20)
 
 
+def settings_of(system: str, args: argparse.Namespace) -> dict[str, str]:
+    tier = system.split("-")[1]
+    return {
+        **dict.fromkeys(["parameters", "gradients", "optimizer"], tier),
+        "device_memory": args.device_memory,
+        "host_memory": args.host_memory,
+        **({"disk_path": args.disk} if tier == "disk" else {}),
+    }
+
+
+@contextlib.contextmanager
+def dtype_of(args: argparse.Namespace) -> Iterator[None]:
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def build(system: str, args: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     scope: Any = contextlib.nullcontext()
     if system.startswith("zeropage"):
         import zeropage
 
-        tier = system.split("-")[1]
-        scope = zeropage.init(
-            device="cpu",
-            stage=3,
-            **dict.fromkeys(["parameters", "gradients", "optimizer"], tier),
-            device_memory=args.device_memory,
-            host_memory=args.host_memory,
-            **({"disk_path": args.disk} if tier == "disk" else {}),
-            peer_memory="never" if system.endswith("sockets") else "auto",
-        )
-    torch.set_default_dtype(getattr(torch, args.dtype))
-    with scope:
+        peers = "never" if system.endswith("sockets") else "auto"
+        scope = zeropage.init(settings_of(system, args), device="cpu", stage=3, peer_memory=peers)
+    with scope, dtype_of(args):
         model: torch.nn.Module = train_gpt.GPT(*SHAPE)
-    torch.set_default_dtype(torch.float32)
     if system.startswith("fsdp2"):
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -156,6 +169,39 @@ def step(model, optimizer, text, target) -> float:
     return loss.item()
 
 
+class Planned(zp.Program):
+    """The step that the ranks train, for a dry run."""
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> Planned:
+        def make_model() -> torch.nn.Module:
+            with dtype_of(args):
+                return train_gpt.GPT(*SHAPE)
+
+        def loss(model: torch.nn.Module) -> torch.Tensor:
+            text = torch.zeros(args.batch, SHAPE[3], dtype=torch.long)
+            return forward(model, text, text)
+
+        return Planned("train_gpt", make_model, loss, args.batch * SHAPE[3], clips=False)
+
+    def make_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        is_real = not parameters[0].is_meta  # the kernel runs here to be timed; a plan counts its bytes
+        return torch.optim.AdamW(parameters, lr=3e-4, fused=is_real)
+
+
+def plan(systems: list[str], ranks: int, args: argparse.Namespace, costs: zp.MeasuredCosts, rate: float) -> Any:
+    """Return the planned seconds of a step, and of its network, for each of zeropage's systems."""
+    machine = dataclasses.replace(zp.Machine.measure(args.disk), devices=1, network_gbs=rate / 1e9)
+    found = {}
+    for name in systems:
+        if name.startswith("zeropage"):
+            settings = settings_of(name, args) | {"stage": 3}
+            planned = zp.simulate(Planned.of(args), settings, machine, ranks=ranks, costs=costs)
+            found[name] = [planned.seconds, planned.network_seconds]
+    return found
+
+
 def work(args: argparse.Namespace) -> None:
     """On a rank: trains the systems by turns. Rank 0 prints the slowest rank's seconds and its own bytes."""
     import torch.distributed as dist
@@ -199,6 +245,13 @@ def work(args: argparse.Namespace) -> None:
         result["seconds"][name].append(slowest(seconds))
     if args.computes:
         pump.close()
+    if args.plan and args.computes:
+        costs = zp.MeasuredCosts()
+        dist.barrier()
+        costs.record(Planned.of(args))
+        dist.barrier()
+        if rank == 0:
+            result["planned"] = plan(systems, ranks, args, costs, statistics.median(result["rates"]))
     peak = torch.tensor(train_gpt.resident("VmHWM") - train_gpt.BASELINE)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
@@ -219,6 +272,7 @@ def run(
         options += ["--device-memory", args.device_memory, "--host-memory", args.host_memory]
         command = [sys.executable, __file__, "--worker", "--systems", ",".join(systems), *options]
         command += ["--computes"] if computes else []
+        command += ["--plan"] if args.plan else []
         try:
             for rank in range(ranks):
                 environment = {
@@ -261,6 +315,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default="1GB", help="zeropage's: for this rank's shares")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder for states on disk")
+    parser.add_argument("--plan", action="store_true", help="compare with a dry run")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--computes", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--pump", action="store_true", help=argparse.SUPPRESS)
@@ -292,6 +347,12 @@ def main() -> None:
                 hidden = 1 - max(0.0, seconds - computing) / network
                 rows.append([rate, name, seconds, sent / 1e6, peaks[name] / 1e6, seconds / bound, hidden])
                 figures[f"{name}_to_bound_{gigabits:g}"] = round(seconds / bound, 3)
+                if name in measured.get("planned", {}):
+                    planned, sending = measured["planned"][name]
+                    figures[f"{name}_planned_to_measured_{gigabits:g}"] = round(planned / seconds, 3)
+                    rows.append([rate, f"{name}, planned", planned, None, None, planned / bound, None])
+                    sent_for = sent / statistics.median(measured["rates"])
+                    figures[f"{name}_network_planned_to_measured_{gigabits:g}"] = round(sending / sent_for, 3)
             times = measured["seconds"]
             for other in [name for name in systems if name != "zeropage-host" and "zeropage-host" in systems]:
                 ratio = round(median_ratio(times[other], times["zeropage-host"]), 3)
