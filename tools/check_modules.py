@@ -13,7 +13,7 @@ MAY_USE = {
     "plan": ["base", "io", "store"],
     "pager": ["base", "io", "store", "page", "comm"],
     "kernels": [],
-    "tensor": ["base", "page", "comm", "pager"],
+    "tensor": ["base", "page", "comm", "pager", "kernels"],
     "rules": ["base", "page", "comm", "plan", "pager", "kernels", "tensor"],
     "train": ["base", "store", "page", "comm", "plan", "pager", "kernels", "tensor", "rules"],
     "fault": ["base", "page", "comm", "pager", "tensor", "rules", "train"],

@@ -48,8 +48,8 @@ class Settings:
     parallel. Values: 0, 1, 2, 3. Each stage stores less per rank; stage 3 also gathers parameters, for up to 1.5
     times the traffic."""
     optimizer_dtype: str = "auto"
-    """Storage format of the moments of fused optimizers: "bfloat16" rounds stochastically, "8bit" stores blocks with a
-    scale on one rank. "auto" and "float32" store them unchanged. Values: auto, float32, bfloat16, 8bit. Fewer bytes
+    """Storage format of the moments of fused optimizers: "bfloat16" rounds stochastically, "8bit" stores blocks with
+    one scale each. "auto" and "float32" store them unchanged. Values: auto, float32, bfloat16, 8bit. Fewer bytes
     move per step, but every update has a rounding error and more arithmetic."""
     device: str = "auto"
     """Device that runs the operators, such as "cpu", "cuda" or "cuda:1". "auto" takes PyTorch's accelerator if there
@@ -183,7 +183,7 @@ TABLE: tuple[Setting, ...] = (
         'ZeRO stage over ranks: 1 partitions optimizer states, 2 also gradients, 3 also parameters. 0 is plain data parallel.',
         'Each stage stores less per rank; stage 3 also gathers parameters, for up to 1.5 times the traffic.'),
     Setting('optimizer_dtype', 'choice', 'auto', ('auto', 'float32', 'bfloat16', '8bit'), '', 'daily',
-        'Storage format of the moments of fused optimizers: "bfloat16" rounds stochastically, "8bit" stores blocks with a scale on one rank. "auto" and "float32" store them unchanged.',
+        'Storage format of the moments of fused optimizers: "bfloat16" rounds stochastically, "8bit" stores blocks with one scale each. "auto" and "float32" store them unchanged.',
         'Fewer bytes move per step, but every update has a rounding error and more arithmetic.'),
     Setting('device', 'device', 'auto', (), '', 'expert',
         'Device that runs the operators, such as "cpu", "cuda" or "cuda:1". "auto" takes PyTorch\'s accelerator if there is one, else the CPU.',

@@ -75,6 +75,8 @@ PLANS = {
     "late": [(True, False), (False, True)],
     "on rank 0": [(True, "rank 0"), (False, False)],
     "on rank 0, after a mean": [(False, True), (True, "rank 0"), (False, "rank 0")],
+    "sums on rank 0 alone": [(True, "rank 0"), (False, True)],
+    "on rank 1 at last": [(True, "rank 0"), (False, "rank 1")],
     "first": [(False, True), (True, True), (False, True)],
     "twice": [(True, True), (False, True), (True, True), (True, False), (False, True)],
 }
@@ -91,7 +93,7 @@ def trained(model, plan, clearing, reads):
             x = torch.randn(16, 64, generator=generator)
             without = zeropage.no_sync(model) if is_paged else model.no_sync()
             with without if here else contextlib.nullcontext():
-                loss = model(x, rank == 0 if extra == "rank 0" else extra).square().mean()
+                loss = model(x, extra is True or extra == f"rank {rank}").square().mean()
                 loss.backward()
                 if not is_paged:
                     model.after_backward()
@@ -115,7 +117,7 @@ def compare(stage, tier, plan, clearing, reads, settings):
         torch.manual_seed(0)
         with made:
             net = Net()
-        if (False, "rank 0") in PLANS[plan] or (True, "rank 0") in PLANS[plan]:
+        if any(isinstance(extra, str) for _, extra in PLANS[plan]):
             net.extra = zeropage.gather_together(net.extra)
         seen, parameters = trained(net, PLANS[plan], clearing, reads)
         torch.manual_seed(0)
@@ -137,10 +139,142 @@ def test_gradients_that_are_not_cleared_are_added_to(stage, clearing, two):
     two.run(compare, stage, "disk", "last", clearing, True, {})
 
 
+def compare_updates(plan, update):
+    compare(
+        3, "disk", plan, "none", False, {"early_update": update, "device_memory": "300kB", "host_memory": "300kB"}
+    )
+
+
 @pytest.mark.parametrize("update", ["never", "always"])
 def test_updates_in_backward_see_the_mean_alone(update, two):
     for plan in ("last", "twice", "lonely"):
-        two.run(compare, 3, "disk", plan, "none", False, {"early_update": update})
+        two.run(compare_updates, plan, update)
+
+
+def mean_of(gradient):
+    mean = gradient.clone()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def mixed(stage, plan, settings):
+    """Gradients in bfloat16, with sums in float32, against a plain model in bfloat16."""
+    rank = dist.get_rank()
+    with space(stage=stage, compute_dtype="bfloat16", **settings) as made:
+        torch.manual_seed(0)
+        with made:
+            net = Net()
+        net.extra = zeropage.gather_together(net.extra)
+        torch.manual_seed(0)
+        plain = Net().bfloat16()
+        sums = [None] * len(list(plain.parameters()))
+        for micro, (here, extra) in enumerate(PLANS[plan]):
+            uses_extra = extra is True or extra == f"rank {rank}"
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * micro + rank)).bfloat16()
+            with zeropage.no_sync(net) if here else contextlib.nullcontext():
+                net(x, uses_extra).float().square().mean().backward()
+            plain(x, uses_extra).float().square().mean().backward()
+            for i, p in enumerate(plain.parameters()):
+                if p.grad is not None:
+                    sums[i] = p.grad.float() if sums[i] is None else sums[i] + p.grad.float()
+                p.grad = None
+        for p, q, total in zip(net.parameters(), plain.parameters(), sums, strict=True):
+            have = torch.tensor(float(total is not None))
+            dist.all_reduce(have)
+            assert (p.grad is not None) == bool(have)
+            if have:
+                mean = mean_of(torch.zeros_like(q, dtype=torch.float32) if total is None else total)
+                rounds = "reduce_dtype" in settings
+                assert torch.allclose(p.grad, mean, rtol=2e-2, atol=1e-4) if rounds else torch.equal(p.grad, mean)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduce_dtype": "bfloat16"}], ids=["", "narrow means"])
+@pytest.mark.parametrize("plan", ["last", "sums on rank 0 alone", "on rank 0", "on rank 1 at last"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_in_mixed_precision_sums_are_in_float32(stage, plan, settings, two):
+    two.run(mixed, stage, plan, settings)
+
+
+def step_without_backward(stage, how):
+    """No backward sends the sums: clipping, unscaling or the step does. Only rank 0 has some of them."""
+    rank = dist.get_rank()
+    with space(stage=stage) as made:
+        torch.manual_seed(0)
+        with made:
+            net = Net()
+        net.extra = zeropage.gather_together(net.extra)
+        torch.manual_seed(0)
+        plain = Net()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        trunk = [*net.first.parameters(), *net.last.parameters()]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with zeropage.no_sync(net):
+            loss = net(x, rank == 0).square().mean()
+            (scaler.scale(loss) if how == "unscale" else loss).backward()
+        plain(x, rank == 0).square().mean().backward()
+        if how == "clip":
+            nn.utils.clip_grad_norm_(trunk, 1e9)
+        elif how == "unscale":
+            scaler.unscale_(optimizer)
+        elif how == "two steps":
+            torch.optim.SGD(trunk, lr=0.0).step()
+        elif how == "a closure without a backward":
+            optimizer.step(lambda: torch.zeros(()))
+        if how != "a closure without a backward":
+            optimizer.step()
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            right = q.detach() - 0.1 * mean_of(torch.zeros_like(q) if q.grad is None else q.grad)
+            assert torch.allclose(p, right, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", ["step", "clip", "unscale", "two steps", "a closure without a backward"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_sends_sums_that_no_backward_has_sent(stage, how, two):
+    two.run(step_without_backward, stage, how)
+
+
+def enter_after_a_failure():
+    with space() as made:
+        with made:
+            net = Net()
+        x = torch.ones(2, 64)
+        handle = net.first.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(x, True).sum().backward()
+        handle.remove()
+        with pytest.raises(zeropage.RankError), zeropage.no_sync(net):
+            pass
+        net.zero_grad()
+        net(x * (1 + dist.get_rank()), False).sum().backward()
+        assert torch.equal(net.last.bias.grad, torch.full((8,), 2.0))
+        assert torch.allclose(net.first.weight.grad, mean_of(plain_copy(net.first.weight.grad)))
+
+
+def test_after_an_error_on_entry_backward_averages_as_before(two):
+    two.run(enter_after_a_failure)
+
+
+def in_another_layout():
+    with space() as made:
+        torch.manual_seed(0)
+        net = nn.Conv2d(3, 5, 3)
+        plain = nn.Conv2d(3, 5, 3)
+        plain.load_state_dict(net.state_dict())
+        net = zeropage.page(net, made)
+        x = torch.randn(2, 3, 8, 8)
+        with zeropage.no_sync(net):
+            net(x).square().sum().backward()
+        with torch.no_grad():
+            net.weight.data = plain.weight.detach().clone(memory_format=torch.channels_last)
+        net(x).square().sum().backward()
+        for _ in range(2):
+            plain(x).square().sum().backward()
+        assert torch.allclose(net.weight.grad, plain.weight.grad, rtol=1e-5)
+
+
+def test_data_in_another_layout_between_micro_batches(two):
+    two.run(in_another_layout)
 
 
 def closures(model, by_hand):
@@ -236,8 +370,13 @@ def without_a_disk():
             for _ in range(8):
                 net(torch.randn(4, 256)).sum().backward()
         net.zero_grad()
-        net(torch.randn(4, 256)).sum().backward()
-        assert all(p.grad.isfinite().all() for p in net.parameters())
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+        net(x).sum().backward()
+        mine = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])
+        mine.load_state_dict({name: plain_copy(p.detach()) for name, p in net.named_parameters()})
+        mine(x).sum().backward()
+        for p, q in zip(net.parameters(), mine.parameters(), strict=True):
+            assert torch.equal(p.grad, mean_of(q.grad))
 
 
 def test_without_a_disk_sums_that_do_not_fit_are_an_error(two):

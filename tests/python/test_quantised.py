@@ -283,31 +283,122 @@ def test_settings_that_make_no_sense(settings, config):
         zeropage.init(config.replace(**settings))
 
 
-def quantised_over_ranks():
-    with pytest.raises(zeropage.ConfigError, match="one rank"), rank_space(optimizer_dtype="8bit"):
-        pass
-    results = []
-    for stage in (0, 1, 3):
-        with rank_space(stage=stage, optimizer_dtype="bfloat16") as made:
+def trained_over_ranks(kept, settings, steps=3, resumes=None):
+    """Parameters and moments of ranks that see the same data; or, of a run that a checkpoint interrupts."""
+    with rank_space(optimizer_dtype=kept, **settings) as made:
+
+        def build():
             torch.manual_seed(0)
             with made:
                 model = GPT()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-            for step in range(3):
-                gpt_loss(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            with torch.no_grad():
-                results.append([zeropage_free(p) for p in model.parameters()])
-                results[-1] += [zeropage_free(s[name]) for s in optimizer.state.values() for name in MOMENTS]
+            return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        model, optimizer = build()
+        for step in range(steps):
+            gpt_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if resumes and step == 1:
+                zeropage.save(resumes, model, optimizer)
+                model, optimizer = build()
+                zeropage.load(resumes, model, optimizer)
+        with torch.no_grad():
+            result = [zeropage_free(p) for p in model.parameters()]
+            result += [zeropage_free(s[name]) for s in optimizer.state.values() for name in MOMENTS]
+        return result, {home.role: home.now for home in made.report().homes}
+
+
+def equal(results):
+    return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def quantised_over_ranks(kept):
     # Rounding depends on values and seeds, not on how ranks share tensors. With stage 0 the device updates.
-    for other in results[1:] if devices.computes_as_the_host() else results[2:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[1], other, strict=True))
+    stages = (0, 1, 2, 3) if devices.computes_as_the_host() else (1, 2, 3)
+    results = [trained_over_ranks(kept, {"stage": stage})[0] for stage in stages]
+    results += [trained_over_ranks(kept, {"stage": 3, **more})[0] for more in ONE_RESULT]
+    assert equal(results)
+    for master in ("float32", "float32_split"):
+        mixed = {"compute_dtype": "bfloat16", "master_dtype": master}
+        assert equal([trained_over_ranks(kept, {"stage": stage, **mixed})[0] for stage in stages])
+    return results[0]
+
+
+ONE_RESULT = [
+    {"early_update": "always"},
+    {"early_update": "never", "async_step": "false"},
+    {"page_size": "64KiB", "device_memory": "24MB", "host_memory": "24MB"},
+    {"tier": "host", "host_memory": "24MB"},
+]
 
 
 def zeropage_free(tensor):
     return torch.empty(tensor.shape).copy_(tensor)
 
 
-def test_over_ranks(two):
-    two.run(quantised_over_ranks)
+@pytest.mark.parametrize("size", ["one", "two", "three"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_over_ranks(kept, size, request):
+    """Ranks of the same data: one result whatever their stage, pages and tiers, and whatever their number.
+
+    But a mean of three equal gradients is rounded.
+    """
+    results = request.getfixturevalue(size).run(quantised_over_ranks, kept)
+    if size == "two":
+        results.append(request.getfixturevalue("one").run(trained_over_ranks, kept, {"stage": 3})[0][0])
+    assert equal(results)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_go_on_from_a_checkpoint_with_the_same_bits(stage, kept, two, tmp_path):
+    whole = two.run(trained_over_ranks, kept, {"stage": stage})
+    parts = two.run(trained_over_ranks, kept, {"stage": stage}, 3, str(tmp_path / "saved"))
+    assert equal([result for result, _ in whole + parts])
+
+
+def disturbed(kept, settings, how, folder):
+    with rank_space(optimizer_dtype=kept, **settings) as made:
+        torch.manual_seed(0)
+        with made:
+            model = GPT()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(4):
+            gpt_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0 and how == "scaled moments":
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
+                    assert (state["exp_avg"] != 0).any()
+            elif step == 1 and how == "loaded weights":
+                zeropage.save(folder, model)
+                zeropage.load(folder, model)
+            elif step == 1 and how == "loaded moments":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with torch.no_grad():
+            result = [zeropage_free(p) for p in model.parameters()]
+            return result + [zeropage_free(s[name]) for s in optimizer.state.values() for name in MOMENTS]
+
+
+PARTITIONS = [{"stage": 3}, {"stage": 0}, {"stage": 1}, {"partition": "gradients"}, {"partition": "parameters"}]
+
+
+@pytest.mark.parametrize("mixed", [{}, {"compute_dtype": "bfloat16"}], ids=["", "mixed"])
+@pytest.mark.parametrize("how", ["scaled moments", "loaded weights", "loaded moments"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_a_program_does_to_moments_has_one_result_over_ranks(kept, how, mixed, two, tmp_path):
+    partitions = PARTITIONS if devices.computes_as_the_host() else [PARTITIONS[0], PARTITIONS[2]]
+    results = [
+        two.run(disturbed, kept, {**partition, **mixed}, how, str(tmp_path / f"saved-{i}"))
+        for i, partition in enumerate(partitions)
+    ]
+    assert equal([of_rank for ranks in results for of_rank in ranks])
+
+
+def test_a_rank_keeps_its_share_of_8_bit_moments(three):
+    plain = three.run(trained_over_ranks, "auto", {"stage": 3})
+    short = three.run(trained_over_ranks, "8bit", {"stage": 3})
+    for (_, homes), (_, narrow) in zip(plain, short, strict=True):
+        # A byte and a scale for each block, instead of four bytes; at least a page a tensor.
+        assert narrow["optimizer"] <= 0.5 * homes["optimizer"]

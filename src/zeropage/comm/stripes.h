@@ -18,14 +18,16 @@ namespace zeropage {
 
 class Stripes {
  public:
-  /// Parts are multiples of this many elements: whole vectors (see [Note: bits at the edges]), whole cache lines.
+  /// Parts are multiples of this many elements, or of more: whole vectors (see [Note: bits at the edges]), whole
+  /// cache lines.
   static constexpr std::size_t kPartElements = 64;
   /// Parts of full pages are multiples of this many elements: whole disk blocks, whatever the dtype.
   static constexpr std::size_t kFullPartElements = 4096;
 
   Stripes() = default;
-  Stripes(std::size_t elements, std::size_t page_bytes, int ranks, int rank)
-      : elements_(elements), page_(page_elements(page_bytes, ranks)), ranks_(ranks), rank_(rank) {}
+  /// Parts are multiples of `unit`: kPartElements times a power of two, at most kFullPartElements.
+  Stripes(std::size_t elements, std::size_t page_bytes, int ranks, int rank, std::size_t unit = kPartElements)
+      : elements_(elements), page_(page_elements(page_bytes, ranks)), unit_(unit), ranks_(ranks), rank_(rank) {}
 
   /// Elements of a full page, for pages of about `page_bytes` of four-byte elements.
   static std::size_t page_elements(std::size_t page_bytes, int ranks) {
@@ -40,7 +42,7 @@ class Stripes {
   std::size_t pages() const { return std::max<std::size_t>(ceil_div(elements_, page_), 1); }
   /// Elements of one rank's part of a page, with padding.
   std::size_t part(std::size_t page) const {
-    return page + 1 < pages() ? page_ / ranks_ : round_up(ceil_div(elements_ - page * page_, ranks_), kPartElements);
+    return page + 1 < pages() ? page_ / ranks_ : round_up(ceil_div(elements_ - page * page_, ranks_), unit_);
   }
   /// The first element of a page in the tensor.
   std::size_t page_begin(std::size_t page) const { return page * page_; }
@@ -70,7 +72,7 @@ class Stripes {
 
  private:
   std::size_t elements_ = 0;
-  std::size_t page_ = kFullPartElements;
+  std::size_t page_ = kFullPartElements, unit_ = kPartElements;
   int ranks_ = 1, rank_ = 0;
 };
 

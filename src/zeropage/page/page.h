@@ -204,6 +204,9 @@ struct SegmentSpec {
   bool is_staging = false;     // no home: memory for data that a cache above passes through
   SourceRange source = {};     // for tier disk: holds the content until it is written. None: zeros
   bool is_unset = false;       // the caller overwrites it before anything reads it; no need for zeros
+  /// By page: the bytes from `source` to its content, or kNotInFile. Empty: one page after another.
+  std::vector<std::uint64_t> source_pages = {};
+  static constexpr std::uint64_t kNotInFile = ~std::uint64_t{0};
 };
 
 /// A tensor that is partitioned over ranks. Each page holds every rank's part of it, in rank order.

@@ -95,7 +95,7 @@ bool can_be_deferred(const Substitution& call) {
 /// Whether ranks share all that the call writes, so that each writes its share alone.
 bool writes_shares(const Substitution& call) {
   return std::ranges::all_of(call.operands, [](const Operand& operand) {
-    return operand.access == Access::read || operand.segment->is_shareable();
+    return operand.access == Access::read || operand.segment->is_shareable() || operand.segment->is_of_share;
   });
 }
 

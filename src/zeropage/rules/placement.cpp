@@ -99,10 +99,14 @@ bool settle(Call& call, std::size_t element, const at::Tensor& written) {
     note_contract(call, element, written, *segment);
   }
   const Taken taken = taken_by(call, element, written);
-  if (segment->keeps_same() || (segment->is_reduced() && !taken.own_tensor)) {
+  const bool keeps_same = segment->keeps_same() || segment->quantisation();  // a moment
+  if (keeps_same || (segment->is_reduced() && !taken.own_tensor)) {
     if (!in_scope) note_contract(call, element, written, *segment);
-    // A copy, such as one of a load that failed and was repeated, leaves nothing of what was before.
-    const bool is_counted = !in_scope && segment->leaf_known && call.name() != "aten::copy_";
+    // A copy, such as one of a load that failed and was repeated, leaves nothing of what was before. Backward may add
+    // to a gradient more often on some ranks.
+    const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
+    const bool is_state = segment->leaf_known || (segment->is_reduced() && !in_backward);
+    const bool is_counted = !in_scope && is_state && call.name() != "aten::copy_";
     if (is_counted) segment->domain()->contract.count(call.name());
     return false;
   }

@@ -267,7 +267,7 @@ bool Program::run() {
     progress_.waits = true, progress_.windows = SIZE_MAX;
     hurry_stream();
     for (const Slot& slot : slots_) {
-      if (slot.is_updated) slot.segment->claim_share(Access::write);
+      if (slot.is_updated && slot.per == 1) slot.segment->claim_share(Access::write);
     }
     if (!code_.instructions.empty()) run_or_end();
     zero_at_the_end();
@@ -568,7 +568,8 @@ void Program::for_each_segment(c10::function_ref<void(StorageSegment&)> visit) c
 
 bool Program::writes_shares() const {
   return std::ranges::all_of(slots_, [](const Slot& slot) {
-    return slot.access == Access::read || slot.temporary || !slot.segment || slot.segment->is_shareable();
+    return slot.access == Access::read || slot.temporary || !slot.segment || slot.segment->is_shareable() ||
+           slot.segment->is_of_share;
   });
 }
 

@@ -123,8 +123,12 @@ void quantise(at::Tensor moment, bool is_signed) {
   quantisation->is_signed = is_signed;
   quantisation->codes = like(moment.sizes(), moment.strides(), blocks ? c10::kByte : c10::kBFloat16, false);
   if (blocks) {
-    const auto count = static_cast<std::int64_t>(ceil_div(segment->elements(), kernels::kQuantum));
-    quantisation->scales = like(count, 1, c10::kFloat, false);
+    const bool is_share = segment_of(quantisation->codes)->is_partitioned();
+    const std::size_t elements = is_share ? segment->stripes().share() : segment->elements();
+    quantisation->scales =
+        make_paged(domain, ceil_div(elements, kernels::kQuantum), 1, caffe2::TypeMeta::Make<float>(), Role::optimizer,
+                   {.alone = alone, .is_local = true});
+    segment_of(quantisation->scales)->is_of_share = is_share;
   }
   quantisation->seed = ++domain->quantisations * 0x9e3779b9u;
   encode(*quantisation, moment);

@@ -26,7 +26,7 @@ bool is_eligible(const StorageSegment& leaf) {
 /// Whether the segment's home holds all of its content, so that a program can use it there while the gathered tensor
 /// stays as it is.
 bool is_at_home(const StorageSegment& segment) {
-  if (!segment.domain()->partition.ranks) return true;
+  if (!segment.domain()->partition.ranks || segment.number() == 0) return true;
   return segment.is_partitioned() && !segment.run()->packed() && segment.cache()->is_unused(segment);
 }
 

@@ -246,6 +246,8 @@ struct Reach {
 const StorageSegment* shared_among(c10::ArrayRef<Operand> operands) {
   const StorageSegment* shared = nullptr;
   for (const Operand& operand : operands) {
+    if (operand.per > 1 && !operand.segment->is_of_share) return nullptr;
+    if (operand.per > 1) continue;
     const bool read = operand.access == Access::read;
     if (!read && !(operand.segment && operand.segment->is_shareable())) return nullptr;
     if (!operand.segment) continue;
@@ -267,6 +269,7 @@ Reach reach(c10::ArrayRef<Operand> operands, const StorageSegment* shared) {
       if (operand.segment) operand.segment->refresh(operand.access);
       continue;
     }
+    if (operand.per > 1) continue;
     if (operand.segment) operand.segment->open_share(operand.access);
     if (operand.segment && operand.segment->is_partitioned()) {
       operand.segment = &operand.segment->share_segment();

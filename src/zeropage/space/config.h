@@ -45,8 +45,8 @@ struct Config {
   /// times the traffic.
   std::string stage = "3";
   /// Storage format of the moments of fused optimizers: "bfloat16" rounds stochastically, "8bit" stores blocks with
-  /// a scale on one rank. "auto" and "float32" store them unchanged. Values: auto, float32, bfloat16, 8bit. Fewer
-  /// bytes move per step, but every update has a rounding error and more arithmetic.
+  /// one scale each. "auto" and "float32" store them unchanged. Values: auto, float32, bfloat16, 8bit. Fewer bytes
+  /// move per step, but every update has a rounding error and more arithmetic.
   std::string optimizer_dtype = "auto";
   /// Device that runs the operators, such as "cpu", "cuda" or "cuda:1". "auto" takes PyTorch's accelerator if there
   /// is one, else the CPU. An accelerator has its own memory, so pages also cross the link between host and device.

@@ -25,8 +25,8 @@ void take_gradient(const at::Tensor& parameter);
 std::vector<at::Tensor> accumulate_here(c10::ArrayRef<at::Tensor> parameters, bool here);
 /// Prepares an optimizer's step over these parameters, or clipping. Pages parameters again whose `.data` the program
 /// has set to an ordinary tensor. Averages gradients that are each rank's own, for example those that the program has
-/// set, or accumulated: all ranks call it together. With a closure, which adds to accumulated gradients, these come at
-/// the next call. True if ranks share any of the parameters.
+/// set, or accumulated: all ranks call it together. With a closure, which adds to accumulated gradients, these come
+/// at the next call. True if ranks share any of the parameters.
 bool before_step(c10::ArrayRef<at::Tensor> parameters, bool has_closure = false);
 /// Ends an optimizer's step over these parameters. If async_step is off, runs its pending updates now.
 void step_ended(c10::ArrayRef<at::Tensor> parameters);

@@ -204,7 +204,7 @@ c10::ScalarType dtype_of(std::string_view setting, const std::string& dtype) {
       setting, dtype));
 }
 
-Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) {
+Moments moments_of(const Config& config, const Domain& domain) {
   const std::string& kept = config.optimizer_dtype;
   if (kept == "auto" || kept == "None" || kept == "float32") return Moments::as_they_are;
   if (kept != "bfloat16" && kept != "8bit") {
@@ -219,10 +219,6 @@ Moments moments_of(const Config& config, const Domain& domain, bool over_ranks) 
     throw ConfigError(fmt::format(
         "optimizer_dtype = \"{}\" is for states in the host or on disk; here optimizer = \"device\"; write \"auto\"",
         kept));
-  }
-  if (kept == "8bit" && over_ranks) {
-    throw ConfigError(
-        "optimizer_dtype = \"8bit\" is for one rank: blocks share a scale; write \"bfloat16\" or \"auto\"");
   }
   return kept == "8bit" ? Moments::blocks8 : Moments::bfloat16;
 }
@@ -528,7 +524,7 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
   }
   domain.saves_masters = config.state_dict == "master";
   domain.homes_in_files = flag_of("lazy_load", config.lazy_load);
-  domain.moments = moments_of(config, domain, over_ranks);
+  domain.moments = moments_of(config, domain);
   partition_roles(config, domain.partition);
   const EarlyUpdate early_update = early_update_of(config.early_update);
   const auto& partitions = domain.partition.partitions;
@@ -933,12 +929,19 @@ void take_gradient(const at::Tensor& parameter) {
 
 std::vector<at::Tensor> accumulate_here(c10::ArrayRef<at::Tensor> parameters, bool here) {
   std::vector<at::Tensor> changed;
-  for (const at::Tensor& parameter : parameters) {
-    auto* const segment = segment_of(parameter);
-    const bool is_over_ranks = segment && segment->domain()->partition.ranks;
-    if (!is_over_ranks || segment->accumulates_here.exchange(here) == here) continue;
-    changed.push_back(parameter);
-    if (here) reducer_of(*segment->domain()).expect_local_sums(parameter);
+  try {
+    for (const at::Tensor& parameter : parameters) {
+      auto* const segment = segment_of(parameter);
+      const bool is_over_ranks = segment && segment->domain()->partition.ranks;
+      if (!is_over_ranks || segment->accumulates_here == here) continue;
+      Reducer& reducer = reducer_of(*segment->domain());
+      here ? reducer.expect_local_sums(parameter) : reducer.expect_no_local_sums();
+      segment->accumulates_here = here;
+      changed.push_back(parameter);
+    }
+  } catch (...) {
+    if (here) accumulate_here(changed, false);
+    throw;
   }
   return changed;
 }

@@ -57,6 +57,18 @@ void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) 
 
 }  // namespace
 
+/// By page: the place of this rank's part in a file with the whole tensor. A last part that is not all within the
+/// tensor is not in the file.
+std::vector<std::uint64_t> parts_in_file(const Stripes& stripes, std::size_t item_bytes) {
+  std::vector<std::uint64_t> places;
+  for (std::size_t page = 0; page < stripes.pages(); ++page) {
+    const std::size_t begin = stripes.page_begin(page) + stripes.rank() * stripes.part(page);
+    const bool is_whole = begin + stripes.part(page) <= stripes.elements();
+    places.push_back(is_whole ? begin * item_bytes : SegmentSpec::kNotInFile);
+  }
+  return places;
+}
+
 /// Makes a segment and binds it to its home.
 struct SegmentBuilder {
   Domain* domain;
@@ -127,8 +139,17 @@ struct SegmentBuilder {
                                                              c10::DataPtr(nullptr, domain->device), nullptr, false);
     auto share = std::make_unique<StorageSegment>(segment.domain_, own_storage.get(), role, own);
     const std::size_t part_bytes = page_bytes(stripes) / stripes.ranks();
-    const std::size_t page = std::max(round_down(domain->cache->page_bytes(), part_bytes), part_bytes);
-    domain->cache->bind(*share, {share_bytes, 0, role, tier_for(*domain, role, share_bytes), page, is_alone()});
+    const Tier tier = tier_for(*domain, role, share_bytes);
+    const SourceRange source = tier == Tier::disk ? creation.source : SourceRange{};
+    // In a file only the elements of a part are consecutive.
+    const std::size_t page =
+        source ? part_bytes : std::max(round_down(domain->cache->page_bytes(), part_bytes), part_bytes);
+    SegmentSpec spec{share_bytes, 0, role, tier, page, is_alone() || source};
+    if (source) {
+      spec.source = source;
+      spec.source_pages = parts_in_file(stripes, item_bytes);
+    }
+    domain->cache->bind(*share, spec);
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
     // A tensor that other ranks create at another time, or whose home is found later, shares no page.
     const bool alone = creation.number != 0 || creation.unallocated || is_apart();
@@ -161,12 +182,14 @@ void copy_in(StorageSegment& segment, const std::byte* data, std::size_t bytes) 
   }
 }
 
-/// Copies this rank's share of the `bytes` at `data`.
-void copy_share_in(StorageSegment& segment, const std::byte* data, std::size_t item_bytes) {
+/// Copies this rank's share of the `bytes` at `data`. `is_in_file`: except parts that the file has.
+void copy_share_in(StorageSegment& segment, const std::byte* data, std::size_t item_bytes, bool is_in_file) {
   StorageSegment& share = segment.share_segment();
   const Stripes& stripes = segment.stripes();
+  const bool has_last = stripes.own() == stripes.share();  // all of the last part is within the tensor
   for (std::size_t i = 0, end = 0; i < stripes.own(); i = end) {
     end = std::min(stripes.part_end(i), stripes.own());
+    if (is_in_file && (has_last || stripes.part_end(i) < stripes.share())) continue;
     const std::size_t page = i * item_bytes / share.page_bytes();
     PagePin part = share.cache()->pin_page(share, page, Access::write);
     part.wait();
@@ -401,7 +424,7 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 }
 
 SourceRange Domain::find_source(const at::TensorBase& tensor) const {
-  if (!homes_in_files || partition.ranks || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return {};
+  if (!homes_in_files || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return {};
   if (tensor.is_conj() || tensor.is_neg() || tensor.nbytes() < std::max<std::size_t>(min_page_bytes, 1)) return {};
   return cache->find_source(tensor.const_data_ptr(), tensor.nbytes());
 }
@@ -446,12 +469,11 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
                                role,
                                {.number = number, .source = domain->find_source(tensor)}};
   auto segment = builder(domain, impl);
-  if (builder.creation.source && segment->tier() == Tier::disk) {
-    // The file holds the content.
-  } else if (segment->is_partitioned()) {
+  const bool is_in_file = builder.creation.source && segment->at_home().tier() == Tier::disk;
+  if (segment->is_partitioned()) {
     segment->open_share(Access::overwrite);
-    copy_share_in(*segment, data, tensor.itemsize());
-  } else {
+    copy_share_in(*segment, data, tensor.itemsize(), is_in_file);
+  } else if (!is_in_file || domain->partition.ranks) {
     copy_in(*segment, data, storage.nbytes());
   }
   impl.set_resizable(false);
@@ -501,8 +523,13 @@ bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role
   const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
   const Creation creation{.number = number, .source = domain->find_source(tensor)};
   at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role, creation);
-  if (creation.source && segment_of(own)->tier() == Tier::disk) {
+  StorageSegment& made = *segment_of(own);
+  if (creation.source && made.at_home().tier() == Tier::disk && !domain->partition.ranks) {
     compat::become(tensor, own);  // the file holds the content
+  } else if (creation.source && made.at_home().tier() == Tier::disk && made.is_partitioned()) {
+    made.open_share(Access::overwrite);
+    copy_share_in(made, static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.itemsize(), true);
+    compat::become(tensor, own);
   } else {
     const SameValues same;  // `own` is no result of this rank's data: all ranks will have it
     compat::become(tensor, own.copy_(tensor));

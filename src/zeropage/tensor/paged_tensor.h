@@ -23,6 +23,7 @@
 #include "zeropage/base/units.h"
 #include "zeropage/comm/collectives.h"
 #include "zeropage/comm/stripes.h"
+#include "zeropage/kernels/formats.h"
 #include "zeropage/pager/frame_cache.h"
 #include "zeropage/tensor/foreseen_norm.h"
 #include "zeropage/tensor/leaves.h"
@@ -97,7 +98,7 @@ class Pending {
 /// The low-precision encoding of a float32 tensor's content.
 struct Quantisation {
   at::Tensor codes;        // bfloat16 or uint8, of the tensor's shape.
-  at::Tensor scales;       // float32, one for each kQuantum codes of uint8.
+  at::Tensor scales;       // float32, one for each kQuantum codes of uint8; over ranks, of this rank's share
   bool is_signed = true;   // of uint8 codes.
   std::uint32_t seed = 0;  // of the latest rounding.
   bool is_seeded = false;  // the optimizer's step set the seed.
@@ -249,7 +250,9 @@ struct Domain {
                                                                                   : Layout::replicated;
   }
   Stripes stripes(std::size_t elements) const {
-    return {elements, cache->page_bytes(), partition.ranks->size(), partition.ranks->rank()};
+    // A rank's part has whole blocks of moments that share a scale.
+    const std::size_t unit = moments == Moments::blocks8 ? kernels::kQuantum : Stripes::kPartElements;
+    return {elements, cache->page_bytes(), partition.ranks->size(), partition.ranks->rank(), unit};
   }
 };
 
@@ -308,11 +311,17 @@ class StorageSegment final : public Segment {
   /// The low-precision encoding of its content, or null. A quantised segment has no home of its own.
   Quantisation* quantisation() const { return quantisation_.get(); }
   void set_quantisation(std::unique_ptr<Quantisation> quantisation) { quantisation_ = std::move(quantisation); }
+  /// Whether these are scales of the codes in this rank's share, and not of a whole tensor's.
+  bool is_of_share = false;
 
   // --- gradients ---
 
   /// Whether this rank accumulates the leaf's gradients for itself (train/local_sums.h). Threads of backward read it.
   std::atomic<bool> accumulates_here = false;
+  /// Whether it has ever done so, on all ranks alike.
+  std::atomic<bool> has_accumulated = false;
+  /// Whether this is such a sum.
+  bool is_local_sum = false;
   /// The norms that the program requests of this leaf's gradients.
   const std::shared_ptr<NormHabit>& norm_habit();
   /// The norm foreseen for this gradient; null: nothing is known.

@@ -1,5 +1,6 @@
 #include "zeropage/train/local_sums.h"
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 
 #include "zeropage/base/errors.h"
@@ -27,33 +28,35 @@ at::Tensor LocalSums::begin(const at::Tensor& leaf, const at::Tensor& gradient) 
     sum = make(Tier::disk);
   }
   sum.copy_(gradient);
+  segment_of(sum)->is_local_sum = true;
   std::lock_guard lock(mutex_);
-  std::erase_if(begun_, [](const auto& begun) { return begun.second.expired(); });
-  begun_.insert_or_assign(domain->leaves.know(leaf), segment_of(sum)->storage());
+  keys_.insert(domain->leaves.know(leaf));
   return sum;
 }
 
 bool LocalSums::holds(const at::Tensor& leaf) const {
-  const auto* const segment = segment_of(leaf);
   const at::Tensor gradient = leaf.grad();
-  if (!segment || !gradient.defined() || !segment_of(gradient)) return false;
-  std::lock_guard lock(mutex_);
-  const auto found = begun_.find(segment->domain()->leaves.key_of(leaf));
-  return found != begun_.end() && found->second.lock().get() == gradient.storage().unsafeGetStorageImpl();
+  const auto* const sum = gradient.defined() ? segment_of(gradient) : nullptr;
+  return sum && sum->is_local_sum && segment_of(leaf) && is_whole(gradient);
 }
 
 at::Tensor LocalSums::take(const at::Tensor& leaf) {
   if (!holds(leaf)) return {};
   std::lock_guard lock(mutex_);
-  begun_.erase(segment_of(leaf)->domain()->leaves.key_of(leaf));
+  keys_.erase(segment_of(leaf)->domain()->leaves.key_of(leaf));
   return std::exchange(leaf.mutable_grad(), at::Tensor());
+}
+
+void LocalSums::give_back(const at::Tensor& leaf, const at::Tensor& sum) {
+  if (leaf.grad().defined() || !segment_of(leaf)) return;
+  leaf.mutable_grad() = sum;
+  std::lock_guard lock(mutex_);
+  keys_.insert(segment_of(leaf)->domain()->leaves.know(leaf));
 }
 
 std::vector<std::uint64_t> LocalSums::keys() const {
   std::lock_guard lock(mutex_);
-  std::vector<std::uint64_t> keys;
-  for (const auto& [key, _] : begun_) keys.push_back(key);
-  return keys;
+  return {keys_.begin(), keys_.end()};
 }
 
 void add_local_sum(const at::Tensor& gradient, const at::Tensor& sum) {
@@ -61,6 +64,12 @@ void add_local_sum(const at::Tensor& gradient, const at::Tensor& sum) {
   StorageSegment& segment = *segment_of(sum);
   segment.complete();
   const NoPagingGuard no_paging;
+  if (sum.strides() != gradient.strides()) {  // `.data =` has changed the leaf's
+    const at::Tensor laid_out = at::empty_like(gradient);
+    const PagingAgain paging;
+    gradient.add_(laid_out.copy_(sum));
+    return;
+  }
   const at::Tensor flat = gradient.as_strided(gradient.numel(), 1);
   const std::size_t page_elements = segment.page_bytes() / sum.itemsize();
   const auto elements = static_cast<std::size_t>(flat.numel());

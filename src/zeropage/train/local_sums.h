@@ -4,8 +4,8 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "zeropage/tensor/paged_tensor.h"
@@ -21,15 +21,17 @@ class LocalSums {
   bool holds(const at::Tensor& leaf) const;
   /// Takes the leaf's, so that p.grad becomes undefined. Undefined if p.grad is none.
   at::Tensor take(const at::Tensor& leaf);
+  /// Makes one that was taken p.grad again, if that is still undefined.
+  void give_back(const at::Tensor& leaf, const at::Tensor& sum);
   /// Keys of leaves that have one, or had it until the program replaced it.
   std::vector<std::uint64_t> keys() const;
 
  private:
   mutable std::mutex mutex_;
-  std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> begun_;  // by key of the leaf
+  std::set<std::uint64_t> keys_;
 };
 
-/// Adds a local sum to `gradient`, a contiguous tensor in plain memory with the sum's elements in memory order.
+/// Adds a local sum to `gradient`, a dense tensor in plain memory.
 void add_local_sum(const at::Tensor& gradient, const at::Tensor& sum);
 
 }  // namespace zeropage

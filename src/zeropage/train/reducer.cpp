@@ -224,6 +224,7 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
 /// loss while they sum it; else the dtype of the mean.
 c10::ScalarType Reducer::made_in(const at::Tensor& leaf, c10::ScalarType dtype) const {
   const c10::ScalarType mean = gradient_dtype(leaf).toScalarType();
+  if (segment_of(leaf)->has_accumulated) return mean;  // a rank may have a local sum, in the mean's dtype
   const bool is_exact = mean == at::kFloat && c10::isReducedFloatingType(dtype);
   const bool is_planned_on_cpu = domain_.planned_on && domain_.planned_on->speeds.is_unified;
   return is_exact && (ranks_.sums_in_parts(dtype) || is_planned_on_cpu) ? dtype : mean;
@@ -238,7 +239,14 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, b
   take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
   const bool had_sum = leaf.grad().defined();
   const Kind kind = is_met(leaf, had_sum) ? Kind::again : had_sum ? Kind::added : Kind::first;
-  const at::Tensor mean = reduce(leaf, gradient, sum, kind, is_last);
+  const at::Tensor mean = [&] {
+    try {
+      return reduce(leaf, gradient, sum, kind, is_last);
+    } catch (...) {
+      if (sum.defined()) local_sums_.give_back(leaf, sum);
+      throw;
+    }
+  }();
   hand_over();
   return mean;
 }
@@ -255,8 +263,15 @@ void Reducer::expect_local_sums(const at::Tensor& leaf) {
   const at::Tensor before = leaf.grad();
   const auto* const mean = before.defined() ? segment_of(before) : nullptr;
   if (mean && !mean->is_own()) leaf.mutable_grad() = local_sums_.begin(leaf, before);
+  segment_of(leaf)->has_accumulated = true;
   std::lock_guard lock(mutex_);
-  unsettled_ = true;
+  has_local_sums_ = true;
+  ++accumulating_;
+}
+
+void Reducer::expect_no_local_sums() {
+  std::lock_guard lock(mutex_);
+  if (accumulating_ > 0) --accumulating_;
 }
 
 /// False if the leaf has no local sum.
@@ -264,7 +279,12 @@ bool Reducer::send_local_sum(const at::Tensor& leaf) {
   const at::Tensor sum = local_sums_.take(leaf);
   if (!sum.defined()) return false;
   const Kind kind = is_met(leaf, /*had_sum=*/false) ? Kind::again : Kind::first;
-  leaf.mutable_grad() = reduce(leaf, sum, {}, kind, /*is_last=*/false);
+  try {
+    leaf.mutable_grad() = reduce(leaf, sum, {}, kind, /*is_last=*/false);
+  } catch (...) {
+    local_sums_.give_back(leaf, sum);
+    throw;
+  }
   return true;
 }
 
@@ -275,6 +295,26 @@ void Reducer::send_local_sums() {
     const auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
     if (segment && !segment->accumulates_here.load(std::memory_order_relaxed)) send_local_sum(leaf);
   }
+}
+
+/// Settles at the end of a backward. If this rank cannot send its local sums, all ranks throw.
+void Reducer::end_local_sums() {
+  std::exception_ptr failure;
+  try {
+    send_local_sums();
+  } catch (...) {
+    failure = std::current_exception();
+    std::lock_guard lock(mutex_);
+    has_failed_ = true;
+  }
+  try {
+    settle();
+  } catch (...) {
+    if (!failure) throw;
+  }
+  if (failure) std::rethrow_exception(failure);
+  std::lock_guard lock(mutex_);
+  if (accumulating_ == 0) has_local_sums_ = false;  // all were sent
 }
 
 /// Does what follows from means that have come: widens them, and updates parameters early. Without the lock, since
@@ -360,7 +400,7 @@ void Reducer::average(c10::ArrayRef<at::Tensor> leaves, bool with_local_sums) {
   for (const at::Tensor& leaf : leaves) {
     if (with_local_sums || !local_sums_.holds(leaf)) take_own_gradient(leaf);
   }
-  if (unsettled_ && torch::autograd::get_current_graph_task_id() < 0) settle();
+  if ((unsettled_ || has_local_sums_) && torch::autograd::get_current_graph_task_id() < 0) settle();
 }
 
 /// Runs `exchange`, which all ranks do together. If it fails midway, other ranks may have gone further and no later
@@ -404,8 +444,7 @@ class Reducer::Watch {
       if (--reducer->backwards_ > 0) return;  // inside another task, whose end serves all
     }
     try {
-      reducer->send_local_sums();
-      reducer->settle();
+      reducer->end_local_sums();
     } catch (const Error& error) {
       throw_translated(error);
     }

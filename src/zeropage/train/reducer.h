@@ -50,12 +50,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// A paged gradient like `leaf`. Its content, the mean over ranks, arrives later. `gradient` may be paged.
   /// `is_last`: no other one is expected before the step, so that the update may run as soon as the mean has come.
   at::Tensor reduce(const at::Tensor& leaf, const at::Tensor& gradient, bool is_last);
-  /// The gradient that AccumulateGrad shall make p.grad, or add to it, if this rank accumulates the leaf's gradients for itself.
-  /// nullopt: it does not, or p.grad is a mean over ranks.
+  /// The gradient that AccumulateGrad shall make p.grad, or add to it, if this rank accumulates the leaf's gradients
+  /// for itself. nullopt: it does not, or p.grad is a mean over ranks.
   std::optional<at::Tensor> accumulate_here(const at::Tensor& leaf, const at::Tensor& gradient);
   /// The leaf's gradients will be accumulated here. If p.grad is a mean over ranks, the sum begins with it. All ranks
   /// call it together.
   void expect_local_sums(const at::Tensor& leaf);
+  /// They will not any more.
+  void expect_no_local_sums();
   /// If the leaf's gradient is this rank's own, for example set by the program, replaces p.grad by the mean over
   /// ranks, which arrives later. All ranks call it together. Returns whether it did so.
   bool take_own_gradient(const at::Tensor& leaf);
@@ -94,6 +96,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
                     bool is_last);
   bool send_local_sum(const at::Tensor& leaf);
   void send_local_sums();
+  void end_local_sums();
   void hand_over();
   bool is_met(const at::Tensor& leaf, std::optional<bool> had_sum);
   template <class Exchange>
@@ -207,7 +210,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int backward_ = -1;              // the latest watched graph task.
   int backwards_ = 0;              // watched graph tasks: a checkpoint's runs inside another.
   bool unsettled_ = false;         // a gradient came since ranks last settled.
-  bool has_failed_ = false;        // a backward failed since ranks last agreed.
+  // Some rank may have a local sum, and how many leaves begin one in a backward. The same on all ranks.
+  bool has_local_sums_ = false;
+  std::size_t accumulating_ = 0;
+  bool has_failed_ = false;  // a backward failed since ranks last agreed.
 };
 
 }  // namespace zeropage

@@ -55,6 +55,10 @@ void HomeAllocator::list_room(Run& run) noexcept try {
 } catch (const std::bad_alloc&) {
 }
 
+static bool is_in_file(const SegmentSpec& spec, std::size_t page) {
+  return spec.source && (spec.source_pages.empty() || spec.source_pages[page] != SegmentSpec::kNotInFile);
+}
+
 Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes,
                             bool is_shared) {
   auto owned = std::make_unique<Run>();
@@ -77,19 +81,21 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
       const Inside inside(monitor_);
       const Unlocked unlocked(lock);
       bind_below(*run.below, {run.bytes, spec.row_bytes, spec.role, spec.tier, page_bytes, /*alone=*/true,
-                              /*is_staging=*/false, spec.source});
+                              /*is_staging=*/false, spec.source, /*is_unset=*/false, spec.source_pages});
     }
     monitor_.check_usable();
     run.home = homes_.home;
     if (spec.source) {
-      for (Page& page : run.pages) page.state = Residency::evicted;
+      for (std::size_t i = 0; i < run.pages.size(); ++i) {
+        if (is_in_file(spec, i)) run.pages[i].state = Residency::evicted;
+      }
     }
   } else if (spec.tier == Tier::disk) {
     if (!homes_.swap)
       throw ConfigError("a role is set to \"disk\" but disk_path is not set; set disk_path to a directory");
     run.is_on_disk = true;
     run.home = homes_.home;
-    take_slots(lock, run, spec.source);
+    take_slots(lock, run, spec);
   } else {
     make_permanent(lock, run, /*clears=*/!spec.is_staging && (is_shared || !spec.is_unset));
   }
@@ -98,18 +104,26 @@ Run& HomeAllocator::new_run(Lock& lock, const SegmentSpec& spec, std::size_t byt
 }
 
 /// Gives each page its slot: a part of the file, or free space on disk.
-void HomeAllocator::take_slots(Lock& lock, Run& run, const SourceRange& source) {
-  for (std::size_t i = 0; source && i < run.pages.size(); ++i) {
-    run.pages[i].home = std::make_shared<Slot>(SourceRange{source.file, source.offset + i * run.page_bytes});
+void HomeAllocator::take_slots(Lock& lock, Run& run, const SegmentSpec& spec) {
+  std::size_t missing = 0;
+  for (std::size_t i = 0; i < run.pages.size(); ++i) {
+    if (!is_in_file(spec, i)) {
+      missing += run.bytes_of(i);
+      continue;
+    }
+    const std::uint64_t at = spec.source_pages.empty() ? i * run.page_bytes : spec.source_pages[i];
+    run.pages[i].home = std::make_shared<Slot>(SourceRange{spec.source.file, spec.source.offset + at});
     run.pages[i].state = Residency::evicted;
   }
-  std::size_t next = 0, missing = source ? 0 : run.bytes;
+  std::size_t next = 0;
   while (missing > 0) {
     {
       const Inside inside(monitor_);
       const Unlocked unlocked(lock);  // no other thread knows the run yet
-      for (; missing > 0; missing -= run.bytes_of(next++)) {
+      for (; missing > 0; ++next) {
+        if (run.pages[next].home) continue;
         if (!(run.pages[next].home = run.home->try_allocate(run.bytes_of(next)))) break;
+        missing -= run.bytes_of(next);
       }
     }
     monitor_.check_usable();

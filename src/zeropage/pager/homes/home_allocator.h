@@ -50,7 +50,7 @@ class HomeAllocator {
  private:
   Run& new_run(Lock& lock, const SegmentSpec& spec, std::size_t bytes, std::size_t page_bytes, bool is_shared);
   void bind_below(Segment& segment, const SegmentSpec& spec);
-  void take_slots(Lock& lock, Run& run, const SourceRange& source);
+  void take_slots(Lock& lock, Run& run, const SegmentSpec& spec);
   void make_permanent(Lock& lock, Run& run, bool clears);
   void list_room(Run& run) noexcept;
   Run& new_gathered_run(const GatheredSpec& spec, std::size_t bytes, std::size_t page_bytes, bool packed);
