@@ -35,6 +35,7 @@ _MODULES = (
     "peft",
     "accelerate",
     "lightning",
+    "pipelining",
     "fsdp",
     "data_parallel",
     "compiled",

@@ -924,18 +924,20 @@ void take_data(at::Tensor parameter) {
 
 void take_gradient(const at::Tensor& parameter) {
   const auto* segment = segment_of(parameter);
-  if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).take_own_gradient(parameter);
+  if (segment && segment->domain()->partition.ranks) reducer_of(*segment->domain()).take_set_gradient(parameter);
 }
 
 std::vector<at::Tensor> accumulate_here(c10::ArrayRef<at::Tensor> parameters, bool here) {
   std::vector<at::Tensor> changed;
+  std::uint64_t group = 0;
   try {
     for (const at::Tensor& parameter : parameters) {
       auto* const segment = segment_of(parameter);
       const bool is_over_ranks = segment && segment->domain()->partition.ranks;
       if (!is_over_ranks || segment->accumulates_here == here) continue;
-      Reducer& reducer = reducer_of(*segment->domain());
-      here ? reducer.expect_local_sums(parameter) : reducer.expect_no_local_sums();
+      const auto& domain = segment->domain();
+      if (group == 0) group = domain->leaves.know(parameter);
+      if (here) reducer_of(*domain).expect_local_sums(parameter, group);
       segment->accumulates_here = here;
       changed.push_back(parameter);
     }

@@ -318,8 +318,8 @@ class StorageSegment final : public Segment {
 
   /// Whether this rank accumulates the leaf's gradients for itself (train/local_sums.h). Threads of backward read it.
   std::atomic<bool> accumulates_here = false;
-  /// Whether it has ever done so, on all ranks alike.
-  std::atomic<bool> has_accumulated = false;
+  /// The key of the first leaf of those that began to do so together; 0: never. The same on all ranks.
+  std::atomic<std::uint64_t> accumulated_with = 0;
   /// Whether this is such a sum.
   bool is_local_sum = false;
   /// The norms that the program requests of this leaf's gradients.

@@ -224,7 +224,7 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
 /// loss while they sum it; else the dtype of the mean.
 c10::ScalarType Reducer::made_in(const at::Tensor& leaf, c10::ScalarType dtype) const {
   const c10::ScalarType mean = gradient_dtype(leaf).toScalarType();
-  if (segment_of(leaf)->has_accumulated) return mean;  // a rank may have a local sum, in the mean's dtype
+  if (segment_of(leaf)->accumulated_with != 0) return mean;  // a rank may have a local sum, in the mean's dtype
   const bool is_exact = mean == at::kFloat && c10::isReducedFloatingType(dtype);
   const bool is_planned_on_cpu = domain_.planned_on && domain_.planned_on->speeds.is_unified;
   return is_exact && (ranks_.sums_in_parts(dtype) || is_planned_on_cpu) ? dtype : mean;
@@ -234,6 +234,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, b
   {
     std::lock_guard lock(mutex_);
     watch_backward();
+    sent_groups_.insert(segment_of(leaf)->accumulated_with);
   }
   const at::Tensor sum = local_sums_.take(leaf);
   take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
@@ -259,19 +260,13 @@ std::optional<at::Tensor> Reducer::accumulate_here(const at::Tensor& leaf, const
   return mean && !mean->is_own() ? std::nullopt : std::optional(gradient);
 }
 
-void Reducer::expect_local_sums(const at::Tensor& leaf) {
+void Reducer::expect_local_sums(const at::Tensor& leaf, std::uint64_t group) {
   const at::Tensor before = leaf.grad();
   const auto* const mean = before.defined() ? segment_of(before) : nullptr;
   if (mean && !mean->is_own()) leaf.mutable_grad() = local_sums_.begin(leaf, before);
-  segment_of(leaf)->has_accumulated = true;
+  segment_of(leaf)->accumulated_with = group;
   std::lock_guard lock(mutex_);
-  has_local_sums_ = true;
-  ++accumulating_;
-}
-
-void Reducer::expect_no_local_sums() {
-  std::lock_guard lock(mutex_);
-  if (accumulating_ > 0) --accumulating_;
+  uses_local_sums_ = true;
 }
 
 /// False if the leaf has no local sum.
@@ -288,12 +283,18 @@ bool Reducer::send_local_sum(const at::Tensor& leaf) {
   return true;
 }
 
-/// At the end of a backward: sends local sums of leaves that it has not met, and that no longer accumulate here.
+/// At the end of a backward: sends the rest of local sums that belong together with those it has sent.
 void Reducer::send_local_sums() {
+  std::set<std::uint64_t> groups;
+  {
+    std::lock_guard lock(mutex_);
+    groups.swap(sent_groups_);
+  }
   for (const std::uint64_t key : local_sums_.keys()) {
     const at::Tensor leaf = domain_.leaves.find(key);
     const auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
-    if (segment && !segment->accumulates_here.load(std::memory_order_relaxed)) send_local_sum(leaf);
+    if (!segment || segment->accumulates_here.load(std::memory_order_relaxed)) continue;
+    if (groups.contains(segment->accumulated_with)) send_local_sum(leaf);
   }
 }
 
@@ -313,8 +314,6 @@ void Reducer::end_local_sums() {
     if (!failure) throw;
   }
   if (failure) std::rethrow_exception(failure);
-  std::lock_guard lock(mutex_);
-  if (accumulating_ == 0) has_local_sums_ = false;  // all were sent
 }
 
 /// Does what follows from means that have come: widens them, and updates parameters early. Without the lock, since
@@ -396,11 +395,21 @@ bool Reducer::take_own_gradient(const at::Tensor& leaf) {
   return true;
 }
 
+void Reducer::take_set_gradient(const at::Tensor& leaf) {
+  const at::Tensor gradient = leaf.grad();
+  const auto* const segment = segment_of(leaf);
+  const bool is_strided = gradient.defined() && gradient.layout() == c10::kStrided;
+  if (!is_strided || !segment || !segment->accumulates_here) return void(take_own_gradient(leaf));
+  const auto* const made = segment_of(gradient);
+  const bool is_own = !made || made->is_own();
+  if (is_own && !local_sums_.holds(leaf)) leaf.mutable_grad() = local_sums_.begin(leaf, gradient);
+}
+
 void Reducer::average(c10::ArrayRef<at::Tensor> leaves, bool with_local_sums) {
   for (const at::Tensor& leaf : leaves) {
     if (with_local_sums || !local_sums_.holds(leaf)) take_own_gradient(leaf);
   }
-  if ((unsettled_ || has_local_sums_) && torch::autograd::get_current_graph_task_id() < 0) settle();
+  if ((unsettled_ || uses_local_sums_) && torch::autograd::get_current_graph_task_id() < 0) settle();
 }
 
 /// Runs `exchange`, which all ranks do together. If it fails midway, other ranks may have gone further and no later
@@ -484,6 +493,7 @@ void Reducer::backward_failed() {
   }
   open_bytes_ = 0;
   had_sum_.clear();
+  sent_groups_.clear();
   to_update_.clear();
   if (proposed_) proposed_->is_stale = true;
   has_failed_ = true;

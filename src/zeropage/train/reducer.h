@@ -16,8 +16,9 @@
 //
 // [Note: no_sync] Under no_sync() a gradient does not come here. It begins, or is added to, a sum of this rank alone
 // (train/local_sums.h). The next backward that sends the leaf's gradient adds that to the local sum, and ranks sum
-// the results once. Its end sends the local sums of leaves that it did not meet. An optimizer's step sends those that
-// are left. If p.grad is a mean over ranks when no_sync() begins, ranks gather it.
+// the results once. Its end sends the local sums of leaves that it did not meet, if no_sync() named them together
+// with some that it met. An optimizer's step sends those that are left. If p.grad is a mean over ranks when no_sync()
+// begins, ranks gather it.
 //
 // [Note: in its own dtype] Where ranks sum themselves, as over Gloo, a gradient of a mixed-precision parameter is
 // sent in the two bytes that backward made. Ranks widen the values while they sum them, so the float32 mean has the
@@ -33,6 +34,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -53,14 +55,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   /// The gradient that AccumulateGrad shall make p.grad, or add to it, if this rank accumulates the leaf's gradients
   /// for itself. nullopt: it does not, or p.grad is a mean over ranks.
   std::optional<at::Tensor> accumulate_here(const at::Tensor& leaf, const at::Tensor& gradient);
-  /// The leaf's gradients will be accumulated here. If p.grad is a mean over ranks, the sum begins with it. All ranks
-  /// call it together.
-  void expect_local_sums(const at::Tensor& leaf);
-  /// They will not any more.
-  void expect_no_local_sums();
+  /// The leaf's gradients will be accumulated here, and sent with those of `group`. If p.grad is a mean over ranks,
+  /// the sum begins with it. All ranks call it together.
+  void expect_local_sums(const at::Tensor& leaf, std::uint64_t group);
   /// If the leaf's gradient is this rank's own, for example set by the program, replaces p.grad by the mean over
   /// ranks, which arrives later. All ranks call it together. Returns whether it did so.
   bool take_own_gradient(const at::Tensor& leaf);
+  /// The program has set the leaf's gradient: the same, unless this rank accumulates it for itself.
+  void take_set_gradient(const at::Tensor& leaf);
   /// The same for all of `leaves`; then sends all gradients so far. Without local sums, a backward follows that sends
   /// them.
   void average(c10::ArrayRef<at::Tensor> leaves, bool with_local_sums);
@@ -204,16 +206,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // The latest pieces, those that ranks have yet to receive at one place of the program. Each rank may have received,
   // or delivered, some of them for itself.
   std::deque<Awaited> awaited_;
-  std::size_t bytes_awaited_ = 0;  // of them
-  std::uint64_t pieces_ = 0;       // pushed so far
-  std::exception_ptr failure_;     // of an exchange that some ranks may have ended.
-  int backward_ = -1;              // the latest watched graph task.
-  int backwards_ = 0;              // watched graph tasks: a checkpoint's runs inside another.
-  bool unsettled_ = false;         // a gradient came since ranks last settled.
-  // Some rank may have a local sum, and how many leaves begin one in a backward. The same on all ranks.
-  bool has_local_sums_ = false;
-  std::size_t accumulating_ = 0;
-  bool has_failed_ = false;  // a backward failed since ranks last agreed.
+  std::size_t bytes_awaited_ = 0;        // of them
+  std::uint64_t pieces_ = 0;             // pushed so far
+  std::exception_ptr failure_;           // of an exchange that some ranks may have ended.
+  int backward_ = -1;                    // the latest watched graph task.
+  int backwards_ = 0;                    // watched graph tasks: a checkpoint's runs inside another.
+  bool unsettled_ = false;               // a gradient came since ranks last settled.
+  bool uses_local_sums_ = false;         // a rank may have some. The same on all ranks.
+  std::set<std::uint64_t> sent_groups_;  // of leaves, by accumulated_with: those of which this backward sends some.
+  bool has_failed_ = false;              // a backward failed since ranks last agreed.
 };
 
 }  // namespace zeropage
