@@ -78,9 +78,9 @@ class Settings:
     see. Values: master, compute. "compute" gives smaller files, and loading them loses the precision of the
     masters."""
     partition: str = "auto"
-    """Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "auto" follows stage.
-    Values: parameters, gradients, optimizer, none, auto. Each partitioned role takes less memory per rank and adds
-    collectives."""
+    """Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "activations" are
+    those that all ranks of the group compute alike. "auto" follows stage. Values: parameters, gradients, optimizer,
+    activations, none, auto. Each partitioned role takes less memory per rank and adds collectives."""
     reduce_dtype: str | torch.dtype = "auto"
     """Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in
     gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. Values: auto, float32,
@@ -206,8 +206,8 @@ TABLE: tuple[Setting, ...] = (
     Setting('state_dict', 'choice', 'master', ('master', 'compute'), '', 'expert',
         "With compute_dtype: whether a module's state_dict() returns the master weights or the tensors that operators see.",
         '"compute" gives smaller files, and loading them loses the precision of the masters.'),
-    Setting('partition', 'roles', 'auto', ('parameters', 'gradients', 'optimizer', 'none', 'auto'), '', 'expert',
-        'Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "auto" follows stage.',
+    Setting('partition', 'roles', 'auto', ('parameters', 'gradients', 'optimizer', 'activations', 'none', 'auto'), '', 'expert',
+        'Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "activations" are those that all ranks of the group compute alike. "auto" follows stage.',
         'Each partitioned role takes less memory per rank and adds collectives.'),
     Setting('reduce_dtype', 'dtype', 'auto', ('auto', 'float32', 'bfloat16', 'float16', 'float64'), '', 'expert',
         'Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends.',

@@ -414,7 +414,9 @@ void bind_steps(py::module_& module) {
   py::class_<OutsideSteps>(module, "OutsideSteps").def(py::init<>());
   module.def(
       "before_step",
-      [](const std::vector<at::Tensor>& parameters, bool has_closure) { return before_step(parameters, has_closure); },
+      [](const std::vector<at::Tensor>& parameters, bool has_closure) {
+        return before_step(parameters, has_closure);
+      },
       py::arg("parameters"), py::arg("has_closure") = false, py::call_guard<py::gil_scoped_release>());
   module.def(
       "note_states", [](const std::vector<at::Tensor>& states) { note_states(states); },

@@ -18,7 +18,7 @@ SIZES = [(96, 300), (300, 301), (301, 96)]  # weights that no number of ranks di
 
 
 class Adapted(nn.Module):
-    """Linear layers, each with a small trainable adapter beside its weight."""
+    """Linear layers, each with a small trainable adapter."""
 
     def __init__(self, dtype):
         super().__init__()

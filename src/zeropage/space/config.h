@@ -75,9 +75,9 @@ struct Config {
   /// see. Values: master, compute. "compute" gives smaller files, and loading them loses the precision of the
   /// masters.
   std::string state_dict = "master";
-  /// Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "auto" follows
-  /// stage. Values: parameters, gradients, optimizer, none, auto. Each partitioned role takes less memory per rank
-  /// and adds collectives.
+  /// Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "activations" are
+  /// those that all ranks of the group compute alike. "auto" follows stage. Values: parameters, gradients,
+  /// optimizer, activations, none, auto. Each partitioned role takes less memory per rank and adds collectives.
   std::string partition = "auto";
   /// Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in
   /// gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. Values: auto, float32,

@@ -280,11 +280,14 @@ void partition_roles(const Config& config, Partition& partition) {
         partitions[static_cast<int>(Role::gradient)] = true;
       } else if (word == "optimizer") {
         partitions[static_cast<int>(Role::optimizer)] = true;
+      } else if (word == "activations") {
+        partitions[static_cast<int>(Role::activation)] = true;
       } else {
-        throw ConfigError(fmt::format(
-            "partition = \"{}\": \"{}\" is not a role; name some of \"parameters, gradients, optimizer\", or write "
-            "\"none\" or \"auto\"",
-            config.partition, word));
+        throw ConfigError(
+            fmt::format("partition = \"{}\": \"{}\" is not a role; name some of \"parameters, gradients, optimizer, "
+                        "activations\", "
+                        "or write \"none\" or \"auto\"",
+                        config.partition, word));
       }
     }
   }
@@ -526,6 +529,12 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
   domain.homes_in_files = flag_of("lazy_load", config.lazy_load);
   domain.moments = moments_of(config, domain);
   partition_roles(config, domain.partition);
+  if (domain.partition.partitions[static_cast<int>(Role::activation)] &&
+      domain.tiers[static_cast<int>(Role::activation)] == TierChoice::device) {
+    throw ConfigError(
+        "partition names activations, but activations = \"device\" leaves them where PyTorch made them; write "
+        "activations = \"host\" or \"disk\"");
+  }
   const EarlyUpdate early_update = early_update_of(config.early_update);
   const auto& partitions = domain.partition.partitions;
   const bool has_only_shares = partitions[static_cast<int>(Role::parameter)] &&

@@ -429,6 +429,12 @@ SourceRange Domain::find_source(const at::TensorBase& tensor) const {
   return cache->find_source(tensor.const_data_ptr(), tensor.nbytes());
 }
 
+void fill_share(const at::Tensor& tensor, const void* whole) {
+  StorageSegment& segment = *segment_of(tensor);
+  segment.open_share(Access::overwrite);
+  copy_share_in(segment, static_cast<const std::byte*>(whole), tensor.itemsize(), /*is_in_file=*/false);
+}
+
 void take_segment(const at::Tensor& tensor, const at::Tensor& made) {
   auto& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   StorageSegment& old = *segment_of(storage);

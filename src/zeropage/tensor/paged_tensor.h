@@ -484,6 +484,9 @@ struct Creation {
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                       caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
+/// Writes this rank's share of a partitioned tensor, from memory that holds the whole on the domain's device.
+void fill_share(const at::Tensor& tensor, const void* whole);
+
 /// Moves the segment of `made` into the storage of `tensor`: its content becomes that of all views of `tensor`, on
 /// whichever tier it is. Both are paged and have equally many bytes; nothing else may use `made`. Throws AccessError
 /// if `tensor` is pinned.

@@ -7,6 +7,9 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <cstring>
@@ -39,6 +42,12 @@ void copy_past_caches(void* to, const void* from, std::size_t bytes) {
   });
 }
 
+/// What a checkpoint saves while it recomputes a layer in backward is of this rank alone.
+bool is_partitioned(const Domain& domain, std::size_t bytes) {
+  return domain.partition.ranks && domain.layout_for(Role::activation, bytes) == Layout::partitioned &&
+         torch::autograd::get_current_graph_task_id() < 0;
+}
+
 /// A paged copy: of the storage's bytes if the strides are its own, else of the elements alone.
 at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, c10::IntArrayRef strides,
                       std::size_t bytes) {
@@ -48,8 +57,15 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   const auto bytes_at = [&](const void* data) {
     return at::from_blob(const_cast<void*>(data), {length}, [](void*) {}, options.dtype(at::kByte), tensor.device());
   };
+  const bool is_local = !is_partitioned(*domain, bytes);
   const at::Tensor content = make_paged(domain, length, 1, caffe2::TypeMeta::Make<std::uint8_t>(), Role::activation,
-                                        {.alone = true, .is_local = true, .is_unset = true});
+                                        {.alone = true, .is_local = is_local, .is_unset = true});
+  if (!is_local) {
+    const at::Tensor packed =
+        as_they_lie ? tensor : at::empty_strided(tensor.sizes(), strides, options).copy_(tensor);
+    if (!domain->planned_on) fill_share(content, packed.const_data_ptr());
+    return content;
+  }
   auto& segment = *segment_of(content);
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
   const auto copy_whole = [&] {  // in one frame, as backward will need it
@@ -81,6 +97,19 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
     }
   }
   return content;
+}
+
+std::uint64_t checksum_of(const at::Tensor& tensor) {
+  const at::Tensor here = tensor.contiguous().cpu();
+  const auto* const data = static_cast<const std::byte*>(here.const_data_ptr());
+  std::uint64_t sum = here.nbytes();
+  for (std::size_t at = 0; at < here.nbytes(); at += sizeof(std::uint64_t)) {
+    std::uint64_t value = 0;
+    std::memcpy(&value, data + at, std::min(sizeof value, here.nbytes() - at));
+    sum = (sum ^ value) * 0x9e3779b97f4a7c15;
+    sum ^= sum >> 32;
+  }
+  return sum;
 }
 
 /// Hashes at most 512 words of the tensor's span, evenly spread; 0 on a device.
@@ -131,10 +160,27 @@ std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
   }
   saved->content_ = find(copied);
   if (saved->content_) return saved;
+  if (is_partitioned(*domain, bytes)) check_same(*domain, tensor);
   saved->content_ = std::make_shared<const at::Tensor>(paged_copy(domain, tensor, saved->strides_, bytes));
   copied.content = saved->content_;
   note(std::move(copied));
   return saved;
+}
+
+void Activations::check_same(Domain& domain, const at::Tensor& tensor) {
+  constexpr std::size_t kAlwaysChecked = 256, kCheckedEvery = 64;
+  const std::size_t number = checked_++;
+  if (domain.planned_on || (number >= kAlwaysChecked && number % kCheckedEvery != 0)) return;
+  const auto mine = static_cast<std::int64_t>(checksum_of(tensor));
+  const auto all = domain.partition.ranks->agree({mine}, {"an activation", number + 1, 0});
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank][0] == all[0][0]) continue;
+    throw RankError(fmt::format(
+        "partition names activations, but ranks 0 and {} save different values in a tensor [{}]: name only "
+        "a group whose ranks compute the same between layers, and checkpoint the layers "
+        "(torch.utils.checkpoint), or leave activations out of partition",
+        rank, fmt::join(tensor.sizes(), ", ")));
+  }
 }
 
 bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
@@ -146,7 +192,8 @@ bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
   if (base.is_leaf() && base.requires_grad()) return false;  // the program keeps it anyway
   if (!Call::plain_modes()) return false;
   const std::size_t bytes = std::min(span_bytes(tensor), tensor.nbytes());
-  if (bytes > domain.cache->frame_limit()) return false;  // backward could not get it
+  const FrameCache& opened_in = is_partitioned(domain, bytes) ? *domain.gathered : *domain.cache;
+  if (bytes > opened_in.frame_limit()) return false;  // backward could not get it
   return bytes >= std::max<std::size_t>(domain.min_page_bytes, 1) && (tensor.storage().data() || domain.planned_on);
 }
 

@@ -6,6 +6,11 @@
 // the elements, it gets a copy: other strides can change a kernel's sums. If several operators save the same
 // elements, there is one copy. Parameters and other paged tensors are not copied, and small tensors stay where they
 // are.
+//
+// [Note: partitioned activations] If the space partitions activations, they are the same on all of its ranks, as
+// those of a tensor-parallel group are at the edges of a layer (ZeRO, section 6.1: P_a). Each rank keeps a share of
+// each, and backward gathers it. Ranks save and open tensors in one order. They compare checksums of the first
+// tensors and then now and then, because a wrong claim would otherwise give wrong gradients.
 #pragma once
 
 #include <map>
@@ -50,6 +55,7 @@ class Activations : public std::enable_shared_from_this<Activations> {
     std::uint64_t fingerprint;
   };
 
+  void check_same(Domain& domain, const at::Tensor& tensor);
   static bool can_page(const Domain& domain, const at::Tensor& tensor);
   std::shared_ptr<const at::Tensor> find(const Copied& wanted);
   void note(Copied copied);
@@ -57,6 +63,7 @@ class Activations : public std::enable_shared_from_this<Activations> {
   const std::weak_ptr<Domain> domain_;
   const std::uint64_t process_ = process_generation();
   std::atomic<bool> closed_ = false;
+  std::atomic<std::size_t> checked_ = 0;  // partitioned tensors so far
   std::mutex mutex_;
   std::multimap<const c10::StorageImpl*, Copied> copied_;
   std::size_t prune_at_ = 64;  // entries

@@ -213,7 +213,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int backwards_ = 0;                    // watched graph tasks: a checkpoint's runs inside another.
   bool unsettled_ = false;               // a gradient came since ranks last settled.
   bool uses_local_sums_ = false;         // a rank may have some. The same on all ranks.
-  std::set<std::uint64_t> sent_groups_;  // of leaves, by accumulated_with: those of which this backward sends some.
+  std::set<std::uint64_t> sent_groups_;  // of leaves, by accumulated_with: this backward sends some of each.
   bool has_failed_ = false;              // a backward failed since ranks last agreed.
 };
 
