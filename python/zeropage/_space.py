@@ -6,8 +6,10 @@ import contextlib
 import functools
 import gc
 import itertools
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, TypeVar
@@ -451,7 +453,19 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     core.start_equal()  # once, so that small tensors are sent together
     for parameter in model.parameters():
         _mix(core, parameter)
+    _warn_of_dtensors(model)
     return model
+
+
+def _warn_of_dtensors(model: torch.nn.Module) -> None:
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    left = [name for name, p in model.named_parameters() if tensors is not None and isinstance(p, tensors.DTensor)]
+    if left:
+        warnings.warn(
+            f"zeropage does not page DTensors: {len(left)} parameters of this model stay in memory, such as {left[0]}; "
+            "page the model without parallelize_module, or partition it with zeropage alone",
+            stacklevel=3,
+        )
 
 
 def page_out(target: torch.nn.Module | torch.Tensor) -> None:

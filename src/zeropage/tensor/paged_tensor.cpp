@@ -152,7 +152,8 @@ struct SegmentBuilder {
     domain->cache->bind(*share, spec);
     segment.share_ = wrap(std::move(share), std::move(own_storage), own);
     // A tensor that other ranks create at another time, or whose home is found later, shares no page.
-    const bool alone = creation.number != 0 || creation.unallocated || is_apart();
+    const bool alone =
+        creation.number != 0 || creation.unallocated || is_apart() || (creation.alone && role == Role::activation);
     domain->gathered->bind_gathered(segment, {bytes, stripes.padded() * item_bytes, page_bytes(stripes), role,
                                               &segment.share_segment(), segment.number_, alone});
   }
@@ -424,7 +425,7 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 }
 
 SourceRange Domain::find_source(const at::TensorBase& tensor) const {
-  if (!homes_in_files || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return {};
+  if (!homes_in_files || partition.replicas || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return {};
   if (tensor.is_conj() || tensor.is_neg() || tensor.nbytes() < std::max<std::size_t>(min_page_bytes, 1)) return {};
   return cache->find_source(tensor.const_data_ptr(), tensor.nbytes());
 }
@@ -527,7 +528,8 @@ bool page_tensor(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role
     return false;
   }
   const at::Tensor like = at::empty_like(tensor, tensor.options().device(c10::kMeta));
-  const Creation creation{.number = number, .source = domain->find_source(tensor)};
+  const bool may_stay = !domain->partition.ranks || tensor.device() == domain->device;  // its last part is copied
+  const Creation creation{.number = number, .source = may_stay ? domain->find_source(tensor) : SourceRange{}};
   at::Tensor own = make_paged(domain, like.sizes(), like.strides(), tensor.dtype(), role, creation);
   StorageSegment& made = *segment_of(own);
   if (creation.source && made.at_home().tier() == Tier::disk && !domain->partition.ranks) {

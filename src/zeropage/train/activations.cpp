@@ -42,10 +42,12 @@ void copy_past_caches(void* to, const void* from, std::size_t bytes) {
   });
 }
 
-/// What a checkpoint saves while it recomputes a layer in backward is of this rank alone.
+/// Not in backward: there a checkpoint computes a layer again, and saves what is of this rank alone. Nor if backward
+/// could not gather it.
 bool is_partitioned(const Domain& domain, std::size_t bytes) {
   return domain.partition.ranks && domain.layout_for(Role::activation, bytes) == Layout::partitioned &&
-         torch::autograd::get_current_graph_task_id() < 0;
+         torch::autograd::get_current_graph_task_id() < 0 &&
+         round_up(domain.stripes(bytes).padded(), kBlockBytes) <= domain.gathered->frame_limit();
 }
 
 /// A paged copy: of the storage's bytes if the strides are its own, else of the elements alone.
@@ -57,13 +59,11 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   const auto bytes_at = [&](const void* data) {
     return at::from_blob(const_cast<void*>(data), {length}, [](void*) {}, options.dtype(at::kByte), tensor.device());
   };
-  const bool is_local = !is_partitioned(*domain, bytes);
+  const bool is_shared = is_partitioned(*domain, bytes);
   const at::Tensor content = make_paged(domain, length, 1, caffe2::TypeMeta::Make<std::uint8_t>(), Role::activation,
-                                        {.alone = true, .is_local = is_local, .is_unset = true});
-  if (!is_local) {
-    const at::Tensor packed =
-        as_they_lie ? tensor : at::empty_strided(tensor.sizes(), strides, options).copy_(tensor);
-    if (!domain->planned_on) fill_share(content, packed.const_data_ptr());
+                                        {.alone = true, .is_local = !is_shared, .is_unset = true});
+  if (is_shared) {
+    fill_share(content, domain->planned_on ? nullptr : tensor.const_data_ptr());  // its strides are those that are kept
     return content;
   }
   auto& segment = *segment_of(content);
@@ -99,13 +99,18 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   return content;
 }
 
-std::uint64_t checksum_of(const at::Tensor& tensor) {
-  const at::Tensor here = tensor.contiguous().cpu();
+/// A hash of all `bytes` of a tensor's memory.
+std::uint64_t checksum_of(const at::Tensor& tensor, std::size_t bytes) {
+  const auto options = tensor.options().dtype(at::kByte).requires_grad(false);
+  const at::Tensor here = at::from_blob(
+                              const_cast<void*>(tensor.const_data_ptr()), {static_cast<std::int64_t>(bytes)},
+                              [](void*) {}, options, tensor.device())
+                              .cpu();
   const auto* const data = static_cast<const std::byte*>(here.const_data_ptr());
-  std::uint64_t sum = here.nbytes();
-  for (std::size_t at = 0; at < here.nbytes(); at += sizeof(std::uint64_t)) {
+  std::uint64_t sum = bytes;
+  for (std::size_t at = 0; at < bytes; at += sizeof(std::uint64_t)) {
     std::uint64_t value = 0;
-    std::memcpy(&value, data + at, std::min(sizeof value, here.nbytes() - at));
+    std::memcpy(&value, data + at, std::min(sizeof value, bytes - at));
     sum = (sum ^ value) * 0x9e3779b97f4a7c15;
     sum ^= sum >> 32;
   }
@@ -160,18 +165,24 @@ std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
   }
   saved->content_ = find(copied);
   if (saved->content_) return saved;
-  if (is_partitioned(*domain, bytes)) check_same(*domain, tensor);
-  saved->content_ = std::make_shared<const at::Tensor>(paged_copy(domain, tensor, saved->strides_, bytes));
+  at::Tensor kept = tensor;
+  if (is_partitioned(*domain, bytes)) {
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    if (tensor.strides() != saved->strides_)
+      kept = at::empty_strided(tensor.sizes(), saved->strides_, saved->options_).copy_(tensor);
+    check_same(*domain, kept, bytes);
+  }
+  saved->content_ = std::make_shared<const at::Tensor>(paged_copy(domain, kept, saved->strides_, bytes));
   copied.content = saved->content_;
   note(std::move(copied));
   return saved;
 }
 
-void Activations::check_same(Domain& domain, const at::Tensor& tensor) {
+void Activations::check_same(Domain& domain, const at::Tensor& tensor, std::size_t bytes) {
   constexpr std::size_t kAlwaysChecked = 256, kCheckedEvery = 64;
   const std::size_t number = checked_++;
   if (domain.planned_on || (number >= kAlwaysChecked && number % kCheckedEvery != 0)) return;
-  const auto mine = static_cast<std::int64_t>(checksum_of(tensor));
+  const auto mine = static_cast<std::int64_t>(checksum_of(tensor, bytes));
   const auto all = domain.partition.ranks->agree({mine}, {"an activation", number + 1, 0});
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank][0] == all[0][0]) continue;
@@ -192,8 +203,8 @@ bool Activations::can_page(const Domain& domain, const at::Tensor& tensor) {
   if (base.is_leaf() && base.requires_grad()) return false;  // the program keeps it anyway
   if (!Call::plain_modes()) return false;
   const std::size_t bytes = std::min(span_bytes(tensor), tensor.nbytes());
-  const FrameCache& opened_in = is_partitioned(domain, bytes) ? *domain.gathered : *domain.cache;
-  if (bytes > opened_in.frame_limit()) return false;  // backward could not get it
+  if (bytes > domain.cache->frame_limit() && !is_partitioned(domain, bytes))
+    return false;  // backward could not get it
   return bytes >= std::max<std::size_t>(domain.min_page_bytes, 1) && (tensor.storage().data() || domain.planned_on);
 }
 

@@ -7,10 +7,10 @@
 // elements, there is one copy. Parameters and other paged tensors are not copied, and small tensors stay where they
 // are.
 //
-// [Note: partitioned activations] If the space partitions activations, they are the same on all of its ranks, as
-// those of a tensor-parallel group are at the edges of a layer (ZeRO, section 6.1: P_a). Each rank keeps a share of
-// each, and backward gathers it. Ranks save and open tensors in one order. They compare checksums of the first
-// tensors and then now and then, because a wrong claim would otherwise give wrong gradients.
+// [Note: partitioned activations] If the space partitions activations, they are the same on all of its ranks. Those
+// of a tensor-parallel group are, at the edges of a layer (ZeRO, section 6.1: P_a). Each rank keeps a share of each,
+// and backward gathers it. Ranks save and open tensors in one order. They compare checksums of the first tensors and
+// then now and then, because a wrong claim would otherwise give wrong gradients.
 #pragma once
 
 #include <map>
@@ -55,7 +55,7 @@ class Activations : public std::enable_shared_from_this<Activations> {
     std::uint64_t fingerprint;
   };
 
-  void check_same(Domain& domain, const at::Tensor& tensor);
+  void check_same(Domain& domain, const at::Tensor& tensor, std::size_t bytes);
   static bool can_page(const Domain& domain, const at::Tensor& tensor);
   std::shared_ptr<const at::Tensor> find(const Copied& wanted);
   void note(Copied copied);

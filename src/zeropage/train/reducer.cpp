@@ -261,12 +261,14 @@ std::optional<at::Tensor> Reducer::accumulate_here(const at::Tensor& leaf, const
 }
 
 void Reducer::expect_local_sums(const at::Tensor& leaf, std::uint64_t group) {
+  {
+    std::lock_guard lock(mutex_);
+    uses_local_sums_ = true;  // even if this rank alone throws
+  }
   const at::Tensor before = leaf.grad();
   const auto* const mean = before.defined() ? segment_of(before) : nullptr;
   if (mean && !mean->is_own()) leaf.mutable_grad() = local_sums_.begin(leaf, before);
   segment_of(leaf)->accumulated_with = group;
-  std::lock_guard lock(mutex_);
-  uses_local_sums_ = true;
 }
 
 /// False if the leaf has no local sum.
@@ -356,6 +358,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, c
                            fmt::join(static_cast<const at::Tensor*>(leaf)->sizes(), ", "));
       },
       &leaf);
+  make_room();  // an error of an earlier sum must not come once this one is queued
   auto reduction = start(leaf, own.as_strided(leaf.numel(), 1), dtype, kind);
   reduction->is_last = is_last;
   if (ends_sum(*segment_of(leaf))) {
@@ -364,7 +367,6 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, c
   }
   at::Tensor paged = std::exchange(reduction->created, {});
   add(std::move(reduction));
-  make_room();
   return paged;
 }
 
