@@ -63,7 +63,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   const at::Tensor content = make_paged(domain, length, 1, caffe2::TypeMeta::Make<std::uint8_t>(), Role::activation,
                                         {.alone = true, .is_local = !is_shared, .is_unset = true});
   if (is_shared) {
-    fill_share(content, domain->planned_on ? nullptr : tensor.const_data_ptr());  // its strides are those that are kept
+    fill_share(content, domain->planned_on ? nullptr : tensor.const_data_ptr());  // in its own strides
     return content;
   }
   auto& segment = *segment_of(content);
