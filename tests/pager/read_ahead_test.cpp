@@ -161,6 +161,7 @@ TEST_CASE_FIXTURE(CycleFixture,
   REQUIRE(reads.load() >= 4);
   CHECK_THROWS_AS(use(1), DiskError);
   CHECK_NOTHROW(use(1));
+  io->set_outcome([](const Transfer&) { return 1L; });  // reads that go on after this must not count here
   for (unsigned i = 0; i < segments.size(); ++i) use(i);
   CHECK(wrong == 0);
 }
