@@ -333,7 +333,7 @@ ONE_RESULT = [
 
 
 def zeropage_free(tensor):
-    return torch.empty(tensor.shape).copy_(tensor)
+    return torch.empty(tensor.shape).copy_(tensor).cpu()
 
 
 @pytest.mark.parametrize("size", ["one", "two", "three"])
@@ -349,6 +349,7 @@ def test_over_ranks(kept, size, request):
     assert equal(results)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_go_on_from_a_checkpoint_with_the_same_bits(stage, kept, two, tmp_path):
@@ -384,6 +385,7 @@ def disturbed(kept, settings, how, folder):
 PARTITIONS = [{"stage": 3}, {"stage": 0}, {"stage": 1}, {"partition": "gradients"}, {"partition": "parameters"}]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("mixed", [{}, {"compute_dtype": "bfloat16"}], ids=["", "mixed"])
 @pytest.mark.parametrize("how", ["scaled moments", "loaded weights", "loaded moments"])
 @pytest.mark.parametrize("kept", KEPT)
