@@ -61,8 +61,10 @@ def settings_of(system: str, args: argparse.Namespace) -> dict[str, str]:
 @contextlib.contextmanager
 def dtype_of(args: argparse.Namespace) -> Iterator[None]:
     torch.set_default_dtype(getattr(torch, args.dtype))
-    yield
-    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def build(system: str, args: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

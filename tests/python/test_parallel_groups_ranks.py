@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from ranks import space
+from ranks import mean_by_hand, space
 from zeropage._core import plain_copy
 
 import zeropage
@@ -40,16 +40,6 @@ def groups_of(size):
     near = [dist.new_group(list(range(i, i + size))) for i in range(0, world, size)]
     alike = [dist.new_group(list(range(i, world, size))) for i in range(size)]
     return near[rank // size], alike[rank % size]
-
-
-def mean_by_hand(parameters, group):
-    for p in parameters:
-        parts = [torch.empty_like(p) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, p.grad.contiguous(), group=group)
-        mean = parts[0].clone()
-        for part in parts[1:]:
-            mean += part
-        p.grad = mean / len(parts)
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from ranks import space
+from ranks import mean_by_hand, space
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -52,16 +52,6 @@ def groups():
     pipelines = [dist.new_group([r * DEPTH + p for p in range(DEPTH)]) for r in range(replicas)]
     alike = [dist.new_group([r * DEPTH + p for r in range(replicas)]) for p in range(DEPTH)]
     return replica, place, pipelines[replica], alike[place]
-
-
-def mean_by_hand(parameters, group):
-    for p in parameters:
-        parts = [torch.empty_like(p) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, p.grad.contiguous(), group=group)
-        mean = parts[0].clone()
-        for part in parts[1:]:
-            mean += part
-        p.grad = mean / len(parts)
 
 
 def train(name, scope, replica, place, pipeline, alike):

@@ -1,10 +1,8 @@
 #include "zeropage/train/local_sums.h"
 
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
-
 #include "zeropage/base/errors.h"
 #include "zeropage/base/no_paging_guard.h"
+#include "zeropage/rules/windows.h"
 #include "zeropage/train/gradients.h"
 
 namespace zeropage {
@@ -61,25 +59,13 @@ std::vector<std::uint64_t> LocalSums::keys() const {
 
 void add_local_sum(const at::Tensor& gradient, const at::Tensor& sum) {
   c10::NoGradGuard no_grad;
-  StorageSegment& segment = *segment_of(sum);
-  segment.complete();
-  const NoPagingGuard no_paging;
-  if (sum.strides() != gradient.strides()) {  // `.data =` has changed the leaf's
-    const at::Tensor laid_out = at::empty_like(gradient);
+  if (!lies_like(sum, gradient)) {  // `.data =` has given the leaf other strides
     const PagingAgain paging;
-    gradient.add_(laid_out.copy_(sum));
+    gradient.add_(sum);
     return;
   }
-  const at::Tensor flat = gradient.as_strided(gradient.numel(), 1);
-  const std::size_t page_elements = segment.page_bytes() / sum.itemsize();
-  const auto elements = static_cast<std::size_t>(flat.numel());
-  for (std::size_t page = 0, at = 0; at < elements; ++page, at += page_elements) {
-    const auto length = static_cast<std::int64_t>(std::min(page_elements, elements - at));
-    PagePin pin = segment.cache()->pin_page(segment, page, Access::read);
-    pin.wait();
-    flat.narrow(0, static_cast<std::int64_t>(at), length)
-        .add_(at::from_blob(pin.data(), {length}, [](void*) {}, sum.options(), segment.domain()->device));
-  }
+  const Operand operands[] = {{gradient, nullptr, Access::write}, {sum, segment_of(sum), Access::read}};
+  for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].add_(slices[1]); });
 }
 
 }  // namespace zeropage

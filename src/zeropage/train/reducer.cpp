@@ -803,11 +803,10 @@ void Reducer::spill_pile() {
 }
 
 /// The gradient that this rank has for itself, although its backward has not met the leaf.
-Reducer::ReductionPtr Reducer::own_of(const at::Tensor& parameter, const at::Tensor& gradient,
-                                      const Identity& identity) {
+Reducer::ReductionPtr Reducer::own_of(const at::Tensor& parameter, const Identity& identity) {
   const at::Tensor own = [&] {
     const PagingAgain paging;
-    return laid_out(parameter, gradient.detach().clone(), identity.made_in);
+    return laid_out(parameter, parameter.grad().detach().clone(), identity.made_in);
   }();
   auto reduction = start(parameter, own.as_strided(parameter.numel(), 1), identity.made_in, identity.kind);
   parameter.mutable_grad() = std::exchange(reduction->created, {});
@@ -830,8 +829,8 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
   }
   const at::Tensor before = parameter.grad();
   const bool is_free = before.defined() && (!segment_of(before) || segment_of(before)->is_own());
-  const bool takes_part = identity.kind == Kind::own || local_sums_.take(parameter).defined();
-  if (takes_part && is_free && before.layout() == c10::kStrided) return own_of(parameter, before, identity);
+  const bool takes_part = identity.kind == Kind::own || local_sums_.holds(parameter);
+  if (takes_part && is_free && before.layout() == c10::kStrided) return own_of(parameter, identity);
   auto reduction = start(parameter, {}, identity.made_in, identity.kind);
   at::Tensor created = std::exchange(reduction->created, {});
   if (!before.defined()) {

@@ -152,7 +152,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void send_the_rest(const Counts& counts);
   void spill_pile();
   ReductionPtr missing(const Identity& identity);
-  ReductionPtr own_of(const at::Tensor& parameter, const at::Tensor& gradient, const Identity& identity);
+  ReductionPtr own_of(const at::Tensor& parameter, const Identity& identity);
   void check_cleared(const Counts& counts) const;
   void throw_together(std::string failure);
 
