@@ -59,7 +59,7 @@ void attach(std::unique_ptr<StorageSegment> segment, c10::StorageImpl& storage) 
 
 /// By page: the place of this rank's part in a file with the whole tensor. A last part that is not all within the
 /// tensor is not in the file.
-std::vector<std::uint64_t> parts_in_file(const Stripes& stripes, std::size_t item_bytes) {
+static std::vector<std::uint64_t> parts_in_file(const Stripes& stripes, std::size_t item_bytes) {
   std::vector<std::uint64_t> places;
   for (std::size_t page = 0; page < stripes.pages(); ++page) {
     const std::size_t begin = stripes.page_begin(page) + stripes.rank() * stripes.part(page);

@@ -99,16 +99,11 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
   return content;
 }
 
-/// A hash of all `bytes` of a tensor's memory.
-std::uint64_t checksum_of(const at::Tensor& tensor, std::size_t bytes) {
-  const auto options = tensor.options().dtype(at::kByte).requires_grad(false);
-  const at::Tensor here = at::from_blob(
-                              const_cast<void*>(tensor.const_data_ptr()), {static_cast<std::int64_t>(bytes)},
-                              [](void*) {}, options, tensor.device())
-                              .cpu();
-  const auto* const data = static_cast<const std::byte*>(here.const_data_ptr());
+/// A hash of the words at every `step` bytes.
+std::uint64_t hash_of(const void* memory, std::size_t bytes, std::size_t step) {
+  const auto* const data = static_cast<const std::byte*>(memory);
   std::uint64_t sum = bytes;
-  for (std::size_t at = 0; at < bytes; at += sizeof(std::uint64_t)) {
+  for (std::size_t at = 0; at < bytes; at += step) {
     std::uint64_t value = 0;
     std::memcpy(&value, data + at, std::min(sizeof value, bytes - at));
     sum = (sum ^ value) * 0x9e3779b97f4a7c15;
@@ -117,20 +112,20 @@ std::uint64_t checksum_of(const at::Tensor& tensor, std::size_t bytes) {
   return sum;
 }
 
-/// Hashes at most 512 words of the tensor's span, evenly spread; 0 on a device.
+/// A hash of all `bytes` of a tensor's memory.
+std::uint64_t checksum_of(const at::Tensor& tensor, std::size_t bytes) {
+  const auto options = tensor.options().dtype(at::kByte).requires_grad(false);
+  const at::Tensor there = at::from_blob(
+      const_cast<void*>(tensor.const_data_ptr()), {static_cast<std::int64_t>(bytes)}, [](void*) {}, options,
+      tensor.device());
+  return hash_of(there.cpu().const_data_ptr(), bytes, sizeof(std::uint64_t));
+}
+
+/// Hashes some 512 words of the tensor's span, evenly spread; 0 on a device.
 std::uint64_t fingerprint_of(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return 0;
-  const auto* const data = static_cast<const std::byte*>(tensor.const_data_ptr());
-  const std::size_t bytes = span_bytes(tensor), word = std::min(sizeof(std::uint64_t), bytes);
-  const std::size_t step = std::max(bytes / 512, word);
-  std::uint64_t sum = bytes;
-  for (std::size_t at = 0; at + word <= bytes; at += step) {
-    std::uint64_t value = 0;
-    std::memcpy(&value, data + at, word);
-    sum = (sum ^ value) * 0x9e3779b97f4a7c15;
-    sum ^= sum >> 32;
-  }
-  return sum;
+  const std::size_t bytes = span_bytes(tensor);
+  return hash_of(tensor.const_data_ptr(), bytes, std::max(bytes / 512, sizeof(std::uint64_t)));
 }
 
 }  // namespace
