@@ -149,8 +149,11 @@ def test_clearing_a_widened_gradient_writes_nothing(config):
 
 
 def test_a_step_runs_nothing_until_somebody_asks(config):
-    """Reads run ahead, as far as a part of memory allows; nothing else happens."""
-    with zeropage.init(config) as space:
+    """Reads run ahead, as far as a part of memory allows; nothing else happens.
+
+    With early updates, large ones also run in between operators, as far as their pages happen to be there.
+    """
+    with zeropage.init(config, early_update="never") as space:
         layers = torch.nn.ModuleList(torch.nn.Linear(512, 512, bias=False) for _ in range(3))
     optimizer = torch.optim.AdamW(layers.parameters(), foreach=True)
     for last in (False, True):
