@@ -44,8 +44,8 @@ def is_alive(group: ProcessGroup | None) -> bool:
 _connections: WeakKeyDictionary[ProcessGroup, list[weakref.ref[ProcessGroup]]] = WeakKeyDictionary()
 
 
-def connections_of(shard: ProcessGroup | None, device: str) -> tuple[str, str] | None:
-    """Return the names of two more groups over the same ranks, for gathers and for sums of gradients.
+def connections_of(shard: ProcessGroup | None, device: str) -> tuple[str, ...] | None:
+    """Return the names of three more groups over the same ranks: for gathers, sums of gradients, and checks of gathers.
 
     All ranks call it together. None unless the group's transfers are Gloo's, between tensors on the CPU, and if ranks
     know different numbers of groups.
@@ -76,10 +76,10 @@ def connections_of(shard: ProcessGroup | None, device: str) -> tuple[str, str] |
                 use_local_synchronization=True,
                 group_desc=f"zeropage: {what}",
             )
-            for what in ("gathers", "sums of gradients")
+            for what in ("gathers", "sums of gradients", "checks of gathers")
         ]
         _connections[shard] = [weakref.ref(made) for made in known]
-    return _name(known[0]), _name(known[1])
+    return tuple(map(_name, known))
 
 
 def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup | None) -> Groups:

@@ -360,10 +360,11 @@ void bind_spaces(py::module_& module) {
       .def("unpaged_operators", &Space::unpaged_operators, py::call_guard<py::gil_scoped_release>())
       .def(
           "set_groups",
-          [](Space& space, const std::string& gathers, const std::string& sums) {
-            space.set_groups(c10d::resolve_process_group(gathers), c10d::resolve_process_group(sums));
+          [](Space& space, const std::string& gathers, const std::string& sums, const std::string& checks) {
+            space.set_groups(c10d::resolve_process_group(gathers), c10d::resolve_process_group(sums),
+                             c10d::resolve_process_group(checks));
           },
-          py::arg("gathers"), py::arg("sums"), py::call_guard<py::gil_scoped_release>())
+          py::arg("gathers"), py::arg("sums"), py::arg("checks"), py::call_guard<py::gil_scoped_release>())
       .def("start_equal", &Space::start_equal, py::call_guard<py::gil_scoped_release>())
       .def("activations", &Space::activations)
       .def("synchronize", &Space::synchronize, py::call_guard<py::gil_scoped_release>())

@@ -60,22 +60,56 @@ def test_without_checks_ranks_at_different_operators_still_end_in_time(pair):
     assert set(ends) <= {"error", "died"}, ends
 
 
-def sends_a_bucket_that_the_other_lacks():
-    """One rank's full bucket is on its way when ranks next compare."""
-    with space(stage=3) as made:
+def train_other_layers(check_ranks, device_memory):
+    """Rank 0 trains the last layers too, so that its buckets are full at other places between gathers."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+    x = torch.ones(2, 1024)
+    plain(x).sum().backward()
+    with space(stage=3, check_ranks=check_ranks, device_memory=device_memory) as made:
+        torch.manual_seed(0)
         with made:
             layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
         if dist.get_rank() == 1:
             layers[3:].requires_grad_(False)
-        layers(torch.ones(2, 1024)).sum().backward()
-        return "not told"
+        before = made.report().gathered_bytes
+        for _ in range(3):
+            layers(x).sum().backward()
+            for i, (layer, right) in enumerate(zip(layers, plain, strict=True)):
+                mean = right.weight.grad if i < 3 else right.weight.grad / 2
+                assert torch.equal(layer.weight.grad, mean), i
+                layer.weight.grad = None
+        return made.report().gathered_bytes - before
 
 
-def test_a_rank_with_a_bucket_on_its_way_is_told_too_that_ranks_differ(pair):
-    pair.start(sends_a_bucket_that_the_other_lacks)
-    for rank in range(2):
-        ok, said = pair.answer(rank, timeout=30)
-        assert not ok and "ranks are no longer at the same operator" in said, said
+@pytest.mark.parametrize("device_memory", ["24MB", "256MB"])
+@pytest.mark.parametrize("check_ranks", ["auto", "always", "never"])
+def test_ranks_that_train_other_layers_sum_the_union_of_their_gradients(check_ranks, device_memory, pair):
+    """Also while one of them waits in a gather, and another for the words on a bucket."""
+    gathered = pair.run(train_other_layers, check_ranks, device_memory)
+    least = 3 * (10 if device_memory == "24MB" else 0)  # gathers of 2 MiB from each rank: forward's and backward's
+    assert all(bytes_sent >= least * 2**21 for bytes_sent in gathered)
+
+
+def use_a_layer_in_backward_of_one_rank():
+    with space(stage=3, check_ranks="never") as made:
+        with made:
+            layers, extra = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64)
+        if dist.get_rank() == 1:
+            layers[1].weight.register_hook(lambda gradient: gradient + extra(torch.ones(64)).mean().detach())
+        begin = time.monotonic()
+        with pytest.raises(zeropage.RankError) as raised:
+            layers(torch.ones(2, 64)).sum().backward()
+        return time.monotonic() - begin, str(raised.value)
+
+
+def test_waits_in_a_circle_end_long_before_the_timeout():
+    """Rank 0 waits for rank 1's backward to end, and rank 1 for rank 0's part of a layer that it alone uses."""
+    ranks = Ranks(2, timeout=120)
+    for seconds, message in ranks.run(use_a_layer_in_backward_of_one_rank):
+        assert seconds < 20
+        assert "rank 0: " in message and "rank 1: all-gather of parameter" in message, message
+    ranks.close()
 
 
 class MoreOnOneRank(nn.Module):
@@ -474,7 +508,7 @@ def train_twice(others_first):
 def test_connections_are_made_once_and_not_where_their_names_would_differ(others_first, pair):
     mine, others = pair.run(train_twice, others_first)
     assert mine == others and mine[0] == mine[1]
-    assert mine[0] is None if others_first else len(set(mine[0])) == 2
+    assert mine[0] is None if others_first else len(set(mine[0])) == 3
 
 
 class AfterFrozen(nn.Module):

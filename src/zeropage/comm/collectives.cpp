@@ -110,8 +110,10 @@ class Collectives::Staging {
 /// A collective of c10d, or the messages of one, and its tensors.
 class Collectives::Pending : public Mean {
  public:
-  Pending(Collectives& owner, Works works, std::vector<at::Tensor> kept, Staging staging, std::string during)
+  Pending(Collectives& owner, Place place, Works works, std::vector<at::Tensor> kept, Staging staging,
+          std::string during)
       : owner_(owner),
+        place_(place),
         is_broken_(owner.is_broken_),
         works_(std::move(works)),
         kept_(std::move(kept)),
@@ -139,6 +141,7 @@ class Collectives::Pending : public Mean {
     try {
       const Booking booking(Spent::ranks);
       const ListedWait listed("ranks", during_);
+      const Watchdog::Waiting waiting(owner_.watchdog_.get(), place_.channel, place_.number);
       for (; !works_.empty(); works_.pop_back()) {
         if (const auto& work = works_.back()) work->wait();
       }
@@ -163,6 +166,7 @@ class Collectives::Pending : public Mean {
   virtual void take_result() {}
 
   Collectives& owner_;
+  const Place place_;
   std::shared_ptr<std::atomic<bool>> is_broken_;
   Works works_;  // those that were not waited for
   std::vector<at::Tensor> kept_;
@@ -294,7 +298,10 @@ class Collectives::SummingParts final : public Pending {
     parts.take_mean(mine, 0, static_cast<std::size_t>(mine.storage_offset()), false);
     // A short message would wait for the sums that were started meanwhile.
     const Connection& on = all_.nbytes() > kShort ? owner_.sums() : owner_.small_;
-    owner_.start<Pending>([&] { return owner_.gather(on, all_, mine, mix(history, 0)); }, {all_}, Staging(false))
+    owner_
+        .start<Pending>(
+            owner_.begin(Channel::sums), [&] { return owner_.gather(on, all_, mine, mix(history, 0)); }, {all_},
+            Staging(false))
         ->wait();
     kept_.clear(), parts = {};  // frees memory
   }
@@ -419,14 +426,74 @@ Collectives::Works Collectives::scatter(const Connection& on, const at::Tensor& 
   return send_parts(on, history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
 }
 
-void Collectives::set_groups(const Group& gathers, const Group& sums, std::optional<std::size_t> peer_bytes) {
+namespace {
+
+/// A key of a group's store. The store is cloned, so that a request that gets no answer holds up nobody else.
+class StoreBoard final : public Watchdog::Board {
+ public:
+  StoreBoard(c10::intrusive_ptr<c10d::Store> store, std::string key)
+      : store_(std::move(store)), key_(std::move(key)) {}
+  void post(const std::string& text) override { clone().set(key_, text); }
+  std::optional<std::string> read() override {
+    if (!clone().check({key_})) return std::nullopt;
+    return clone().get_to_str(key_);
+  }
+
+ private:
+  c10d::Store& clone() {
+    if (!clone_) clone_ = store_->clone();
+    return *clone_;
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string key_;
+  c10::intrusive_ptr<c10d::Store> clone_;
+};
+
+}  // namespace
+
+void Collectives::set_groups(const Group& gathers, const Group& sums, const Group& checks,
+                             std::optional<std::size_t> peer_bytes) {
+  static std::atomic<std::int64_t> made{0};
+  std::int64_t number = 0;  // of this object; ranks may have made other numbers of them
+  for (const Words& words : agree({++made}, {"groups", 0, 0})) number = std::max(number, words[0]);
   gathers_ = connect(gathers, small_.kept != nullptr);
   sums_ = connect(sums, small_.kept != nullptr);
+  checks_ = connect(checks, small_.kept != nullptr);
+  if (const auto store = group()->getStore(); store && checks_->sends_parts) {
+    watchdog_ = std::make_unique<Watchdog>(
+        rank(),
+        std::make_unique<StoreBoard>(store, fmt::format("zeropage/waits/{}/{}", group()->getGroupName(), number)),
+        [this] { give_up(); });
+    watchdog_->answer_with(answer_);
+  }
   if (!peer_bytes || !gathers_->sends_parts || !sums_->sends_parts) return;
   meet_neighbours(*peer_bytes);
   if (neighbours() == 0) return;
   gathers_->neighbours = sums_->neighbours = neighbours_.get();
   sums_->channel = Neighbours::Channel::sums;
+}
+
+void Collectives::answer_with(Watchdog::Answer answer) {
+  answer_ = std::move(answer);
+  if (watchdog_) watchdog_->answer_with(answer_);
+}
+
+/// Closes all connections, so that every wait of this rank and for it ends with an error.
+void Collectives::give_up() {
+  in_circle_ = true;
+  *is_broken_ = true;
+  if (neighbours_) neighbours_->fail();
+  for (const Connection* on : {&std::as_const(small_), &gathers(), &sums(), &checks()}) {
+    const Group group = on->group.lock();
+    if (!group) continue;
+    try {  // Gloo closes the connections of a group in which a wait takes too long
+      std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+      constexpr int kNobodys = 0x7ffffffe;  // a tag
+      group->recv(nothing, (rank() + 1) % size(), kNobodys)->wait(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {
+    }
+  }
 }
 
 namespace {
@@ -470,29 +537,34 @@ Collectives::Group Collectives::alive(const Connection& connection) {
 }
 
 template <class Kind, class Start>
-std::unique_ptr<Kind> Collectives::start(Start&& start, std::vector<at::Tensor> kept, Staging staging) {
+std::unique_ptr<Kind> Collectives::start(Place place, Start&& start, std::vector<at::Tensor> kept, Staging staging) {
   std::string during;
   {
     std::lock_guard lock(mutex_);
     during = last_;
   }
   try {
-    return std::make_unique<Kind>(*this, Works{start()}, std::move(kept), std::move(staging), during);
+    return std::make_unique<Kind>(*this, place, Works{start()}, std::move(kept), std::move(staging), during);
   } catch (const std::exception& error) {
     std::rethrow_exception(failure(during, error));
   }
 }
 
-std::uint64_t Collectives::record(std::string_view kind, const Subject& subject, std::size_t bytes) {
+Collectives::Place Collectives::begin(Channel channel) {
+  return {channel, watchdog_ ? watchdog_->begin(channel) : 0};
+}
+
+std::uint64_t Collectives::record(Channel channel, std::string_view kind, const Subject& subject, std::size_t bytes) {
   std::lock_guard lock(mutex_);
   if (!broken_.empty()) throw RankError(broken_);
+  std::uint64_t& history = channel == Channel::gathers ? of_gathers_ : of_others_;
   for (const std::uint64_t part : {std::hash<std::string_view>{}(kind), subject.number,
                                    static_cast<std::uint64_t>(subject.page), static_cast<std::uint64_t>(bytes)}) {
-    history_ = mix(history_, part);
+    history = mix(history, part);
   }
   last_ = fmt::format("{} of {} {}{} ({} bytes)", kind, subject.role, subject.number,
                       subject.page ? fmt::format(", page {}", subject.page) : "", bytes);
-  return history_;
+  return history;
 }
 
 void Collectives::fail(std::string_view why) {
@@ -502,20 +574,28 @@ void Collectives::fail(std::string_view why) {
 }
 
 /// The word that ranks compare.
-std::uint64_t Collectives::compared() const {
+std::int64_t Collectives::compared(Channel channel) const {
   std::lock_guard lock(mutex_);
-  return failures_ == 0 ? history_ : mix(history_, failures_);
+  const std::uint64_t history = channel == Channel::gathers ? of_gathers_ : of_others_;
+  return static_cast<std::int64_t>(failures_ == 0 ? history : mix(history, failures_));
 }
 
-/// Returns a number that tells this collective's messages from others'.
-std::uint64_t Collectives::enter(std::string_view kind, const Subject& subject, std::size_t bytes, bool always) {
-  const std::uint64_t history = record(kind, subject, bytes);
-  const std::size_t n = traffic_.collectives++;
+Collectives::Entered Collectives::enter(Channel channel, std::string_view kind, const Subject& subject,
+                                        std::size_t bytes, bool always) {
+  const bool is_gather = channel == Channel::gathers;
+  const Entered entered{record(channel, kind, subject, bytes), begin(channel)};
+  const std::size_t n = [&] {
+    std::lock_guard lock(mutex_);
+    ++traffic_.collectives;
+    return is_gather ? checked_gathers_++ : checked_others_++;
+  }();
   const bool is_sampled = check_ == CheckRanks::automatic && n >= kAlwaysChecked && n % kCheckedEvery != 0;
-  if (!always && (is_sampled || check_ == CheckRanks::never)) return history;
-  const at::Tensor histories = gather_words(static_cast<std::int64_t>(compared()));
-  if (!(histories == histories[0]).all().item<bool>()) differ("");
-  return history;
+  if (!always && (is_sampled || check_ == CheckRanks::never)) return entered;
+  const Connection& on = is_gather ? checks() : small_;
+  const Place place = is_gather ? entered.place : begin(Channel::words);
+  const at::Tensor histories = gather_words(on, place, compared(channel));
+  if (!(histories == histories[0]).all().item<bool>()) differ_on(on, "");
+  return entered;
 }
 
 /// This rank's words, and memory for those of all ranks. Every call sends the same size, so that ranks at different
@@ -525,31 +605,52 @@ std::pair<at::Tensor, at::Tensor> Collectives::tensors_for(c10::ArrayRef<std::in
   at::Tensor mine = at::zeros({kWords}, at::kLong);
   std::copy(words.begin(), words.end(), mine.mutable_data_ptr<std::int64_t>());
   mine = mine.to(control_device_);
-  traffic_.control += mine.nbytes() * (size() - 1);
+  count_control(mine.nbytes());
   return {mine, at::empty({size() * kWords}, mine.options())};
 }
 
 /// Words of all ranks, [ranks, words], on the CPU.
-at::Tensor Collectives::gather_words(c10::ArrayRef<std::int64_t> words) {
+at::Tensor Collectives::gather_words(const Connection& on, Place place, c10::ArrayRef<std::int64_t> words) {
   NoPagingGuard no_paging;
-  await_agreement();
+  const auto talking = talk(on);
   const auto [mine, all] = tensors_for(words);
-  start<Pending>([&, &mine = mine, &all = all] { return gather_flat(*group(), all, mine); }, {all, mine},
-                 Staging(false))
+  start<Pending>(
+      place, [&, &mine = mine, &all = all] { return gather_flat(*alive(on), all, mine); }, {all, mine},
+      Staging(false))
       ->wait();
   return all.view({size(), -1}).cpu();
 }
 
-/// Texts of all ranks, cut to `bytes`. The exchange always has the same size.
-std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_t bytes) {
-  NoPagingGuard no_paging;
+/// Lets no other thread use small_ meanwhile, and first ends an agreement on its way there.
+std::unique_lock<std::recursive_mutex> Collectives::talk(const Connection& on) {
+  if (&on != &small_) return {};
+  std::unique_lock talking(talking_);
   await_agreement();
+  return talking;
+}
+
+void Collectives::count_control(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  traffic_.control += bytes * (size() - 1);
+}
+
+void Collectives::count_reduced(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  traffic_.reduced += bytes * (size() - 1);
+}
+
+/// Texts of all ranks, cut to `bytes`. The exchange always has the same size.
+std::vector<std::string> Collectives::gather_padded(const Connection& on, std::string mine, std::size_t bytes) {
+  NoPagingGuard no_paging;
+  const auto talking = talk(on);
   mine.resize(bytes, '\0');
   at::Tensor text = at::from_blob(mine.data(), {static_cast<std::int64_t>(bytes)}, at::kByte).clone();
   text = text.to(control_device_);
   at::Tensor all = at::empty({size() * text.numel()}, text.options());
-  traffic_.control += bytes * (size() - 1);
-  start<Pending>([&] { return gather_flat(*group(), all, text); }, {all, text}, Staging(false))->wait();
+  count_control(bytes);
+  start<Pending>(
+      begin(Channel::words), [&] { return gather_flat(*alive(on), all, text); }, {all, text}, Staging(false))
+      ->wait();
   all = all.cpu();
   std::vector<std::string> texts;
   for (int i = 0; i < size(); ++i) {
@@ -564,16 +665,17 @@ std::vector<std::string> Collectives::gather_padded(std::string mine, std::size_
 /// depends on the call therefore begins with words, by which ranks at other calls notice each other. `common`: the
 /// bytes that all ranks must have. Returns the largest size.
 std::size_t Collectives::compare_sizes(const Subject& subject, std::size_t common, std::size_t bytes) {
-  record("exchange", subject, common);
-  const auto history = static_cast<std::int64_t>(compared());
-  const at::Tensor words = gather_words({history, static_cast<std::int64_t>(bytes)});
+  record(Channel::words, "exchange", subject, common);
+  const std::int64_t history = compared(Channel::words);
+  const at::Tensor words = gather_words(small_, begin(Channel::words), {history, static_cast<std::int64_t>(bytes)});
   if (!(words.select(1, 0) == history).all().item<bool>()) differ("");
   return static_cast<std::size_t>(words.select(1, 1).max().item<std::int64_t>());
 }
 
 std::vector<std::string> Collectives::all_gather_text(const std::string& mine, const Subject& subject) {
   NoPagingGuard no_paging;
-  return gather_padded(mine, compare_sizes(subject, 0, mine.size()) + 1);
+  const std::lock_guard talking(talking_);
+  return gather_padded(small_, mine, compare_sizes(subject, 0, mine.size()) + 1);
 }
 
 std::vector<std::uint64_t> Collectives::common(const std::vector<std::uint64_t>& mine, const Subject& subject) {
@@ -596,8 +698,11 @@ std::vector<std::uint64_t> Collectives::common(const std::vector<std::uint64_t>&
   return everyones;
 }
 
-void Collectives::differ(const std::string& what) {
-  const auto texts = gather_padded(fmt::format("{}, in {}", last_, CurrentActivity::now("no operator")), kTextBytes);
+void Collectives::differ(const std::string& what) { differ_on(small_, what); }
+
+void Collectives::differ_on(const Connection& on, const std::string& what) {
+  const auto texts =
+      gather_padded(on, fmt::format("{}, in {}", last_, CurrentActivity::now("no operator")), kTextBytes);
   std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
   for (int i = 0; i < size(); ++i) message += fmt::format("\n  rank {}: {}", i, texts[i]);
   message +=
@@ -614,6 +719,7 @@ std::vector<Collectives::Words> Collectives::agree(const Words& mine, const Subj
 }
 
 struct Collectives::Agreement {
+  Place place;
   Works works;  // none: the words are here
   at::Tensor mine, all;
   std::int64_t history;
@@ -622,10 +728,10 @@ struct Collectives::Agreement {
 
 std::shared_ptr<Collectives::Agreement> Collectives::start_agreement(const Words& mine, const Subject& subject) {
   NoPagingGuard no_paging;
-  await_agreement();
-  record("agreement", subject, 0);
-  auto agreement = std::make_shared<Agreement>();
-  agreement->history = static_cast<std::int64_t>(compared());
+  const auto talking = talk(small_);
+  record(Channel::words, "agreement", subject, 0);
+  auto agreement = std::make_shared<Agreement>(Agreement{.place = begin(Channel::words)});
+  agreement->history = compared(Channel::words);
   {
     std::lock_guard lock(mutex_);
     agreement->during = last_;
@@ -653,6 +759,7 @@ void Collectives::await_agreement() {
 
 std::vector<Collectives::Words> Collectives::finish(const std::shared_ptr<Agreement>& agreement) {
   NoPagingGuard no_paging;
+  const std::lock_guard talking(talking_);
   {
     std::lock_guard lock(mutex_);
     if (agreement_ == agreement) agreement_ = nullptr;
@@ -660,7 +767,8 @@ std::vector<Collectives::Words> Collectives::finish(const std::shared_ptr<Agreem
   }
   if (!agreement->works.empty()) {
     const at::Tensor& all = agreement->all;
-    Pending(*this, std::exchange(agreement->works, {}), {agreement->mine, all}, Staging(false), agreement->during)
+    Pending(*this, agreement->place, std::exchange(agreement->works, {}), {agreement->mine, all}, Staging(false),
+            agreement->during)
         .wait();
     agreement->all = all.view({size(), -1}).cpu();
   }
@@ -685,23 +793,28 @@ at::Tensor Collectives::as_tensor(std::byte* at, std::size_t bytes) const {
 std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
                                                      const Subject& subject) {
   NoPagingGuard no_paging;
-  const std::uint64_t history = enter("all-gather", subject, part_bytes);
-  traffic_.gathered += part_bytes * (size() - 1);
+  const auto [history, place] = enter(Channel::gathers, "all-gather", subject, part_bytes);
+  {
+    std::lock_guard lock(mutex_);
+    traffic_.gathered += part_bytes * (size() - 1);
+  }
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
   Staging staging(is_staged_);
   const at::Tensor out = staging.out(whole), in = staging.in(mine);
-  return start<Pending>([&] { return gather(gathers(), out, in, history); }, {out, in}, std::move(staging));
+  return start<Pending>(
+      place, [&, history = history] { return gather(gathers(), out, in, history); }, {out, in}, std::move(staging));
 }
 
 std::unique_ptr<Collectives::Mean> Collectives::reduce_scatter(at::Tensor in, Rounding rounding,
                                                                const Subject& subject) {
   NoPagingGuard no_paging;
-  const std::uint64_t history = enter("reduce-scatter", subject, in.nbytes());
-  traffic_.reduced += in.nbytes() / size() * (size() - 1);
+  const auto [history, place] = enter(Channel::sums, "reduce-scatter", subject, in.nbytes());
+  count_reduced(in.nbytes() / size());
   if (sums_in_parts(in.scalar_type())) {
     in = Staging(is_staged_).in(in);
     std::vector<at::Tensor> parts;
-    auto work = start<Summing>([&] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+    auto work = start<Summing>(
+        place, [&, history = history] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
     work->parts = Parts(std::move(parts), std::move(rounding));
     return work;
   }
@@ -710,21 +823,22 @@ std::unique_ptr<Collectives::Mean> Collectives::reduce_scatter(at::Tensor in, Ro
   if (is_scaled) in = in.mul(1.0 / size());
   const at::Tensor out = at::empty({in.numel() / size()}, in.options());
   auto work =
-      start<SummedByBackend>([&] { return scatter_flat(*alive(sums()), out, in); }, {out, in}, Staging(false));
+      start<SummedByBackend>(place, [&] { return scatter_flat(*alive(sums()), out, in); }, {out, in}, Staging(false));
   work->is_scaled = is_scaled;
   return work;
 }
 
 std::unique_ptr<Collectives::Mean> Collectives::all_reduce(at::Tensor in, Rounding rounding, const Subject& subject) {
   NoPagingGuard no_paging;
-  const std::uint64_t history = enter("all-reduce", subject, in.nbytes());
+  const auto [history, place] = enter(Channel::sums, "all-reduce", subject, in.nbytes());
   const std::size_t part = (in.numel() + size() - 1) / size();
-  traffic_.reduced += part * (in.itemsize() + c10::elementSize(rounding.dtype)) * (size() - 1);
+  count_reduced(part * (in.itemsize() + c10::elementSize(rounding.dtype)));
   if (sums_in_parts(in.scalar_type())) {
     in = Staging(is_staged_).in(in);
     if (const std::int64_t rest = in.numel() % size(); rest > 0) in = at::constant_pad_nd(in, {0, size() - rest});
     std::vector<at::Tensor> parts;
-    auto work = start<SummingParts>([&] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+    auto work = start<SummingParts>(
+        place, [&, history = history] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
     work->dtype = rounding.dtype;
     work->parts = Parts(std::move(parts), std::move(rounding));
     work->history = history;
@@ -734,7 +848,8 @@ std::unique_ptr<Collectives::Mean> Collectives::all_reduce(at::Tensor in, Roundi
   const bool is_scaled = in.scalar_type() == at::kHalf;
   std::vector<at::Tensor> sum{is_scaled ? in.mul_(1.0 / size()) : in};
   auto work = start<SummedByBackend>(
-      [&] { return start_on(*alive(sums()), in, [&](auto& on) { return on.allreduce(sum); }); }, sum, Staging(false));
+      place, [&] { return start_on(*alive(sums()), in, [&](auto& on) { return on.allreduce(sum); }); }, sum,
+      Staging(false));
   work->is_scaled = is_scaled;
   return work;
 }
@@ -746,22 +861,31 @@ bool Collectives::sums_in_parts(c10::ScalarType dtype) const {
 
 void Collectives::broadcast(at::Tensor tensor, const Subject& subject) {
   NoPagingGuard no_paging;
-  enter("broadcast", subject, tensor.nbytes(), /*always=*/true);  // [Note: exchanges of any size]
-  if (rank() == 0) traffic_.broadcast += tensor.nbytes() * (size() - 1);
+  const std::lock_guard talking(talking_);
+  const Place place = enter(Channel::words, "broadcast", subject, tensor.nbytes(), /*always=*/true)
+                          .place;  // [Note: exchanges of any size]
+  if (rank() == 0) {
+    std::lock_guard lock(mutex_);
+    traffic_.broadcast += tensor.nbytes() * (size() - 1);
+  }
   Staging staging(is_staged_);
   std::vector<at::Tensor> tensors{staging.in_out(tensor)};
-  start<Pending>([&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.broadcast(tensors); }); },
-                 tensors, std::move(staging))
+  start<Pending>(
+      place, [&] { return start_on(*group(), tensors[0], [&](auto& on) { return on.broadcast(tensors); }); }, tensors,
+      std::move(staging))
       ->wait();
 }
 
 at::Tensor Collectives::all_gather_small(const at::Tensor& mine, const Subject& subject) {
   NoPagingGuard no_paging;
+  const std::lock_guard talking(talking_);
   compare_sizes(subject, mine.nbytes(), mine.nbytes());
-  traffic_.control += mine.nbytes() * (size() - 1);
+  count_control(mine.nbytes());
   at::Tensor part = mine.contiguous().view({-1}).to(control_device_);
   at::Tensor all = at::empty({size() * part.numel()}, part.options());
-  start<Pending>([&] { return gather_flat(*group(), all, part); }, {all, part}, Staging(false))->wait();
+  start<Pending>(
+      begin(Channel::words), [&] { return gather_flat(*group(), all, part); }, {all, part}, Staging(false))
+      ->wait();
   return all.view({size(), part.numel()}).to(mine.device());
 }
 
@@ -837,6 +961,7 @@ std::exception_ptr Collectives::failure(const std::string& during, const std::ex
   if (broken_.empty()) {
     std::string reason = error.what();
     reason.erase(std::min(reason.find('\n'), reason.size()));
+    if (in_circle_) reason = "ranks wait for each other";
     broken_ = fmt::format("{} failed: a rank died, stalled, or is at another operator ({}).{}", during, reason,
                           where_all_are());
   }

@@ -1,10 +1,11 @@
 // Collectives of one group of ranks through c10d, counted and checked. Ranks that are no longer at the same operator
 // get one error that says where each is, instead of a hang or another tensor's bytes.
 //
-// [Note: together] Each collective goes into a running hash of its kind, subject and size. Ranks compare hashes
+// [Note: together] Each collective goes into a running hash of its kind, subject and size: gathers into one, all
+// others into another, since ranks' programs may interleave them differently (comm/watchdog.h). Ranks compare hashes
 // before they move data: always for the first collectives, then now and then, and for gradients at every bucket. If
-// ranks differ without a check, the group's own timeout ends the wait. Each rank then leaves a note of its position
-// in the group's store, so that the error can still name it.
+// ranks differ without a check, the watchdog ends the wait within seconds, or the group's own timeout does. Each rank
+// then leaves a note of its position in the group's store, so that the error can still name it.
 //
 // [Note: parts] Gloo's all-gather receives into memory of its own, and copies from there. Its all-to-all copies the
 // own part too. Over Gloo, ranks therefore send each other their parts, which arrive where they belong. The tag of
@@ -29,6 +30,7 @@
 
 #include "zeropage/comm/neighbours.h"
 #include "zeropage/comm/ranks.h"
+#include "zeropage/comm/watchdog.h"
 
 namespace zeropage {
 
@@ -59,11 +61,15 @@ class Collectives final : public Ranks {
   Collectives(const Group& group, c10::Device device, CheckRanks check, bool keep);
   /// [Note: groups of their own] A group's transfers to one rank share a connection. A word that ranks compare would
   /// wait there for the tens of megabytes under way, and a gather for the sums before it. Gathers and sums may each
-  /// have a group over the same ranks. `group` then serves the rest: words, norms and the broadcasts at the start.
-  /// All collectives still start in one order. All ranks call this together, before they share tensors. The groups
-  /// are kept as `group` is. `peer_bytes`: ranks of one host read parts of at least so many bytes from each other's
-  /// memory, if the system permits it; none: they read nothing there.
-  void set_groups(const Group& gathers, const Group& sums, std::optional<std::size_t> peer_bytes);
+  /// have a group over the same ranks, and `checks` serves the words that ranks compare before a gather. `group` then
+  /// serves the rest: words, norms and the broadcasts at the start. Gathers start in one order, and so do all others.
+  /// All ranks call this together, before they share tensors. The groups are kept as `group` is. `peer_bytes`: ranks
+  /// of one host read parts of at least so many bytes from each other's memory, if the system permits it; none: they
+  /// read nothing there.
+  void set_groups(const Group& gathers, const Group& sums, const Group& checks,
+                  std::optional<std::size_t> peer_bytes);
+  /// While a thread waits in a gather, `answer` may take part in exchanges of words and sums on another one.
+  void answer_with(Watchdog::Answer answer);
   /// The ranks whose memory this rank reads.
   int neighbours() const { return neighbours_ ? neighbours_->count() : 0; }
 
@@ -142,27 +148,45 @@ class Collectives final : public Ranks {
     Neighbours::Channel channel = Neighbours::Channel::gathers;
   };
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  std::uint64_t enter(std::string_view kind, const Subject& subject, std::size_t bytes, bool always = false);
-  std::uint64_t record(std::string_view kind, const Subject& subject, std::size_t bytes);
+  using Channel = Watchdog::Channel;
+  /// A collective of this rank, as its watchdog counts them.
+  struct Place {
+    Channel channel;
+    std::uint64_t number;
+  };
+  Place begin(Channel channel);
+  struct Entered {
+    std::uint64_t history;  // tells this collective's messages from others'
+    Place place;
+  };
+  Entered enter(Channel channel, std::string_view kind, const Subject& subject, std::size_t bytes,
+                bool always = false);
+  std::uint64_t record(Channel channel, std::string_view kind, const Subject& subject, std::size_t bytes);
   Works gather(const Connection& on, const at::Tensor& whole, const at::Tensor& mine, std::uint64_t history) const;
   Works scatter(const Connection& on, const at::Tensor& in, std::vector<at::Tensor>& parts,
                 std::uint64_t history) const;
-  std::uint64_t compared() const;
+  std::int64_t compared(Channel channel) const;
   void await_agreement();
+  std::unique_lock<std::recursive_mutex> talk(const Connection& on);
+  void count_control(std::size_t bytes);
+  void count_reduced(std::size_t bytes);
   std::pair<at::Tensor, at::Tensor> tensors_for(c10::ArrayRef<std::int64_t> words);
-  at::Tensor gather_words(c10::ArrayRef<std::int64_t> words);
+  at::Tensor gather_words(const Connection& on, Place place, c10::ArrayRef<std::int64_t> words);
   std::size_t compare_sizes(const Subject& subject, std::size_t common, std::size_t bytes);
   at::Tensor as_tensor(std::byte* at, std::size_t bytes) const;
   template <class Kind, class Start>
-  std::unique_ptr<Kind> start(Start&& start, std::vector<at::Tensor> kept, Staging staging);
+  std::unique_ptr<Kind> start(Place place, Start&& start, std::vector<at::Tensor> kept, Staging staging);
   std::exception_ptr failure(const std::string& during, const std::exception& error);
   /// The error of a broken group.
   std::exception_ptr broken() const;
-  std::vector<std::string> gather_padded(std::string mine, std::size_t bytes);
+  std::vector<std::string> gather_padded(const Connection& on, std::string mine, std::size_t bytes);
+  [[noreturn]] void differ_on(const Connection& on, const std::string& what);
+  void give_up();
   std::string where_all_are();
 
   Group group() const { return alive(small_); }
   const Connection& gathers() const { return gathers_ ? *gathers_ : small_; }
+  const Connection& checks() const { return checks_ ? *checks_ : small_; }
   const Connection& sums() const { return sums_ ? *sums_ : small_; }
   static Group alive(const Connection& connection);
   static Connection connect(const Group& group, bool keep);
@@ -172,7 +196,7 @@ class Collectives final : public Ranks {
                    const OutgoingPart& outgoing) const;
 
   Connection small_;
-  std::optional<Connection> gathers_, sums_;
+  std::optional<Connection> gathers_, sums_, checks_;
   int size_, rank_;
   std::unique_ptr<Neighbours> neighbours_;
   c10::Device device_;
@@ -180,14 +204,19 @@ class Collectives final : public Ranks {
   bool is_staged_ = false;      // the group has no backend for the device: use copies on the host
   CheckRanks check_;
   mutable std::mutex mutex_;
-  std::uint64_t history_ = 0;
-  std::uint64_t failures_ = 0;            // hash of what fail() told; not 0 after the first
-  std::shared_ptr<Agreement> agreement_;  // the latest
-  std::string last_;                      // text of the latest collective
+  std::recursive_mutex talking_;                          // of the thread that uses small_
+  std::uint64_t of_gathers_ = 0, of_others_ = 0;          // histories
+  std::size_t checked_gathers_ = 0, checked_others_ = 0;  // numbers of collectives that enter() has seen
+  std::uint64_t failures_ = 0;                            // hash of what fail() told; not 0 after the first
+  std::shared_ptr<Agreement> agreement_;                  // the latest
+  std::string last_;                                      // text of the latest collective
   std::string broken_;
   std::shared_ptr<std::atomic<bool>> is_broken_ = std::make_shared<std::atomic<bool>>(false);  // works share it
   Traffic traffic_;
   mutable std::atomic<std::size_t> in_memory_ = 0;  // of traffic_
+  std::atomic<bool> in_circle_ = false;             // ranks wait for each other
+  Watchdog::Answer answer_ = nullptr;
+  std::unique_ptr<Watchdog> watchdog_;  // null: without groups of their own. Ends first
 };
 
 }  // namespace zeropage

@@ -44,6 +44,8 @@ class Neighbours {
   /// The other rank cannot read this one's memory.
   void part_from(int rank);
   int count() const;
+  /// Ends exchanges under way with an error, here and on ranks that wait for this one. None can succeed any more.
+  void fail() const;
 
   /// Whether exchange() takes parts of so many bytes from and for this rank. Both ranks must have met.
   bool takes(int rank, std::size_t bytes) const;
@@ -80,7 +82,6 @@ class Neighbours {
   std::size_t board_bytes() const;
   Offer& offer_at(Board& board, Channel channel, int reader, std::uint64_t number) const;
   void ring() const;
-  void fail() const;
 
   const int rank_, ranks_;
   const std::size_t least_bytes_;

@@ -643,7 +643,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
       domain->gathered = FrameCache::make_gathered(domain->cache, domain->partition.ranks, gathered_bytes,
                                                    device_memory(gathered_bytes));
     }
-    domain->reducer = std::make_shared<Reducer>(*domain);
+    domain->reducer = Reducer::make(*domain);
   }
   list_domain(domain);
   if (!planned && !options.disk_path.empty()) domain->archive_folder = split_disk_path(options.disk_path).front();
@@ -705,8 +705,8 @@ std::vector<std::pair<std::string, std::size_t>> Space::unpaged_operators() cons
   return domain_->unpaged_operators.counts();
 }
 
-void Space::set_groups(const Groups::Group& gathers, const Groups::Group& sums) {
-  domain_->partition.ranks->set_groups(gathers, sums, peer_bytes_of(config_.peer_memory));
+void Space::set_groups(const Groups::Group& gathers, const Groups::Group& sums, const Groups::Group& checks) {
+  domain_->partition.ranks->set_groups(gathers, sums, checks, peer_bytes_of(config_.peer_memory));
 }
 
 void Space::start_equal() {

@@ -127,9 +127,10 @@ class Space : public std::enable_shared_from_this<Space> {
   /// Makes a space over ranks. All ranks call it together. Automatic sizes become the least that suits any rank. If
   /// one rank fails or has other settings, all throw: RankError on the others.
   static std::shared_ptr<Space> make(const Config& config, const Groups& groups, Frontend frontend = Frontend::cpp);
-  /// Gives gathers and sums of gradients groups of their own over the shard group's ranks ([Note: groups of their
-  /// own] in comm/collectives.h). All ranks call it together, before they share tensors.
-  void set_groups(const Groups::Group& gathers, const Groups::Group& sums);
+  /// Gives gathers, sums of gradients, and the words that ranks compare before gathers groups of their own over the
+  /// shard group's ranks ([Note: groups of their own] in comm/collectives.h). All ranks call it together, before they
+  /// share tensors.
+  void set_groups(const Groups::Group& gathers, const Groups::Group& sums, const Groups::Group& checks);
   /// Makes a space on a planned machine (plan/machine.h). Its tensors are on torch's "meta" device. Only the thread
   /// that has entered the machine's clock may use it. `ranks`: this is the first of as many, and the others behave
   /// alike. Takes the settings of Python.

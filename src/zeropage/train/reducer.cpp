@@ -160,6 +160,14 @@ struct Reducer::Piece {
 Reducer::Reducer(Domain& domain)
     : domain_(domain), ranks_(*domain.partition.ranks), replicas_(domain.partition.replicas.get()) {}
 
+std::shared_ptr<Reducer> Reducer::make(Domain& domain) {
+  auto reducer = std::make_shared<Reducer>(domain);
+  reducer->ranks_.answer_with([weak = reducer->weak_from_this()](const std::function<bool()>& has_begun) {
+    if (const auto reducer = weak.lock()) reducer->answer(has_begun);
+  });
+  return reducer;
+}
+
 Reducer::~Reducer() = default;
 
 Reducer::ReductionPtr Reducer::start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in,
@@ -352,6 +360,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, c
   if (local_sum.defined()) add_local_sum(own, local_sum);
   std::lock_guard lock(mutex_);
   NoPagingGuard no_paging;
+  const Watchdog::GoesOn goes_on;
   const CurrentActivity activity(
       [](const void* leaf) {
         return fmt::format("backward, at the gradient of a parameter [{}]",
@@ -425,6 +434,24 @@ void Reducer::together(Exchange&& exchange) {
     failure_ = std::current_exception();
     throw;
   }
+}
+
+/// Takes part in exchanges that other ranks wait for, until `has_begun()`. The program meets an error later.
+void Reducer::answer(const std::function<bool()>& has_begun) {
+  std::lock_guard lock(mutex_);
+  const NoPagingGuard no_paging;
+  const CurrentActivity activity([](const void*) { return std::string("an answer to ranks with other gradients"); },
+                                 nullptr);
+  is_answering_ = true;
+  try {
+    together([&] {
+      while (!has_begun()) proposed_ ? void(decide()) : propose(Why::full);
+    });
+  } catch (...) {
+    is_answering_ = false;
+    throw;
+  }
+  is_answering_ = false;
 }
 
 void Reducer::add(ReductionPtr reduction) {
@@ -609,7 +636,8 @@ void Reducer::sort_out(Proposal& proposal, Agreed& agreed) {
   }
   const Counts counts = count_over_ranks();
   agreed.has_sent = send_what_all_have(counts);
-  agreed.all_ended ? send_the_rest(counts) : spill_pile();
+  if (agreed.all_ended) return send_the_rest(counts);
+  if (!is_answering_) spill_pile();
 }
 
 /// Compares the buckets and piles of ranks, here and among replicas.
@@ -1022,7 +1050,7 @@ void Reducer::make_room() {
   // A large gradient's sums take their time while the next one is computed.
   const std::size_t most = std::max(kBucketsUnderWay * domain_.bucket_bytes, largest_);
   while (bytes_awaited_ > most) receive_next();
-  while (bytes_under_way_ > most) complete_oldest();
+  while (bytes_under_way_ > most && !is_answering_) complete_oldest();
 }
 
 void Reducer::complete(Reduction& reduction) {

@@ -12,7 +12,9 @@
 // theirs have. Then ranks sum the union of their piles page by page, with zeros for missing gradients. The parameter
 // then has a gradient on every rank, as it would with the whole batch on one. A gradient is identified by its leaf's
 // key ([Note: keys of leaves] in tensor/leaves.h), its kind and the dtype of its values. If a leaf has an earlier
-// gradient on some ranks, and others have cleared theirs, all ranks throw.
+// gradient on some ranks, and others have cleared theirs, all ranks throw. While this rank's program waits in a
+// gather, another thread answers ranks that wait for its words or sums (comm/watchdog.h). It delivers nothing: the
+// program may hold the memory.
 //
 // [Note: no_sync] Under no_sync() a gradient does not come here. It begins, or is added to, a sum of this rank alone
 // (train/local_sums.h). The next backward that sends the leaf's gradient adds that to the local sum, and ranks sum
@@ -30,6 +32,7 @@
 
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -46,6 +49,7 @@ namespace zeropage {
 
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
+  static std::shared_ptr<Reducer> make(Domain& domain);
   explicit Reducer(Domain& domain);
   ~Reducer();
 
@@ -103,6 +107,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_met(const at::Tensor& leaf, std::optional<bool> had_sum);
   template <class Exchange>
   void together(Exchange&& exchange);
+  void answer(const std::function<bool()>& has_begun);
   c10::ScalarType made_in(const at::Tensor& leaf, c10::ScalarType dtype) const;
   ReductionPtr start(const at::Tensor& leaf, at::Tensor gradient, c10::ScalarType made_in, Kind kind);
   void add(ReductionPtr reduction);
@@ -215,6 +220,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool uses_local_sums_ = false;         // a rank may have some. The same on all ranks.
   std::set<std::uint64_t> sent_groups_;  // of leaves, by accumulated_with: this backward sends some of each.
   bool has_failed_ = false;              // a backward failed since ranks last agreed.
+  bool is_answering_ = false;            // on the watchdog's thread
 };
 
 }  // namespace zeropage
