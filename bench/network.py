@@ -7,6 +7,7 @@ to_bound: zeropage's seconds / (max(forward, gathers) + max(backward, gathers an
 reduction + update). All of them are measured. A process pumps a step's bytes through the link, while the ranks compute
 forward and backward without any other traffic. Bytes take their time at the rate that this process reaches alone.
 hidden: the part of the network's seconds that a step does not add to those of its computation.
+as reported: the same part by zeropage's own report, which knows neither the link's rate nor the seconds of computation.
 planned (--plan): the same of a dry run, with operators timed on all ranks at once and the link's measured rate. The
 network's seconds are those of the bytes that a rank sent, at that rate.
 
@@ -67,6 +68,9 @@ def dtype_of(args: argparse.Namespace) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+SPACES: dict[str, Any] = {}  # zeropage's, by system
+
+
 def build(system: str, args: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     scope: Any = contextlib.nullcontext()
@@ -74,7 +78,7 @@ def build(system: str, args: argparse.Namespace) -> tuple[torch.nn.Module, torch
         import zeropage
 
         peers = "never" if system.endswith("sockets") else "auto"
-        scope = zeropage.init(settings_of(system, args), device="cpu", stage=3, peer_memory=peers)
+        scope = SPACES[system] = zeropage.init(settings_of(system, args), device="cpu", stage=3, peer_memory=peers)
     with scope, dtype_of(args):
         model: torch.nn.Module = train_gpt.GPT(*SHAPE)
     if system.startswith("fsdp2"):
@@ -229,6 +233,7 @@ def work(args: argparse.Namespace) -> None:
     for name in systems:  # the plan knows the program after two steps
         for _ in range(2):
             step(*made[name], *next(batches))
+    before = {name: space.report() for name, space in SPACES.items()}
     for name in turns(args.rounds, [*systems, "compute"] if args.computes else systems):
         text, target = next(batches)
         dist.barrier()
@@ -245,6 +250,7 @@ def work(args: argparse.Namespace) -> None:
         dist.barrier()
         result["sent"][name].append(sent_bytes() - sent)
         result["seconds"][name].append(slowest(seconds))
+    result["reported"] = {name: space.report().since(before[name]).hidden_network() for name, space in SPACES.items()}
     if args.computes:
         pump.close()
     if args.plan and args.computes:
@@ -342,24 +348,26 @@ def main() -> None:
             measured = run(hosts, args, systems, args.rounds, computes=True)
             bound, computing, network = bound_of(measured)
             rate = f"{gigabits:g} Gbit/s" if gigabits else "no limit"
-            rows.append([rate, "bound", bound, 3 * measured["each"] / 1e6, None, None, None])
+            rows.append([rate, "bound", bound, 3 * measured["each"] / 1e6, *4 * [None]])
             for name in systems:
                 seconds = statistics.median(measured["seconds"][name])
                 sent = statistics.median(measured["sent"][name])
                 hidden = 1 - max(0.0, seconds - computing) / network
-                rows.append([rate, name, seconds, sent / 1e6, peaks[name] / 1e6, seconds / bound, hidden])
+                reported = measured["reported"].get(name)
+                rows.append([rate, name, seconds, sent / 1e6, peaks[name] / 1e6, seconds / bound, hidden, reported])
                 figures[f"{name}_to_bound_{gigabits:g}"] = round(seconds / bound, 3)
                 if name in measured.get("planned", {}):
                     planned, sending = measured["planned"][name]
                     figures[f"{name}_planned_to_measured_{gigabits:g}"] = round(planned / seconds, 3)
-                    rows.append([rate, f"{name}, planned", planned, None, None, planned / bound, None])
+                    rows.append([rate, f"{name}, planned", planned, None, None, planned / bound, None, None])
                     sent_for = sent / statistics.median(measured["rates"])
                     figures[f"{name}_network_planned_to_measured_{gigabits:g}"] = round(sending / sent_for, 3)
             times = measured["seconds"]
             for other in [name for name in systems if name != "zeropage-host" and "zeropage-host" in systems]:
                 ratio = round(median_ratio(times[other], times["zeropage-host"]), 3)
                 figures[f"{other}_to_zeropage_{gigabits:g}"] = ratio
-    finish(rows, ["link", "system", "s/step", "MB sent a rank", "peak MB a rank", "of bound", "hidden"], **figures)
+    columns = ["link", "system", "s/step", "MB sent a rank", "peak MB a rank", "of bound", "hidden", "as reported"]
+    finish(rows, columns, **figures)
 
 
 if __name__ == "__main__":

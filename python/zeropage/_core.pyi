@@ -96,6 +96,8 @@ class Report:
     wasted_bytes: int
     collectives: int
     read_by_peers: int
+    network_seconds: float
+    waited_for_network: float
     io: str
     unpaged_operators: list[tuple[str, int]]
 

@@ -176,6 +176,10 @@ class Report:
     """Bytes this rank sent in checks and norms."""
     read_by_peers: int = _counter()
     """Part of the bytes sent: other ranks on this host read them from this rank's memory."""
+    network_seconds: float = _counter(0.0)
+    """Time that gathers and sums take at the rate at which this rank receives, as measured. 0 if no rate is known."""
+    waited_for_network: float = _counter(0.0)
+    """Part of it: time in which a thread waited for them."""
     collectives: int = _counter()
     """Collectives that moved data."""
     nonfinite_grads: int = _counter()
@@ -236,6 +240,15 @@ class Report:
         """Time of operators, and of the program's own code: all that no cause explains."""
         explained: float = sum(getattr(self, cause.field) for cause in _CAUSES.values())
         return max(self.seconds - explained, 0.0)
+
+    def hidden_network(self) -> float | None:
+        """Return the share of the network's time under computation, 0 to 1. None if no rate was measured.
+
+        Only gathers and sums count, and on the CPU alone: on a device no thread waits for them.
+        """
+        if self.network_seconds <= 0:
+            return None
+        return min(max(1 - self.waited_for_network / self.network_seconds, 0.0), 1.0)
 
     def bound_by(self) -> tuple[str, float, str]:
         """Return the cause of most time other than operators, its share of the time, and what would help.
@@ -354,6 +367,7 @@ class Report:
         if self.nonfinite_grads:
             moved.append(["values in gradients that were not finite", f"{self.nonfinite_grads:,}"])
         if self.ranks > 1:
+            hidden = self.hidden_network()
             moved += [
                 ["ranks", str(self.ranks)],
                 ["sent in all-gathers", _megabytes(self.gathered_bytes)],
@@ -365,6 +379,7 @@ class Report:
                     if self.peers
                     else []
                 ),
+                *([["network's time", _network(self.network_seconds, hidden)]] if hidden is not None else []),
                 ["collectives", f"{self.collectives:,}"],
             ]
         return moved
@@ -378,6 +393,10 @@ def wear_warning(years: float | None) -> str:
         f"WARNING: at this rate training uses up disk_endurance in {years * 365.25:.0f} days; keep more states in the "
         'host (optimizer="host"), or shrink them (optimizer_dtype="8bit")'
     )
+
+
+def _network(seconds: float, hidden: float) -> str:
+    return f"{seconds:.2f} s, {hidden:.0%} under compute"
 
 
 def _megabytes(count: float) -> str:

@@ -87,9 +87,9 @@ class Settings:
     bfloat16, float16, float64. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they
     are sent, and their mean."""
     check_ranks: str = "auto"
-    """How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives,
-    then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per
-    collective; "never" can turn diverging ranks into a hang until the timeout."""
+    """How often ranks compare their next collective before they start it. "auto" checks the first 256 gathers and the
+    first 256 other collectives, then one in 64, and every gradient bucket. Values: auto, always, never. "always"
+    costs a small exchange per collective; "never" can turn diverging ranks into a hang until the timeout."""
     peer_memory: str = "auto"
     """How ranks of one host exchange pages and gradients on the CPU. With "auto" they read from each other's memory
     where the system permits it, else through sockets. Values: auto, never. "never" takes two copies more of each
@@ -213,7 +213,7 @@ TABLE: tuple[Setting, ...] = (
         'Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends.',
         'A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they are sent, and their mean.'),
     Setting('check_ranks', 'choice', 'auto', ('auto', 'always', 'never'), '', 'expert',
-        'How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives, then one in 64, and every gradient bucket.',
+        'How often ranks compare their next collective before they start it. "auto" checks the first 256 gathers and the first 256 other collectives, then one in 64, and every gradient bucket.',
         '"always" costs a small exchange per collective; "never" can turn diverging ranks into a hang until the timeout.'),
     Setting('peer_memory', 'choice', 'auto', ('auto', 'never'), '', 'expert',
         'How ranks of one host exchange pages and gradients on the CPU. With "auto" they read from each other\'s memory where the system permits it, else through sockets.',

@@ -185,6 +185,8 @@ void bind_report(py::module_& module) {
       .def_readonly("wasted_bytes", &Report::wasted_bytes)
       .def_readonly("collectives", &Report::collectives)
       .def_readonly("read_by_peers", &Report::read_by_peers)
+      .def_readonly("network_seconds", &Report::network_seconds)
+      .def_readonly("waited_for_network", &Report::waited_for_network)
       .def_readonly("io", &Report::io)
       .def_readonly("unpaged_operators", &Report::unpaged_operators);
 }

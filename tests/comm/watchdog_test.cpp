@@ -14,7 +14,7 @@ using Order = Watchdog::Channel;
 
 namespace {
 
-/// What ranks of one process post.
+/// The board of ranks that are threads of one process.
 struct Posts {
   std::mutex mutex;
   std::optional<std::string> text;

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import time
 
 import pytest
 import torch
@@ -436,3 +437,29 @@ def summed_in(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "auto", "bfloat16"])
 def test_gradients_are_summed_in_the_dtype_that_was_asked_for(dtype, three):
     three.run(functools.partial(summed_in, dtype))
+
+
+def time_of_the_network():
+    """Each rank in turn is late, so that waits end with an arrival."""
+    with space(stage=3, peer_memory="never", device_memory="24MB") as made:
+        with made:
+            layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+        alone = made.report()
+        for step in range(6):
+            if step % 2 == dist.get_rank():
+                time.sleep(0.05)
+            layers(torch.ones(2, 1024)).sum().backward()
+            layers.zero_grad()
+        report = made.report()
+        return alone.hidden_network(), report
+
+
+def test_the_report_has_the_share_of_the_network_under_compute(two):
+    for before, report in two.run(time_of_the_network):
+        assert before is None or 0 <= before <= 1
+        received = report.gathered_bytes + report.reduced_bytes  # as many as this rank sent
+        assert 0 < report.network_seconds < report.seconds
+        assert 1e7 < received / report.network_seconds < 1e11  # bytes a second, on a loopback link
+        hidden = report.hidden_network()
+        assert hidden == min(max(1 - report.waited_for_network / report.network_seconds, 0), 1)
+        assert "network's time" in str(report) and f"{hidden:.0%} under compute" in str(report)

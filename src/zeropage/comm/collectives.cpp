@@ -30,7 +30,7 @@
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kAlwaysChecked = 512;  // number of first collectives, all checked
+constexpr std::size_t kAlwaysChecked = 256;  // number of first gathers, and of first others, all checked
 constexpr std::size_t kCheckedEvery = 64;    // of the later ones
 constexpr std::size_t kShort = kMiB;         // bytes that hold up words little
 constexpr std::size_t kTextBytes = 512;      // of a rank's report of its position
@@ -131,6 +131,9 @@ class Collectives::Pending : public Mean {
     }
   }
 
+  /// It brings so many bytes of parameters or gradients from other ranks.
+  void meter(std::size_t bytes) { metered_ = owner_.meter_.begin(bytes); }
+
   void wait() override {
     if (failure_) std::rethrow_exception(failure_);
     if (std::exchange(is_over_, true)) return;
@@ -142,9 +145,11 @@ class Collectives::Pending : public Mean {
       const Booking booking(Spent::ranks);
       const ListedWait listed("ranks", during_);
       const Watchdog::Waiting waiting(owner_.watchdog_.get(), place_.channel, place_.number);
+      const auto begin = LinkMeter::Time::now();
       for (; !works_.empty(); works_.pop_back()) {
         if (const auto& work = works_.back()) work->wait();
       }
+      if (metered_) owner_.meter_.end(*metered_, LinkMeter::Time::now() - begin);
     } catch (const std::exception& error) {
       failure_ = owner_.failure(during_, error);
       std::rethrow_exception(failure_);
@@ -172,6 +177,7 @@ class Collectives::Pending : public Mean {
   std::vector<at::Tensor> kept_;
   Staging staging_;
   std::string during_;
+  std::optional<LinkMeter::Transfer> metered_;
   bool is_over_ = false;
   std::exception_ptr failure_;  // every later wait() throws it again
 };
@@ -298,11 +304,11 @@ class Collectives::SummingParts final : public Pending {
     parts.take_mean(mine, 0, static_cast<std::size_t>(mine.storage_offset()), false);
     // A short message would wait for the sums that were started meanwhile.
     const Connection& on = all_.nbytes() > kShort ? owner_.sums() : owner_.small_;
-    owner_
-        .start<Pending>(
-            owner_.begin(Channel::sums), [&] { return owner_.gather(on, all_, mine, mix(history, 0)); }, {all_},
-            Staging(false))
-        ->wait();
+    const auto gather = owner_.start<Pending>(
+        owner_.begin(Channel::sums), [&] { return owner_.gather(on, all_, mine, mix(history, 0)); }, {all_},
+        Staging(false));
+    gather->meter(all_.nbytes() - mine.nbytes());
+    gather->wait();
     kept_.clear(), parts = {};  // frees memory
   }
 
@@ -801,8 +807,10 @@ std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std:
   at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
   Staging staging(is_staged_);
   const at::Tensor out = staging.out(whole), in = staging.in(mine);
-  return start<Pending>(
+  auto work = start<Pending>(
       place, [&, history = history] { return gather(gathers(), out, in, history); }, {out, in}, std::move(staging));
+  if (out.is_cpu()) work->meter(part_bytes * (size() - 1));
+  return work;
 }
 
 std::unique_ptr<Collectives::Mean> Collectives::reduce_scatter(at::Tensor in, Rounding rounding,
@@ -815,6 +823,7 @@ std::unique_ptr<Collectives::Mean> Collectives::reduce_scatter(at::Tensor in, Ro
     std::vector<at::Tensor> parts;
     auto work = start<Summing>(
         place, [&, history = history] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+    work->meter(in.nbytes() / size() * (size() - 1));
     work->parts = Parts(std::move(parts), std::move(rounding));
     return work;
   }
@@ -839,6 +848,7 @@ std::unique_ptr<Collectives::Mean> Collectives::all_reduce(at::Tensor in, Roundi
     std::vector<at::Tensor> parts;
     auto work = start<SummingParts>(
         place, [&, history = history] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+    work->meter(in.nbytes() / size() * (size() - 1));
     work->dtype = rounding.dtype;
     work->parts = Parts(std::move(parts), std::move(rounding));
     work->history = history;
@@ -978,6 +988,7 @@ Traffic Collectives::traffic() const {
   std::lock_guard lock(mutex_);
   Traffic traffic = traffic_;
   traffic.in_memory = in_memory_;
+  traffic.received = meter_.totals();
   return traffic;
 }
 

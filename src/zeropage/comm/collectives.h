@@ -28,6 +28,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "zeropage/comm/link_meter.h"
 #include "zeropage/comm/neighbours.h"
 #include "zeropage/comm/ranks.h"
 #include "zeropage/comm/watchdog.h"
@@ -38,16 +39,18 @@ enum class CheckRanks : std::uint8_t { automatic, always, never };
 
 /// Bytes that this rank sent, by purpose. A ring or an all-to-all sends the same number.
 struct Traffic {
-  std::size_t gathered = 0;     // all-gathers: (N-1) times its part
-  std::size_t reduced = 0;      // reduce-scatters: (N-1) parts; all-reduces: twice that
-  std::size_t broadcast = 0;    // at the start: tensors that are not paged, from rank 0
-  std::size_t control = 0;      // checks, agreements, norms
-  std::size_t collectives = 0;  // those that moved data
-  std::size_t in_memory = 0;    // of all these bytes, those that ranks of this host read from this one's memory
+  std::size_t gathered = 0;         // all-gathers: (N-1) times its part
+  std::size_t reduced = 0;          // reduce-scatters: (N-1) parts; all-reduces: twice that
+  std::size_t broadcast = 0;        // at the start: tensors that are not paged, from rank 0
+  std::size_t control = 0;          // checks, agreements, norms
+  std::size_t collectives = 0;      // those that moved data
+  std::size_t in_memory = 0;        // of all these bytes, those that ranks of this host read from this one's memory
+  LinkMeter::Totals received = {};  // in gathers and sums. On the CPU alone: elsewhere no thread waits for them
 
   Traffic& operator+=(const Traffic& other) {
     gathered += other.gathered, reduced += other.reduced, broadcast += other.broadcast, control += other.control;
     collectives += other.collectives, in_memory += other.in_memory;
+    received.busy_seconds += other.received.busy_seconds, received.waited_seconds += other.received.waited_seconds;
     return *this;
   }
 };
@@ -195,6 +198,7 @@ class Collectives final : public Ranks {
   Works send_parts(const Connection& on, std::uint64_t history, const Incoming& incoming,
                    const OutgoingPart& outgoing) const;
 
+  LinkMeter meter_;
   Connection small_;
   std::optional<Connection> gathers_, sums_, checks_;
   int size_, rank_;

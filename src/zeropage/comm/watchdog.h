@@ -25,7 +25,7 @@ namespace zeropage {
 
 class Watchdog {
  public:
-  /// What ranks begin in one order each.
+  /// Collectives of one channel begin in one order on all ranks.
   enum class Channel : std::uint8_t { gathers, words, sums };
   /// A board of the group that every rank can write and read.
   class Board {

@@ -84,9 +84,10 @@ struct Config {
   /// bfloat16, float16, float64. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before
   /// they are sent, and their mean.
   std::string reduce_dtype = "auto";
-  /// How often ranks compare their next collective before they start it. "auto" checks the first 512 collectives,
-  /// then one in 64, and every gradient bucket. Values: auto, always, never. "always" costs a small exchange per
-  /// collective; "never" can turn diverging ranks into a hang until the timeout.
+  /// How often ranks compare their next collective before they start it. "auto" checks the first 256 gathers and
+  /// the first 256 other collectives, then one in 64, and every gradient bucket. Values: auto, always, never.
+  /// "always" costs a small exchange per collective; "never" can turn diverging ranks into a hang until the
+  /// timeout.
   std::string check_ranks = "auto";
   /// How ranks of one host exchange pages and gradients on the CPU. With "auto" they read from each other's memory
   /// where the system permits it, else through sockets. Values: auto, never. "never" takes two copies more of each

@@ -103,6 +103,9 @@ std::vector<Row> moved(const Report& report) {
     add("sent to start equal", megabytes(report.broadcast_bytes));
     add("sent in checks and norms", megabytes(report.control_bytes));
     if (report.peers) add("of all that, read by ranks on this host", megabytes(report.read_by_peers));
+    if (const auto hidden = hidden_network(report)) {
+      add("network's time", fmt::format("{:.2f} s, {:.0f}% under compute", report.network_seconds, 100 * *hidden));
+    }
     add("collectives", counted(report.collectives));
   }
   return rows;
@@ -156,6 +159,11 @@ std::vector<Row> times(const Report& report) {
 }
 
 }  // namespace
+
+std::optional<double> hidden_network(const Report& report) {
+  if (report.network_seconds <= 0) return std::nullopt;
+  return std::clamp(1 - report.waited_for_network / report.network_seconds, 0.0, 1.0);
+}
 
 double operator_seconds(const Report& report) {
   double rest = report.seconds;

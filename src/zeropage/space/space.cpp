@@ -802,6 +802,8 @@ Report Space::report() const {
                 .wasted_bytes = domain_->wasted_bytes.load(),
                 .collectives = traffic.collectives,
                 .read_by_peers = traffic.in_memory,
+                .network_seconds = traffic.received.busy_seconds,
+                .waited_for_network = traffic.received.waited_seconds,
                 .io = std::string(cache.io_name()),
                 .unpaged_operators = domain_->unpaged_operators.counts(),
                 .seconds = std::chrono::duration<double>(Clock::now() - made_).count(),

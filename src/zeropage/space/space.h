@@ -80,12 +80,17 @@ struct Report {
   std::size_t wasted_bytes;                      // written by the other early updates.
   std::size_t collectives;                       // that moved data.
   std::size_t read_by_peers;                     // bytes of those sent: ranks of this host read them from memory.
+  double network_seconds;                        // that gathers and sums took, at the rate measured; 0: unknown.
+  double waited_for_network;                     // of them, those in which a thread waited.
   std::string io;
   std::vector<std::pair<std::string, std::size_t>>
       unpaged_operators;           // operators that a rule could have run, with counts
   double seconds = 0;              // since the space was made.
   std::size_t disk_endurance = 0;  // the setting: bytes that may be written over the drive's life; 0: unknown.
 };
+
+/// The share of the network's seconds under computation, 0 to 1; none if no rate was measured.
+std::optional<double> hidden_network(const Report& report);
 
 /// Seconds in which the program's threads ran operators, or code of the program: all that no cause explains.
 double operator_seconds(const Report& report);
