@@ -41,7 +41,8 @@ class SharedBoard final : public Watchdog::Board {
 
 /// A rank that counts its answers; an answer begins what it is asked for.
 struct Watched {
-  Watched(int rank, Posts& posts) : watchdog(rank, std::make_unique<SharedBoard>(posts), [this] { gave_up = true; }) {
+  Watched(int rank, Posts& posts)
+      : watchdog(rank, std::make_unique<SharedBoard>(posts), [this](const std::string&) { gave_up = true; }) {
     watchdog.answer_with([this](const auto& has_begun) {
       ++answers;
       while (!has_begun()) watchdog.begin(Order::words);
@@ -114,6 +115,36 @@ TEST_CASE("a circle of waits ends soon, and a pause that looks like one does not
   CHECK_FALSE(behind.gave_up);
 }
 
+TEST_CASE("posts of several ranks do not hide a circle from each other") {
+  Posts posts;
+  Watched ahead(0, posts), behind(1, posts), other(2, posts);
+  ahead.begin(Order::gathers, 1);
+  const Watchdog::Waiting for_words(&behind.watchdog, Order::words, behind.begin(Order::words, 1));
+  const Watchdog::Waiting also_for_words(&other.watchdog, Order::words, other.begin(Order::words, 1));
+  const Watchdog::Waiting in_gather(&ahead.watchdog, Order::gathers, 1);
+  CHECK(comes_true([&] { return ahead.gave_up.load(); }, 20s));
+}
+
+TEST_CASE("an answer that throws ends the waits of its rank") {
+  Posts posts;
+  Watched behind(1, posts);
+  std::string said;
+  std::mutex mutex;
+  Watchdog ahead(0, std::make_unique<SharedBoard>(posts), [&](const std::string& why) {
+    std::lock_guard lock(mutex);
+    said = why;
+  });
+  ahead.answer_with([](const auto&) { throw std::runtime_error("no memory"); });
+  ahead.begin(Order::gathers);
+  const Watchdog::GoesOn goes_on;
+  const Watchdog::Waiting for_words(&behind.watchdog, Order::words, behind.begin(Order::words, 1));
+  const Watchdog::Waiting in_gather(&ahead, Order::gathers, 1);
+  CHECK(comes_true([&] {
+    std::lock_guard lock(mutex);
+    return said == "no memory";
+  }));
+}
+
 TEST_CASE("short waits post nothing, and a board that fails ends nothing") {
   class Failing final : public Watchdog::Board {
     void post(const std::string&) override { throw std::runtime_error("gone"); }
@@ -130,7 +161,7 @@ TEST_CASE("short waits post nothing, and a board that fails ends nothing") {
   CHECK(comes_true([&] { return posts.count > 0; }));
 
   std::atomic<bool> gave_up = false;
-  Watchdog failing(1, std::make_unique<Failing>(), [&] { gave_up = true; });
+  Watchdog failing(1, std::make_unique<Failing>(), [&](const std::string&) { gave_up = true; });
   const Watchdog::Waiting for_words(&failing, Order::words, 1), in_gather(&failing, Order::gathers, 1);
   std::this_thread::sleep_for(200ms);
   CHECK_FALSE(gave_up);
@@ -140,8 +171,9 @@ TEST_CASE("a watchdog ends after its answer, which may throw") {
   Posts posts;
   Watched behind(1, posts);
   std::atomic<bool> is_over = false;
+  std::string said;
   {
-    Watchdog ahead(0, std::make_unique<SharedBoard>(posts), [] {});
+    Watchdog ahead(0, std::make_unique<SharedBoard>(posts), [&](const std::string& why) { said = why; });
     std::atomic<bool> began = false;
     ahead.answer_with([&](const auto&) {
       began = true;
@@ -156,4 +188,5 @@ TEST_CASE("a watchdog ends after its answer, which may throw") {
     CHECK(comes_true([&] { return began.load(); }));
   }
   CHECK(is_over);
+  CHECK(said.empty());  // its owner is going away
 }

@@ -470,7 +470,7 @@ void Collectives::set_groups(const Group& gathers, const Group& sums, const Grou
     watchdog_ = std::make_unique<Watchdog>(
         rank(),
         std::make_unique<StoreBoard>(store, fmt::format("zeropage/waits/{}/{}", group()->getGroupName(), number)),
-        [this] { give_up(); });
+        [this](const std::string& why) { give_up(why); });
     watchdog_->answer_with(answer_);
   }
   if (!peer_bytes || !gathers_->sends_parts || !sums_->sends_parts) return;
@@ -485,10 +485,20 @@ void Collectives::answer_with(Watchdog::Answer answer) {
   if (watchdog_) watchdog_->answer_with(answer_);
 }
 
-/// Closes all connections, so that every wait of this rank and for it ends with an error.
-void Collectives::give_up() {
-  in_circle_ = true;
-  *is_broken_ = true;
+/// Ends every wait of this rank, and for it, with an error.
+void Collectives::give_up(const std::string& why) {
+  if (why.empty()) {
+    in_circle_ = true;
+  } else {
+    std::lock_guard lock(mutex_);
+    if (broken_.empty()) broken_ = why;
+    *is_broken_ = true;
+  }
+  close_connections();
+}
+
+/// Ranks that wait for this one get an error, and pass it on.
+void Collectives::close_connections() {
   if (neighbours_) neighbours_->fail();
   for (const Connection* on : {&std::as_const(small_), &gathers(), &sums(), &checks()}) {
     const Group group = on->group.lock();
@@ -550,6 +560,7 @@ std::unique_ptr<Kind> Collectives::start(Place place, Start&& start, std::vector
     during = last_;
   }
   try {
+    const Watchdog::Waiting waiting(watchdog_.get(), place.channel, place.number);  // for a place on a board
     return std::make_unique<Kind>(*this, place, Works{start()}, std::move(kept), std::move(staging), during);
   } catch (const std::exception& error) {
     std::rethrow_exception(failure(during, error));
@@ -708,7 +719,7 @@ void Collectives::differ(const std::string& what) { differ_on(small_, what); }
 
 void Collectives::differ_on(const Connection& on, const std::string& what) {
   const auto texts =
-      gather_padded(on, fmt::format("{}, in {}", last_, CurrentActivity::now("no operator")), kTextBytes);
+      gather_padded(on, fmt::format("{}, in {}", last(), CurrentActivity::now("no operator")), kTextBytes);
   std::string message = what.empty() ? "ranks are no longer at the same operator:" : what;
   for (int i = 0; i < size(); ++i) message += fmt::format("\n  rank {}: {}", i, texts[i]);
   message +=
@@ -760,6 +771,7 @@ void Collectives::await_agreement() {
     std::lock_guard lock(mutex_);
     return agreement_;
   }();
+  const Watchdog::GoesOn goes_on;  // an answer of other ranks is all that it needs
   if (agreement) (void)finish(agreement);
 }
 
@@ -975,13 +987,19 @@ std::exception_ptr Collectives::failure(const std::string& during, const std::ex
     broken_ = fmt::format("{} failed: a rank died, stalled, or is at another operator ({}).{}", during, reason,
                           where_all_are());
   }
-  *is_broken_ = true;
+  const bool is_first = !is_broken_->exchange(true);
+  if (is_first && watchdog_) close_connections();
   return std::make_exception_ptr(RankError(broken_));
 }
 
 std::exception_ptr Collectives::broken() const {
   std::lock_guard lock(mutex_);
   return std::make_exception_ptr(RankError(broken_));
+}
+
+std::string Collectives::last() const {
+  std::lock_guard lock(mutex_);
+  return last_;
 }
 
 Traffic Collectives::traffic() const {

@@ -73,6 +73,8 @@ class Collectives final : public Ranks {
                   std::optional<std::size_t> peer_bytes);
   /// While a thread waits in a gather, `answer` may take part in exchanges of words and sums on another one.
   void answer_with(Watchdog::Answer answer);
+  /// While it is held, no other thread exchanges words.
+  std::unique_lock<std::recursive_mutex> talk_alone() { return std::unique_lock(talking_); }
   /// The ranks whose memory this rank reads.
   int neighbours() const { return neighbours_ ? neighbours_->count() : 0; }
 
@@ -184,7 +186,9 @@ class Collectives final : public Ranks {
   std::exception_ptr broken() const;
   std::vector<std::string> gather_padded(const Connection& on, std::string mine, std::size_t bytes);
   [[noreturn]] void differ_on(const Connection& on, const std::string& what);
-  void give_up();
+  void give_up(const std::string& why);
+  void close_connections();
+  std::string last() const;
   std::string where_all_are();
 
   Group group() const { return alive(small_); }

@@ -20,7 +20,6 @@ class LinkMeter {
   struct Transfer {
     std::size_t bytes = 0;
     Time::time_point start = {};
-    std::size_t received_before = 0;  // by all transfers that had ended at its start
   };
   Transfer begin(std::size_t bytes, Time::time_point now = Time::now());
   /// `waited`: the seconds for which a thread has just waited for it; short, if it had arrived before.
@@ -34,8 +33,11 @@ class LinkMeter {
 
  private:
   mutable std::mutex mutex_;
+  double rate() const;
+
   std::size_t received_ = 0;
-  double waited_ = 0;
+  std::size_t unbooked_ = 0;  // of them, those that came before a rate was known
+  double busy_ = 0, waited_ = 0;
   Time::time_point last_arrival_ = {};
   std::size_t received_at_last_arrival_ = 0;
   std::array<double, 64> rates_{};  // the last ones, in bytes a second

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
+#include <map>
 #include <mutex>
+#include <random>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -58,11 +60,14 @@ struct Watchdog::State : std::enable_shared_from_this<State> {
     bool goes_on;
     Time::time_point next_look;
     milliseconds between = kFirstLook;
-    std::optional<Post> seen = {};  // that no answer helps
-    Time::time_point seen_since = {};
+    struct Seen {
+      Post post;
+      Time::time_point since;
+    };
+    std::map<int, Seen> seen = {};  // by rank, posts that no answer helps
   };
 
-  State(int rank, std::unique_ptr<Board> board, std::function<void()> give_up)
+  State(int rank, std::unique_ptr<Board> board, GiveUp give_up)
       : rank(rank), board(std::move(board)), give_up(std::move(give_up)) {}
 
   std::uint64_t begun_of(Channel channel) const { return begun[static_cast<std::size_t>(channel)]; }
@@ -72,13 +77,23 @@ struct Watchdog::State : std::enable_shared_from_this<State> {
     const std::uint64_t id = ++ids;
     waits.push_back({id, channel, number, goes_on > 0, Time::now() + kFirstLook});
     if (!is_started) {
-      std::thread([state = shared_from_this()] { state->watch(); }).detach();
-      is_started = true;
+      is_started = start([state = shared_from_this()] { state->watch(); });
     } else if (is_asleep) {
       is_asleep = false;
       changed.notify_all();
     }
     return id;
+  }
+
+  /// False if the system has no room for a thread. Without it, a wait may last until the group's timeout.
+  template <class Run>
+  static bool start(Run&& run) {
+    try {
+      std::thread(std::forward<Run>(run)).detach();
+      return true;
+    } catch (const std::exception&) {
+      return false;
+    }
   }
 
   void remove(std::uint64_t id) {
@@ -107,7 +122,8 @@ struct Watchdog::State : std::enable_shared_from_this<State> {
         }
         continue;
       }
-      due->next_look = now + due->between;
+      // Ranks that post or look in step would miss each other's posts.
+      due->next_look = now + due->between * std::uniform_int_distribution(75, 125)(random) / 100;
       due->between = std::min(2 * due->between, kMostBetweenLooks);
       const Wait wait = *due;
       lock.unlock();
@@ -133,39 +149,54 @@ struct Watchdog::State : std::enable_shared_from_this<State> {
     if (!still || is_over) return;
     if (post->goes_on) {
       still->between = kFirstLook;
-      if (is_answering || !answer) return;
-      is_answering = true;
-      std::thread([state = shared_from_this(), answer = answer, post = *post] {
-        const GoesOn goes_on;
-        try {
-          answer([&] { return state->begun_of(post.channel) >= post.number; });
-        } catch (const std::exception&) {
-        }
-        std::lock_guard lock(state->mutex);
-        state->is_answering = false;
-        state->changed.notify_all();
-      }).detach();
-    } else if (still->seen != post) {
-      still->seen = post, still->seen_since = Time::now();
-    } else if (Time::now() - still->seen_since >= kCircleAfter) {
-      give_up();
+      if (!is_answering && answer) {
+        is_answering = start([state = shared_from_this(), post = *post] { state->run_answer(post); });
+      }
+      return;
     }
+    const auto now = Time::now();
+    auto& seen = still->seen.try_emplace(post->rank, Wait::Seen{*post, now}).first->second;
+    if (seen.post != *post) seen = {*post, now};
+    if (now - seen.since >= kCircleAfter) give_up("");
+  }
+
+  void run_answer(const Post& post) {
+    const GoesOn goes_on;
+    std::optional<std::string> failure;
+    Answer run;
+    {
+      std::lock_guard lock(mutex);
+      run = answer, answering = std::this_thread::get_id();
+    }
+    try {
+      if (run) run([&] { return is_over.load() || begun_of(post.channel) >= post.number; });
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    run = nullptr;  // may hold the last reference to what destroys the watchdog
+    std::lock_guard lock(mutex);
+    if (failure && !is_over) give_up(*failure);
+    is_answering = false, answering = {};
+    changed.notify_all();
   }
 
   const int rank;
   const std::unique_ptr<Board> board;
-  const std::function<void()> give_up;  // called under the mutex
+  const GiveUp give_up;  // called under the mutex, while its owner lives
   std::array<std::atomic<std::uint64_t>, kChannels> begun{};
   std::mutex mutex;
   std::condition_variable changed;
   Answer answer;
   std::vector<Wait> waits;
   std::uint64_t ids = 0;
-  bool is_started = false, is_asleep = false, is_answering = false, is_over = false;
+  std::minstd_rand random{std::random_device{}()};  // of the watching thread
+  std::thread::id answering;
+  bool is_started = false, is_asleep = false, is_answering = false;
+  std::atomic<bool> is_over = false;
   const std::uint64_t generation = process_generation();
 };
 
-Watchdog::Watchdog(int rank, std::unique_ptr<Board> board, std::function<void()> give_up)
+Watchdog::Watchdog(int rank, std::unique_ptr<Board> board, GiveUp give_up)
     : state_(std::make_shared<State>(rank, std::move(board), std::move(give_up))) {}
 
 Watchdog::~Watchdog() {
@@ -173,8 +204,9 @@ Watchdog::~Watchdog() {
   std::unique_lock lock(state_->mutex);
   state_->is_over = true;
   state_->changed.notify_all();
-  state_->changed.wait(lock, [&] { return !state_->is_answering; });
   state_->answer = nullptr;
+  const bool is_itself = state_->answering == std::this_thread::get_id();
+  if (!is_itself) state_->changed.wait(lock, [&] { return !state_->is_answering; });
 }
 
 void Watchdog::answer_with(Answer answer) {

@@ -36,11 +36,13 @@ class Watchdog {
     /// The last text; none if there was none.
     virtual std::optional<std::string> read() = 0;
   };
-  /// Takes part in exchanges until `has_begun()`. It may throw; errors are its own to keep.
+  /// Takes part in exchanges until `has_begun()`. If it throws, no wait of this rank can end: see `give_up`.
   using Answer = std::function<void(const std::function<bool()>& has_begun)>;
 
-  /// `give_up` ends all waits of this rank with an error; it runs on another thread.
-  Watchdog(int rank, std::unique_ptr<Board> board, std::function<void()> give_up);
+  /// `give_up` ends all waits of this rank with an error; it runs on another thread. `why`: what an answer threw;
+  /// empty: ranks wait for each other.
+  using GiveUp = std::function<void(const std::string& why)>;
+  Watchdog(int rank, std::unique_ptr<Board> board, GiveUp give_up);
   /// Waits for an answer under way.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;

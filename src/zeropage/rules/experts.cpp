@@ -167,6 +167,7 @@ bool tile_grouped_mm(Call& call) {
   const auto ends = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   if (weight.dim() != 3 || weight.numel() == 0 || x.dim() != 2 || !ends.defined() || ends.dim() != 1) return false;
   if (!is_tiled(weight) && !is_part(weight.select(0, 0))) return false;
+  if (segment_of(weight)->domain()->partition.ranks) return false;  // each would load the experts that it uses
   const bool by_rows = weight.is_contiguous();
   if (!by_rows && !weight.transpose(1, 2).is_contiguous()) return false;
   const bool plain =

@@ -48,8 +48,10 @@ LazyProduct::Mark::Mark(const at::Tensor& tensor) {
 bool LazyProduct::is_worth_it(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype) {
   if (!c10::GradMode::is_enabled() || !Call::plain_modes()) return false;
   if (!(x.requires_grad() || weight.requires_grad()) || x.is_inference() || x.key_set().has(kPagedKey)) return false;
+  const Domain& domain = *segment_of(weight)->domain();
+  if (domain.partition.ranks) return false;  // a rank with fewer rows would load the weight another number of times
   const std::size_t bytes = x.size(1) * weight.size(0) * c10::elementSize(dtype);
-  return bytes > segment_of(weight)->domain()->tile_above;
+  return bytes > domain.tile_above;
 }
 
 LazyProduct::LazyProduct(Operands operands)

@@ -1,5 +1,6 @@
 // Embeddings and indexing of tensors that are larger than memory. They read only pages whose rows are used, and write
-// a gradient only for those.
+// a gradient only for those. Over ranks, which use other rows, each reads all pages, since ranks gather them
+// together.
 #include <ATen/ops/_unique.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
@@ -116,8 +117,9 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
   /// Calls `run` for tiles with used rows, with the positions in `flat` that name these rows, in order.
   template <class Run>
   static void for_each_used(const at::Tensor& weight, const at::Tensor& flat, Access access, Run run) {
-    if (flat.numel() == 0) return;
     const Rows all(weight);
+    const bool takes_all = all.segment->domain()->partition.ranks && !all.segment->is_own();
+    if (flat.numel() == 0 && !takes_all) return;
     const std::size_t row_bytes = all.columns * weight.itemsize();
     // A step has as many rows as a page, whatever the page's boundaries.
     const auto step = static_cast<std::int64_t>(std::max<std::size_t>(all.segment->page_bytes() / row_bytes, 1));
@@ -127,10 +129,17 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     const at::Tensor on_host = sorted.to(c10::kCPU, c10::kLong).contiguous();
     const auto* values = on_host.const_data_ptr<std::int64_t>();
     const std::int64_t count = flat.numel();
+    const auto first_from = [&](std::int64_t row) { return std::lower_bound(values, values + count, row) - values; };
+    if (takes_all) {
+      return for_each_tile(all, access, [&](std::int64_t row, const at::Tensor& tile) {
+        const std::int64_t first = first_from(row), last = first_from(row + tile.size(0));
+        if (first < last) run(row, tile, std::get<0>(order.narrow(0, first, last - first).sort()));
+      });
+    }
     for (std::int64_t first = 0; first < count;) {
       const std::int64_t begin = values[first] / step * step;
       const std::int64_t end = std::min(begin + step, all.rows);
-      const std::int64_t last = std::lower_bound(values + first, values + count, end) - values;
+      const std::int64_t last = first_from(end);
       const at::Tensor places = std::get<0>(order.narrow(0, first, last - first).sort());
       Rows some = all;
       some.begin += static_cast<std::size_t>(begin * all.columns);

@@ -108,7 +108,10 @@ at::Tensor in_memory(const at::Tensor& tensor) {
 }
 
 at::Tensor gradient_like(const at::Tensor& weight) {
-  return make_paged(paged_segment(weight).domain(), weight.sizes(), weight.strides(), weight.dtype(), Role::gradient);
+  const auto& domain = paged_segment(weight).domain();
+  if (!domain->partition.ranks)
+    return make_paged(domain, weight.sizes(), weight.strides(), weight.dtype(), Role::gradient);
+  return make_own_gradient(domain, weight.sizes(), weight.strides(), weight.dtype(), /*is_unset=*/false);
 }
 
 void rows_as_outputs(const at::Tensor& y, const at::Tensor& x, const Rows& weight, const at::Tensor& bias) {
@@ -141,7 +144,8 @@ struct ColumnBlocks {
     // If rows of the result start at different offsets in cache lines, libraries may round columns at its edges
     // differently than inside.
     if (columns * item_bytes % kLine != 0 && fits(least + 2 * kKernelColumns)) beside = kKernelColumns;
-    const auto fitting = static_cast<std::int64_t>(domain.tile_above / 2 / column_bytes) - 2 * beside;
+    const std::size_t room = std::min(domain.tile_above, domain.cache->frame_limit());
+    const auto fitting = static_cast<std::int64_t>(room / 2 / column_bytes) - 2 * beside;
     wide = std::min<std::int64_t>(round_down(std::max(fitting, least), kKernelColumns), columns);
   }
 };

@@ -60,7 +60,7 @@ torch::autograd::variable_list translated(Run run) {
 at::Tensor in_memory(const at::Tensor& tensor);
 bool fits_in_memory(const at::Tensor& tensor);
 
-/// Makes a gradient for a paged tensor, of zeros.
+/// Makes a gradient for a paged tensor, of zeros. Over ranks it is this rank's own.
 at::Tensor gradient_like(const at::Tensor& weight);
 
 /// y [t, rows] = x [t, columns] · rowsᵀ + bias.

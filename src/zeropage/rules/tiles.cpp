@@ -245,9 +245,7 @@ bool is_tiled(const at::Tensor& tensor) {
   auto* segment = segment_of(tensor);
   if (!segment || segment->quantisation()) return false;
   const Domain& domain = *segment->domain();
-  if (domain.tiling == Tiling::off || domain.partition.ranks || bytes_of_storage(tensor) <= domain.tile_above) {
-    return false;
-  }
+  if (domain.tiling == Tiling::off || bytes_of_storage(tensor) <= domain.tile_above) return false;
   if (segment->is_unallocated()) segment->complete();
   return true;
 }

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
+#include <algorithm>
+
 #include "zeropage/tensor/paged_tensor.h"
 
 namespace zeropage {
@@ -31,7 +33,9 @@ struct Rows {
   /// Whether one tile must have all rows.
   bool at_once = false;
   /// Whether one tile may have all rows: a quarter of device_memory holds them.
-  bool fits_at_once() const { return bytes() <= segment->cache()->frame_limit() / 4; }
+  bool fits_at_once() const {
+    return bytes() <= std::min(segment->cache()->frame_limit(), segment->domain()->cache->frame_limit()) / 4;
+  }
 };
 
 /// Memory from the device's budget that an operator needs in addition to its tiles.
@@ -69,7 +73,8 @@ at::Tensor copy_of_part(const at::Tensor& tensor);
 /// Copies such a copy back.
 void copy_back(const at::Tensor& copy, const at::Tensor& tensor);
 
-/// Whether operators must use tiles: the tensor's segment is larger than the domain's tile_above.
+/// Whether operators must use tiles: the tensor's segment is larger than the domain's tile_above. Over ranks, an
+/// operator in tiles must load the same pages in the same order on all ranks, whatever its other operands hold.
 bool is_tiled(const at::Tensor& tensor);
 /// Whether a tensor is a small part of a segment while not all segments are in memory: operators that can load the
 /// part alone should.

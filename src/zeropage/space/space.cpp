@@ -643,7 +643,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
       domain->gathered = FrameCache::make_gathered(domain->cache, domain->partition.ranks, gathered_bytes,
                                                    device_memory(gathered_bytes));
     }
-    domain->reducer = Reducer::make(*domain);
+    domain->reducer = Reducer::make(domain);
   }
   list_domain(domain);
   if (!planned && !options.disk_path.empty()) domain->archive_folder = split_disk_path(options.disk_path).front();

@@ -424,6 +424,18 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
   return tensor_over(*domain, std::move(storage), sizes, strides, dtype);
 }
 
+at::Tensor make_own_gradient(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                             caffe2::TypeMeta dtype, bool is_unset) {
+  Creation creation{.is_local = true, .is_unset = is_unset};
+  try {
+    return make_paged(domain, sizes, strides, dtype, Role::gradient, creation);
+  } catch (const BudgetError&) {
+    if (!domain->cache->has_room(Tier::disk, c10::multiply_integers(sizes) * dtype.itemsize())) throw;
+  }
+  creation.tier = Tier::disk;
+  return make_paged(domain, sizes, strides, dtype, Role::gradient, creation);
+}
+
 SourceRange Domain::find_source(const at::TensorBase& tensor) const {
   if (!homes_in_files || partition.replicas || !tensor.is_cpu() || !tensor.is_non_overlapping_and_dense()) return {};
   if (tensor.is_conj() || tensor.is_neg() || tensor.nbytes() < std::max<std::size_t>(min_page_bytes, 1)) return {};

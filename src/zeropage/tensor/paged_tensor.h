@@ -484,6 +484,11 @@ struct Creation {
 at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
                       caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
+/// Makes a whole gradient that belongs to this rank alone. Its home is the disk if that of gradients has no room.
+/// Throws BudgetError if neither has; its message is for the caller to complete.
+at::Tensor make_own_gradient(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                             caffe2::TypeMeta dtype, bool is_unset);
+
 /// Writes this rank's share of a partitioned tensor, from memory that holds the whole on the domain's device.
 void fill_share(const at::Tensor& tensor, const void* whole);
 

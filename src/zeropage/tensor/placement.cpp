@@ -52,27 +52,17 @@ void ContractLog::count(std::string_view operator_name) {
   last_of_parameter_ = operator_name;
 }
 
-std::uint64_t ContractLog::hash() const {
+ContractLog::Taken ContractLog::take() {
   std::lock_guard lock(mutex_);
-  std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-  hash = (hash ^ of_parameters_) * 0x100000001b3;
+  Taken taken{(0xcbf29ce484222325 ^ of_parameters_) * 0x100000001b3,  // FNV-1a
+              fmt::format("{} {}\n", of_parameters_, last_of_parameter_)};
   for (const Entry& entry : entries_) {
-    hash = (hash ^ entry.number) * 0x100000001b3;
-    hash = (hash ^ std::bit_cast<std::uint64_t>(entry.value)) * 0x100000001b3;
+    taken.hash = (taken.hash ^ entry.number) * 0x100000001b3;
+    taken.hash = (taken.hash ^ std::bit_cast<std::uint64_t>(entry.value)) * 0x100000001b3;
+    taken.text += fmt::format("{} {:.17g} {}\n", entry.number, entry.value, entry.what);
   }
-  return hash;
-}
-
-std::string ContractLog::text() const {
-  std::lock_guard lock(mutex_);
-  std::string text = fmt::format("{} {}\n", of_parameters_, last_of_parameter_);
-  for (const Entry& entry : entries_) text += fmt::format("{} {:.17g} {}\n", entry.number, entry.value, entry.what);
-  return text;
-}
-
-void ContractLog::clear() {
-  std::lock_guard lock(mutex_);
   entries_.clear();
+  return taken;
 }
 
 std::string ContractLog::difference(const std::vector<std::string>& texts, bool have_ended) {

@@ -90,12 +90,12 @@ class ContractLog {
   /// Counts a write. True if it is one to check.
   bool samples() { return ++writes_ <= kAlways || writes_ % kEvery == 0; }
   void note(std::uint64_t number, double value, std::string what);
-  /// Hash of the entries and of the count so far; the same on ranks that wrote the same.
-  std::uint64_t hash() const;
-  /// The count and the entries as text, one a line, for ranks to compare.
-  std::string text() const;
+  struct Taken {
+    std::uint64_t hash;  // of the entries and of the count so far; the same on ranks that wrote the same
+    std::string text;    // both, one entry a line, for ranks to compare
+  };
   /// Removes the entries. The count goes on.
-  void clear();
+  Taken take();
   /// Describes what each rank wrote at the first entry that differs by more than rounding. If all have ended their
   /// backward, also at the first that not all have, and how often each wrote parameters, if that differs. Empty:
   /// nothing differs.

@@ -10,20 +10,13 @@ namespace zeropage {
 at::Tensor LocalSums::begin(const at::Tensor& leaf, const at::Tensor& gradient) {
   c10::NoGradGuard no_grad;
   const std::shared_ptr<Domain> domain = segment_of(leaf)->domain();
-  const auto make = [&](std::optional<Tier> tier) {
-    return make_paged(domain, leaf.sizes(), leaf.strides(), gradient_dtype(leaf), Role::gradient,
-                      {.is_local = true, .is_unset = true, .tier = tier});
-  };
   at::Tensor sum;
   try {
-    sum = make(std::nullopt);
+    sum = make_own_gradient(domain, leaf.sizes(), leaf.strides(), gradient_dtype(leaf), /*is_unset=*/true);
   } catch (const BudgetError& error) {
-    if (!domain->cache->has_room(Tier::disk, leaf.nbytes())) {
-      throw BudgetError(std::string(error.what()) +
-                        "; under no_sync() each rank keeps whole gradients: let them go to the disk with "
-                        "gradients=\"auto\", or leave no_sync() out");
-    }
-    sum = make(Tier::disk);
+    throw BudgetError(std::string(error.what()) +
+                      "; under no_sync() each rank keeps whole gradients: let them go to the disk with "
+                      "gradients=\"auto\", or leave no_sync() out");
   }
   sum.copy_(gradient);
   segment_of(sum)->is_local_sum = true;
@@ -64,7 +57,7 @@ void add_local_sum(const at::Tensor& gradient, const at::Tensor& sum) {
     gradient.add_(sum);
     return;
   }
-  const Operand operands[] = {{gradient, nullptr, Access::write}, {sum, segment_of(sum), Access::read}};
+  const Operand operands[] = {{gradient, segment_of(gradient), Access::write}, {sum, segment_of(sum), Access::read}};
   for_each_window(operands, Chunking::iterator, [](c10::ArrayRef<at::Tensor> slices) { slices[0].add_(slices[1]); });
 }
 

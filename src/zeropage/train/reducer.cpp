@@ -18,6 +18,7 @@
 #include "zeropage/plan/machine.h"
 #include "zeropage/rules/norms.h"
 #include "zeropage/rules/speculation.h"
+#include "zeropage/rules/tiles.h"
 #include "zeropage/rules/widened.h"
 #include "zeropage/train/gradients.h"
 
@@ -160,10 +161,10 @@ struct Reducer::Piece {
 Reducer::Reducer(Domain& domain)
     : domain_(domain), ranks_(*domain.partition.ranks), replicas_(domain.partition.replicas.get()) {}
 
-std::shared_ptr<Reducer> Reducer::make(Domain& domain) {
-  auto reducer = std::make_shared<Reducer>(domain);
-  reducer->ranks_.answer_with([weak = reducer->weak_from_this()](const std::function<bool()>& has_begun) {
-    if (const auto reducer = weak.lock()) reducer->answer(has_begun);
+std::shared_ptr<Reducer> Reducer::make(const std::shared_ptr<Domain>& domain) {
+  auto reducer = std::make_shared<Reducer>(*domain);
+  reducer->ranks_.answer_with([weak = std::weak_ptr(domain)](const std::function<bool()>& has_begun) {
+    if (const auto alive = weak.lock()) reducer_of(*alive).answer(has_begun);
   });
   return reducer;
 }
@@ -208,7 +209,7 @@ namespace {
 
 /// The gradient in the leaf's layout and in `dtype`. A copy in plain memory if it is paged, or if the program or
 /// another node holds the same tensor: it could write it while ranks still read it. `to_write`: also if another
-/// tensor has its memory, since the caller writes it.
+/// tensor has its memory, since the caller writes it. One that was computed in tiles stays in pages.
 at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::ScalarType dtype,
                     bool to_write = false) {
   c10::NoGradGuard no_grad;
@@ -217,6 +218,12 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
   const bool is_shared = gradient.use_count() > 1 || (to_write && gradient.storage().use_count() > 1);
   const at::Tensor given = gradient.detach();
   const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype;
+  if (is_tiled(given)) {
+    if (fits && !is_shared && segment_of(given)->is_own() && is_whole(given)) return given;
+    const auto type = c10::scalarTypeToTypeMeta(dtype);
+    return make_own_gradient(segment_of(leaf)->domain(), leaf.sizes(), leaf.strides(), type, /*is_unset=*/true)
+        .copy_(given);
+  }
   if (fits && !is_shared && !segment_of(given)) return given;
   const auto options = leaf.options().dtype(dtype).requires_grad(false);
   at::Tensor own = [&] {
@@ -439,6 +446,7 @@ void Reducer::together(Exchange&& exchange) {
 /// Takes part in exchanges that other ranks wait for, until `has_begun()`. The program meets an error later.
 void Reducer::answer(const std::function<bool()>& has_begun) {
   std::lock_guard lock(mutex_);
+  const auto talking = ranks_.talk_alone();  // the program's words follow its last sum, as on the other ranks
   const NoPagingGuard no_paging;
   const CurrentActivity activity([](const void*) { return std::string("an answer to ranks with other gradients"); },
                                  nullptr);
@@ -575,8 +583,10 @@ bool Reducer::is_stuck(const Agreed& agreed) const {
 /// Answers other ranks until all of them have the gradient, and have received what ranks must receive together: a
 /// rank that reads alone would wait there for the others, which may wait for its words.
 void Reducer::send_for_reading(const Reduction& reduction) {
+  std::optional<Watchdog::GoesOn> goes_on{std::in_place};  // one answer tells all that another rank has
   if (!can_read_alone(reduction)) decide();
-  while (!can_read_alone(reduction)) {
+  for (int i = 0; !can_read_alone(reduction); ++i) {
+    if (i > 0) goes_on.reset();
     propose(reduction.sent ? Why::full : Why::read, /*reads=*/true);
     if (is_stuck(decide())) {
       throw RankError(
@@ -596,17 +606,17 @@ void Reducer::propose(Why why, bool reads) {
   }
   const std::int64_t failed = std::exchange(has_failed_, false) ? kFailed : 0;
   const bool has_pile = !pile_.empty();  // then ranks must count
+  ContractLog::Taken contract = domain_.contract.take();
   const Collectives::Words words{
       static_cast<std::int64_t>(why) | failed | (reads ? kReads : 0), static_cast<std::int64_t>(content),
-      has_pile ? -1 : static_cast<std::int64_t>(open_.size()), static_cast<std::int64_t>(domain_.contract.hash())};
+      has_pile ? -1 : static_cast<std::int64_t>(open_.size()), static_cast<std::int64_t>(contract.hash)};
   proposed_ = Proposal{std::exchange(open_, {}),
                        why,
                        words,
                        has_pile,
-                       domain_.contract.text(),
+                       std::move(contract.text),
                        ranks_.start_agreement(words, {"gradients", 0, 0})};
   open_bytes_ = 0;
-  domain_.contract.clear();
 }
 
 /// Sends the proposed bucket if all ranks have the same ([Note: buckets and ranks]).
@@ -872,7 +882,10 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
 // --- sending ---
 
 void Reducer::send(std::vector<ReductionPtr>& reductions) {
-  for (const ReductionPtr& reduction : reductions) largest_ = std::max(largest_, reduction->bytes);
+  for (const ReductionPtr& reduction : reductions) {
+    const bool is_tiled = domain_.tiling != Tiling::off && reduction->bytes > domain_.tile_above;
+    if (!is_tiled) largest_ = std::max(largest_, reduction->bytes);  // on all ranks alike
+  }
   std::vector<PackedPart> parts, wholes;  // parts to pack
   for (const ReductionPtr& reduction : reductions) {
     reduction->scattered ? send_pages(reduction, parts) : wholes.push_back({reduction, 0});
@@ -1047,7 +1060,7 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
 /// All ranks receive pieces at the same places of the program, also one that fails to deliver an earlier piece: the
 /// last part of a sum may be a collective of its own.
 void Reducer::make_room() {
-  // A large gradient's sums take their time while the next one is computed.
+  // A large gradient's sums take their time while the next one is computed. One in tiles does not fit in memory.
   const std::size_t most = std::max(kBucketsUnderWay * domain_.bucket_bytes, largest_);
   while (bytes_awaited_ > most) receive_next();
   while (bytes_under_way_ > most && !is_answering_) complete_oldest();

@@ -13,8 +13,8 @@
 // then has a gradient on every rank, as it would with the whole batch on one. A gradient is identified by its leaf's
 // key ([Note: keys of leaves] in tensor/leaves.h), its kind and the dtype of its values. If a leaf has an earlier
 // gradient on some ranks, and others have cleared theirs, all ranks throw. While this rank's program waits in a
-// gather, another thread answers ranks that wait for its words or sums (comm/watchdog.h). It delivers nothing: the
-// program may hold the memory.
+// gather, another thread answers ranks that wait for its words or sums (comm/watchdog.h). It delivers nothing, since
+// the program may hold the memory.
 //
 // [Note: no_sync] Under no_sync() a gradient does not come here. It begins, or is added to, a sum of this rank alone
 // (train/local_sums.h). The next backward that sends the leaf's gradient adds that to the local sum, and ranks sum
@@ -49,7 +49,7 @@ namespace zeropage {
 
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
-  static std::shared_ptr<Reducer> make(Domain& domain);
+  static std::shared_ptr<Reducer> make(const std::shared_ptr<Domain>& domain);
   explicit Reducer(Domain& domain);
   ~Reducer();
 
