@@ -106,9 +106,9 @@ class Settings:
     """Unit of transfers, a multiple of 4 KiB up to 64 MiB. "auto" takes 4 MiB, or less under small budgets. Larger
     pages use disk and link better, and waste more memory on tensors that fill a page partly."""
     tiling: str = "auto"
-    """How operators use weights larger than tile_above, in one process. "auto" may reorder sums over tiles, "exact"
-    keeps the order, "off" never tiles. Values: auto, exact, off. "exact" reads a weight once per block of columns;
-    "auto" can differ from plain PyTorch in the last bits."""
+    """How operators use weights larger than tile_above; over ranks, products and lookups alone. "auto" may reorder
+    sums over tiles, "exact" keeps the order, "off" never tiles. Values: auto, exact, off. "exact" reads a weight
+    once per block of columns; "auto" can differ from plain PyTorch in the last bits."""
     tile_above: int | str = "auto"
     """Size of a tensor above which operators use it in tiles. "auto" is half of device_memory. A smaller value needs
     less memory for one operator and splits more operators into tiles."""
@@ -228,7 +228,7 @@ TABLE: tuple[Setting, ...] = (
         'Unit of transfers, a multiple of 4 KiB up to 64 MiB. "auto" takes 4 MiB, or less under small budgets.',
         'Larger pages use disk and link better, and waste more memory on tensors that fill a page partly.'),
     Setting('tiling', 'choice', 'auto', ('auto', 'exact', 'off'), '', 'expert',
-        'How operators use weights larger than tile_above, in one process. "auto" may reorder sums over tiles, "exact" keeps the order, "off" never tiles.',
+        'How operators use weights larger than tile_above; over ranks, products and lookups alone. "auto" may reorder sums over tiles, "exact" keeps the order, "off" never tiles.',
         '"exact" reads a weight once per block of columns; "auto" can differ from plain PyTorch in the last bits.'),
     Setting('tile_above', 'bytes', 'auto', (), 'bytes', 'expert',
         'Size of a tensor above which operators use it in tiles. "auto" is half of device_memory.',

@@ -521,6 +521,8 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None, bfloat16: bool
         program.settings["early_update"] = Expression("'always' if rank % 2 == 0 else 'never'")
         if random.Random(f"{seed} alike").random() < 0.5:
             program.settings["early_update"] = "always"
+    if random.Random(f"{seed} tiles").random() < 0.3:  # most matrices are larger
+        program.settings |= {"tiling": "exact", "tile_above": random.Random(f"{seed} size").choice(["4KB", "16KB"])}
     if bfloat16:
         program.settings["compute_dtype"] = "bfloat16"
     program.layers = _layers(r, bfloat16)

@@ -219,7 +219,10 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
   const at::Tensor given = gradient.detach();
   const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype;
   if (is_tiled(given)) {
-    if (fits && !is_shared && segment_of(given)->is_own() && is_whole(given)) return given;
+    if (fits && !is_shared && segment_of(given)->is_own() && is_whole(given)) {
+      segment_of(given)->complete();  // ranks read its pages as they are
+      return given;
+    }
     const auto type = c10::scalarTypeToTypeMeta(dtype);
     return make_own_gradient(segment_of(leaf)->domain(), leaf.sizes(), leaf.strides(), type, /*is_unset=*/true)
         .copy_(given);
@@ -997,30 +1000,41 @@ void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
   });
 }
 
+/// All-reduces of whole gradients, one behind another, in pieces of at most a bucket.
 void Reducer::send_packed_wholes(const std::vector<PackedPart>& wholes) {
   for_each_dtype(wholes, [&](c10::ScalarType dtype, const std::vector<PackedPart>& alike) {
-    std::int64_t length = 0;
-    for (const auto& part : alike) length += static_cast<std::int64_t>(part.reduction->stripes.elements());
-    length = (length + ranks_.size() - 1) / ranks_.size() * ranks_.size();  // equal parts
-    at::Tensor packed = at::zeros({length}, options(dtype));
+    const std::size_t most = std::max<std::size_t>(domain_.bucket_bytes / c10::elementSize(dtype), 1);
     auto piece = std::make_unique<Piece>();
-    std::int64_t at = 0;
+    const auto send = [&] { send_packed_whole(std::exchange(piece, std::make_unique<Piece>()), dtype); };
     for (const auto& [reduction, _] : alike) {
-      const auto elements = static_cast<std::int64_t>(reduction->stripes.elements());
-      if (reduction->gradient.defined()) {
-        const auto all = static_cast<std::size_t>(elements);
-        packed.narrow(0, at, elements).copy_(part_of(*reduction, 0, all, all));
+      const std::size_t elements = reduction->stripes.elements();
+      for (std::size_t begin = 0; begin < elements;) {
+        const std::size_t n = std::min(elements - begin, most - piece->elements);
+        piece->parts.push_back({reduction, piece->elements, begin, n});
+        piece->elements += n, begin += n;
+        if (piece->elements == most) send();
       }
-      piece->parts.push_back({reduction, static_cast<std::size_t>(at), 0, static_cast<std::size_t>(elements)});
-      at += elements;
     }
-    piece->elements = static_cast<std::size_t>(length);
-    piece->ends_together = ranks_.sums_in_parts(dtype) || replicas_;
-    piece->is_packed = true;
-    piece->bytes = packed.nbytes();
-    piece->work = ranks_.all_reduce(packed, rounding_of(*piece), {"gradients", alike[0].reduction->identity.key, 0});
-    push(std::move(piece));
+    if (piece->elements > 0) send();
   });
+}
+
+void Reducer::send_packed_whole(std::unique_ptr<Piece> piece, c10::ScalarType dtype) {
+  const std::size_t ranks = ranks_.size();
+  piece->elements = (piece->elements + ranks - 1) / ranks * ranks;  // equal parts
+  at::Tensor packed = at::zeros({static_cast<std::int64_t>(piece->elements)}, options(dtype));
+  for (const auto& [reduction, at, begin, elements] : piece->parts) {
+    if (!reduction->gradient.defined()) continue;
+    packed.narrow(0, static_cast<std::int64_t>(at), static_cast<std::int64_t>(elements))
+        .copy_(part_of(*reduction, begin, elements, elements));
+  }
+  piece->ends_together = ranks_.sums_in_parts(dtype) || replicas_;
+  piece->is_packed = true;
+  piece->bytes = packed.nbytes();
+  const PiecePart& first = piece->parts[0];
+  const Subject subject{"gradients", first.reduction->identity.key, first.begin};
+  piece->work = ranks_.all_reduce(std::move(packed), rounding_of(*piece), subject);
+  push(std::move(piece));
 }
 
 void Reducer::for_each_dtype(const std::vector<PackedPart>& parts,
