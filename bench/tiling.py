@@ -2,9 +2,13 @@
 
 The layers run in tiles with everything on disk, and whole in a space with enough memory. time: a median of ratios of
 neighbours. peak: of the space's device_memory and host_memory.
+
+    python bench/tiling.py
+    torchrun --nproc-per-node 2 bench/tiling.py --ways auto     # over ranks, at stage 3: of rank 0
 """
 
 import argparse
+import os
 import tempfile
 from typing import Any
 
@@ -39,6 +43,7 @@ def main() -> None:
         made = {"whole": whole} | {
             way: build(directory, args.rows, args.width, tiling=way, **memory) for way in args.ways
         }
+        torch.manual_seed(int(os.environ.get("RANK", "0")))
         tokens = torch.randint(0, args.rows, (args.tokens,))
         grad = torch.randn(args.tokens, args.rows)
 
@@ -56,7 +61,8 @@ def main() -> None:
         peaks = [budget.peak / 1e6 for budget in space.report().budgets]
         rows.append([way, ratio, *peaks])
         figures[way] = {"time": ratio, "peaks": peaks}
-    finish(rows, ["tiling", "time / whole", "device_memory, MB", "host_memory, MB"], **figures)
+    if os.environ.get("RANK", "0") == "0":
+        finish(rows, ["tiling", "time / whole", "device_memory, MB", "host_memory, MB"], **figures)
 
 
 if __name__ == "__main__":

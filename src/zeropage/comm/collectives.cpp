@@ -485,7 +485,6 @@ void Collectives::answer_with(Watchdog::Answer answer) {
   if (watchdog_) watchdog_->answer_with(answer_);
 }
 
-/// Ends every wait of this rank, and for it, with an error.
 void Collectives::give_up(const std::string& why) {
   if (why.empty()) {
     in_circle_ = true;
@@ -494,7 +493,7 @@ void Collectives::give_up(const std::string& why) {
     if (broken_.empty()) broken_ = why;
     *is_broken_ = true;
   }
-  close_connections();
+  if (watchdog_) close_connections();
 }
 
 /// Ranks that wait for this one get an error, and pass it on.

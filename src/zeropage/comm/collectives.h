@@ -41,7 +41,7 @@ enum class CheckRanks : std::uint8_t { automatic, always, never };
 struct Traffic {
   std::size_t gathered = 0;         // all-gathers: (N-1) times its part
   std::size_t reduced = 0;          // reduce-scatters: (N-1) parts; all-reduces: twice that
-  std::size_t broadcast = 0;        // at the start: tensors that are not paged, from rank 0
+  std::size_t broadcast = 0;        // at the start: ordinary tensors, from rank 0
   std::size_t control = 0;          // checks, agreements, norms
   std::size_t collectives = 0;      // those that moved data
   std::size_t in_memory = 0;        // of all these bytes, those that ranks of this host read from this one's memory
@@ -73,6 +73,8 @@ class Collectives final : public Ranks {
                   std::optional<std::size_t> peer_bytes);
   /// While a thread waits in a gather, `answer` may take part in exchanges of words and sums on another one.
   void answer_with(Watchdog::Answer answer);
+  /// Ends every wait of this rank, and for it, with an error. `why`: empty if ranks wait for each other.
+  void give_up(const std::string& why);
   /// While it is held, no other thread exchanges words.
   std::unique_lock<std::recursive_mutex> talk_alone() { return std::unique_lock(talking_); }
   /// The ranks whose memory this rank reads.
@@ -186,7 +188,6 @@ class Collectives final : public Ranks {
   std::exception_ptr broken() const;
   std::vector<std::string> gather_padded(const Connection& on, std::string mine, std::size_t bytes);
   [[noreturn]] void differ_on(const Connection& on, const std::string& what);
-  void give_up(const std::string& why);
   void close_connections();
   std::string last() const;
   std::string where_all_are();

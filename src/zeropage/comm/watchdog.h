@@ -1,9 +1,9 @@
 // Watches the waits of a rank's threads for other ranks. Free of torch.
 //
 // [Note: waits in a circle] Ranks gather in one order, and exchange words and sums in one order. How the two orders
-// interleave is each rank's own: a bucket of gradients is full at another place where other layers made gradients. So
-// rank 0 may wait for rank 1's words on a bucket before it starts gather k, while rank 1 waits in gather k for rank
-// 0's part. A rank that waits for words or sums therefore posts what it waits for, and how many gathers it has
+// interleave is each rank's own: a bucket of gradients is full at another place where other layers made gradients.
+// Rank 0 may then wait for rank 1's words on a bucket before it starts gather k, while rank 1 waits in gather k for
+// rank 0's part. A rank that waits for words or sums therefore posts what it waits for, and how many gathers it has
 // started. A rank that waits in a later gather, and has not begun what is posted, begins it on another thread: it
 // answers. If the posting rank cannot go on after an answer, for example because its backward has ended, the waits
 // are a circle, and both ranks get an error within seconds.

@@ -16,6 +16,7 @@ namespace {
 /// Whether the tensor's segment can never be whole in memory.
 bool is_of_huge(const at::Tensor& tensor) {
   const auto* segment = segment_of(tensor);
+  if (segment && segment->domain()->partition.ranks) return false;  // ranks may use other parts
   return segment && is_tiled(tensor) && segment->bytes() > segment->frame_limit() && tensor.numel() > 0;
 }
 

@@ -106,7 +106,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
       Rows some = all;
       some.begin += static_cast<std::size_t>(begin * all.columns);
       some.rows = std::min(step, all.rows - begin);
-      if (before(begin + some.rows) == before(begin)) continue;
+      if (step < all.rows && before(begin + some.rows) == before(begin)) continue;
       for_each_tile(some, access, [&](std::int64_t row, const at::Tensor& tile) {
         const std::int64_t first = begin + row, count = before(first + tile.size(0)) - before(first);
         if (count > 0) run(first, tile, at::empty({count}, flat.options().dtype(c10::kLong)));
@@ -123,7 +123,7 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     const std::size_t row_bytes = all.columns * weight.itemsize();
     // A step has as many rows as a page, whatever the page's boundaries.
     const auto step = static_cast<std::int64_t>(std::max<std::size_t>(all.segment->page_bytes() / row_bytes, 1));
-    if (flat.is_meta()) return for_each_planned(all, step, flat, access, run);
+    if (flat.is_meta()) return for_each_planned(all, takes_all ? all.rows : step, flat, access, run);
     // A stable sort keeps the order of equal indices, and with it the sum.
     const auto [sorted, order] = flat.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
     const at::Tensor on_host = sorted.to(c10::kCPU, c10::kLong).contiguous();

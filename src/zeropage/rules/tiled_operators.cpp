@@ -38,9 +38,11 @@ bool is_alike(const at::Tensor& cast, const at::Tensor& x, const at::Tensor& wei
 
 /// Whether exact tiles would sum in another order, and there is room for the whole product: they multiply matrices,
 /// and PyTorch sums a vector's product differently. Half of the memory is left for homes and for what else is in use.
+/// Never over ranks, where one alone may have a single row.
 bool is_sum_of_its_own(const Call& call, std::int64_t rows, std::int64_t outputs, const at::Tensor& weight) {
   const StorageSegment& segment = paged_segment(weight);
-  if (segment.domain()->tiling != Tiling::exact || (rows != 1 && outputs != 1)) return false;
+  if (segment.domain()->tiling != Tiling::exact || segment.domain()->partition.ranks) return false;
+  if (rows != 1 && outputs != 1) return false;
   std::map<const StorageSegment*, std::size_t> operands;
   for (const PagedArgument& argument : call.paged) operands[argument.segment] = argument.tensor.storage().nbytes();
   std::size_t bytes = 0;

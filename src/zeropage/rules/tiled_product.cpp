@@ -54,7 +54,10 @@ void save(AutogradContext* context, variable_list tensors, const at::Tensor& wei
   const bool is_read_again =
       std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.is_same(weight); });
   if (is_read_again && weight.scalar_type() != computed) {
-    if (auto* segment = segment_of(weight)) segment->complete();  // the product reads it next
+    if (auto* segment = segment_of(weight)) {  // the product reads it next
+      segment->complete();
+      segment->refresh(Access::read);
+    }
     context->saved_data["content"] = state_of_content(weight);
   }
   context->saved_data["weight"] = weight.detach();  // of the same version

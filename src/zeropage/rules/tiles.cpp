@@ -42,9 +42,10 @@ class PagesInTurn {
     held_.front().pin.wait();
     const bool more = (page + 1) * page_bytes() < end_;
     if (more && held_.size() == 1 && access_ == Access::read) {
-      if (PagePin next = segment_.cache()->try_pin_page(segment_, page + 1, access_)) {
-        held_.push_back({page + 1, std::move(next)});
-      }
+      // A pin of a gathered page starts its gather. All ranks do so at the same place.
+      const bool is_gathered = segment_.cache()->is_gathered();
+      PagePin next = is_gathered ? pin(page + 1) : segment_.cache()->try_pin_page(segment_, page + 1, access_);
+      if (next) held_.push_back({page + 1, std::move(next)});
     }
     return held_.front().pin.data() + (at - page * page_bytes());
   }
@@ -246,6 +247,8 @@ bool is_tiled(const at::Tensor& tensor) {
   if (!segment || segment->quantisation()) return false;
   const Domain& domain = *segment->domain();
   if (domain.tiling == Tiling::off || bytes_of_storage(tensor) <= domain.tile_above) return false;
+  // Ranks may use other views, and own tensors of other sizes.
+  if (domain.partition.ranks && (segment->is_own() || !is_whole(tensor))) return false;
   if (segment->is_unallocated()) segment->complete();
   return true;
 }

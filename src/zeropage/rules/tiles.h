@@ -73,8 +73,9 @@ at::Tensor copy_of_part(const at::Tensor& tensor);
 /// Copies such a copy back.
 void copy_back(const at::Tensor& copy, const at::Tensor& tensor);
 
-/// Whether operators must use tiles: the tensor's segment is larger than the domain's tile_above. Over ranks, an
-/// operator in tiles must load the same pages in the same order on all ranks, whatever its other operands hold.
+/// Whether operators must use tiles: the tensor's segment is larger than the domain's tile_above. Over ranks, only
+/// whole tensors that all ranks have: an operator in tiles must load the same pages in the same order on all of them,
+/// whatever its other operands hold.
 bool is_tiled(const at::Tensor& tensor);
 /// Whether a tensor is a small part of a segment while not all segments are in memory: operators that can load the
 /// part alone should.

@@ -370,6 +370,8 @@ std::vector<Agreed> settings_of_all_ranks(const Config& given) {
   add("async_step",
       or_else([&] { return std::to_string(flag_of("async_step", config.async_step)); }, config.async_step),
       config.async_step);
+  add("tiling", config.tiling, config.tiling);
+  size("tile_above", config.tile_above);
   add("check_ranks", config.check_ranks, config.check_ranks);
   add("peer_memory", config.peer_memory, config.peer_memory);
   return settings;

@@ -216,10 +216,12 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
   const OutsideScopes outside;
   // AccumulateGrad asks the same before it keeps a gradient.
   const bool is_shared = gradient.use_count() > 1 || (to_write && gradient.storage().use_count() > 1);
+  const bool has_alias = gradient.storage().use_count() > 1;
   const at::Tensor given = gradient.detach();
   const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype;
-  if (is_tiled(given)) {
-    if (fits && !is_shared && segment_of(given)->is_own() && is_whole(given)) {
+  const auto& domain = *segment_of(leaf)->domain();
+  if (segment_of(given) && domain.tiling != Tiling::off && given.nbytes() > domain.tile_above) {
+    if (fits && !is_shared && !has_alias && segment_of(given)->is_own() && is_whole(given)) {
       segment_of(given)->complete();  // ranks read its pages as they are
       return given;
     }
@@ -440,8 +442,12 @@ void Reducer::together(Exchange&& exchange) {
   if (failure_) std::rethrow_exception(failure_);
   try {
     exchange();
-  } catch (...) {
+  } catch (const RankError&) {
     failure_ = std::current_exception();
+    throw;
+  } catch (const std::exception& error) {  // of this rank alone; the others wait for it
+    failure_ = std::current_exception();
+    ranks_.give_up(error.what());
     throw;
   }
 }
@@ -968,36 +974,49 @@ Collectives::Rounding Reducer::rounding_of(const Piece& piece) const {
   return {chosen_dtype(reduction).value_or(reduction.dtype), piece.settled()};
 }
 
-/// One reduce-scatter of the parts of many pages: the parts of each rank, one after another.
+/// Reduce-scatters of the parts of many pages, one behind another, in pieces of about a bucket.
 void Reducer::send_packed_parts(const std::vector<PackedPart>& parts) {
   for_each_dtype(parts, [&](c10::ScalarType dtype, const std::vector<PackedPart>& alike) {
-    std::int64_t length = 0;
-    for (const auto& [reduction, page] : alike) length += static_cast<std::int64_t>(reduction->stripes.part(page));
-    at::Tensor packed = at::zeros({ranks_.size(), length}, options(dtype));
-    auto piece = std::make_unique<Piece>();
-    std::int64_t at = 0;
-    for (const auto& [reduction, page] : alike) {
-      const Stripes& stripes = reduction->stripes;
-      const auto part = static_cast<std::int64_t>(stripes.part(page));
-      if (reduction->gradient.defined()) {
-        const auto begin = static_cast<std::int64_t>(stripes.page_begin(page));
-        const auto elements = std::min(part * ranks_.size(), static_cast<std::int64_t>(stripes.elements()) - begin);
-        const std::int64_t full = elements / part, rest = elements % part;  // ranks with a full part
-        const at::Tensor all = part_of(*reduction, begin, elements, elements);
-        packed.narrow(0, 0, full).narrow(1, at, part).copy_(all.narrow(0, 0, full * part).view({full, part}));
-        if (rest > 0) packed[full].narrow(0, at, rest).copy_(all.narrow(0, full * part, rest));
-      }
-      piece->parts.push_back(
-          {reduction, static_cast<std::size_t>(at), stripes.part_begin(page), static_cast<std::size_t>(part)});
-      at += part;
+    const std::size_t item = c10::elementSize(dtype) * ranks_.size();
+    std::vector<PackedPart> some;
+    std::size_t bytes = 0;
+    for (const PackedPart& part : alike) {
+      some.push_back(part);
+      bytes += part.reduction->stripes.part(part.page) * item;
+      if (bytes >= domain_.bucket_bytes) send_packed_piece(std::exchange(some, {}), dtype), bytes = 0;
     }
-    piece->elements = static_cast<std::size_t>(length);
-    piece->is_packed = true;
-    piece->bytes = packed.nbytes();
-    piece->work = ranks_.reduce_scatter(packed.view({-1}), rounding_of(*piece),
-                                        {"gradients", alike[0].reduction->identity.key, 0});
-    push(std::move(piece));
+    if (!some.empty()) send_packed_piece(some, dtype);
   });
+}
+
+/// One reduce-scatter: the parts of each rank, one after another.
+void Reducer::send_packed_piece(const std::vector<PackedPart>& parts, c10::ScalarType dtype) {
+  std::int64_t length = 0;
+  for (const auto& [reduction, page] : parts) length += static_cast<std::int64_t>(reduction->stripes.part(page));
+  at::Tensor packed = at::zeros({ranks_.size(), length}, options(dtype));
+  auto piece = std::make_unique<Piece>();
+  std::int64_t at = 0;
+  for (const auto& [reduction, page] : parts) {
+    const Stripes& stripes = reduction->stripes;
+    const auto part = static_cast<std::int64_t>(stripes.part(page));
+    if (reduction->gradient.defined()) {
+      const auto begin = static_cast<std::int64_t>(stripes.page_begin(page));
+      const auto elements = std::min(part * ranks_.size(), static_cast<std::int64_t>(stripes.elements()) - begin);
+      const std::int64_t full = elements / part, rest = elements % part;  // ranks with a full part
+      const at::Tensor all = part_of(*reduction, begin, elements, elements);
+      packed.narrow(0, 0, full).narrow(1, at, part).copy_(all.narrow(0, 0, full * part).view({full, part}));
+      if (rest > 0) packed[full].narrow(0, at, rest).copy_(all.narrow(0, full * part, rest));
+    }
+    piece->parts.push_back(
+        {reduction, static_cast<std::size_t>(at), stripes.part_begin(page), static_cast<std::size_t>(part)});
+    at += part;
+  }
+  piece->elements = static_cast<std::size_t>(length);
+  piece->is_packed = true;
+  piece->bytes = packed.nbytes();
+  piece->work = ranks_.reduce_scatter(packed.view({-1}), rounding_of(*piece),
+                                      {"gradients", parts[0].reduction->identity.key, parts[0].page});
+  push(std::move(piece));
 }
 
 /// All-reduces of whole gradients, one behind another, in pieces of at most a bucket.

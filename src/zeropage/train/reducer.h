@@ -167,6 +167,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Collectives::Rounding rounding_of(const Piece& piece) const;
   void send_pages(const ReductionPtr& reduction, std::vector<PackedPart>& to_pack);
   void send_packed_parts(const std::vector<PackedPart>& parts);
+  void send_packed_piece(const std::vector<PackedPart>& parts, c10::ScalarType dtype);
   void send_packed_wholes(const std::vector<PackedPart>& wholes);
   void send_packed_whole(std::unique_ptr<Piece> piece, c10::ScalarType dtype);
   void for_each_dtype(const std::vector<PackedPart>& parts,
