@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from devices import generator_of
 from models import GPT, gpt_loss
-from ranks import Ranks, space
+from ranks import Ranks, mean_by_hand, space
 from zeropage._ranks import connections_of
 
 import zeropage
@@ -626,3 +626,45 @@ def test_what_one_rank_alone_does_between_backwards_is_an_error_on_all(what, sai
     for rank in range(2):
         ok, told = pair.answer(rank, timeout=30)
         assert not ok and said in told and "died" not in told, told
+
+
+class InTurns(nn.Module):
+    """Each rank uses another layer in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(2))
+        self.step = 0
+
+    def forward(self, x):
+        return x + self.layers[(dist.get_rank() + self.step) % 2](x).tanh()
+
+
+def accumulate_into_copies(stage):
+    """The program replaces gradients by copies, and clears them in place: later ones are added to the copies."""
+    torch.manual_seed(0)
+    plain = InTurns()
+    with space(stage=stage) as made:
+        with made:
+            paged = InTurns()
+        paged.load_state_dict(plain.state_dict())
+        zeropage.gather_together(paged)
+        for model in (plain, paged):
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            for step in range(3):
+                model.step = step
+                model(torch.ones(8, 33) * (dist.get_rank() + 1)).square().mean().backward()
+                if model is plain:
+                    mean_by_hand(model.parameters(), None)
+                for p in model.parameters():
+                    p.grad = p.grad.clone()
+                if step < 2:
+                    model.zero_grad(set_to_none=False)
+        for (name, a), b in zip(paged.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), name
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_means_are_added_to_copies_of_gradients_in_layers_that_others_do_not_use(stage, two):
+    two.run(accumulate_into_copies, stage)

@@ -88,6 +88,14 @@ bool overwrites_all(Call& call, const at::Tensor& written) {
   return storage_of(from) != storage_of(written) && from.is_complex() == written.is_complex();
 }
 
+/// Whether autograd adds a mean over ranks to an earlier gradient, perhaps one that the program has copied: the sum
+/// is the same on all ranks if that was.
+bool accumulates_mean(Call& call) {
+  if (call.name() != "aten::add_" || torch::autograd::get_current_graph_task_id() < 0) return false;
+  const auto* const part = segment_of(call.argument(1).toTensor());
+  return part && part->placement() == Placement::sum && call.argument(2).toScalar().equal(1);
+}
+
 /// True if the tensor's segment may be another one now.
 bool settle(Call& call, std::size_t element, const at::Tensor& written) {
   auto* segment = segment_of(written);
@@ -110,7 +118,7 @@ bool settle(Call& call, std::size_t element, const at::Tensor& written) {
     if (is_counted) segment->domain()->contract.count(call.name());
     return false;
   }
-  if (!taken.is_own()) return false;
+  if (!taken.is_own() || (!taken.own_tensor && accumulates_mean(call))) return false;
   make_own(written, overwrites_all(call, written));
   return true;
 }
