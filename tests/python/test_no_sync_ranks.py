@@ -141,7 +141,12 @@ def test_gradients_that_are_not_cleared_are_added_to(stage, clearing, two):
 
 def compare_updates(plan, update):
     compare(
-        3, "disk", plan, "none", False, {"early_update": update, "device_memory": "300kB", "host_memory": "300kB"}
+        3,
+        "disk",
+        plan,
+        "none",
+        False,
+        {"early_update": update, "device_memory": "300kB", "host_memory": "300kB", "tiling": "off"},
     )
 
 
