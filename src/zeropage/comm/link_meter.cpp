@@ -18,7 +18,7 @@ double LinkMeter::rate() const {
   auto rates = rates_;
   const std::size_t known = std::min(samples_, rates.size());
   if (known == 0) return 0;
-  const auto upper = rates.begin() + static_cast<std::ptrdiff_t>(known * 3 / 4);
+  const auto upper = rates.begin() + static_cast<std::ptrdiff_t>(known * 9 / 10);
   std::nth_element(rates.begin(), upper, rates.begin() + static_cast<std::ptrdiff_t>(known));
   return *upper;
 }

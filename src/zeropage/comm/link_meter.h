@@ -1,7 +1,7 @@
 // Measures how fast a rank receives, and for how long the link was busy with what it received. No torch.
 //
 // A transfer's arrival is only seen by a thread that waits for it. The rate is therefore measured between arrivals
-// that threads waited for, and from the start of a transfer that was alone. It is the third quartile of the last
+// that threads waited for, and from the start of a transfer that was alone. It is the ninth decile of the last
 // samples, because a rank that is late makes a link look slow.
 #pragma once
 
