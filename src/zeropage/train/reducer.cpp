@@ -215,19 +215,18 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
   c10::NoGradGuard no_grad;
   const OutsideScopes outside;
   // AccumulateGrad asks the same before it keeps a gradient.
-  const bool is_shared = gradient.use_count() > 1 || (to_write && gradient.storage().use_count() > 1);
   const bool has_alias = gradient.storage().use_count() > 1;
+  const bool is_shared = gradient.use_count() > 1 || (to_write && has_alias);
   const at::Tensor given = gradient.detach();
   const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype;
-  const auto& domain = *segment_of(leaf)->domain();
-  if (segment_of(given) && domain.tiling != Tiling::off && given.nbytes() > domain.tile_above) {
+  const auto& domain = segment_of(leaf)->domain();
+  if (segment_of(given) && domain->tiling != Tiling::off && given.nbytes() > domain->tile_above) {
     if (fits && !is_shared && !has_alias && segment_of(given)->is_own() && is_whole(given)) {
       segment_of(given)->complete();  // ranks read its pages as they are
       return given;
     }
     const auto type = c10::scalarTypeToTypeMeta(dtype);
-    return make_own_gradient(segment_of(leaf)->domain(), leaf.sizes(), leaf.strides(), type, /*is_unset=*/true)
-        .copy_(given);
+    return make_own_gradient(domain, leaf.sizes(), leaf.strides(), type, /*is_unset=*/true).copy_(given);
   }
   if (fits && !is_shared && !segment_of(given)) return given;
   const auto options = leaf.options().dtype(dtype).requires_grad(false);
