@@ -36,7 +36,7 @@ Trained train_over_ranks(const Options& options, const c10::intrusive_ptr<c10d::
   torch::manual_seed(group->getRank());  // a scope draws rank 0's numbers on all ranks
   const auto space = zeropage::Space::make(
       {.states = "host", .device_memory = "32MB", .host_memory = "128MB", .stage = options.stage, .device = "cpu"},
-      {.shard = group, .replica = {}});
+      {.shard = group, .replica = {}, .node = {}});
   auto scope = space->enter();
   GPT model(options.size);
   scope.leave();  // from here on all ranks have the same

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from zeropage import _core
+from zeropage._dtensors import locals_of
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     for each micro-batch. All ranks enter and leave together. Means of earlier backwards that are not
     cleared yet are gathered on entry. Without ranks this does nothing.
     """
-    changed = _core.accumulate_here(list(module.parameters()), here=True)
+    changed = _core.accumulate_here(locals_of(module.parameters()), here=True)
     try:
         yield
     finally:

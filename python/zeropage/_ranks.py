@@ -15,21 +15,36 @@ import torch.distributed as dist
 
 from zeropage import _core
 
-ProcessGroup: TypeAlias = Any  # torch.distributed.ProcessGroup, which builds without distributed lack
+# Some builds have no torch.distributed.
+ProcessGroup: TypeAlias = Any
+DeviceMesh: TypeAlias = Any
 
 
 @dataclasses.dataclass
 class Groups:
     shard: ProcessGroup | None = None
     replica: ProcessGroup | None = None
+    node: ProcessGroup | None = None  # of the shard group, the ranks of this one's node; None: none is needed
 
-    def names(self) -> tuple[str, str]:
+    def names(self) -> tuple[str, str, str]:
         """Return the names by which C++ finds the groups; empty for none."""
-        return _name(self.shard), _name(self.replica)
+        return _name(self.shard), _name(self.replica), _name(self.node)
 
 
 def _name(group: ProcessGroup | None) -> str:
     return "" if group is None else str(group.group_name)
+
+
+def group_of_mesh(mesh: DeviceMesh | None, dim: str | int | None) -> ProcessGroup:
+    """Return the group of a mesh's dimension. Raises ConfigError for one that the mesh does not have."""
+    if mesh is None:
+        raise _core.ConfigError(f"dim = {dim!r} needs mesh: a DeviceMesh that has this dimension")
+    names = list(mesh.mesh_dim_names or range(mesh.ndim))
+    if dim is None and mesh.ndim > 1:
+        raise _core.ConfigError(f"mesh has {mesh.ndim} dimensions: name one of {names} in dim, the data-parallel one")
+    if dim is not None and dim not in names and dim not in range(mesh.ndim):
+        raise _core.ConfigError(f"dim = {dim!r} is no dimension of mesh, which has {names}")
+    return mesh.get_group() if dim is None else mesh.get_group(dim)
 
 
 def is_alive(group: ProcessGroup | None) -> bool:
@@ -80,6 +95,45 @@ def connections_of(shard: ProcessGroup | None, device: str) -> tuple[str, ...] |
         ]
         _connections[shard] = [weakref.ref(made) for made in known]
     return tuple(map(_name, known))
+
+
+# By shard group and number of ranks.
+_nodes: WeakKeyDictionary[ProcessGroup, dict[int, weakref.ref[ProcessGroup]]] = WeakKeyDictionary()
+
+
+def node_of(shard: ProcessGroup | None, device: str, node_ranks: str) -> ProcessGroup | None:
+    """Return a group of the ranks of this rank's node, for gathers inside it. All ranks call it together.
+
+    None if the ranks are all on one node, or if single ranks can send to each other, as over Gloo.
+    """
+    if shard is None or not is_alive(shard):
+        return None
+    ranks = dist.get_process_group_ranks(shard)
+    everywhere = len(ranks) == int(os.environ.get("WORLD_SIZE", "0"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if everywhere else 0
+    count = int(node_ranks) if node_ranks.isdecimal() else local
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = (found.type if found else "cpu") if device == "auto" else device.split(":")[0]
+    try:
+        is_gloo = shard._get_backend(torch.device(kind)).name() == "gloo"
+    except RuntimeError:  # no backend for the device: its tensors pass through the host, and Gloo
+        is_gloo = True
+    if is_gloo:
+        return None
+    everyones: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyones, count, group=shard)
+    count = min(everyones)  # hosts may have different numbers of ranks; C++ takes the least too
+    if count < 2 or count >= len(ranks) or len(ranks) % count:
+        return None
+    known = _nodes.setdefault(shard, {})
+    group = known[count]() if count in known else None
+    if not is_alive(group):
+        first = dist.get_rank(shard) // count * count
+        group = dist.new_group(
+            ranks[first : first + count], use_local_synchronization=True, group_desc="zeropage: gathers inside a node"
+        )
+        known[count] = weakref.ref(group)
+    return group
 
 
 def find_groups(device: str, shard: ProcessGroup | None, replica: ProcessGroup | None) -> Groups:

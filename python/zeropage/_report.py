@@ -170,6 +170,8 @@ class Report:
     """Bytes this rank sent in all-gathers."""
     reduced_bytes: int = _counter()
     """Bytes this rank sent in sums of gradients."""
+    sent_inside_nodes: int = _counter()
+    """Part of both: in exchanges of one node's ranks alone (secondary_partition, an integer reduce_dtype)."""
     broadcast_bytes: int = _counter()
     """Bytes this rank sent to start equal."""
     control_bytes: int = _counter()
@@ -372,6 +374,11 @@ class Report:
                 ["ranks", str(self.ranks)],
                 ["sent in all-gathers", _megabytes(self.gathered_bytes)],
                 ["sent in sums of gradients", _megabytes(self.reduced_bytes)],
+                *(
+                    [["of both, inside nodes alone", _megabytes(self.sent_inside_nodes)]]
+                    if self.sent_inside_nodes
+                    else []
+                ),
                 ["sent to start equal", _megabytes(self.broadcast_bytes)],
                 ["sent in checks and norms", _megabytes(self.control_bytes)],
                 *(

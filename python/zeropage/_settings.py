@@ -83,9 +83,24 @@ class Settings:
     activations, none, auto. Each partitioned role takes less memory per rank and adds collectives."""
     reduce_dtype: str | torch.dtype = "auto"
     """Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in
-    gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. Values: auto, float32,
-    bfloat16, float16, float64. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they
-    are sent, and their mean."""
+    gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. With "int8" and "int4" they
+    travel between nodes in blocks of 256 with one scale each (ZeRO++'s qgZ). Before, the ranks of a node sum them
+    as they are. If all ranks are one node, blocks travel between those. Values: auto, float32, bfloat16, float16,
+    float64, int8, int4. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they are
+    sent, and their mean. "int8" sends an eighth of what float32 does at two ranks a node, and an element's error is
+    up to 1/254 of its block's largest; "int4" a sixteenth and 1/14."""
+    gather_dtype: str = "auto"
+    """With compute_dtype at stage 3: "int8" sends parameters in blocks of 256 with one scale each (ZeRO++'s qwZ), and
+    operators see them so rounded. Masters and checkpoints stay as they are. Values: auto, int8. It sends half the
+    bytes of a 16-bit dtype, and an element's error is up to 1/254 of its block's largest."""
+    node_ranks: int | str = "auto"
+    """Consecutive ranks of the group that share a node's fast links; it divides the group. "auto" follows torchrun's
+    LOCAL_WORLD_SIZE if the group has all ranks, else the group is one node. It has no effect without
+    secondary_partition or an 8- or 4-bit reduce_dtype."""
+    secondary_partition: str = "off"
+    """Tier of a second partition of the parameters, over the ranks of each node (ZeRO++'s hpZ). A gather over all
+    ranks fills it, and later gathers stay inside the node until the next update. Values: off, device, host, disk.
+    Each rank stores the parameters divided by node_ranks once more, and copies that part after each first gather."""
     check_ranks: str = "auto"
     """How often ranks compare their next collective before they start it. "auto" checks the first 256 gathers and the
     first 256 other collectives, then one in 64, and every gradient bucket. Values: auto, always, never. "always"
@@ -209,9 +224,18 @@ TABLE: tuple[Setting, ...] = (
     Setting('partition', 'roles', 'auto', ('parameters', 'gradients', 'optimizer', 'activations', 'none', 'auto'), '', 'expert',
         'Roles that are partitioned over ranks, as a list of names such as "gradients, optimizer". "activations" are those that all ranks of the group compute alike. "auto" follows stage.',
         'Each partitioned role takes less memory per rank and adds collectives.'),
-    Setting('reduce_dtype', 'dtype', 'auto', ('auto', 'float32', 'bfloat16', 'float16', 'float64'), '', 'expert',
-        'Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends.',
-        'A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they are sent, and their mean.'),
+    Setting('reduce_dtype', 'dtype', 'auto', ('auto', 'float32', 'bfloat16', 'float16', 'float64', 'int8', 'int4'), '', 'expert',
+        'Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. With "int8" and "int4" they travel between nodes in blocks of 256 with one scale each (ZeRO++\'s qgZ). Before, the ranks of a node sum them as they are. If all ranks are one node, blocks travel between those.',
+        'A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before they are sent, and their mean. "int8" sends an eighth of what float32 does at two ranks a node, and an element\'s error is up to 1/254 of its block\'s largest; "int4" a sixteenth and 1/14.'),
+    Setting('gather_dtype', 'choice', 'auto', ('auto', 'int8'), '', 'expert',
+        'With compute_dtype at stage 3: "int8" sends parameters in blocks of 256 with one scale each (ZeRO++\'s qwZ), and operators see them so rounded. Masters and checkpoints stay as they are.',
+        "It sends half the bytes of a 16-bit dtype, and an element's error is up to 1/254 of its block's largest."),
+    Setting('node_ranks', 'int', 'auto', (), 'ranks', 'expert',
+        'Consecutive ranks of the group that share a node\'s fast links; it divides the group. "auto" follows torchrun\'s LOCAL_WORLD_SIZE if the group has all ranks, else the group is one node.',
+        'It has no effect without secondary_partition or an 8- or 4-bit reduce_dtype.'),
+    Setting('secondary_partition', 'choice', 'off', ('off', 'device', 'host', 'disk'), '', 'expert',
+        "Tier of a second partition of the parameters, over the ranks of each node (ZeRO++'s hpZ). A gather over all ranks fills it, and later gathers stay inside the node until the next update.",
+        'Each rank stores the parameters divided by node_ranks once more, and copies that part after each first gather.'),
     Setting('check_ranks', 'choice', 'auto', ('auto', 'always', 'never'), '', 'expert',
         'How often ranks compare their next collective before they start it. "auto" checks the first 256 gathers and the first 256 other collectives, then one in 64, and every gradient bucket.',
         '"always" costs a small exchange per collective; "never" can turn diverging ranks into a hang until the timeout.'),

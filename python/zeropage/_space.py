@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
-import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, TypeVar
@@ -20,8 +19,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeropage import _activations, _core, _integrations
 from zeropage._config import Config, ConfigLike
+from zeropage._dtensors import check_parameter, is_dtensor, local_of, page_parameter
 from zeropage._integrations.addresses import real_addresses
-from zeropage._ranks import Groups, ProcessGroup, connections_of, find_groups, is_alive
+from zeropage._ranks import (
+    DeviceMesh,
+    Groups,
+    ProcessGroup,
+    connections_of,
+    find_groups,
+    group_of_mesh,
+    is_alive,
+    node_of,
+)
 from zeropage._report import Report
 from zeropage._tuned import add_tuned
 
@@ -126,6 +135,9 @@ class Space:
     def _made_on(self, groups: Groups) -> None:
         core = self._settings._core()
         add_tuned(core)
+        if self._settings.secondary_partition != "off":
+            node = node_of(groups.shard, self._settings.device, str(self._settings.node_ranks))
+            groups = dataclasses.replace(groups, node=node)
         self._start(_core.Space(core, *groups.names()), time.perf_counter, groups)
         connections = connections_of(groups.shard, self.config.device)
         if connections is not None:
@@ -166,6 +178,11 @@ class Space:
     def config(self) -> Config:
         """The settings in force, with every "auto" size resolved to bytes."""
         return Config._in_force(self._core.config)
+
+    def ranks_of_groups(self) -> list[int]:
+        """The ranks of the space's groups, by their numbers in torch.distributed; empty without ranks."""
+        found = (torch.distributed.get_process_group_ranks(group) for group in self.process_groups())
+        return sorted({rank for ranks in found for rank in ranks})
 
     def is_over_ranks(self) -> bool:
         """Tell whether the space has a process group, even one of a single rank."""
@@ -406,13 +423,17 @@ def init(
     group: ProcessGroup | None = None,
     shard_group: ProcessGroup | None = None,
     replica_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    dim: str | int | None = None,
     **overrides: object,
 ) -> Space:
     """Make a space from `config` and `overrides`. Use it as a scope: models built inside are paged from the start.
 
     Over ranks, `stage` says which states are partitioned over `group`, by default over all ranks of torch.distributed.
     Under torchrun, init() starts torch.distributed if the program has not. With `shard_group` and `replica_group`,
-    states are partitioned inside the first and replicated across the second.
+    states are partitioned inside the first and replicated across the second. `mesh`, a DeviceMesh of torch.distributed,
+    gives the group of its dimension `dim`, by name or number. The others, such as tensor parallelism's, are the
+    program's. A mesh of one dimension needs no `dim`.
 
     Raises ConfigError for settings or groups that are unknown or contradict each other. Raises DiskError for a
     disk_path that cannot hold pages.
@@ -422,6 +443,11 @@ def init(
         raise _core.ConfigError(
             f"group and {other} contradict each other: give group alone, or shard_group with replica_group"
         )
+    if mesh is not None or dim is not None:
+        if group is not None or shard_group is not None:
+            other = "group" if group is not None else "shard_group"
+            raise _core.ConfigError(f"mesh and {other} contradict each other: give one of them")
+        group = group_of_mesh(mesh, dim)
     settings = Config.of(config).replace(**overrides)
     groups = find_groups(settings.device, group or shard_group, replica_group)
     return Space(settings, groups)
@@ -438,9 +464,16 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
         raise _core.ConfigError(
             f"page(model, space) takes no settings, and {', '.join(overrides)} is given: set it in zeropage.init(...)"
         )
-    space = config if isinstance(config, Space) else init(config, **overrides)
+    space = config if isinstance(config, Space) else init(config, **overrides)  # type: ignore[arg-type]
     core = space._core
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            check_parameter(space, name, parameter)
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            page_parameter(space, name, parameter)
+            _keep(space, local_of(parameter))
+            continue
         # Paged tensors are equal on all ranks already. Rank 0's may be stale, because each rank updates its share.
         if not _core.is_paged(parameter) or (parameter.grad is not None and not _core.is_paged(parameter.grad)):
             core.page(parameter)
@@ -453,39 +486,29 @@ def page(model: ModuleT, config: ConfigLike | Space = None, **overrides: object)
     core.start_equal()  # once, so that small tensors are sent together
     for parameter in model.parameters():
         _mix(core, parameter)
-    _warn_of_dtensors(model)
     return model
-
-
-def _warn_of_dtensors(model: torch.nn.Module) -> None:
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    left = [name for name, p in model.named_parameters() if tensors is not None and isinstance(p, tensors.DTensor)]
-    if left:
-        warnings.warn(
-            f"zeropage does not page DTensors: {len(left)} parameters of this model stay in memory, such as {left[0]}; "
-            "page the model without parallelize_module, or partition it with zeropage alone",
-            stacklevel=3,
-        )
 
 
 def page_out(target: torch.nn.Module | torch.Tensor) -> None:
     """Page out a tensor, or a model's parameters, buffers and gradients, now."""
     tensors = [target] if isinstance(target, torch.Tensor) else [*target.parameters(), *target.buffers()]
     for tensor in tensors:
-        _core.evict(tensor)
+        _core.evict(local_of(tensor))
         if tensor.is_leaf and tensor.grad is not None:
-            _core.evict(tensor.grad)
+            _core.evict(local_of(tensor.grad))
 
 
 @contextlib.contextmanager
 def pinned(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Inside, the tensor's data is in memory, and the program may read and write it raw (`numpy()`, `data_ptr()`).
 
+    For a DTensor, it does this for the local tensor.
+
     Objects made from the raw data, such as a NumPy array, must not be used after the block.
     """
-    pin = _core.pin(tensor)
+    pin = _core.pin(local_of(tensor))
     try:
-        with real_addresses([tensor]):
+        with real_addresses([local_of(tensor)]):
             yield tensor
     finally:
         pin.release()

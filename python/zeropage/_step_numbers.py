@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zeropage import _core
+from zeropage._dtensors import locals_of
 
 _GROUPS = 64  # of one optimizer that have keys of their own
 _optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
@@ -60,10 +61,10 @@ def note(optimizer: torch.optim.Optimizer) -> None:
     """Record that a step has ended."""
     known = id(optimizer) in _optimizers
     for i, group in enumerate(optimizer.param_groups[:_GROUPS]):
-        if not known and not any(_core.is_paged(parameter) for parameter in group["params"]):
+        if not known and not any(map(_core.is_paged, locals_of(group["params"]))):
             continue
         _optimizers[id(optimizer)] = optimizer
-        _core.note_step(group["params"], id(optimizer) * _GROUPS + i, _numbers(optimizer, group, 0))
+        _core.note_step(locals_of(group["params"]), id(optimizer) * _GROUPS + i, _numbers(optimizer, group, 0))
 
 
 def _next_numbers(key: int) -> list[float]:

@@ -12,6 +12,7 @@
 #include "zeropage/base/memory_limits.h"
 #include "zeropage/base/trace.h"
 #include "zeropage/base/waits.h"
+#include "zeropage/fault/fallback.h"
 #include "zeropage/plan/machine.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/placement.h"
@@ -81,6 +82,14 @@ PyObject* make_exception(py::module_& module, const char* name, py::tuple bases,
   return type;
 }
 
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
 void bind_exceptions(py::module_& module) {
   const auto runtime_error = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
   exceptions.error = make_exception(module, "ZeropageError", py::make_tuple(runtime_error));
@@ -114,6 +123,10 @@ void bind_exceptions(py::module_& module) {
     }
   });
   set_error_translator(&throw_from_operator);
+  set_around_faults([]() -> std::shared_ptr<void> {
+    return Py_IsInitialized() && !is_finalizing() && PyGILState_Check() ? std::make_shared<py::gil_scoped_release>()
+                                                                        : nullptr;
+  });
 }
 
 /// An init scope that Python enters and leaves, possibly several times.
@@ -173,6 +186,7 @@ void bind_report(py::module_& module) {
       .def_readonly("ranks", &Report::ranks)
       .def_readonly("peers", &Report::peers)
       .def_readonly("gathered_bytes", &Report::gathered_bytes)
+      .def_readonly("sent_inside_nodes", &Report::sent_inside_nodes)
       .def_readonly("reduced_bytes", &Report::reduced_bytes)
       .def_readonly("broadcast_bytes", &Report::broadcast_bytes)
       .def_readonly("control_bytes", &Report::control_bytes)
@@ -324,6 +338,32 @@ void bind_machine(py::module_& module) {
       .def_property_readonly("network_seconds", [](const Machine& m) { return m.network.busy_seconds(); });
 }
 
+/// A parameter whose gradient Python reads and sets.
+class PythonOuter final : public Outer {
+ public:
+  PythonOuter(py::function get, py::function set) : get_(std::move(get)), set_(std::move(set)) {}
+  ~PythonOuter() override {
+    if (!Py_IsInitialized() || is_finalizing()) {
+      get_.release(), set_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    py::object(std::move(get_)), py::object(std::move(set_));
+  }
+  at::Tensor gradient() const override {
+    const py::gil_scoped_acquire gil;
+    const py::object found = get_();
+    return found.is_none() ? at::Tensor() : found.cast<at::Tensor>();
+  }
+  void set_gradient(const at::Tensor& gradient) const override {
+    const py::gil_scoped_acquire gil;
+    gradient.defined() ? set_(gradient) : set_(py::none());
+  }
+
+ private:
+  py::function get_, set_;
+};
+
 void bind_spaces(py::module_& module) {
   py::class_<Config>(module, "Config").def(py::init<>()).def("set", &Config::set).def("items", &Config::items);
 
@@ -340,19 +380,29 @@ void bind_spaces(py::module_& module) {
   py::class_<Space::Lifetime>(module, "Lifetime").def_property_readonly("is_over", &Space::Lifetime::is_over);
   py::class_<Space, std::shared_ptr<Space>>(module, "Space")
       .def("lifetime", &Space::lifetime)
-      .def(py::init([](const Config& config, const std::string& shard, const std::string& replica) {
+      .def(py::init([](const Config& config, const std::string& shard, const std::string& replica,
+                       const std::string& node) {
              const auto group = [](const std::string& name) {
                return name.empty() ? nullptr : c10d::resolve_process_group(name);
              };
-             return Space::make(config, {group(shard), group(replica), /*keep=*/false}, Frontend::python);
+             return Space::make(config, {group(shard), group(replica), group(node), /*keep=*/false},
+                                Frontend::python);
            }),
-           py::arg("config"), py::arg("shard_group") = "", py::arg("replica_group") = "",
+           py::arg("config"), py::arg("shard_group") = "", py::arg("replica_group") = "", py::arg("node_group") = "",
            py::call_guard<py::gil_scoped_release>())
       .def_static("planned", &Space::make_planned, py::arg("config"), py::arg("machine"), py::arg("ranks") = 1)
       .def("scope", [](const std::shared_ptr<Space>& space) { return PythonScope(space); })
       .def(
           "page", [](Space& space, at::Tensor tensor) { return space.page(tensor); }, py::arg("tensor"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "page_inner",
+          [](Space& space, at::Tensor tensor, py::function get, py::function set) {
+            auto outer = std::make_shared<const PythonOuter>(std::move(get), std::move(set));
+            const py::gil_scoped_release no_gil;
+            return space.page_inner(tensor, std::move(outer));
+          },
+          py::arg("tensor"), py::arg("get"), py::arg("set"))
       .def(
           "keep_whole", [](Space& space, at::Tensor tensor) { space.keep_whole(tensor); }, py::arg("tensor"),
           py::call_guard<py::gil_scoped_release>())
@@ -406,6 +456,8 @@ void bind_steps(py::module_& module) {
   });
   module.def("forget_leaf", &forget_leaf);
   module.def("take_data", &take_data, py::call_guard<py::gil_scoped_release>());
+  module.def("inner_gradient", &inner_gradient, py::arg("leaf"), py::arg("gradient"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("take_gradient", &take_gradient, py::call_guard<py::gil_scoped_release>());
   module.def(
       "accumulate_here",

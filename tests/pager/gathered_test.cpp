@@ -89,6 +89,46 @@ TEST_CASE("small tensors are gathered together, and a new one next to them reads
   });
 }
 
+TEST_CASE("after a gather over all ranks, the next ones stay inside the node until the content changes") {
+  for (const auto& [ranks, node_ranks] : {std::pair{4, 2}, {4, 1}, {6, 3}}) {
+    Meeting meeting(ranks);
+    on_every_rank(ranks, [&, ranks = ranks, node_ranks = node_ranks](int rank) {
+      Rank self(meeting, rank, 64 * kPage, nullptr, nullptr, /*apart=*/true, node_ranks);
+      std::vector<Tensor> tensors;
+      for (const std::size_t elements : {1, 100, 1009, 5000, 12289, 100'000}) {
+        tensors.push_back(self.make_tensor(elements, tensors.size() + 1));
+      }
+      unsigned seed = 20;
+      const auto gathers = [&] {  // of all tensors: those over all ranks, those of the node
+        for (Tensor& tensor : tensors) self.cache->evict(*tensor.whole);
+        const std::size_t before = self.ranks->log.size();
+        for (Tensor& tensor : tensors) CHECK(self.holds(*tensor.whole, seed));
+        const auto of_node =
+            std::count_if(self.ranks->log.begin() + static_cast<std::ptrdiff_t>(before), self.ranks->log.end(),
+                          [](const auto& t) { return t.starts_with("node"); });
+        return std::pair(static_cast<std::ptrdiff_t>(self.ranks->log.size() - before) - of_node, of_node);
+      };
+      for (Tensor& tensor : tensors) self.write_share(tensor, seed);
+      const auto [all, none] = gathers();
+      CHECK(none == 0);
+      for (int i = 0; i < 2; ++i) CHECK(gathers() == std::pair(none, all));
+      ++seed;
+      for (Tensor& tensor : tensors) self.write_share(tensor, seed);
+      CHECK(gathers() == std::pair(all, none));
+      CHECK(gathers() == std::pair(none, all));
+      ++seed;
+      for (Tensor& tensor : tensors) self.write(*tensor.whole, seed);  // by operators on whole tensors
+      CHECK(gathers() == std::pair(all, none));
+      CHECK(gathers() == std::pair(none, all));
+      tensors.push_back(self.make_tensor(50, 99));  // of four ranks, in the page of small tensors
+      self.write_share(tensors.back(), seed);
+      const auto [again, rest] = gathers();
+      CHECK(again == 1);
+      CHECK(rest == all - (ranks == 4));
+    });
+  }
+}
+
 TEST_CASE("a share that is about to change must not be pinned whole") {
   Meeting meeting(1);
   Rank self(meeting, 0, 64 * kPage);

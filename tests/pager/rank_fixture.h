@@ -20,13 +20,15 @@ struct Tensor {
 
 struct Rank : CacheFixture {
   /// `device` has the shares' memory apart, and `above` that of whole tensors. Null: one memory. `apart`: gathers
-  /// have a connection of their own.
+  /// have a connection of their own. `node_ranks`: with a secondary partition over the ranks of each node, on disk;
+  /// 0: without.
   Rank(Meeting& meeting, int rank, std::size_t gathered_bytes, std::shared_ptr<DeviceMemory> device = nullptr,
-       std::shared_ptr<DeviceMemory> above = nullptr, bool apart = false)
-      : ranks(std::make_shared<ThreadRanks>(meeting, rank, apart)) {
+       std::shared_ptr<DeviceMemory> above = nullptr, bool apart = false, int node_ranks = 0)
+      : ranks(std::make_shared<ThreadRanks>(meeting, rank, apart, node_ranks)) {
     make(8 * kPage, 24 * kPage, kPage, /*failing=*/false, std::move(device));
     local = cache;
-    cache = FrameCache::make_gathered(local, ranks, gathered_bytes, std::move(above));
+    cache = FrameCache::make_gathered(local, ranks, gathered_bytes, std::move(above),
+                                      node_ranks > 0 ? std::optional(Tier::disk) : std::nullopt);
   }
   ~Rank() { cache.reset(); }
 

@@ -23,12 +23,20 @@ class Meeting {
     calls_[call][rank] = std::move(part);
     came_.notify_all();
   }
-  /// Everyone's part, once all came.
-  std::vector<std::byte> all(std::size_t call) {
+  /// The parts of `count` ranks from `first` on, once all of them came.
+  std::vector<std::byte> all(std::size_t call, int first, int count) {
     std::unique_lock lock(mutex_);
-    came_.wait(lock, [&] { return static_cast<int>(calls_[call].size()) == ranks_; });
+    const auto has_come = [&] {
+      int came = 0;
+      for (int i = first; i < first + count; ++i) came += calls_[call].contains(i);
+      return came == count;
+    };
+    came_.wait(lock, has_come);
     std::vector<std::byte> whole;
-    for (const auto& [_, part] : calls_[call]) whole.insert(whole.end(), part.begin(), part.end());
+    for (int i = first; i < first + count; ++i) {
+      const auto& part = calls_[call][i];
+      whole.insert(whole.end(), part.begin(), part.end());
+    }
     return whole;
   }
 
@@ -40,19 +48,23 @@ class Meeting {
 };
 
 /// A rank that is a thread. Logs the all-gathers that it runs. `apart`: they have a connection of their own.
+/// `node_ranks`: the ranks of a node; 0: all.
 class ThreadRanks final : public Ranks {
  public:
-  ThreadRanks(Meeting& meeting, int rank, bool apart = false) : meeting_(meeting), rank_(rank), apart_(apart) {}
+  ThreadRanks(Meeting& meeting, int rank, bool apart = false, int node_ranks = 0)
+      : meeting_(meeting), rank_(rank), node_ranks_(node_ranks > 0 ? node_ranks : meeting.ranks()), apart_(apart) {}
 
   int size() const override { return meeting_.ranks(); }
   int rank() const override { return rank_; }
+  int node_size() const override { return node_ranks_; }
   bool gathers_apart() const override { return apart_; }
-  std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t bytes,
-                                   const Subject& subject) override {
-    log.push_back(text_of(bytes, subject));
+  std::unique_ptr<Work> all_gather(std::byte* into, const std::byte* part, std::size_t bytes, const Subject& subject,
+                                   Sending sending) override {
+    log.push_back((sending.among == Among::node ? "node " : "") + text_of(bytes, subject));
     const std::size_t call = log.size();
     meeting_.bring(call, rank_, {part, part + bytes});
-    return std::make_unique<Gathering>(meeting_, call, into, bytes * size());
+    const int count = size_among(sending.among), first = rank_ - rank_among(sending.among);
+    return std::make_unique<Gathering>(meeting_, call, into, bytes * count, first, count);
   }
   std::shared_ptr<std::byte> scratch(std::size_t bytes) override {
     return {new std::byte[bytes], std::default_delete<std::byte[]>()};
@@ -65,12 +77,12 @@ class ThreadRanks final : public Ranks {
     return std::to_string(subject.number) + "/" + std::to_string(subject.page) + ":" + std::to_string(bytes);
   }
   struct Gathering final : Work {
-    Gathering(Meeting& meeting, std::size_t call, std::byte* into, std::size_t bytes)
-        : meeting(meeting), call(call), into(into), bytes(bytes) {}
+    Gathering(Meeting& meeting, std::size_t call, std::byte* into, std::size_t bytes, int first, int count)
+        : meeting(meeting), call(call), into(into), bytes(bytes), first(first), count(count) {}
     ~Gathering() override { wait(); }
     void wait() override {
       if (!into) return;
-      const auto whole = meeting.all(call);
+      const auto whole = meeting.all(call, first, count);
       // If ranks differ, their logs tell.
       std::memcpy(std::exchange(into, nullptr), whole.data(), std::min(bytes, whole.size()));
     }
@@ -78,10 +90,11 @@ class ThreadRanks final : public Ranks {
     std::size_t call;
     std::byte* into;
     std::size_t bytes;
+    int first, count;
   };
 
   Meeting& meeting_;
-  int rank_;
+  int rank_, node_ranks_;
   bool apart_;
 };
 

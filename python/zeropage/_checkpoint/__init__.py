@@ -31,6 +31,7 @@ from zeropage._checkpoint.contents import Contents, Progress
 from zeropage._checkpoint.ranks import Ranks
 from zeropage._checkpoint.reader import Checkpoint, find, latest_checkpoint
 from zeropage._checkpoint.saving import SaveHandle, finish_saving
+from zeropage._dtensors import is_dtensor
 from zeropage._one_saves import named_tensors
 
 __all__ = ["SaveHandle", "latest_checkpoint", "load", "save"]
@@ -167,6 +168,11 @@ def _tensors_of(
     tensors = [*model.parameters(), *model.buffers()] if model is not None else []
     if optimizer is not None:
         tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if (parallel := next(filter(is_dtensor, tensors), None)) is not None:
+        raise _core.ZeropageError(
+            f"save() and load() take no DTensors, and one is [{', '.join(map(str, parallel.shape))}]: use "
+            "torch.distributed.checkpoint, which saves each rank's share and resumes on other meshes"
+        )
     return tensors or [tensor for _, tensor in named_tensors(extra)]
 
 

@@ -121,6 +121,7 @@ class _Reader:
         self._stage()
         self._homes()
         self._dtypes()
+        self._nodes()
         self._disk()
         self._activations()
         for name in list(self._left):
@@ -185,6 +186,16 @@ class _Reader:
             if given not in _DTYPES:
                 raise _core.ConfigError(f"{self._path}: {name} = {given!r} is not one of {', '.join(_DTYPES)}")
             self._out.settings[setting] = _DTYPES[given]
+
+    def _nodes(self) -> None:
+        of_node = self._take("zero_optimization.zero_hpz_partition_size", int)
+        if of_node is not None and of_node > 1:
+            tier = self._out.settings.get("parameters", "device")
+            self._out.settings |= {"node_ranks": of_node, "secondary_partition": tier}
+        if self._take("zero_optimization.zero_quantized_weights", bool):
+            self._out.settings["gather_dtype"] = "int8"
+        if self._take("zero_optimization.zero_quantized_gradients", bool):
+            self._out.settings["reduce_dtype"] = "int4"
 
     def _disk(self) -> None:
         block, depth = self._take("aio.block_size", int), self._take("aio.queue_depth", int)

@@ -79,19 +79,21 @@ def _pass_our_key(changes: Changes, module: ModuleType) -> None:
     known: Any = getattr(module, "_higher_order_ops", None)
     if higher is None or known is None:
         return
-    ours = torch._C._parse_dispatch_key("DeferredInit")
+    ours = [torch._C._parse_dispatch_key(name) for name in ("DeferredInit", "CustomRNGKeyId")]
     init = higher.__init__
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.non_fallthrough_keys = self.non_fallthrough_keys.remove(ours)
+        for key in ours:
+            self.non_fallthrough_keys = self.non_fallthrough_keys.remove(key)
 
     changes.replace(higher, "__init__", run)
     for operator in known.values():
-        if operator.non_fallthrough_keys.has(ours):
-            operator.non_fallthrough_keys = operator.non_fallthrough_keys.remove(ours)
-            changes.on_undo(functools.partial(_stop_at, operator, ours))
+        for key in ours:
+            if operator.non_fallthrough_keys.has(key):
+                operator.non_fallthrough_keys = operator.non_fallthrough_keys.remove(key)
+                changes.on_undo(functools.partial(_stop_at, operator, key))
 
 
 def _stop_at(operator: Any, key: Any) -> None:

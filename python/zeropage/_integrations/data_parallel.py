@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zeropage import _core
+from zeropage._dtensors import locals_of
 from zeropage._integrations import Change, Changes
 from zeropage._integrations.models import is_paged, refused
 
@@ -54,7 +55,7 @@ class _Reducer:
     def set_sync(self, syncs: bool) -> None:
         """Whether the backwards that come next sum gradients over ranks, or accumulate them on each rank."""
         if syncs != self._syncs:
-            _core.accumulate_here(list(self._module.parameters()), here=not syncs)
+            _core.accumulate_here(locals_of(self._module.parameters()), here=not syncs)
             self._syncs = syncs
 
     def prepare_for_forward(self) -> None: ...
@@ -75,7 +76,7 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
         logger = None
 
         def __init__(self, module: torch.nn.Module, settings: dict[str, Any]) -> None:
-            ranks = min(_core.ranks_of(p) for p in module.parameters() if _core.is_paged(p))
+            ranks = min(_core.ranks_of(p) for p in locals_of(module.parameters()) if _core.is_paged(p))
             if ranks == 1 < torch.distributed.get_world_size():
                 raise _core.ConfigError(
                     "this program started its ranks after zeropage run, which knows of one rank only: start them "
@@ -85,7 +86,7 @@ def _change_wrapping(changes: Changes, module: ModuleType) -> None:
             self.module = module
             self.reducer = _Reducer(module)
             self.process_group = settings.get("process_group") or torch.distributed.group.WORLD
-            self.device = next(p.device for p in module.parameters() if _core.is_paged(p))
+            self.device = next(p.device for p in locals_of(module.parameters()) if _core.is_paged(p))
             self.device_type = self.device.type
             # As DistributedDataParallel does, forward() moves its inputs where this names a device.
             moves = settings.get("device_ids") and self.device_type != "cpu"

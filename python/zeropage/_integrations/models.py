@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from zeropage import _core, _one_saves
+from zeropage._dtensors import is_dtensor, locals_of
 from zeropage._integrations import Changes, process_groups
 from zeropage._space import space_of_any
 
 
 def is_paged(model: torch.nn.Module) -> bool:
     """Whether zeropage pages any of the model's parameters."""
-    return any(_core.is_paged(parameter) for parameter in model.parameters())
+    return any(map(_core.is_paged, locals_of(model.parameters())))
 
 
 def tensors_of(model: torch.nn.Module) -> _one_saves.Tensors:
@@ -38,6 +39,10 @@ def save_pretrained(changes: Changes, model: Any, writes: Callable[[Any, bool], 
         given = signature.bind(self, *args, **kwargs).arguments
         if not is_paged(self) or given.get("distributed_checkpoint"):
             return save(self, *args, **kwargs)
+        if any(map(is_dtensor, self.parameters())):
+            raise _core.ZeropageError(
+                "save_pretrained() takes no paged DTensors: use torch.distributed.checkpoint, or full_tensor()"
+            )
         states = given.get("state_dict") or given.get("kwargs", {}).get("state_dict") or {}
         return _one_saves.run(
             lambda: save(self, *args, **kwargs),
@@ -81,7 +86,7 @@ def refused(name: str) -> Callable[[Changes, ModuleType], None]:
             for model in models[0] if isinstance(models[0], list | tuple) else models:
                 if isinstance(model, torch.nn.Module) and is_paged(model):
                     process_groups.join_ranks()
-                    ranks = max(_core.ranks_of(parameter) for parameter in model.parameters())
+                    ranks = max(map(_core.ranks_of, locals_of(model.parameters())))
                     does = f"averages its gradients over {ranks} ranks" if ranks > 1 else "trains it in one process"
                     raise _core.ConfigError(f"zeropage pages this model already and {does}: use it without {name}")
             return original(*args, **kwargs)

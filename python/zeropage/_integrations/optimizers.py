@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeropage import _core, _notices, _plain_parameters, _step_numbers
+from zeropage._dtensors import locals_of, settled_locals_of
 from zeropage._integrations import Change, Changes, is_active, process_groups
 from zeropage._tracing import alive
 
@@ -38,19 +39,20 @@ CHANGES = [
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [
+    states = (
         value
         for state in optimizer.state.values()
         if isinstance(state, dict)
         for value in state.values()
-        if isinstance(value, torch.Tensor) and _core.is_paged(value)
-    ]
+        if isinstance(value, torch.Tensor)
+    )
+    return [*filter(_core.is_paged, locals_of(states))]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    parameters = _parameters_of(optimizer)
+    parameters = settled_locals_of(_parameters_of(optimizer))
     process_groups.before_step(parameters)
     if _core.before_step(parameters, has_closure=callable(_closure_of(args[1:], kwargs))):
         _core.note_states(_states(optimizer))
@@ -71,7 +73,7 @@ def _training(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
     @functools.wraps(closure)
     def trained() -> Any:
         loss = outside()
-        _core.before_step(_parameters_of(optimizer))
+        _core.before_step(settled_locals_of(_parameters_of(optimizer)))
         return loss
 
     return trained
@@ -144,7 +146,7 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
             parameters = [parameters]
         parameters = list(parameters)
         process_groups.join_ranks()
-        _core.before_step(parameters)
+        _core.before_step(settled_locals_of(parameters))
         return clip(parameters, *args, **kwargs)
 
     return clipping
@@ -152,7 +154,7 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _step_numbers.note(optimizer)
-    _core.step_ended(_parameters_of(optimizer))
+    _core.step_ended(locals_of(_parameters_of(optimizer)))
 
 
 @functools.cache
@@ -206,7 +208,7 @@ def _change_scaler(changes: Changes) -> None:
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        _core.before_step(_parameters_of(optimizer))
+        _core.before_step(settled_locals_of(_parameters_of(optimizer)))
         return unscale(self, optimizer, *args, **kwargs)
 
     changes.replace(scaler, _UNSCALE, unscale_)

@@ -7,17 +7,23 @@ ranks assign them together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from zeropage import _core
+from zeropage._dtensors import is_watched, local_of, settle_gradient
 from zeropage._integrations import Change, Changes
 
 CHANGES = [
     Change(
         "torch",
-        ("torch.nn.parameter.Parameter.data", "torch.nn.parameter.Parameter.grad"),
+        (
+            "torch.nn.parameter.Parameter.data",
+            "torch.nn.parameter.Parameter.grad",
+            "torch.distributed.tensor.DTensor.grad",
+        ),
         "over ranks, gradients and `.data` that a program sets are taken over",
     )
 ]
@@ -28,6 +34,7 @@ def install(changes: Changes) -> None:
     parameter: Any = torch.nn.Parameter
     for name, take in (("data", _core.take_data), ("grad", _core.take_gradient)):
         changes.replace(parameter, name, _watched(getattr(torch.Tensor, name), take))
+    changes.when_imported("torch.distributed.tensor", _of_dtensors)
 
 
 def _watched(attribute: Any, take: Callable[[torch.Tensor], None]) -> property:
@@ -40,3 +47,13 @@ def _watched(attribute: Any, take: Callable[[torch.Tensor], None]) -> property:
             take(self)
 
     return property(get, set_, attribute.__delete__, attribute.__doc__)
+
+
+def _take_gradient(parameter: torch.Tensor) -> None:
+    if is_watched(parameter):
+        settle_gradient(parameter)
+    _core.take_gradient(local_of(parameter))
+
+
+def _of_dtensors(changes: Changes, module: ModuleType) -> None:
+    changes.replace(module.DTensor, "grad", _watched(torch.Tensor.grad, _take_gradient))

@@ -7,6 +7,7 @@ init_process_group() itself, perhaps after init(). Until then each rank has a se
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import warnings
 from collections.abc import Iterable
@@ -37,7 +38,10 @@ def join_ranks() -> None:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return
-    for space in list(open_spaces()):
+    if all(space.is_over_ranks() for space in open_spaces()):
+        return
+    gc.collect()  # a dead space that waits for Python's collector on one rank would join there alone
+    for space in open_spaces():
         if not space.is_over_ranks():
             space.join(Groups(dist.group.WORLD), stepped=_stepped_alone)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zeropage import _core, _space
+from zeropage._dtensors import paged_again
 from zeropage._integrations import Change, Changes
 
 _NUMBERS = ("float", "int", "index", "complex", "bool")
@@ -108,7 +109,7 @@ def _change_swapping(changes: Changes) -> None:
 
     @functools.wraps(swap)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        with _space.forgotten([t1, t2]):
+        with paged_again([t1, t2], _space.space_of, _space._keep), _space.forgotten([t1, t2]):
             swap(t1, t2)
 
     changes.replace(torch.utils, "swap_tensors", swap_tensors)

@@ -15,7 +15,7 @@ struct NoPagingGuard {
   c10::NoGradGuard no_grad;
 
   static c10::DispatchKeySet excluded() {
-    const c10::DispatchKeySet paged(kPagedKey);
+    const c10::DispatchKeySet paged = kPagedKeys;
     const c10::DispatchKeySet modes({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
     return VirtualClock::current() ? paged | modes : paged;
   }
@@ -24,15 +24,21 @@ struct NoPagingGuard {
 /// While it lives, operators on this thread fault again, although a NoPagingGuard is active.
 class PagingAgain {
  public:
-  PagingAgain() : was_excluded_(c10::impl::tls_is_dispatch_key_excluded(kPagedKey)) {
-    c10::impl::tls_set_dispatch_key_excluded(kPagedKey, false);
+  PagingAgain() {
+    for (int i = 0; i < 2; ++i) {
+      was_excluded_[i] = c10::impl::tls_is_dispatch_key_excluded(kKeys[i]);
+      c10::impl::tls_set_dispatch_key_excluded(kKeys[i], false);
+    }
   }
-  ~PagingAgain() { c10::impl::tls_set_dispatch_key_excluded(kPagedKey, was_excluded_); }
+  ~PagingAgain() {
+    for (int i = 0; i < 2; ++i) c10::impl::tls_set_dispatch_key_excluded(kKeys[i], was_excluded_[i]);
+  }
   PagingAgain(const PagingAgain&) = delete;
   PagingAgain& operator=(const PagingAgain&) = delete;
 
  private:
-  bool was_excluded_;
+  static constexpr c10::DispatchKey kKeys[] = {kPagedKey, kInnerKey};
+  bool was_excluded_[2];
 };
 
 }  // namespace zeropage

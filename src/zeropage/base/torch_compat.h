@@ -6,10 +6,19 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <atomic>
+
 namespace zeropage {
 
 /// The key that routes every operator on a paged tensor to zeropage. PyTorch reserves it for code outside its tree.
 inline constexpr auto kPagedKey = c10::DispatchKey::DeferredInit;
+/// [Note: inner tensors] The second key of paged tensors, once a program has paged tensors that a subclass keeps
+/// inside, as a DTensor its local tensor. PyTorch calls a subclass's __torch_dispatch__ with all keys above Python
+/// excluded. Operators on inner tensors therefore reach zeropage by a key below it, for which PyTorch has no kernels.
+/// Those for all backends count for it too, so zeropage registers its own for each operator that has one. An operator
+/// of a library that is loaded later goes past them.
+inline constexpr auto kInnerKey = c10::DispatchKey::CustomRNGKeyId;
+inline constexpr c10::DispatchKeySet kPagedKeys({kPagedKey, kInnerKey});
 
 }  // namespace zeropage
 
@@ -63,8 +72,13 @@ struct KeySetAccess : c10::TensorImpl {
   static constexpr auto keys = &KeySetAccess::key_set_;
 };
 
-inline void add_key(c10::TensorImpl& tensor, c10::DispatchKey key) {
-  tensor.*KeySetAccess::keys = tensor.key_set().add(key);
+/// Whether paged tensors have both keys from now on ([Note: inner tensors]).
+inline std::atomic<bool> pages_inner_tensors = false;
+
+/// Gives a tensor the keys of paged tensors.
+inline void add_keys(c10::TensorImpl& tensor) {
+  const bool both = pages_inner_tensors.load(std::memory_order_relaxed);
+  tensor.*KeySetAccess::keys = tensor.key_set() | (both ? kPagedKeys : c10::DispatchKeySet(kPagedKey));
 }
 
 /// Whether the stream is capturing a graph. torch 2.11 cannot tell; there the capture itself fails.

@@ -168,7 +168,7 @@ void Snapshot::add(const Item& item) {
   StorageSegment& segment = *(entry.segment = segment_of(entry.tensor));
   segment.find_home();  // fails now if there is no room for the assembled tensor
   entry.cache = segment.at_home().cache();
-  const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const bool over_ranks = segment.domain()->partition.ranks != nullptr;
   const bool shares_page = !segment.at_home().cache()->can_freeze(segment.at_home());
   if (over_ranks || shares_page || entry.tensor.nbytes() <= kCopied) segment.complete();
@@ -220,7 +220,7 @@ void Snapshot::has_run(const StorageSegment& segment, std::exception_ptr failure
 }
 
 Snapshot::Content Snapshot::freeze(StorageSegment& segment, const at::Tensor& tensor) {
-  const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  const c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   StorageSegment& home = segment.at_home();
   Content content{parts_of(segment, home, item_bytes_of(tensor)), home.page_bytes(), {}, {}};
   if (!home.cache()->can_freeze(home) || home.bytes() <= kCopied) {

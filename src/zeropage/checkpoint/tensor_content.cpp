@@ -227,10 +227,10 @@ std::vector<std::vector<Piece>> write_contents(std::span<const Placed> tensors, 
       ordered.copy_(tensor);
     }
     StorageSegment& segment = *segment_of(ordered);
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     if (is_ours_to_write(segment)) segments.add(segment, item_bytes_of(ordered), offset, pieces[i]);
   }
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   segments.finish();
   return pieces;
 }
@@ -243,7 +243,7 @@ std::vector<Piece> write_whole(const at::Tensor& tensor, FileWriter& writer, std
   }
   const PinRequest request{segment, Access::read};
   const TensorPin pin(request);
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const at::Tensor on_host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
   return write_memory(static_cast<const std::byte*>(on_host.const_data_ptr()), on_host.nbytes(), writer, offset);
 }
@@ -256,7 +256,7 @@ void read_content(at::Tensor tensor, ContentFile& file, std::uint64_t offset, c1
   const bool has_other = segment_of(tensor) && segment_of(tensor)->master().defined() && !master.defined();
   if (!has_other && is_in_order(stored) && stored.scalar_type() == dtype) {
     {
-      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
       read_segment(*segment_of(stored), item_bytes_of(stored), file, offset, pieces, name);
     }
     if (master.defined()) follow_master(*segment_of(tensor));
@@ -265,7 +265,7 @@ void read_content(at::Tensor tensor, ContentFile& file, std::uint64_t offset, c1
   }
   at::Tensor content = in_between(tensor, dtype);
   if (segment_of(content)) {
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     read_segment(*segment_of(content), item_bytes_of(content), file, offset, pieces, name);
   } else {
     const std::vector<Span> all{{0, content.nbytes(), 0}};
@@ -294,7 +294,7 @@ std::optional<std::vector<OwnRange>> own_ranges(const at::Tensor& tensor) {
 at::Tensor own_share(const at::Tensor& tensor, bool write) {
   auto* segment = segment_of(tensor);
   if (!segment || !segment->is_partitioned()) throw AccessError("only a tensor that is partitioned has shares");
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   segment->open_share(write ? Access::write : Access::read);
   return segment->share();
 }

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -25,6 +26,8 @@
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/base/units.h"
 #include "zeropage/base/waits.h"
+#include "zeropage/comm/block_codes.h"
+#include "zeropage/comm/formats.h"
 #include "zeropage/kernels/mean.h"
 
 namespace zeropage {
@@ -34,6 +37,9 @@ constexpr std::size_t kAlwaysChecked = 256;  // number of first gathers, and of 
 constexpr std::size_t kCheckedEvery = 64;    // of the later ones
 constexpr std::size_t kShort = kMiB;         // bytes that hold up words little
 constexpr std::size_t kTextBytes = 512;      // of a rank's report of its position
+
+/// The first scale, a NaN, of codes that a rank could not make.
+constexpr std::int32_t kLost = 0x7fa1057d;
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {  // splitmix64's finalizer
   std::uint64_t z = hash + 0x9e3779b97f4a7c15 + value;
@@ -184,25 +190,6 @@ class Collectives::Pending : public Mean {
 
 namespace {
 
-/// The kernels' name of a dtype; none if they lack it.
-kernels::Format format_of(c10::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return kernels::Format::float32;
-    case at::kBFloat16:
-      return kernels::Format::bfloat16;
-    case at::kHalf:
-      return kernels::Format::float16;
-    default:
-      return kernels::Format::none;
-  }
-}
-
-kernels::Array array_of(const at::Tensor& tensor, std::int64_t begin) {
-  return {format_of(tensor.scalar_type()),
-          static_cast<std::byte*>(tensor.mutable_data_ptr()) + begin * static_cast<std::int64_t>(tensor.itemsize())};
-}
-
 /// Elements [begin, begin + into.numel()) of the parts' mean, by PyTorch's operators.
 void take_mean_by_torch(const at::Tensor& into, c10::ArrayRef<at::Tensor> parts, std::int64_t begin,
                         c10::ScalarType rounds_to, bool keeps_equal, bool adds) {
@@ -229,6 +216,14 @@ class Collectives::Parts {
       : parts_(std::move(parts)), rounding_(std::move(rounding)) {}
 
   std::int64_t elements() const { return parts_[0].numel(); }
+
+  /// Does Mean::take(): `into` may be on another device.
+  void take(const at::Tensor& into, std::size_t begin, bool adds) const {
+    if (into.is_cpu()) return take_mean(into, begin, 0, adds);
+    const at::Tensor here = at::empty(into.sizes(), into.options().device(c10::kCPU));
+    take_mean(here, begin, 0, false);
+    adds ? into.add_(here.to(into.device())) : into.copy_(here);
+  }
 
   /// Elements [begin, begin + into.numel()) of their mean, which begins at element `first` of the rounding's ranges.
   void take_mean(const at::Tensor& into, std::size_t begin, std::size_t first, bool adds) const {
@@ -274,12 +269,7 @@ class Collectives::Summing final : public Pending {
   using Pending::Pending;
   Parts parts;
 
-  void take(const at::Tensor& into, std::size_t begin, bool adds) override {
-    if (into.is_cpu()) return parts.take_mean(into, begin, 0, adds);
-    const at::Tensor here = at::empty(into.sizes(), into.options().device(c10::kCPU));
-    parts.take_mean(here, begin, 0, false);
-    adds ? into.add_(here.to(into.device())) : into.copy_(here);
-  }
+  void take(const at::Tensor& into, std::size_t begin, bool adds) override { parts.take(into, begin, adds); }
 };
 
 /// Each rank sums its part in rank order; wait() then gathers all parts. Sends as many bytes as a ring, whose order
@@ -305,14 +295,137 @@ class Collectives::SummingParts final : public Pending {
     // A short message would wait for the sums that were started meanwhile.
     const Connection& on = all_.nbytes() > kShort ? owner_.sums() : owner_.small_;
     const auto gather = owner_.start<Pending>(
-        owner_.begin(Channel::sums), [&] { return owner_.gather(on, all_, mine, mix(history, 0)); }, {all_},
-        Staging(false));
+        owner_.begin(Channel::sums),
+        [&] { return owner_.gather(on, owner_.everyone(), all_, mine, mix(history, 0)); }, {all_}, Staging(false));
     gather->meter(all_.nbytes() - mine.nbytes());
     gather->wait();
     kept_.clear(), parts = {};  // frees memory
   }
 
   at::Tensor all_;
+};
+
+/// A gather of codes. The result is decoded where it belongs.
+class Collectives::GatheringCodes final : public Pending {
+ public:
+  using Pending::Pending;
+  at::Tensor codes;  // of all ranks, one after another. On the CPU, they are at the end of the result's memory
+  at::Tensor whole;  // the result
+  kernels::CodeBits bits = kernels::CodeBits::eight;
+
+ private:
+  void take_result() override {
+    const std::int64_t ranks = owner_.size(), part = whole.numel() / ranks;
+    const at::Tensor rows = codes.view({ranks, -1});
+    // Elsewhere the host would have to wait for them: ranks learn of it when they next compare their calls.
+    if (codes.is_cpu()) check(rows.narrow(1, 0, kernels::kScaleBytes).contiguous().view(at::kInt));
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      const at::Tensor into = whole.narrow(0, rank * part, part);
+      const at::Tensor result = owner_.is_staged_ ? at::empty({part}, into.options().device(c10::kCPU)) : into;
+      uncode_into(result, rows[rank], bits);
+      if (owner_.is_staged_) into.copy_(result);
+    }
+    codes.reset(), kept_.clear();
+  }
+
+  void check(const at::Tensor& first_scales) const {
+    for (std::int64_t rank = 0; rank < first_scales.size(0); ++rank) {
+      if (first_scales.const_data_ptr<std::int32_t>()[rank] != kLost) continue;
+      throw RankError(fmt::format("{}: rank {} could not read its part; its own error says why", during_, rank));
+    }
+  }
+};
+
+/// Each rank sums its part. Other nodes send codes of theirs. Inside a node, ranks first sum their values as they are
+/// (qgZ, ZeRO++), so that a value enters or leaves a node once.
+class Collectives::SummingCodes final : public Mean {
+ public:
+  SummingCodes(Collectives& owner, Rounding rounding) : owner_(owner), rounding_(std::move(rounding)) {}
+
+  /// `in`: the parts of each rank, one after another.
+  void begin(Place place, const at::Tensor& in, std::uint64_t history) {
+    history_ = history;
+    if (!owner_.sums_inside_nodes()) return send(place, in.view({owner_.size(), -1}));
+    // A rank's parts: of those ranks of all nodes that have its place in theirs.
+    const at::Tensor by_place = in.view({owner_.size() / owner_.node_size_, owner_.node_size_, -1}).transpose(0, 1);
+    const at::Tensor packed = by_place.contiguous().view({-1});
+    std::vector<at::Tensor> parts;
+    inside_ = owner_.start<Summing>(
+        place, [&] { return owner_.scatter(owner_.sums(), owner_.node(), packed, parts, history); }, {packed},
+        Staging(false));
+    inside_->parts = Parts(std::move(parts), {at::kFloat});
+  }
+
+  void advance() override {
+    if (failure_) std::rethrow_exception(failure_);
+    if (!inside_) return;
+    NoPagingGuard no_paging;
+    try {
+      inside_->wait();
+      const at::Tensor means = at::empty({inside_->parts.elements()}, at::TensorOptions().dtype(at::kFloat));
+      inside_->parts.take_mean(means, 0, 0, false);
+      inside_ = nullptr;
+      send(owner_.begin(Channel::sums), means.view({owner_.size() / owner_.node_size_, -1}));
+    } catch (...) {
+      failure_ = std::current_exception();
+      throw;
+    }
+  }
+
+  void wait() override {
+    advance();
+    if (!across_) return;
+    NoPagingGuard no_paging;
+    across_->wait();
+    at::AutoDispatchBelowADInplaceOrView below;
+    std::vector<at::Tensor> parts;
+    for (std::size_t i = 0; i < received_.size(); ++i) {
+      parts.push_back(own_);
+      if (i == static_cast<std::size_t>(circle_.place)) continue;
+      uncode_into(parts.back() = at::empty_like(own_), received_[i], *rounding_.bits);
+    }
+    across_ = nullptr, received_.clear();
+    if (own_.is_cpu()) return void(parts_ = Parts(std::move(parts), {rounding_.dtype}));
+    mean_ = parts[0].clone();
+    for (std::size_t i = 1; i < parts.size(); ++i) mean_.add_(parts[i]);
+    mean_ = mean_.div_(static_cast<std::int64_t>(parts.size())).to(rounding_.dtype);
+  }
+
+  void take(const at::Tensor& into, std::size_t begin, bool adds) override {
+    if (mean_.defined()) {
+      const at::Tensor mean = mean_.narrow(0, static_cast<std::int64_t>(begin), into.numel());
+      return void(adds ? into.add_(mean) : into.copy_(mean));
+    }
+    parts_.take(into, begin, adds);
+  }
+
+ private:
+  void send(Place place, const at::Tensor& rows) {
+    circle_ = owner_.sums_inside_nodes() ? owner_.across() : owner_.everyone();
+    own_ = rows[circle_.place].to(at::kFloat, false, /*copy=*/true);
+    const auto bytes = static_cast<std::int64_t>(kernels::coded_bytes(own_.numel(), *rounding_.bits));
+    const at::Tensor by_rank = at::empty({circle_.count, bytes}, rows.options().dtype(at::kByte));
+    for (int i = 0; i < circle_.count; ++i) {
+      if (i != circle_.place) code_into(by_rank[i], rows[i], *rounding_.bits);  // nobody reads this rank's own
+    }
+    const at::Tensor codes = by_rank.view({-1});
+    across_ = owner_.start<Pending>(
+        place, [&] { return owner_.scatter(owner_.sums(), circle_, codes, received_, mix(history_, 1)); }, {codes},
+        Staging(false));
+    across_->meter(codes.nbytes() / circle_.count * (circle_.count - 1));
+  }
+
+  Collectives& owner_;
+  Rounding rounding_;
+  std::uint64_t history_ = 0;
+  Circle circle_{};                   // the ranks that exchange codes
+  std::unique_ptr<Summing> inside_;   // until its sums are here
+  std::unique_ptr<Pending> across_;   // until the codes are here
+  at::Tensor own_;                    // this rank's values for its part
+  std::vector<at::Tensor> received_;  // codes for its part
+  Parts parts_;                       // on the CPU: every rank's values, or every node's means
+  at::Tensor mean_;                   // on another device
+  std::exception_ptr failure_;
 };
 
 /// The backend sums into kept_[0], here turned into the mean.
@@ -367,10 +480,10 @@ class ReadWork final : public c10d::Work {
 
 }  // namespace
 
-/// The messages of one exchange: incoming(rank) and outgoing(rank) for all ranks except this one.
+/// The messages of one exchange: incoming(i) and outgoing(i) for each rank circle[i] except this one.
 template <class Incoming, class OutgoingPart>
-Collectives::Works Collectives::send_parts(const Connection& on, std::uint64_t history, const Incoming& incoming,
-                                           const OutgoingPart& outgoing) const {
+Collectives::Works Collectives::send_parts(const Connection& on, const Circle& circle, std::uint64_t history,
+                                           const Incoming& incoming, const OutgoingPart& outgoing) const {
   const Group group = alive(on);
   const int tag = static_cast<int>(history & 0x7fffffff);
   const auto is_read = [&](int other, const at::Tensor& part) {
@@ -380,9 +493,9 @@ Collectives::Works Collectives::send_parts(const Connection& on, std::uint64_t h
   std::vector<Neighbours::Incoming> to_read;
   std::vector<Neighbours::Outgoing> to_offer;
   std::vector<at::Tensor> kept;
-  for (int i = 1; i < size_; ++i) {
-    const int from = (rank_ + size_ - i) % size_;
-    std::vector<at::Tensor> part{incoming(from)};
+  for (int i = 1; i < circle.count; ++i) {
+    const int at = (circle.place + circle.count - i) % circle.count, from = circle[at];
+    std::vector<at::Tensor> part{incoming(at)};
     if (!is_read(from, part[0])) {
       works.push_back(group->recv(part, from, tag));
       continue;
@@ -390,9 +503,9 @@ Collectives::Works Collectives::send_parts(const Connection& on, std::uint64_t h
     to_read.push_back({from, static_cast<std::byte*>(part[0].mutable_data_ptr()), part[0].nbytes()});
     kept.push_back(part[0]);
   }
-  for (int i = 1; i < size_; ++i) {
-    const int to = (rank_ + i) % size_;
-    std::vector<at::Tensor> part{outgoing(to)};
+  for (int i = 1; i < circle.count; ++i) {
+    const int at = (circle.place + i) % circle.count, to = circle[at];
+    std::vector<at::Tensor> part{outgoing(at)};
     if (!is_read(to, part[0])) {
       works.push_back(group->send(part, to, tag));
       continue;
@@ -408,28 +521,29 @@ Collectives::Works Collectives::send_parts(const Connection& on, std::uint64_t h
   return works;
 }
 
-/// Starts to gather `mine` of each rank into `whole`, which may contain `mine` at its place.
-Collectives::Works Collectives::gather(const Connection& on, const at::Tensor& whole, const at::Tensor& mine,
-                                       std::uint64_t history) const {
+/// Starts to gather `mine` of each rank of the circle into `whole`, which may contain `mine` at its place.
+Collectives::Works Collectives::gather(const Connection& on, const Circle& circle, const at::Tensor& whole,
+                                       const at::Tensor& mine, std::uint64_t history) const {
   if (!on.sends_parts || !whole.is_cpu()) return {gather_flat(*alive(on), whole, mine)};
-  const at::Tensor rows = whole.view({size_, -1}), own = rows[rank_];
+  const at::Tensor rows = whole.view({circle.count, -1}), own = rows[circle.place];
   if (own.const_data_ptr() != mine.const_data_ptr()) own.copy_(mine.view({-1}));
-  return send_parts(on, history, [&](int from) { return rows[from]; }, [&](int) { return own; });
+  return send_parts(on, circle, history, [&](int from) { return rows[from]; }, [&](int) { return own; });
 }
 
-/// Starts to send each rank its part of `in`. `parts` become the parts for this rank, one a rank; they may share
-/// memory with `in`.
-Collectives::Works Collectives::scatter(const Connection& on, const at::Tensor& in, std::vector<at::Tensor>& parts,
-                                        std::uint64_t history) const {
-  const at::Tensor rows = in.view({size_, -1});
+/// Starts to send each rank of the circle its part of `in`. `parts` become the parts for this rank, one a rank; they
+/// may share memory with `in`.
+Collectives::Works Collectives::scatter(const Connection& on, const Circle& circle, const at::Tensor& in,
+                                        std::vector<at::Tensor>& parts, std::uint64_t history) const {
+  const auto [count, place] = std::pair(circle.count, circle.place);
+  const at::Tensor rows = in.view({count, -1});
   if (!on.sends_parts) {
     const at::Tensor received = at::empty_like(rows);
     parts = received.unbind();
     return {all_to_all_flat(*alive(on), received.view({-1}), in.view({-1}))};
   }
-  const at::Tensor received = at::empty({size_ - 1, rows.size(1)}, rows.options());
-  for (int i = 0; i < size_; ++i) parts.push_back(i == rank_ ? rows[i] : received[i < rank_ ? i : i - 1]);
-  return send_parts(on, history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
+  const at::Tensor received = at::empty({count - 1, rows.size(1)}, rows.options());
+  for (int i = 0; i < count; ++i) parts.push_back(i == place ? rows[i] : received[i < place ? i : i - 1]);
+  return send_parts(on, circle, history, [&](int from) { return parts[from]; }, [&](int to) { return rows[to]; });
 }
 
 namespace {
@@ -458,11 +572,19 @@ class StoreBoard final : public Watchdog::Board {
 
 }  // namespace
 
+/// A number that no other object of these ranks has.
+std::int64_t Collectives::agreed_number() {
+  static std::atomic<std::int64_t> made{0};
+  std::int64_t number = 0;  // ranks may have made other numbers of objects
+  for (const Words& words : agree({++made}, {"groups", 0, 0})) number = std::max(number, words[0]);
+  for (std::int64_t seen = made; seen < number && !made.compare_exchange_weak(seen, number);) {
+  }
+  return number;
+}
+
 void Collectives::set_groups(const Group& gathers, const Group& sums, const Group& checks,
                              std::optional<std::size_t> peer_bytes) {
-  static std::atomic<std::int64_t> made{0};
-  std::int64_t number = 0;  // of this object; ranks may have made other numbers of them
-  for (const Words& words : agree({++made}, {"groups", 0, 0})) number = std::max(number, words[0]);
+  const std::int64_t number = agreed_number();
   gathers_ = connect(gathers, small_.kept != nullptr);
   sums_ = connect(sums, small_.kept != nullptr);
   checks_ = connect(checks, small_.kept != nullptr);
@@ -478,6 +600,20 @@ void Collectives::set_groups(const Group& gathers, const Group& sums, const Grou
   if (neighbours() == 0) return;
   gathers_->neighbours = sums_->neighbours = neighbours_.get();
   sums_->channel = Neighbours::Channel::sums;
+}
+
+void Collectives::share_group(std::optional<std::size_t> peer_bytes) {
+  // Its messages must not look like those of another space's tensors either.
+  of_gathers_ = mix(std::hash<std::string_view>{}("shares its group"), static_cast<std::uint64_t>(agreed_number()));
+  if (!peer_bytes || !small_.sends_parts) return;
+  meet_neighbours(*peer_bytes);
+  if (neighbours() > 0) small_.neighbours = neighbours_.get();
+}
+
+void Collectives::set_nodes(int ranks, const Group& gathers) {
+  TORCH_INTERNAL_ASSERT(ranks > 0 && size_ % ranks == 0);
+  node_size_ = ranks;
+  if (gathers && !gathers_by_parts()) of_node_ = connect(gathers, small_.kept != nullptr);
 }
 
 void Collectives::answer_with(Watchdog::Answer answer) {
@@ -551,6 +687,16 @@ Collectives::Group Collectives::alive(const Connection& connection) {
       "torch.distributed.destroy_process_group()");
 }
 
+namespace {
+
+std::string_view name_of_sum(const Collectives::Rounding& rounding) {
+  return !rounding.bits                               ? "reduce-scatter"
+         : *rounding.bits == kernels::CodeBits::eight ? "reduce-scatter in 8 bits"
+                                                      : "reduce-scatter in 4 bits";
+}
+
+}  // namespace
+
 template <class Kind, class Start>
 std::unique_ptr<Kind> Collectives::start(Place place, Start&& start, std::vector<at::Tensor> kept, Staging staging) {
   std::string during;
@@ -578,15 +724,19 @@ std::uint64_t Collectives::record(Channel channel, std::string_view kind, const 
                                    static_cast<std::uint64_t>(subject.page), static_cast<std::uint64_t>(bytes)}) {
     history = mix(history, part);
   }
-  last_ = fmt::format("{} of {} {}{} ({} bytes)", kind, subject.role, subject.number,
-                      subject.page ? fmt::format(", page {}", subject.page) : "", bytes);
-  return history;
+  if (channel == Channel::gathers) writes_ = mix(writes_, subject.writes);
+  last_ = fmt::format("{} of {} {}{}{} ({} bytes)", kind, subject.role, subject.number,
+                      subject.page ? fmt::format(", page {}", subject.page) : "",
+                      subject.writes ? fmt::format(", which the program had written {} times", subject.writes) : "",
+                      bytes);
+  // Over Gloo, messages of ranks that differ in what they gather never meet.
+  return channel == Channel::gathers ? mix(history, writes_) : history;
 }
 
 void Collectives::fail(std::string_view why) {
   std::lock_guard lock(mutex_);
   failures_ = mix(failures_, 0xfa11 + static_cast<std::uint64_t>(rank_));
-  last_ += fmt::format(", where it {}", why);
+  failed_ = why;
 }
 
 /// The word that ranks compare.
@@ -594,6 +744,11 @@ std::int64_t Collectives::compared(Channel channel) const {
   std::lock_guard lock(mutex_);
   const std::uint64_t history = channel == Channel::gathers ? of_gathers_ : of_others_;
   return static_cast<std::int64_t>(failures_ == 0 ? history : mix(history, failures_));
+}
+
+std::int64_t Collectives::writes_so_far() const {
+  std::lock_guard lock(mutex_);
+  return static_cast<std::int64_t>(writes_);
 }
 
 Collectives::Entered Collectives::enter(Channel channel, std::string_view kind, const Subject& subject,
@@ -609,8 +764,13 @@ Collectives::Entered Collectives::enter(Channel channel, std::string_view kind, 
   if (!always && (is_sampled || check_ == CheckRanks::never)) return entered;
   const Connection& on = is_gather ? checks() : small_;
   const Place place = is_gather ? entered.place : begin(Channel::words);
-  const at::Tensor histories = gather_words(on, place, compared(channel));
-  if (!(histories == histories[0]).all().item<bool>()) differ_on(on, "");
+  const at::Tensor words = gather_words(on, place, {compared(channel), is_gather ? writes_so_far() : 0});
+  const auto differs = [&](std::int64_t word) {
+    return !(words.select(1, word) == words[0][word]).all().item<bool>();
+  };
+  if (differs(0)) differ_on(on, "");
+  if (differs(1))
+    differ_on(on, "ranks wrote different values into one tensor, because one has written it more often:");
   return entered;
 }
 
@@ -808,32 +968,104 @@ at::Tensor Collectives::as_tensor(std::byte* at, std::size_t bytes) const {
 }
 
 std::unique_ptr<Ranks::Work> Collectives::all_gather(std::byte* into, const std::byte* part, std::size_t part_bytes,
-                                                     const Subject& subject) {
+                                                     const Subject& subject, Sending sending) {
   NoPagingGuard no_paging;
-  const auto [history, place] = enter(Channel::gathers, "all-gather", subject, part_bytes);
+  const bool in_node = sending.among == Among::node;
+  const std::string_view kind = in_node                          ? "all-gather inside nodes"
+                                : sending.coding == Coding::none ? "all-gather"
+                                                                 : "all-gather in 8 bits";
+  if (part == nullptr && !device_.is_cpu()) fail("could not read its part of a gathered tensor");
+  const auto [history, place] = enter(Channel::gathers, kind, subject, part_bytes);
+  if (sending.coding != Coding::none) return gather_codes(into, part, part_bytes, sending.coding, history, place);
+  const Circle circle = in_node ? node() : everyone();
+  const std::size_t received = part_bytes * (circle.count - 1);
   {
     std::lock_guard lock(mutex_);
-    traffic_.gathered += part_bytes * (size() - 1);
+    traffic_.gathered += received;
+    if (in_node) traffic_.inside_nodes += received;
   }
-  at::Tensor whole = as_tensor(into, part_bytes * size()), mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
+  at::Tensor whole = as_tensor(into, part_bytes * circle.count),
+             mine = as_tensor(const_cast<std::byte*>(part), part_bytes);
   Staging staging(is_staged_);
   const at::Tensor out = staging.out(whole), in = staging.in(mine);
   auto work = start<Pending>(
-      place, [&, history = history] { return gather(gathers(), out, in, history); }, {out, in}, std::move(staging));
-  if (out.is_cpu()) work->meter(part_bytes * (size() - 1));
+      place, [&, history = history] { return gather(gathers_among(sending.among), circle, out, in, history); },
+      {out, in}, std::move(staging));
+  if (out.is_cpu()) work->meter(received);
   return work;
+}
+
+std::unique_ptr<Ranks::Work> Collectives::gather_codes(std::byte* into, const std::byte* part, std::size_t part_bytes,
+                                                       Coding coding, std::uint64_t history, Place place) {
+  constexpr auto kBits = kernels::CodeBits::eight;
+  const c10::ScalarType dtype = coding == Coding::bfloat16_in_8_bits  ? at::kBFloat16
+                                : coding == Coding::float16_in_8_bits ? at::kHalf
+                                                                      : at::kFloat;
+  const at::Tensor whole = as_tensor(into, part_bytes * size()).view(dtype);
+  const std::int64_t elements = whole.numel() / size();
+  const auto bytes = static_cast<std::int64_t>(kernels::coded_bytes(static_cast<std::size_t>(elements), kBits));
+  {
+    std::lock_guard lock(mutex_);
+    traffic_.gathered += static_cast<std::size_t>(bytes) * (size() - 1);
+  }
+  const auto of_bytes = at::TensorOptions().dtype(at::kByte).device(device_);
+  at::Tensor codes;
+  if (whole.is_cpu()) {
+    codes =
+        whole.view(at::kByte).narrow(0, static_cast<std::int64_t>(whole.nbytes()) - bytes * size(), bytes * size());
+  } else if (is_staged_) {
+    codes = at::empty({bytes * size()}, at::kByte);
+  } else {
+    const auto memory = scratch(static_cast<std::size_t>(bytes) * size());
+    codes = at::from_blob(memory.get(), {bytes * size()}, [memory](void*) {}, of_bytes, device_);
+  }
+  const at::Tensor mine = codes.narrow(0, bytes * rank(), bytes);
+  if (part == nullptr) {
+    const at::Tensor lost = at::scalar_tensor(kLost, at::kInt).view({1}).view(at::kByte);
+    mine.fill_(0).narrow(0, 0, kernels::kScaleBytes).copy_(lost);
+  } else {
+    const at::Tensor values = as_tensor(const_cast<std::byte*>(part), part_bytes).view(dtype);
+    code_into(mine, is_staged_ ? values.cpu() : values, kBits);
+  }
+  auto work = start<GatheringCodes>(
+      place, [&] { return gather(gathers(), everyone(), codes, mine, history); }, {codes}, Staging(false));
+  work->codes = codes, work->whole = whole;
+  if (codes.is_cpu()) work->meter(bytes * (size() - 1));
+  return work;
+}
+
+bool Collectives::sums_inside_nodes() const {
+  return node_size_ > 1 && node_size_ < size_ && sums().sends_parts && (device_.is_cpu() || is_staged_);
+}
+
+/// Counts the bytes of a reduce-scatter.
+void Collectives::count_scattered(const at::Tensor& in, const Rounding& rounding) {
+  const std::size_t part = in.nbytes() / size();
+  if (!rounding.bits) return count_reduced(part);
+  const bool inside = sums_inside_nodes();
+  const std::size_t nodes = size() / node_size_, codes = kernels::coded_bytes(in.numel() / size(), *rounding.bits);
+  std::lock_guard lock(mutex_);
+  const std::size_t exact = inside ? (node_size_ - 1) * nodes * part : 0;
+  traffic_.reduced += exact + codes * ((inside ? nodes : size()) - 1);
+  traffic_.inside_nodes += exact;
 }
 
 std::unique_ptr<Collectives::Mean> Collectives::reduce_scatter(at::Tensor in, Rounding rounding,
                                                                const Subject& subject) {
   NoPagingGuard no_paging;
-  const auto [history, place] = enter(Channel::sums, "reduce-scatter", subject, in.nbytes());
-  count_reduced(in.nbytes() / size());
+  const auto [history, place] = enter(Channel::sums, name_of_sum(rounding), subject, in.nbytes());
+  count_scattered(in, rounding);
+  if (rounding.bits) {
+    auto work = std::make_unique<SummingCodes>(*this, std::move(rounding));
+    work->begin(place, Staging(is_staged_).in(in), history);
+    return work;
+  }
   if (sums_in_parts(in.scalar_type())) {
     in = Staging(is_staged_).in(in);
     std::vector<at::Tensor> parts;
     auto work = start<Summing>(
-        place, [&, history = history] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+        place, [&, history = history] { return scatter(sums(), everyone(), in, parts, history); }, {in},
+        Staging(false));
     work->meter(in.nbytes() / size() * (size() - 1));
     work->parts = Parts(std::move(parts), std::move(rounding));
     return work;
@@ -858,7 +1090,8 @@ std::unique_ptr<Collectives::Mean> Collectives::all_reduce(at::Tensor in, Roundi
     if (const std::int64_t rest = in.numel() % size(); rest > 0) in = at::constant_pad_nd(in, {0, size() - rest});
     std::vector<at::Tensor> parts;
     auto work = start<SummingParts>(
-        place, [&, history = history] { return scatter(sums(), in, parts, history); }, {in}, Staging(false));
+        place, [&, history = history] { return scatter(sums(), everyone(), in, parts, history); }, {in},
+        Staging(false));
     work->meter(in.nbytes() / size() * (size() - 1));
     work->dtype = rounding.dtype;
     work->parts = Parts(std::move(parts), std::move(rounding));
@@ -998,7 +1231,7 @@ std::exception_ptr Collectives::broken() const {
 
 std::string Collectives::last() const {
   std::lock_guard lock(mutex_);
-  return last_;
+  return failed_.empty() ? last_ : fmt::format("{}, and it {}", last_, failed_);
 }
 
 Traffic Collectives::traffic() const {

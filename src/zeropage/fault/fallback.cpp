@@ -1,6 +1,8 @@
 // The page fault: a boxed fallback on kPagedKey. It runs before autograd and autocast for every operator that touches
-// a paged tensor, in forward, backward, recomputation, optimizers and anywhere else. It has no header: linking the
-// library registers it.
+// a paged tensor, in forward, backward, recomputation, optimizers and anywhere else. Linking the library registers
+// it.
+#include "zeropage/fault/fallback.h"
+
 #include <ATen/core/VariableHooksInterface.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -8,6 +10,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
 
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/current_activity.h"
@@ -48,6 +54,22 @@ void refuse_capture(const Call& call) {
   throw AccessError(
       "operators on paged tensors cannot be captured in a graph: their memory is another at each replay. "
       "Capture only what holds ordinary tensors, or run without the graph");
+}
+
+bool is_to_one_rank(std::string_view name) {
+  name.remove_prefix(name.find("::") + 2);
+  return name == "send" || name.starts_with("recv_") || name == "isend" || name == "irecv" || name == "batch_p2p_ops";
+}
+
+/// Throws for a collective that may end only once another rank, which waits for this one, goes on.
+void refuse_one_rank(const Call& call) {
+  if (call.info.is_collective && is_to_one_rank(call.name())) {
+    throw AccessError(
+        "a paged tensor cannot be sent to one rank, or received from it, because its memory would have to stay until "
+        "the other rank takes part: send an ordinary copy, torch.empty(t.shape, dtype=t.dtype).copy_(t), and copy "
+        "what "
+        "was received");
+  }
 }
 
 /// Hooks the leaves among paged arguments; the result must live through the operator.
@@ -125,7 +147,7 @@ void set_storage(Call& call) {
   }
   auto& impl = *tensor.unsafeGetTensorImpl();
   if (impl.has_storage() && segment_of(*impl.unsafe_storage().unsafeGetStorageImpl())) {
-    compat::add_key(impl, kPagedKey);
+    compat::add_keys(impl);
   } else if (domain) {
     page_data(domain, tensor, source, role, number);
   }
@@ -140,7 +162,7 @@ void run_ordinary(Call& call) {
   {
     // Exclude the key: a view of an ordinary tensor may still copy inside, and only a composite's final results are
     // paged.
-    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKeys);
     const Booking kernel(Spent::operators);
     call.op.redispatchBoxed(call.below, &call.stack);
   }
@@ -151,7 +173,7 @@ void run_ordinary(Call& call) {
 void run_view(Call& call) {
   const Booking kernel(Spent::operators);
   if (call.info.made_of_views) {
-    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKeys);
     return call.op.redispatchBoxed(call.below, &call.stack);
   }
   if (call.info.moves) drop_cpu_index(call);
@@ -174,7 +196,7 @@ bool run_by_rule(Call& call) {
 void run_general(Call& call) {
   if (call.info.sets) return set_storage(call);
   if (call.info.kind == OperatorKind::metadata) {
-    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKeys);
     return call.redispatch();
   }
   const bool adopts = scope_domain() && !call.needs_autograd();
@@ -220,6 +242,7 @@ void run(Call& call) {
   // Check before anything is deferred or prefetched: a forked child has neither the memory nor the ring.
   if (call.info.kind == OperatorKind::data) {
     call.paged[0].segment->domain()->cache->check_usable();
+    refuse_one_rank(call);
     // A call that a rule defers may join a program that has not begun, such as an average of weights.
     advance_opened(*call.paged[0].segment->domain(), /*may_begin=*/!call.info.rule);
     settle_placements(call);
@@ -234,14 +257,16 @@ void note_results(const Call& call) {
   }
 }
 
+std::atomic<std::shared_ptr<void> (*)()> around_faults = nullptr;
+
+template <c10::DispatchKey kKey>
 void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const OperatorInfo& info = info_of(op);
+  const auto begin_around = around_faults.load(std::memory_order_relaxed);
+  const auto around = begin_around ? begin_around() : nullptr;
   const std::size_t arguments = op.schema().arguments().size();
-  Call call{op,
-            info_of(op),
-            keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey),
-            *stack,
-            stack->size() - arguments,
-            arguments};
+  const auto below = (keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey)).remove(kInnerKey);
+  Call call{op, info, below, *stack, stack->size() - arguments, arguments};
   call.find_paged();
   const CurrentActivity activity([](const void* call) { return describe(*static_cast<const Call*>(call)); }, &call);
   const bool is_traced = Trace::is_on() && call.info.kind == OperatorKind::data && !call.paged.empty();
@@ -259,8 +284,33 @@ void fault(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
 
 }  // namespace
 
+void set_around_faults(std::shared_ptr<void> (*begin)()) { around_faults = begin; }
+
+void page_inner_tensors() {
+  // PyTorch prefers kernels for all backends, such as zeros_like's, to a key's fallback. Each of them gets one of
+  // ours for this key.
+  static const auto* const registered = [] {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    const auto kernel = c10::KernelFunction::makeFromBoxedFunction<&fault<kInnerKey>>();
+    auto* const all = new std::vector<c10::RegistrationHandleRAII>;
+    all->push_back(dispatcher.registerFallback(kInnerKey, kernel, "zeropage"));
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      const auto op = dispatcher.findOp(name);
+      const auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+      if (!op || !op->hasSchema() || has(kInnerKey)) continue;
+      if (has(c10::DispatchKey::CompositeExplicitAutograd) ||
+          has(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) {
+        all->push_back(dispatcher.registerImpl(name, kInnerKey, kernel, std::nullopt, nullptr, "zeropage"));
+      }
+    }
+    compat::pages_inner_tensors = true;
+    return all;
+  }();
+  (void)registered;
+}
+
 }  // namespace zeropage
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&zeropage::fault>());
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&zeropage::fault<zeropage::kPagedKey>>());
 }

@@ -11,6 +11,9 @@ enum class Role : std::uint8_t { parameter, gradient, optimizer, activation };
 /// The memory or disk that stores a tensor's bytes.
 enum class Tier : std::uint8_t { device, host, disk };
 inline constexpr int kRoles = 4, kTiers = 3;
+/// How ranks send a tensor when they gather it: as it is, or its elements in blocks of 8 bits
+/// (kernels/block_codes.h).
+enum class Coding : std::uint8_t { none, float32_in_8_bits, bfloat16_in_8_bits, float16_in_8_bits };
 std::string_view name_of(Role role);
 std::string_view name_of(Tier tier);
 

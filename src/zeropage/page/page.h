@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -19,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "zeropage/base/units.h"
 #include "zeropage/io/arena.h"
 #include "zeropage/io/free_list.h"
 #include "zeropage/io/io.h"
@@ -56,6 +58,22 @@ struct Share {
   Segment* whole;          // the tensor's own segment; null: it died.
   mutable int users = 0;   // transfers that use the share without a lock; it must outlive them
 };
+
+/// A second partition of a gathered run, over the ranks of each node. After a gather over all ranks, each rank of a
+/// node keeps a part of each page. The next gathers stay inside the node until the content changes (hpZ; Wang et al.,
+/// "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training").
+struct SecondaryPartition {
+  Tier tier;
+  std::shared_ptr<Segment> share;  // this rank's parts, in the cache below. Null: none yet, or the tensors died here
+  std::vector<bool> has_page;      // whether all ranks of the node have kept their parts of it
+  std::uint64_t changes = 0;       // of the run's content
+};
+
+/// The bytes of one rank's part of a page of `bytes`.
+inline std::size_t secondary_part(std::size_t bytes, std::size_t ranks_of_node) {
+  constexpr std::size_t kUnit = 64;  // of tensors in a shared page. Parts of larger pages are multiples of a block
+  return round_up(ceil_div(bytes, ranks_of_node), kUnit);
+}
 
 /// The content of a run at one moment, until a checkpoint has it (pager/homes/snapshots.h).
 struct Frozen {
@@ -160,8 +178,12 @@ struct Run {
   bool is_gathered = false, is_packed = false;  // fixed at creation: read without the lock
   bool expects_change = false;                  // of its shares: FrameCache::expect_change()
   std::vector<Share> shares;
-  std::uint64_t number = 0;      // of its first tensor, the same on all ranks
+  std::uint64_t number = 0;                       // of its first tensor, the same on all ranks
+  std::atomic<std::uint64_t> program_writes = 0;  // Segment::note_program_write()
   std::size_t packed_bytes = 0;  // bytes given out to tensors that share the page, dead ones included
+  std::unique_ptr<SecondaryPartition> secondary;  // null: none
+  Coding coding = Coding::none;                   // of its gathers until the content changes
+  Coding usual_coding = Coding::none;             // and afterwards
 
   bool gathered() const { return is_gathered; }
   bool packed() const { return is_packed; }
@@ -170,6 +192,12 @@ struct Run {
   bool shares_page() const { return slots || packed(); }
 
   std::size_t bytes_of(std::size_t page) const { return std::min(page_bytes, bytes - page * page_bytes); }
+  /// The content changes, so that the secondary partition is of no more use.
+  void outdate_secondary() const {
+    if (!secondary) return;
+    ++secondary->changes;
+    secondary->has_page.assign(pages.size(), false);
+  }
   /// The slot with the page's newest content on disk, and the one that takes its next write. For a run on disk.
   const Slot& slot_of(std::size_t page) const { return pages[page].is_new ? *pages[page].target : *pages[page].home; }
   const Slot& slot_to_write(std::size_t page) const {
@@ -243,6 +271,14 @@ class Segment {
     return run_->shares_page() ? bytes_ : std::min(run_->bytes_of(page), bytes_ - page * run_->page_bytes);
   }
 
+  /// The program has called an operator that writes the parameter, or another tensor that is the same on all ranks,
+  /// as all ranks' programs must. Ranks compare the numbers of such calls when they gather it.
+  void note_program_write() {
+    program_writes_.fetch_add(1, std::memory_order_relaxed);
+    if (run_) run_->program_writes.fetch_add(1, std::memory_order_relaxed);
+  }
+  std::uint64_t program_writes() const { return program_writes_.load(std::memory_order_relaxed); }
+
   /// For the cache. Null after release().
   Run* run() const { return run_; }
   std::size_t offset() const { return offset_; }
@@ -265,6 +301,7 @@ class Segment {
   std::size_t offset_ = 0;  // in the run: 0 unless shared
   std::size_t bytes_ = 0;
   int pins_ = 0;
+  std::atomic<std::uint64_t> program_writes_ = 0;
 };
 
 struct PinRequest {

@@ -39,8 +39,10 @@ std::shared_ptr<FrameCache> FrameCache::make(const CacheOptions& options, std::u
 }
 
 std::shared_ptr<FrameCache> FrameCache::make_gathered(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks,
-                                                      std::size_t bytes, std::shared_ptr<DeviceMemory> device) {
-  return std::shared_ptr<FrameCache>(new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device)));
+                                                      std::size_t bytes, std::shared_ptr<DeviceMemory> device,
+                                                      std::optional<Tier> secondary) {
+  return std::shared_ptr<FrameCache>(
+      new FrameCache(std::move(local), std::move(ranks), bytes, std::move(device), secondary));
 }
 
 FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::shared_ptr<SwapFile> swap)
@@ -68,13 +70,14 @@ FrameCache::FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std:
 }
 
 FrameCache::FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
-                       std::shared_ptr<DeviceMemory> device)
+                       std::shared_ptr<DeviceMemory> device, std::optional<Tier> secondary)
     : page_bytes_(local->page_bytes_),
       longest_wait_(local->longest_wait_),
       memory_(bytes, device, {}, local->memory_.hollow()),
       budgets_(memory_, bytes, 0, /*gathered=*/true),
       lower_(std::move(local)),
       ranks_(std::move(ranks)),
+      secondary_(ranks_->node_size() < ranks_->size() ? secondary : std::nullopt),
       home_(std::make_unique<ShardedHome>(monitor_, *lower_, ranks_, memory_)) {
   monitor_.set_source(Spent::gather);
   lower_->upper_.serve();
@@ -186,6 +189,7 @@ void FrameCache::bind_gathered(Segment& segment, const GatheredSpec& spec) {
   std::size_t offset = 0;
   Run& run = home_allocator_.gathered_run_for(segment, spec, offset);
   attach(segment, run, offset, spec.bytes);
+  run.program_writes += segment.program_writes();  // of a tensor whose home is found late
 }
 
 void FrameCache::release(Segment& segment) noexcept {
@@ -206,10 +210,24 @@ void FrameCache::release(Segment& segment) noexcept {
   home_allocator_.release(run, segment.offset_, segment.bytes_);
 }
 
+void FrameCache::set_coding(Segment& segment, Coding coding) {
+  const Lock lock(monitor_.mutex());
+  if (!segment.run_ || segment.run_->packed()) return;
+  segment.run_->coding = segment.run_->usual_coding = coding;
+}
+
+bool FrameCache::is_coded(const Segment& segment) const {
+  const Lock lock(monitor_.mutex());
+  return segment.run_ && segment.run_->coding != Coding::none;
+}
+
 void FrameCache::expect_change(Segment& segment) {
   Lock lock(monitor_.mutex());
   if (!segment.run_) return;
   segment.run_->expects_change = true;
+  // Here too: the update may have come early on this rank alone. If the tensor then dies, no share_changes() follows.
+  segment.run_->outdate_secondary();
+  segment.run_->coding = segment.run_->usual_coding;
   room_.give_up_frames(lock, *segment.run_);
 }
 

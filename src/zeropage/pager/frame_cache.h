@@ -109,9 +109,10 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   static std::shared_ptr<FrameCache> make(const CacheOptions& options, std::unique_ptr<Io> io = nullptr,
                                           std::shared_ptr<SwapFile> swap = nullptr);
   /// The cache of gathered tensors whose shares `local` holds. `device` is null if operators run on the CPU, else it
-  /// has memory of `bytes`.
+  /// has memory of `bytes`. `secondary`: parameters have a secondary partition there, unless all ranks are one node.
   static std::shared_ptr<FrameCache> make_gathered(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks,
-                                                   std::size_t bytes, std::shared_ptr<DeviceMemory> device);
+                                                   std::size_t bytes, std::shared_ptr<DeviceMemory> device,
+                                                   std::optional<Tier> secondary = std::nullopt);
   ~FrameCache();
 
   /// Gives `segment` a home of spec.bytes, which reads as zeros. Throws BudgetError or DiskError if its tier is full.
@@ -127,6 +128,13 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   void store(Segment& segment) { contents_.store(segment); }
   /// Drops frames with the old content before this rank's share is written. Throws AccessError if one is pinned.
   void share_changes(Segment& segment) { contents_.share_changes(segment); }
+  /// For a gathered segment: how ranks send it, unless it shares a page. Call it before any gather.
+  void set_coding(Segment& segment, Coding coding);
+  /// Gathers it without a coding until its shares change, because an operator will write the whole tensor. Ranks call
+  /// it alike. Throws AccessError if it is pinned.
+  void gather_exactly(Segment& segment) { contents_.gather_exactly(segment); }
+  /// Whether the next gather has a coding.
+  bool is_coded(const Segment& segment) const;
 
   /// For a gathered segment: tells that an operator will write its shares, and gives up its frames, which are of no
   /// use any more. Ranks call it alike. The segment is not read ahead until take_changes() has named it. Throws
@@ -171,10 +179,14 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
     return page_pins_.pin(segment, page, access);
   }
   /// The same without waiting: succeeds if the page is in memory and idle, or if a frame to overwrite it is free.
-  /// Otherwise returns no pin, and starts the read if memory is free.
+  /// Otherwise returns no pin; reading ahead brings the page if it is planned.
   /// `is_brief`: until the pin ends, the caller waits for nothing. Then a page in memory needs no grant.
   [[nodiscard]] PagePin try_pin_page(Segment& segment, std::size_t page, Access access, bool is_brief = false) {
-    return page_pins_.try_pin(segment, page, access, is_brief);
+    return page_pins_.try_pin(segment, page, access, {.is_brief = is_brief});
+  }
+  /// The same, and also starts to read the page if memory is free: PagePin::wait() then waits for the disk.
+  [[nodiscard]] PagePin try_bring_page(Segment& segment, std::size_t page, Access access) {
+    return page_pins_.try_pin(segment, page, access, {.brings = true});
   }
 
   // For a device's cache: pins in the host memory below it, for code that runs on the host.
@@ -291,7 +303,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
 
   FrameCache(const CacheOptions& options, std::unique_ptr<Io> io, std::shared_ptr<SwapFile> swap);
   FrameCache(std::shared_ptr<FrameCache> local, std::shared_ptr<Ranks> ranks, std::size_t bytes,
-             std::shared_ptr<DeviceMemory> device);
+             std::shared_ptr<DeviceMemory> device, std::optional<Tier> secondary);
   void attach(Segment& segment, Run& run, std::size_t offset, std::size_t bytes);
   void finish_close() noexcept;
   void go_on(Lock& lock);
@@ -308,6 +320,7 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   Budgets budgets_;
   std::shared_ptr<FrameCache> lower_;  // the host's, under a device's; of this rank's shares, under the gathered
   std::shared_ptr<Ranks> ranks_;       // null except for the gathered cache
+  std::optional<Tier> secondary_;      // of its secondary partition; none: there is none
   std::unique_ptr<Io> io_;
   std::shared_ptr<SwapFile> swap_;
   std::unique_ptr<Home> home_;  // of runs without a frame of their own
@@ -327,10 +340,11 @@ class FrameCache : public std::enable_shared_from_this<FrameCache> {
   HomeReads home_reads_{monitor_, swap_ ? home_.get() : nullptr};
   Snapshots snapshots_{monitor_, transfers_, home_reads_};
   Contents contents_{monitor_, memory_, frames_, transfers_, room_, page_pins_};
-  HomeAllocator home_allocator_{monitor_,   memory_, budgets_,
-                                frames_,    runs_,   transfers_,
-                                grants_,    room_,   {home_.get(), swap_.get(), lower_.get(), ranks_.get()},
-                                page_bytes_};
+  HomeAllocator home_allocator_{
+      monitor_,   memory_, budgets_,
+      frames_,    runs_,   transfers_,
+      grants_,    room_,   {home_.get(), swap_.get(), lower_.get(), ranks_.get(), secondary_},
+      page_bytes_};
 };
 
 }  // namespace zeropage

@@ -21,7 +21,7 @@ void Call::find_paged() {
       paged.push_back({tensor, segment, write ? Access::write : Access::read});
       may_tile |= !segment->is_always_in_memory() || segment->bytes() > segment->domain()->tile_above;
       if (write) segment->note_write();
-    } else if (LazyProduct::of(tensor)) {
+    } else if (LazyProduct::stored_of(tensor)) {
       has_lazy = true;
     }
   };
@@ -32,6 +32,8 @@ void Call::find_paged() {
     } else if (value.isList()) {
       for (const c10::IValue& element : value.toListRef()) {
         if (element.isTensor()) see(element.toTensor(), info.writes[i]);
+        if (!info.is_collective || !element.isTensorList()) continue;
+        for (const at::Tensor& tensor : element.toTensorVector()) see(tensor, info.writes[i]);
       }
     }
   }
@@ -79,7 +81,7 @@ bool autocasts(const c10::OperatorHandle& op, c10::DeviceType device) {
 
 void call_below(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard below_us(c10::DispatchKeySet(kPagedKey) | c10::autocast_dispatch_keyset);
+  c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKeys | c10::autocast_dispatch_keyset);
   const Booking kernel(Spent::operators);
   op.callBoxed(stack);
 }

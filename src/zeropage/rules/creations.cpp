@@ -188,7 +188,7 @@ namespace {
 at::Tensor ordinary_copy(const at::Tensor& tensor) {
   const PinRequest request{segment_of(tensor), Access::read};
   const TensorPin pin(request);
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   return tensor.clone();
 }
 
@@ -201,7 +201,7 @@ void make_sparse(Call& call) {
     c10::IValue& value = call.argument(i);
     if (value.isTensor() && segment_of(value.toTensor())) value = ordinary_copy(value.toTensor());
   }
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const Booking kernel(Spent::operators);
   call.op.redispatchBoxed(call.below, &call.stack);
 }

@@ -39,17 +39,17 @@ at::Tensor snapshot(const at::Tensor& tensor) {
   if (segment_of(tensor)) {
     const PinRequest request{segment_of(tensor), Access::read};
     TensorPin pin(request);
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     return tensor.clone();
   }
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   return tensor.clone();
 }
 
 /// Starts copying a scalar from its device.
 HostCopy copy_to_host(const at::Tensor& kept) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const c10::DeviceType device = kept.device().type();
   HostCopy copy{at::empty(kept.sizes(), kept.options().device(c10::kCPU).pinned_memory(true)),
                 std::make_shared<c10::Event>(device)};

@@ -1,5 +1,6 @@
 // Mixtures of experts that share one tensor. Only the pages of experts in use are loaded, and only these experts have
-// a gradient. A program selects an expert by a view (weight[i]) or by a grouped product.
+// a gradient. A program selects an expert by a view (weight[i]) or by a grouped product. Over ranks, which use
+// different experts, a grouped product gathers the pages of all.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
@@ -128,7 +129,7 @@ class GroupedProduct : public torch::autograd::Function<GroupedProduct> {
         const Rows all(result[1]);
         const at::Tensor input = in_memory(x);
         Ranges used;
-        for_each_group(ends, [&](std::int64_t expert, std::int64_t first, std::int64_t n) {
+        for_each_group(ends, /*all=*/false, [&](std::int64_t expert, std::int64_t first, std::int64_t n) {
           const at::Tensor given = input.narrow(0, first, n), of_result = gradient.narrow(0, first, n);
           const Rows part = all.part(expert, weight.size(0));
           rows_are_outputs ? outer(of_result, given, part) : outer(given, of_result, part);
@@ -141,18 +142,21 @@ class GroupedProduct : public torch::autograd::Function<GroupedProduct> {
   }
 
  private:
+  /// `all`: also for experts that no row uses.
   template <class Run>
-  static void for_each_group(const at::Tensor& ends, Run run) {
+  static void for_each_group(const at::Tensor& ends, bool all, Run run) {
     const auto* end = ends.const_data_ptr<std::int64_t>();
     for (std::int64_t i = 0, first = 0; i < ends.numel(); first = end[i++]) {
-      if (end[i] > first) run(i, first, end[i] - first);
+      if (all || end[i] > first) run(i, first, end[i] - first);
     }
   }
 
   static at::Tensor products(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& ends,
                              bool rows_are_outputs) {
     const at::Tensor y = at::zeros({x.size(0), weight.size(rows_are_outputs ? 1 : 2)}, x.options());
-    for_each_group(ends, [&](std::int64_t expert, std::int64_t first, std::int64_t n) {
+    const auto& segment = paged_segment(weight);
+    const bool takes_all = segment.domain()->partition.ranks && !segment.is_own();
+    for_each_group(ends, takes_all, [&](std::int64_t expert, std::int64_t first, std::int64_t n) {
       y.narrow(0, first, n)
           .copy_(product(x.narrow(0, first, n).unsqueeze(0), weight.select(0, expert), {}, rows_are_outputs)[0]);
     });
@@ -167,7 +171,6 @@ bool tile_grouped_mm(Call& call) {
   const auto ends = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   if (weight.dim() != 3 || weight.numel() == 0 || x.dim() != 2 || !ends.defined() || ends.dim() != 1) return false;
   if (!is_tiled(weight) && !is_part(weight.select(0, 0))) return false;
-  if (segment_of(weight)->domain()->partition.ranks) return false;  // each would load the experts that it uses
   const bool by_rows = weight.is_contiguous();
   if (!by_rows && !weight.transpose(1, 2).is_contiguous()) return false;
   const bool plain =

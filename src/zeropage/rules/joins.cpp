@@ -13,7 +13,7 @@ namespace {
 
 /// Makes the result without content. Throws PyTorch's errors.
 at::Tensor make_result(Call& call, const std::vector<at::Tensor>& tensors) {
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   std::vector<at::Tensor> shapes;
   for (const at::Tensor& tensor : tensors) {
     shapes.push_back(

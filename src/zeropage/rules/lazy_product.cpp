@@ -49,9 +49,12 @@ bool LazyProduct::is_worth_it(const at::Tensor& x, const at::Tensor& weight, at:
   if (!c10::GradMode::is_enabled() || !Call::plain_modes()) return false;
   if (!(x.requires_grad() || weight.requires_grad()) || x.is_inference() || x.key_set().has(kPagedKey)) return false;
   const Domain& domain = *segment_of(weight)->domain();
-  if (domain.partition.ranks) return false;  // a rank with fewer rows would load the weight another number of times
   const std::size_t bytes = x.size(1) * weight.size(0) * c10::elementSize(dtype);
-  return bytes > domain.tile_above;
+  if (!domain.partition.ranks) return bytes > domain.tile_above;
+  // Pages that are read at once would only cost time: leave out layers inside of a model. In backward, an exact loss
+  // takes the weight as often as its rows need.
+  const bool is_vocabulary = weight.size(0) > 4 * weight.size(1);
+  return is_vocabulary && domain.tiling != Tiling::exact && BlockedProduct::fits(weight, dtype);
 }
 
 LazyProduct::LazyProduct(Operands operands)
@@ -62,6 +65,7 @@ LazyProduct::LazyProduct(Operands operands)
       dtype_(operands_.x.scalar_type()),
       rows_(operands_.x.size(1)),
       outputs_(operands_.weight.size(0)),
+      is_stored_(operands_.stored != nullptr),
       stream_(c10::impl::VirtualGuardImpl(operands_.x.device().type()).getStream(operands_.x.device())) {}
 
 void LazyProduct::record(const at::Tensor& product) {
@@ -81,17 +85,26 @@ at::Tensor LazyProduct::make(Operands operands) {
   auto tensor =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(backend), dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous({1, rows, columns});
-  compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
+  compat::add_keys(*tensor.unsafeGetTensorImpl());
   return tensor;
 }
 
 LazyProduct* LazyProduct::of(const at::TensorBase& tensor) {
+  auto* const lazy = at(tensor);
+  return lazy && lazy->is_made_.load(std::memory_order_acquire) ? nullptr : lazy;
+}
+
+LazyProduct* LazyProduct::stored_of(const at::TensorBase& tensor) {
+  auto* const lazy = at(tensor);
+  return lazy && (lazy->is_stored_ || !lazy->is_made_.load(std::memory_order_acquire)) ? lazy : nullptr;
+}
+
+LazyProduct* LazyProduct::at(const at::TensorBase& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kPagedKey) || !tensor.has_storage()) return nullptr;
   const auto& data =
       tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
   if (data.get_deleter() != &destroy) return nullptr;
-  auto* lazy = static_cast<LazyProduct*>(data.get_context());
-  return lazy->is_made_.load(std::memory_order_acquire) ? nullptr : lazy;
+  return static_cast<LazyProduct*>(data.get_context());
 }
 
 void LazyProduct::check_unchanged() const {
@@ -125,9 +138,10 @@ bool LazyProduct::is_view_of_this(const at::Tensor& view) const {
 
 std::optional<LazyProduct::Operands> LazyProduct::rows_of(const at::Tensor& view) {
   const std::lock_guard lock(mutex_);
-  if (is_made_ || !is_view_of_this(view)) return {};
+  if ((is_made_ && !is_stored_) || !is_view_of_this(view)) return {};
   const std::int64_t dims = view.dim();
-  if (dims == 0 || view.size(-1) != outputs_ || view.numel() == 0 || view.storage_offset() % outputs_ != 0) return {};
+  if (dims == 0 || view.size(-1) != outputs_ || view.storage_offset() % outputs_ != 0) return {};
+  if (view.numel() == 0 && !(is_stored_ && rows_ == 0)) return {};
   if (outputs_ > 1 && view.stride(-1) != 1) return {};
   check_unchanged();
   const auto grad = [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); };
@@ -137,9 +151,13 @@ std::optional<LazyProduct::Operands> LazyProduct::rows_of(const at::Tensor& view
   }
   const std::int64_t first = view.storage_offset() / outputs_, n = view.numel() / outputs_;
   Operands rows = operands_;
-  if (view.is_contiguous() && n == rows_) return rows;
+  if (view.is_contiguous() && n == rows_) {
+    const Computing computing;
+    if (is_made_ && !rows.stored->equals(result_.view({rows_, outputs_}))) return {};  // the program has written it
+    return rows;
+  }
   // The library may sum a product of some rows, and sums over them, in another order than those of all rows.
-  if (segment_of(rows.weight)->domain()->tiling == Tiling::exact) return {};
+  if (rows.stored || segment_of(rows.weight)->domain()->tiling == Tiling::exact) return {};
   if (view.is_contiguous()) {
     rows.x = rows.x.narrow(1, first, n);
     return rows;
@@ -153,6 +171,10 @@ std::optional<LazyProduct::Operands> LazyProduct::rows_of(const at::Tensor& view
   return rows;
 }
 
+void LazyProduct::give_its_turn(torch::autograd::Node& node) const {
+  if (const NodePointer product = node_ ? node_->lock() : nullptr) node.set_sequence_nr(product->sequence_nr());
+}
+
 bool LazyProduct::is_hooked(torch::autograd::Node& node) {
   return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !node.pre_hooks().empty() ||
          !node.post_hooks().empty();
@@ -164,8 +186,8 @@ void LazyProduct::look(const at::Tensor& tensor) {
   Operands done;  // dies after the lock is released, because its destruction may need other locks
   const std::lock_guard lock(lazy->mutex_);
   if (lazy->is_made_) return;
-  lazy->check_unchanged();
   const Operands& operands = lazy->operands_;
+  if (!operands.stored) lazy->check_unchanged();
   const c10::impl::VirtualGuardImpl device(tensor.device().type());
   const c10::Stream now = device.getStream(tensor.device());
   const auto order = [&](const c10::Stream& after, const c10::Stream& before) {
@@ -178,14 +200,17 @@ void LazyProduct::look(const at::Tensor& tensor) {
   {
     const c10::StreamGuard guard(lazy->stream_);
     const Computing computing;
-    lazy->result_ = product(operands.x, operands.weight, operands.bias, /*rows_are_outputs=*/true).to(operands.dtype);
+    const at::Tensor made = operands.stored
+                                ? operands.stored->whole().unsqueeze(0)
+                                : product(operands.x, operands.weight, operands.bias, /*rows_are_outputs=*/true);
+    lazy->result_ = made.to(operands.dtype);
   }
   order(now, lazy->stream_);
   auto& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   compat::set_data(storage, lazy->result_.mutable_data_ptr());
   compat::set_guard(storage, /*closed=*/false);
   lazy->is_made_.store(true, std::memory_order_release);
-  std::swap(done, lazy->operands_);
+  if (!lazy->is_stored_) std::swap(done, lazy->operands_);
 }
 
 namespace {
@@ -201,7 +226,7 @@ bool keeps_lazy(const Call& call) {
 /// Returns the same rows in their own memory, in the same or another dtype.
 bool convert(Call& call) {
   const at::Tensor self = call.argument(0).toTensor();
-  auto* lazy = LazyProduct::of(self);
+  auto* lazy = LazyProduct::stored_of(self);
   if (!lazy) return false;
   const bool is_clone = call.name() == "aten::clone";
   at::ScalarType dtype = self.scalar_type();
@@ -221,7 +246,9 @@ bool convert(Call& call) {
   if (!becomes_contiguous) return false;
   const auto rows = lazy->rows_of(self);
   if (!rows) return false;
-  const at::Tensor made = differentiable_product(rows->x, rows->weight, rows->bias, /*rows_are_outputs=*/true, dtype);
+  const at::Tensor made =
+      differentiable_product(rows->x, rows->weight, rows->bias, /*rows_are_outputs=*/true, dtype, rows->stored);
+  if (rows->stored) lazy->give_its_turn(*made.grad_fn());
   call.return_value(made.view(self.sizes()));
   return true;
 }
@@ -238,10 +265,14 @@ bool LazyProduct::run(Call& call) {
       if (element.isTensor() && of(element.toTensor())) lazy.push_back(element.toTensor());
     }
   }
-  if (lazy.empty()) return false;
-  if (Call::plain_modes() && c10::GradMode::is_enabled()) {
+  const bool is_plain = Call::plain_modes() && c10::GradMode::is_enabled();
+  const bool was_stored = call.arguments > 0 && call.argument(0).isTensor() && stored_of(call.argument(0).toTensor());
+  if (is_plain && was_stored) {
     if (call.name() == "aten::cross_entropy_loss" && take_vocabulary_loss(call)) return true;
     if ((call.name() == "aten::clone" || call.name() == "aten::_to_copy") && convert(call)) return true;
+  }
+  if (lazy.empty()) return false;
+  if (is_plain) {
     if (keeps_lazy(call)) {
       const Booking kernel(Spent::operators);
       call.op.redispatchBoxed(call.below, &call.stack);  // a copy inside reaches the fallback

@@ -5,6 +5,9 @@
 // key, so that operators reach the fallback first. Views, conversions and copies of whole rows stay lazy; every other
 // operator computes it, once, in ordinary memory. It is lazy only while autograd records: then programs reach its
 // bytes through operators. Its operands must not change: an update of the weight before its computation is an error.
+//
+// Over ranks, one of them may read what others do not, such as rank 0 for a log, and none may gather alone. The
+// product is computed at once there, and kept in pages.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +18,7 @@
 #include <mutex>
 #include <optional>
 
+#include "zeropage/rules/blocked_product.h"
 #include "zeropage/rules/call.h"
 
 namespace zeropage {
@@ -39,10 +43,12 @@ class LazyProduct {
   /// history.
   struct Operands {
     at::Tensor x, weight, bias;
-    at::ScalarType dtype;  // of the result
+    at::ScalarType dtype;                       // of the result
+    c10::intrusive_ptr<BlockedProduct> stored;  // computed already, in pages; null: it is not
   };
 
-  /// Whether a product is so large that it should stay lazy.
+  /// Whether a product is so large that it should stay lazy. Ranks decide alike, whatever their rows: backward takes
+  /// the weight's pages for a loss in parts, or later for the product.
   static bool is_worth_it(const at::Tensor& x, const at::Tensor& weight, at::ScalarType dtype);
   /// Makes a lazy product [1, t, outputs] without autograd. The caller then calls record().
   static at::Tensor make(Operands operands);
@@ -50,11 +56,16 @@ class LazyProduct {
   static void record(const at::Tensor& product);
   /// The lazy product behind `tensor`, if it is not computed yet; else null.
   static LazyProduct* of(const at::TensorBase& tensor);
+  /// The same, also if it was stored and has been read since: whether a rank has read its logits decides nothing.
+  static LazyProduct* stored_of(const at::TensorBase& tensor);
 
   /// The differentiable operands whose product gives the rows of `view`, in its order: [t, outputs] as a matrix.
   /// Empty if `view` has no whole rows, or if their product would differ from `view`: for autograd, for hooks, or, if
   /// tiling is exact, in its bits.
   std::optional<Operands> rows_of(const at::Tensor& view);
+  /// Lets backward run `node` where it would run the product's: autograd takes the node of the latest operator first.
+  /// Over ranks, those that compute a loss in parts and those that do not then take the weight's pages at one place.
+  void give_its_turn(torch::autograd::Node& node) const;
   /// The dtype of its computation.
   at::ScalarType dtype() const { return dtype_; }
   /// Computes the product: `tensor`, and all that share its storage, are ordinary from now on.
@@ -80,13 +91,15 @@ class LazyProduct {
 
   explicit LazyProduct(Operands operands);
   static void destroy(void* context) { delete static_cast<LazyProduct*>(context); }
+  static LazyProduct* at(const at::TensorBase& tensor);
   void check_unchanged() const;
   bool is_view_of_this(const at::Tensor& view) const;
 
-  Operands operands_;  // under the mutex; empty once it is computed
+  Operands operands_;  // under the mutex; empty once it is computed, unless it is stored
   const Mark x_, weight_, bias_;
   const at::ScalarType dtype_;
   const std::int64_t rows_, outputs_;
+  const bool is_stored_;
   const c10::Stream stream_;  // of the call
   std::mutex mutex_;
   std::optional<WeakNode> node_;

@@ -202,7 +202,16 @@ void follow_master(const StorageSegment& segment) {
   if (!defer(copy_operator(), copy, Chunking::iterator, std::nullopt)) copy_windows(visible, master);
 }
 
+/// Whether gathers of the segment may have a coding.
+static bool may_be_rounded(const StorageSegment& segment) {
+  return segment.is_partitioned() && segment.domain()->partition.codes_gathers;
+}
+
 WrittenMasters::WrittenMasters(const Call& call) {
+  for (const PagedArgument& argument : call.paged) {
+    // An update that is left would run later, and end what add() asks of the gathers.
+    if (argument.access != Access::read && may_be_rounded(*argument.segment)) argument.segment->complete();
+  }
   for (const PagedArgument& argument : call.paged) {
     if (argument.access != Access::read) add(*argument.segment);
   }
@@ -215,8 +224,13 @@ void WrittenMasters::add_undeclared(const Call& call) {
 void WrittenMasters::add(StorageSegment& segment, bool is_before) {
   const auto is_it = [&](const Written& written) { return written.segment == &segment; };
   if (!segment.master().defined() || std::any_of(written_.begin(), written_.end(), is_it)) return;
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   c10::NoGradGuard no_grad;
+  if (is_before && may_be_rounded(segment)) {
+    // Else the master would take what a coding has rounded for something that the operator wrote.
+    segment.complete();
+    segment.cache()->gather_exactly(segment);
+  }
   const at::Tensor& master = segment.master();
   const auto dtype = c10::scalarTypeToTypeMeta(segment.domain()->compute_dtype);
   Written written{&segment, {}, {}, is_before};
@@ -233,7 +247,7 @@ void WrittenMasters::add(StorageSegment& segment, bool is_before) {
 }
 
 void WrittenMasters::follow() const {
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   c10::NoGradGuard no_grad;
   for (const Written& written : written_) {
     const at::Tensor& master = written.segment->master();
@@ -277,6 +291,11 @@ void give_master(at::Tensor& tensor, const Domain& domain) {
     domain.keeps_hi_lo ? split_hi_lo(visible, master, tensor.detach()) : materialise(visible, master);
   }
   segment_of(visible)->set_master(master);
+  if (domain.partition.codes_gathers && segment_of(visible)->is_partitioned()) {
+    segment->domain()->gathered->set_coding(*segment_of(visible), domain.compute_dtype == at::kHalf
+                                                                      ? Coding::float16_in_8_bits
+                                                                      : Coding::bfloat16_in_8_bits);
+  }
   segment_of(visible)->set_keeps_same(segment->keeps_same());
   if (!domain.keeps_hi_lo) segment_of(master)->set_visible(*segment_of(visible));
   if (changes) tensor.set_data(visible);

@@ -77,7 +77,7 @@ NormOfParts norm_by_pages(const at::Tensor& shape, StorageSegment& segment, doub
 
 /// The form whose norms have the bits of PyTorch's kernel on this processor; none if no form has.
 std::optional<kernels::NormInOrder::Form> find_form() {
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{1});
   std::vector<at::Tensor> samples;
@@ -246,7 +246,7 @@ std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double o
   if (tensors.empty()) return {};
   std::vector<double> sums;
   for (const at::Tensor& tensor : tensors) sums.push_back(sum_of_share(tensor, ord));
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const auto count = static_cast<std::int64_t>(sums.size());
   const at::Tensor mine = at::from_blob(sums.data(), {count}, at::kDouble);
   auto& ranks = *segment_of(tensors[0])->domain()->partition.ranks;
@@ -262,7 +262,7 @@ std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double o
 }
 
 at::Tensor as_result(double norm, const at::Tensor& self, std::optional<c10::ScalarType> dtype) {
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const auto real = c10::toRealValueType(dtype.value_or(self.scalar_type()));
   return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(real));
 }
@@ -298,7 +298,7 @@ std::unique_ptr<ForeseenNorm> take_expected_norm(StorageSegment& leaf, const at:
   const auto expected = norm->habit->expected();
   if (!expected) return norm;
   c10::NoGradGuard no_grad;
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const Booking kernels(Spent::operators);
   const bool from_bfloat16 = content.scalar_type() == at::kBFloat16 && dtype == at::kFloat;
   if (from_bfloat16 && is_in_order(*expected, content.is_cpu()) && !leaf.domain()->planned_on) {
@@ -363,7 +363,7 @@ at::Tensor foreseen(const at::Tensor& tensor, const AskedNorm& asked) {
   auto& taken = norm->taken;
   if (!taken || taken->asked != asked || taken->content != segment->content_mark()) return {};
   taken->used = true;
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   return taken->norm.clone();
 }
 

@@ -133,6 +133,9 @@ OperatorInfo describe(const c10::OperatorHandle& op) {
                           (tensor && writes_in_secret(argument.name())));
     info.numbers.push_back(is_number_type(argument.type()));
   }
+  const bool is_functional = starts_with(schema.name(), "_c10d_functional");
+  info.is_collective = (is_functional || starts_with(schema.name(), "c10d::")) && !schema.returns().empty();
+  if (info.is_collective && !is_functional) info.writes[0] = true;  // no schema says so
   info.seeded = op.hasTag(at::Tag::nondeterministic_seeded);
   if (is_view(schema) || is_view_by_name(name)) info.kind = OperatorKind::view;
   if (!aten && !ours) return info;

@@ -32,6 +32,7 @@ struct OperatorInfo {
   bool seeded = false;           // draws random numbers.
   bool is_constant = false;      // has no derivative: true or false for each element, or for all.
   bool makes_sparse = false;     // makes a sparse tensor from indices and values.
+  bool is_collective = false;    // of torch.distributed: goes on after its return, until its work has ended.
   Rule rule = nullptr;
   Rule tile = nullptr;                 // for operands that are too large to load at once (tiles.h).
   c10::SmallVector<bool, 16> writes;   // by argument.

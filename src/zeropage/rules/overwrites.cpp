@@ -111,7 +111,7 @@ bool run_random(Call& call) {
       fill(of_page(page, elements));
       continue;
     }
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     const at::Tensor both = at::empty({static_cast<std::int64_t>(elements + rest)}, options);
     fill(both);
     of_page(page, elements).copy_(both.narrow(0, 0, static_cast<std::int64_t>(elements)));

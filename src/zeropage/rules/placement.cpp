@@ -33,7 +33,7 @@ bool is_number(Call& call, std::size_t i) { return call.info.numbers[i] && !call
 Taken taken_by(Call& call, std::size_t element, const at::Tensor& written) {
   Taken taken;
   const bool values_same = values_are_same();
-  if (call.info.seeded && !values_same) taken.own_tensor = true;
+  if ((call.info.seeded || call.info.is_collective) && !values_same) taken.own_tensor = true;
   for (std::size_t i = 0; i < call.arguments; ++i) {
     const c10::IValue& value = call.argument(i);
     if (value.isTensor()) {
@@ -96,6 +96,12 @@ bool accumulates_mean(Call& call) {
   return part && part->placement() == Placement::sum && call.argument(2).toScalar().equal(1);
 }
 
+/// Whether a call that failed on one rank, and is repeated, leaves nothing of what was before.
+bool writes_all_anew(std::string_view name) {
+  return name == "aten::_foreach_copy_" || name == "aten::zero_" || name == "aten::_foreach_zero_" ||
+         name == "aten::fill_";
+}
+
 /// True if the tensor's segment may be another one now.
 bool settle(Call& call, std::size_t element, const at::Tensor& written) {
   auto* segment = segment_of(written);
@@ -115,7 +121,10 @@ bool settle(Call& call, std::size_t element, const at::Tensor& written) {
     const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
     const bool is_state = segment->leaf_known || (segment->is_reduced() && !in_backward);
     const bool is_counted = !in_scope && is_state && call.name() != "aten::copy_";
-    if (is_counted) segment->domain()->contract.count(call.name());
+    if (is_counted) {
+      segment->domain()->contract.count(call.name());
+      if (!writes_all_anew(call.name())) segment->note_program_write();
+    }
     return false;
   }
   if (!taken.is_own() || (!taken.own_tensor && accumulates_mean(call))) return false;
@@ -148,10 +157,12 @@ void move_home(const at::Tensor& tensor, const Creation& creation, bool with_con
   const bool keeps_same = segment.keeps_same();
   const at::Tensor master = segment.master();
   const auto visible = segment.visible();
+  const auto outer = segment.outer();
   take_segment(tensor, made);
   StorageSegment& moved = *segment_of(tensor);
   moved.set_master(master);
   moved.set_keeps_same(keeps_same);
+  moved.set_outer(outer);
   if (visible) moved.set_visible(*segment_of(*visible));
 }
 
@@ -182,9 +193,15 @@ void settle_placements(Call& call) {
     if (!call.info.writes[i]) continue;
     const c10::IValue value = call.argument(i);
     if (value.isTensor()) settle_one(0, value.toTensor());
-    if (!value.isTensorList()) continue;
-    const auto list = value.toTensorVector();
-    for (std::size_t k = 0; k < list.size(); ++k) settle_one(k, list[k]);
+    if (value.isTensorList()) {
+      const auto list = value.toTensorVector();
+      for (std::size_t k = 0; k < list.size(); ++k) settle_one(k, list[k]);
+    } else if (call.info.is_collective && value.isList()) {  // lists of lists
+      for (const c10::IValue& list : value.toList().vec()) {
+        if (!list.isTensorList()) continue;
+        for (const at::Tensor& written : list.toTensorVector()) settle_one(0, written);
+      }
+    }
   }
 }
 

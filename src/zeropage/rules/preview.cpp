@@ -171,7 +171,7 @@ std::size_t Program::unit_of_preview(const at::Tensor& tensor) const {
 
 at::Tensor Program::preview(const StorageSegment& segment, c10::ArrayRef<Cut> cuts) {
   const Computing computing;
-  const c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
+  const c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKeys);
   const auto [made, rest] = divided(cuts, progress_.done);
   const auto slot = std::ranges::find(slots_, &segment, &Slot::segment);
   const at::Tensor result = at::empty(static_cast<std::int64_t>(elements_of(cuts)), slot->shape.options());

@@ -21,7 +21,7 @@ at::Tensor first_result(const torch::jit::Stack& stack) {
 /// throws the call's error. A mode of the program, such as one that counts operators, does not see it.
 caffe2::TypeMeta run_on_two(const c10::OperatorHandle& op, const Substitution& call) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, kPagedKey}));
+      kPagedKeys | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   std::vector<at::Tensor> probes;
   for (const Operand& operand : call.operands) probes.push_back(at::ones({2}, operand.tensor.options()));
   auto stack = call.stack(probes);

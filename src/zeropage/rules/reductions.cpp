@@ -44,7 +44,7 @@ bool tile_reduction(Call& call) {
                     const std::lock_guard lock(mutex);
                     parts.push_back(stack[0].toTensor());
                   });
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const at::Tensor all = at::stack(parts);
   if (call.name() == "aten::count_nonzero" || call.name() == "aten::sum") {
     call.return_value(all.sum());

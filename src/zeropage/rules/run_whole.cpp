@@ -3,6 +3,9 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
 #include "zeropage/rules/call.h"
@@ -99,6 +102,43 @@ void Call::redispatch() {
   }
 }
 
+/// Waits for a collective while its tensors are pinned. The program may wait for it once more.
+static void await_collective(const Call& call) {
+  const auto await_result = [](const at::Tensor& result) {
+    static const auto wait = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
+                                 .typed<at::Tensor(const at::Tensor&)>();
+    wait.call(result);
+  };
+  for (std::size_t i = call.first; i < call.stack.size(); ++i) {
+    const c10::IValue& result = call.stack[i];
+    if (result.isCustomClass()) {
+      const auto work = result.toCustomClass<c10d::Work>();
+      if (work) work->wait();  // none: NCCL orders what is not asynchronous by the stream alone
+    } else if (call.name().starts_with("_c10d_functional")) {
+      if (result.isTensor()) await_result(result.toTensor());
+      if (result.isTensorList()) std::ranges::for_each(result.toTensorVector(), await_result);
+    }
+  }
+}
+
+/// Throws if a tensor that the operator wrote without declaring it had been rounded on its way here. The master would
+/// take the rounding for something that the operator wrote, so what it wrote is dropped.
+static void refuse_rounded(TensorPin& pin, c10::ArrayRef<PinRequest> written) {
+  const auto is_rounded = [](const PinRequest& request) {
+    return request.segment->cache()->is_gathered() && request.segment->cache()->is_coded(*request.segment);
+  };
+  if (std::ranges::none_of(written, is_rounded)) return;
+  pin.release();
+  for (const PinRequest& request : written) {
+    if (is_rounded(request)) request.segment->cache()->gather_exactly(*request.segment);
+  }
+  throw AccessError(
+      "an operator wrote a parameter that it declares to read alone, which gather_dtype = \"int8\" had rounded; "
+      "write "
+      "gather_dtype = \"auto\"");
+}
+
 void Call::run_whole() {
   c10::SmallVector<PinRequest, 8> requests;
   for (const PagedArgument& argument : paged) requests.push_back({argument.segment, argument.access});
@@ -110,12 +150,14 @@ void Call::run_whole() {
   const bool is_autocast = autocasts(paged[0].tensor);
   const SharedCasts casts(*this, is_autocast);
   {
-    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard guard(kPagedKeys);
     const NoCastCache no_cache(is_autocast);
     redispatch();
+    if (info.is_collective) await_collective(*this);
   }
   casts.share(*this);
   if (const auto written = versions.written(); !written.empty()) {
+    refuse_rounded(pin, written);
     for (const PinRequest& request : written) undeclared.push_back(static_cast<StorageSegment*>(request.segment));
     TensorPin(written).release();
   }

@@ -22,7 +22,7 @@ bool run_unscale(Call& call) {
   }
   std::mutex mutex;
   const auto unscale = [&](at::Tensor part) {
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     at::Tensor here = at::zeros_like(found);
     torch::jit::Stack stack{c10::List<at::Tensor>({part}), here, inv_scale};
     call_below(call.op, stack);
@@ -46,7 +46,7 @@ bool run_unscale(Call& call) {
     bump_version(gradient);
   }
   if (ranks) {
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     found.copy_(ranks->all_gather_small(found, {"found_inf", 0, 0}).amax().view_as(found));
   }
   call.return_nothing();

@@ -81,7 +81,7 @@ bool is_cached(const at::Tensor& tensor) {
 /// operators outside zeropage use too. The first cast's node is `made`, with the number that plain PyTorch gives it.
 NodePointer shared_node(const at::Tensor& leaf, c10::ScalarType lower, const NodePointer& made) {
   if (segment_of(leaf)) return Known::instance().find(leaf, made);
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const auto first_free = at::sequence_number::peek();
   const at::Tensor cast = at::autocast::cached_cast(lower, leaf, leaf.device().type());
   const bool is_first = at::sequence_number::peek() != first_free;
@@ -119,7 +119,7 @@ SharedCasts::SharedCasts(const Call& call, bool is_autocast)
     if (!call.stack[i].isList()) continue;
     for (const c10::IValue& element : call.stack[i].toListRef()) note(element);
   }
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   Known::instance().forget_with_autocast(device);
   first_ = at::sequence_number::peek();
 }

@@ -31,7 +31,7 @@ bool takes_copy(const at::Tensor& tensor, bool writes) {
 /// Runs a view in place, such as t_(), which needs no data. Resizing does.
 bool run_view_in_place(Call& call) {
   if (!call.op.hasTag(at::Tag::inplace_view) || call.name().find("resize") != std::string::npos) return false;
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   call.redispatch();
   return true;
 }

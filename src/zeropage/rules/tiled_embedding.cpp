@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "zeropage/rules/preview.h"
+#include "zeropage/rules/rows_to_come.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/tiled_product.h"
 
@@ -75,11 +76,11 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     }
     refuse_graph_of_gradient();
     const Computing computing;
-    at::Tensor gradient = gradient_like(weight);  // zeros; rows that are not used stay so
-    for_each_used(gradient, flat, Access::write, [&](std::int64_t row, at::Tensor tile, const at::Tensor& places) {
-      const at::Tensor own = flat.index_select(0, places) - row;
+    const auto sum_into = [padding, sums, by_frequency](const at::Tensor& indices, const at::Tensor& gradients,
+                                                        std::int64_t row, at::Tensor tile, const at::Tensor& places) {
+      const at::Tensor own = indices.index_select(0, places) - row;
       const std::int64_t own_padding = padding >= row && padding < row + tile.size(0) ? padding - row : -1;
-      const at::Tensor given = rows.index_select(0, places);
+      const at::Tensor given = gradients.index_select(0, places);
       if (sums == Sums::index_put) {
         tile.index_put_({own}, given, /*accumulate=*/true);
       } else if (sums == Sums::index_add) {
@@ -87,9 +88,52 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
       } else {
         tile.copy_(at::embedding_dense_backward(given, own, tile.size(0), own_padding, by_frequency));
       }
+    };
+    if (!flat.is_meta() && RowsToCome::can_come(0, weight)) {
+      const at::Tensor given = RowsToCome::kept(rows, /*is_unshared=*/false, weight);
+      const at::Tensor named = given.defined() ? RowsToCome::kept(flat, /*is_unshared=*/false, weight) : at::Tensor();
+      if (named.defined()) {
+        const auto make_rows = [=, used = UsedRows(named)](std::int64_t row, const at::Tensor& tile) {
+          tile.zero_();
+          const at::Tensor places = used.places(row, row + tile.size(0));
+          if (places.defined()) sum_into(named, given, row, tile, places);
+        };
+        return {RowsToCome::make(weight, make_rows), {}, {}, {}, {}};
+      }
+    }
+    at::Tensor gradient = gradient_like(weight);  // zeros; rows that are not used stay so
+    for_each_used(gradient, flat, Access::write, [&](std::int64_t row, const at::Tensor& tile, const at::Tensor& p) {
+      sum_into(flat, rows, row, tile, p);
     });
     return {gradient, {}, {}, {}, {}};
   }
+
+  /// The positions of the indices that name some rows.
+  class UsedRows {
+   public:
+    explicit UsedRows(const at::Tensor& flat) {
+      // A stable sort keeps the order of equal indices, and with it the sum.
+      at::Tensor sorted;
+      std::tie(sorted, order_) = flat.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+      values_ = sorted.to(c10::kCPU, c10::kLong).contiguous();
+    }
+
+    std::int64_t count() const { return values_.numel(); }
+    std::int64_t value(std::int64_t i) const { return values_.const_data_ptr<std::int64_t>()[i]; }
+    /// How many indices name earlier rows.
+    std::int64_t before(std::int64_t row) const {
+      const auto* const values = values_.const_data_ptr<std::int64_t>();
+      return std::lower_bound(values, values + count(), row) - values;
+    }
+    /// In order; undefined if none names a row of [begin, end).
+    at::Tensor places(std::int64_t begin, std::int64_t end) const {
+      const std::int64_t first = before(begin), last = before(end);
+      return first < last ? std::get<0>(order_.narrow(0, first, last - first).sort()) : at::Tensor();
+    }
+
+   private:
+    at::Tensor order_, values_;  // on the host
+  };
 
   static void check(const at::Tensor& flat, const at::Tensor& weight) {
     if (flat.numel() == 0 || flat.is_meta()) return;
@@ -124,23 +168,18 @@ class TiledEmbedding : public torch::autograd::Function<TiledEmbedding> {
     // A step has as many rows as a page, whatever the page's boundaries.
     const auto step = static_cast<std::int64_t>(std::max<std::size_t>(all.segment->page_bytes() / row_bytes, 1));
     if (flat.is_meta()) return for_each_planned(all, takes_all ? all.rows : step, flat, access, run);
-    // A stable sort keeps the order of equal indices, and with it the sum.
-    const auto [sorted, order] = flat.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
-    const at::Tensor on_host = sorted.to(c10::kCPU, c10::kLong).contiguous();
-    const auto* values = on_host.const_data_ptr<std::int64_t>();
-    const std::int64_t count = flat.numel();
-    const auto first_from = [&](std::int64_t row) { return std::lower_bound(values, values + count, row) - values; };
+    const UsedRows used(flat);
     if (takes_all) {
       return for_each_tile(all, access, [&](std::int64_t row, const at::Tensor& tile) {
-        const std::int64_t first = first_from(row), last = first_from(row + tile.size(0));
-        if (first < last) run(row, tile, std::get<0>(order.narrow(0, first, last - first).sort()));
+        const at::Tensor places = used.places(row, row + tile.size(0));
+        if (places.defined()) run(row, tile, places);
       });
     }
-    for (std::int64_t first = 0; first < count;) {
-      const std::int64_t begin = values[first] / step * step;
+    for (std::int64_t first = 0; first < used.count();) {
+      const std::int64_t begin = used.value(first) / step * step;
       const std::int64_t end = std::min(begin + step, all.rows);
-      const std::int64_t last = first_from(end);
-      const at::Tensor places = std::get<0>(order.narrow(0, first, last - first).sort());
+      const std::int64_t last = used.before(end);
+      const at::Tensor places = used.places(begin, end);
       Rows some = all;
       some.begin += static_cast<std::size_t>(begin * all.columns);
       some.rows = end - begin;

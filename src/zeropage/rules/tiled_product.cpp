@@ -13,6 +13,7 @@
 
 #include "zeropage/base/units.h"
 #include "zeropage/rules/lazy_product.h"
+#include "zeropage/rules/rows_to_come.h"
 
 namespace zeropage {
 
@@ -117,19 +118,26 @@ at::Tensor gradient_like(const at::Tensor& weight) {
   return make_own_gradient(domain, weight.sizes(), weight.strides(), weight.dtype(), /*is_unset=*/false);
 }
 
+void multiply_rows(at::Tensor y, const at::Tensor& x, const at::Tensor& tile, const at::Tensor& bias) {
+  const at::Tensor rows = tile.to(x.scalar_type());
+  bias.defined() ? at::addmm_out(y, bias, x, rows.t()) : at::mm_out(y, x, rows.t());
+}
+
 void rows_as_outputs(const at::Tensor& y, const at::Tensor& x, const Rows& weight, const at::Tensor& bias) {
   for_each_tile(weight, Access::read, [&](std::int64_t row, const at::Tensor& tile) {
     const std::int64_t n = tile.size(0);
-    const at::Tensor part = tile.to(x.scalar_type());
-    at::Tensor into = y.narrow(1, row, n);
-    bias.defined() ? at::addmm_out(into, bias.narrow(0, row, n), x, part.t()) : at::mm_out(into, x, part.t());
+    multiply_rows(y.narrow(1, row, n), x, tile, bias.defined() ? bias.narrow(0, row, n) : at::Tensor());
   });
+}
+
+void add_tile_summed(at::Tensor& y, const at::Tensor& x, const at::Tensor& tile) {
+  const at::Tensor rows = tile.to(x.scalar_type());
+  y.scalar_type() == x.scalar_type() ? y.addmm_(x, rows) : y.add_(at::mm(x, rows));
 }
 
 void add_rows_summed(at::Tensor& y, const at::Tensor& x, const Rows& weight) {
   for_each_tile(weight, Access::read, [&](std::int64_t row, const at::Tensor& tile) {
-    const at::Tensor of_rows = x.narrow(1, row, tile.size(0)), part = tile.to(x.scalar_type());
-    y.scalar_type() == x.scalar_type() ? y.addmm_(of_rows, part) : y.add_(at::mm(of_rows, part));
+    add_tile_summed(y, x.narrow(1, row, tile.size(0)), tile);
   });
 }
 
@@ -180,16 +188,19 @@ at::Tensor rows_summed_exactly(const at::Tensor& x, const Rows& weight) {
   return y;
 }
 
+namespace {
+
+/// Rows of leftᵀ · right, from `row` on.
+void multiply_into(at::Tensor rows, const at::Tensor& left, const at::Tensor& right, std::int64_t row) {
+  const at::Tensor of_rows = left.narrow(1, row, rows.size(0)).t();
+  rows.scalar_type() == left.scalar_type() ? at::mm_out(rows, of_rows, right) : rows.copy_(at::mm(of_rows, right));
+}
+
+}  // namespace
+
 void outer(const at::Tensor& left, const at::Tensor& right, const Rows& gradient) {
-  for_each_tile(gradient, Access::overwrite, [&](std::int64_t row, const at::Tensor& tile) {
-    at::Tensor out = tile;
-    const at::Tensor of_rows = left.narrow(1, row, tile.size(0)).t();
-    if (out.scalar_type() == left.scalar_type()) {
-      at::mm_out(out, of_rows, right);
-    } else {
-      out.copy_(at::mm(of_rows, right));
-    }
-  });
+  for_each_tile(gradient, Access::overwrite,
+                [&](std::int64_t row, const at::Tensor& tile) { multiply_into(tile, left, right, row); });
 }
 
 namespace {
@@ -235,7 +246,8 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
  public:
   /// Its arguments have addmm's order, so that autograd makes gradients in that order.
   static at::Tensor forward(AutogradContext* context, const std::optional<at::Tensor>& bias, const at::Tensor& x,
-                            const at::Tensor& weight, bool rows_are_outputs, at::ScalarType dtype, bool is_lazy) {
+                            const at::Tensor& weight, bool rows_are_outputs, at::ScalarType dtype, bool is_lazy,
+                            c10::intrusive_ptr<BlockedProduct> stored) {
     context->set_materialize_grads(false);
     // Only x's gradient reads the weight. Without it, the program may write the weight before backward.
     save(context, {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()}, weight,
@@ -243,20 +255,40 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
     context->saved_data["rows_are_outputs"] = rows_are_outputs;
     context->saved_data["bias"] = bias.has_value() && bias->defined();
     context->saved_data["dtype"] = static_cast<std::int64_t>(x.scalar_type());
-    if (is_lazy) return LazyProduct::make({x, weight, bias.value_or(at::Tensor()), dtype});
+    const at::Tensor added = bias.value_or(at::Tensor());
+    if (is_lazy && !stored && paged_segment(weight).domain()->partition.ranks) {
+      const Computing computing;
+      stored = BlockedProduct::make(x, weight, added);
+    }
+    if (is_lazy) return LazyProduct::make({x, weight, added, dtype, std::move(stored)});
     const Computing computing;
-    return product(x, weight, bias.value_or(at::Tensor()), rows_are_outputs).to(dtype);
+    return product(x, weight, added, rows_are_outputs).to(dtype);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    if (!gradients[0].defined()) return variable_list(6);
-    variable_list result = translated([&] { return backward_of(context, gradients); });
+    if (!gradients[0].defined()) return variable_list(7);
+    const bool is_unshared = RowsToCome::is_unshared(gradients[0]);
+    variable_list result = translated([&] { return backward_of(context, gradients, is_unshared); });
     forget_weight(context);
     return result;
   }
 
  private:
-  static variable_list backward_of(AutogradContext* context, const variable_list& gradients) {
+  /// The weight's gradient if ranks may sum it as it is made; else undefined. `is_unshared`: the given gradient.
+  static at::Tensor gradient_to_come(AutogradContext* context, const at::Tensor& gradient, bool is_unshared,
+                                     const at::Tensor& x, const at::Tensor& weight) {
+    const bool has_bias = context->saved_data["bias"].toBool();
+    if (x.size(0) != 1 || weight.dim() > 2 || !RowsToCome::can_come(has_bias ? 2 : 1, weight)) return {};
+    const at::Tensor input = RowsToCome::kept(x, false, weight),
+                     given = RowsToCome::kept(gradient, is_unshared, weight);
+    if (!input.defined() || !given.defined()) return {};
+    const bool rows_are_outputs = context->saved_data["rows_are_outputs"].toBool();
+    const at::Tensor left = rows_are_outputs ? given[0] : input[0], right = rows_are_outputs ? input[0] : given[0];
+    return RowsToCome::make(
+        weight, [left, right](std::int64_t row, const at::Tensor& tile) { multiply_into(tile, left, right, row); });
+  }
+
+  static variable_list backward_of(AutogradContext* context, const variable_list& gradients, bool is_unshared) {
     const auto saved = saved_of(context);
     const at::Tensor& x = saved[0];
     const at::Tensor place = context->saved_data["weight"].toTensor(), weight = weight_of(context, saved[1]);
@@ -267,15 +299,19 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
     const bool has_bias = context->saved_data["bias"].toBool();
     const std::size_t edge_of_x = has_bias ? 1 : 0;  // a missing bias has no edge
     const bool for_weight = context->needs_input_grad(edge_of_x + 1);
-    variable_list result(6);
+    variable_list result(7);
     if (context->needs_input_grad(edge_of_x)) {
-      result[1] = apply(std::nullopt, gradient, weight, !rows_are_outputs, dtype, /*is_lazy=*/false);
+      result[1] = apply(std::nullopt, gradient, weight, !rows_are_outputs, dtype, /*is_lazy=*/false,
+                        c10::intrusive_ptr<BlockedProduct>());
     }
     if (for_weight && c10::GradMode::is_enabled() && x.size(0) == 1 && !is_tiled(place)) {
       const at::Tensor &left = rows_are_outputs ? gradient : x, &right = rows_are_outputs ? x : gradient;
       result[2] = left[0].t().mm(right[0]).view(place.sizes());  // a small part fits
     } else if (for_weight) {
       refuse_graph_of_gradient();
+      result[2] = gradient_to_come(context, gradient, is_unshared || !arrived.is_same(gradients[0]), x, place);
+    }
+    if (for_weight && !result[2].defined()) {
       const Computing computing;
       result[2] = gradient_like(place);
       const at::Tensor input = in_memory(x);
@@ -298,10 +334,10 @@ class TiledProduct : public torch::autograd::Function<TiledProduct> {
 }  // namespace
 
 at::Tensor differentiable_product(const at::Tensor& x, const at::Tensor& weight,
-                                  const std::optional<at::Tensor>& bias, bool rows_are_outputs,
-                                  at::ScalarType dtype) {
+                                  const std::optional<at::Tensor>& bias, bool rows_are_outputs, at::ScalarType dtype,
+                                  const c10::intrusive_ptr<BlockedProduct>& stored) {
   const bool is_lazy = rows_are_outputs && x.size(0) == 1 && LazyProduct::is_worth_it(x, weight, dtype);
-  const at::Tensor y = TiledProduct::apply(bias, x, weight, rows_are_outputs, dtype, is_lazy);
+  const at::Tensor y = TiledProduct::apply(bias, x, weight, rows_are_outputs, dtype, is_lazy, stored);
   if (is_lazy) LazyProduct::record(y);
   return y;
 }

@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "zeropage/base/errors.h"
+#include "zeropage/rules/blocked_product.h"
 #include "zeropage/rules/tiles.h"
 
 namespace zeropage {
@@ -65,8 +66,12 @@ at::Tensor gradient_like(const at::Tensor& weight);
 
 /// y [t, rows] = x [t, columns] · rowsᵀ + bias.
 void rows_as_outputs(const at::Tensor& y, const at::Tensor& x, const Rows& weight, const at::Tensor& bias);
+/// The same for one tile of the weight, [rows, columns], in memory.
+void multiply_rows(at::Tensor y, const at::Tensor& x, const at::Tensor& tile, const at::Tensor& bias);
 /// y [t, columns] += x [t, rows] · rows, tile by tile.
 void add_rows_summed(at::Tensor& y, const at::Tensor& x, const Rows& weight);
+/// The same for one tile of the weight, [rows, columns], in memory.
+void add_tile_summed(at::Tensor& y, const at::Tensor& x, const at::Tensor& tile);
 /// y [t, columns] = x [t, rows] · rows, with the bits of an untiled product.
 at::Tensor rows_summed_exactly(const at::Tensor& x, const Rows& weight);
 /// gradient [rows, columns] = left [t, rows]ᵀ · right [t, columns].
@@ -76,9 +81,11 @@ void outer(const at::Tensor& left, const at::Tensor& right, const Rows& gradient
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool rows_are_outputs);
 
 /// Does the same with autograd. The weight is contiguous and paged: [b, rows, columns], or [rows, columns] if b = 1.
-/// Returns [b, t, outputs] of `dtype`. A result that is too large may be a LazyProduct.
+/// Returns [b, t, outputs] of `dtype`. A result that is too large may be a LazyProduct. `stored`: its values, if they
+/// are known.
 at::Tensor differentiable_product(const at::Tensor& x, const at::Tensor& weight,
-                                  const std::optional<at::Tensor>& bias, bool rows_are_outputs, at::ScalarType dtype);
+                                  const std::optional<at::Tensor>& bias, bool rows_are_outputs, at::ScalarType dtype,
+                                  const c10::intrusive_ptr<BlockedProduct>& stored = {});
 
 /// Whether a node of the graph belongs to differentiable_product().
 bool is_product(const torch::autograd::Node& node);

@@ -1,11 +1,11 @@
 // Cross entropy of logits that are a lazy product: the loss over a huge vocabulary, and its gradients. Neither the
 // logits nor their gradient are ever whole in memory.
 //
-// Forward computes the logits once, in blocks of columns with all rows, and stores them in their own pages. The loss
-// reads a few complete rows at a time; backward reads block by block, in the storage order of the weight and its
-// gradient. This reads the weight once forward and once backward, writes the logits once, reads them twice, and
-// computes nothing twice. PyTorch's kernels run on parts of their rows, so the loss and the weight's gradient have
-// the same bits as without tiles. For the input's gradient see [Note: order of summation].
+// Forward computes the logits once, in blocks of columns with all rows, and stores them in their own pages
+// (blocked_product.h). The loss reads a few complete rows at a time; backward reads block by block, in the storage
+// order of the weight and its gradient. This reads the weight once forward and once backward, writes the logits once,
+// reads them twice, and computes nothing twice. PyTorch's kernels run on parts of their rows, so the loss and the
+// weight's gradient have the same bits as without tiles. For the input's gradient see [Note: order of summation].
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_log_softmax_backward_data.h>
@@ -14,11 +14,9 @@
 #include <ATen/ops/nll_loss_forward.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/custom_class.h>
-
-#include <algorithm>
 
 #include "zeropage/base/units.h"
+#include "zeropage/rules/blocked_product.h"
 #include "zeropage/rules/lazy_product.h"
 #include "zeropage/rules/rules.h"
 #include "zeropage/rules/tiled_product.h"
@@ -31,63 +29,46 @@ using torch::autograd::variable_list;
 
 constexpr std::int64_t kIgnored = -100;
 
-/// Logits [rows, columns] in blocks of columns.
-class BlockedLogits {
+/// The gradient of the logits, block by block.
+class GradientOfLogits {
  public:
-  struct Block {
-    std::int64_t begin, columns;
-  };
+  using Block = BlockedProduct::Block;
+  /// highest, log_sum and target [t]; of_picked [t, 1]: the gradient of each row's log-probability of its class.
+  GradientOfLogits(const std::shared_ptr<Domain>& domain, const BlockedProduct& logits, const at::Tensor& highest,
+                   const at::Tensor& log_sum, const at::Tensor& target, const at::Tensor& of_picked)
+      : logits_(logits),
+        highest_(highest.unsqueeze(1)),
+        log_sum_(log_sum.unsqueeze(1)),
+        target_(target),
+        of_picked_(of_picked),
+        most_(std::max<std::int64_t>(logits.rows(), 1) * (logits.width() + 1)),
+        staging_(domain, most_, logits.dtype()),
+        of_block_(domain, 3 * most_, highest.scalar_type()) {}
 
-  /// `computed`: the dtype that the loss is computed in.
-  BlockedLogits(at::Tensor pages, std::int64_t rows, std::int64_t columns, at::ScalarType computed)
-      : pages_(std::move(pages)), rows_(rows), columns_(columns) {
-    // Four arrays of a block's size may be in memory at once, with the tiles of the weight and its gradient.
-    const std::size_t column_bytes = rows * std::max<std::size_t>(pages_.itemsize(), c10::elementSize(computed));
-    const std::size_t limit = paged_segment(pages_).domain()->cache->frame_limit();
-    const std::int64_t fitting = round_down(limit / 12 / column_bytes, kFewestColumns);
-    width_ = std::min(std::max(fitting, kFewestColumns), columns);
-    for (std::int64_t begin = 0; begin < columns;) {
-      std::int64_t n = std::min(width_, columns - begin);
-      const std::int64_t left = columns - begin - n;
-      if (left > 0 && left < kFewestColumns && n > kFewestColumns) n -= kFewestColumns;
-      blocks_.push_back({begin, n});
-      begin += n;
-    }
-  }
-
-  const std::vector<Block>& blocks() const { return blocks_; }
-  std::int64_t rows() const { return rows_; }
-  std::int64_t columns() const { return columns_; }
-  /// The columns of the widest block.
-  std::int64_t width() const { return width_; }
-
-  void write(const Block& block, const at::Tensor& logits) const {
-    for_each_tile(
-        Rows::elements(pages_, rows_ * block.begin, logits.numel()), Access::overwrite,
-        [&](std::int64_t at, at::Tensor page) { page.copy_(logits.view({-1, 1}).narrow(0, at, page.size(0))); });
-  }
-
-  /// Reads rows [first, first + n) of a block into `into`, [n, block.columns], through `staging` of as many elements.
-  void read(const Block& block, std::int64_t first, std::int64_t n, const at::Tensor& staging,
-            at::Tensor into) const {
-    const at::Tensor flat = staging.narrow(0, 0, n * block.columns);
-    for_each_tile(
-        Rows::elements(pages_, rows_ * block.begin + first * block.columns, flat.numel()), Access::read,
-        [&](std::int64_t at, const at::Tensor& page) { flat.narrow(0, at, page.size(0)).copy_(page.squeeze(1)); });
-    into.copy_(flat.view({n, block.columns}));
-  }
-
-  /// Reads rows of all blocks into `into`, [n, columns].
-  void read_rows(std::int64_t first, const at::Tensor& staging, const at::Tensor& into) const {
-    for (const Block& block : blocks_) {
-      read(block, first, into.size(0), staging, into.narrow(1, block.begin, block.columns));
-    }
+  /// [t, block.columns], in the dtype of the logits. The next call overwrites it.
+  at::Tensor of(const Block& block) {
+    const std::int64_t t = logits_.rows(), n = block.columns;
+    if (t == 0) return staging_.tensor().narrow(0, 0, 0).view({0, n});
+    const auto part = [&](std::int64_t i) {
+      return of_block_.tensor().narrow(0, i * most_, t * (n + 1)).view({t, n + 1});
+    };
+    at::Tensor log_p = part(0), g = part(1), of_logits = part(2);
+    logits_.read(block, 0, t, staging_.tensor(), log_p.narrow(1, 0, n));
+    log_p.narrow(1, 0, n).sub_(highest_).sub_(log_sum_);
+    // One extra column represents the classes of other blocks, so that each row's sum equals that over all blocks.
+    log_p.select(1, n).zero_();
+    const at::Tensor here = target_.ge(block.begin).logical_and_(target_.lt(block.begin + n));
+    g.zero_().scatter_(1, at::where(here, target_ - block.begin, n).unsqueeze(1), of_picked_);
+    at::_log_softmax_backward_data_out(of_logits, g, log_p, 1, g.scalar_type());
+    at::Tensor gradient = staging_.tensor().narrow(0, 0, t * n).view({t, n});
+    return gradient.copy_(of_logits.narrow(1, 0, n));
   }
 
  private:
-  at::Tensor pages_;
-  std::int64_t rows_, columns_, width_ = 0;
-  std::vector<Block> blocks_;
+  const BlockedProduct& logits_;
+  const at::Tensor highest_, log_sum_, target_, of_picked_;
+  const std::int64_t most_;
+  const Scratch staging_, of_block_;
 };
 
 /// A chunk of whole rows, and scratch memory for as many.
@@ -97,14 +78,15 @@ struct RowsInTurn {
 };
 
 /// Calls `run` with the logits in the dtype `computed`, as many rows at a time as fit, and at least `fewest`.
-void for_each_rows(const std::shared_ptr<Domain>& domain, const BlockedLogits& logits, at::ScalarType stored,
-                   at::ScalarType computed, std::int64_t fewest, c10::function_ref<void(const RowsInTurn&)> run) {
+void for_each_rows(const std::shared_ptr<Domain>& domain, const BlockedProduct& logits, at::ScalarType computed,
+                   std::int64_t fewest, c10::function_ref<void(const RowsInTurn&)> run) {
   const std::int64_t rows = logits.rows(), columns = logits.columns();
+  if (rows == 0) return;
   const auto row_bytes = static_cast<std::int64_t>(columns * c10::elementSize(computed));
   const auto fitting = static_cast<std::int64_t>(domain->cache->frame_limit()) / 8 / row_bytes;
   const std::int64_t even = fitting < kFewestRows ? fitting : round_down(fitting, kFewestRows);
   const std::int64_t n = std::min(std::max(even, fewest), rows), most = std::min(n + fewest - 1, rows);
-  const Scratch staging(domain, most * logits.width(), stored);
+  const Scratch staging(domain, most * logits.width(), logits.dtype());
   const Scratch rows_in_turn(domain, 3 * most * columns, computed);  // one piece: a device cannot move held memory
   for (std::int64_t first = 0, here = 0; first < rows; first += here) {
     here = std::min(n, rows - first);
@@ -144,32 +126,21 @@ void refuse_late_hooks(AutogradContext* context) {
 
 class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
  public:
-  /// x [1, t, k], weight [v, k], bias [v] or none, target [t] of classes or kIgnored.
+  /// x [1, t, k], weight [v, k], bias [v] or none, target [t] of classes or kIgnored. `stored`: their logits, or
+  /// null.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const at::Tensor& target, std::int64_t reduction,
-                            at::ScalarType computed, const c10::intrusive_ptr<PassedNodes>& passed) {
+                            at::ScalarType computed, const c10::intrusive_ptr<PassedNodes>& passed,
+                            const c10::intrusive_ptr<BlockedProduct>& stored) {
     context->set_materialize_grads(false);
     context->saved_data["passed"] = c10::IValue::make_capsule(passed);
     const Computing computing;
     const auto& domain = segment_of(weight)->domain();
-    const std::int64_t t = x.size(1), columns = weight.size(0);
-    // A device tier for activations may be too small for logits: then they use the gradients' tier.
-    const bool stays = domain->tiers[static_cast<int>(Role::activation)] == TierChoice::device;
-    const at::Tensor pages = make_paged(domain, t * columns, 1, x.dtype(), stays ? Role::gradient : Role::activation,
-                                        {.alone = true, .is_local = true});
-    const BlockedLogits logits(pages, t, columns, computed);
-    {
-      const Scratch scratch(domain, t * logits.width(), x.scalar_type());
-      for (const auto& block : logits.blocks()) {
-        const at::Tensor y = scratch.tensor().narrow(0, 0, t * block.columns).view({t, block.columns});
-        rows_as_outputs(y, x[0], Rows(weight).range(block.begin, block.columns),
-                        bias.has_value() ? in_memory(*bias).narrow(0, block.begin, block.columns) : at::Tensor());
-        logits.write(block, y);
-      }
-    }
+    const auto logits = stored ? stored : BlockedProduct::make(x, weight, bias.value_or(at::Tensor()));
+    const std::int64_t t = x.size(1);
     const at::Tensor highest = at::empty(t, x.options().requires_grad(false).dtype(computed));
     const at::Tensor log_sum = at::empty_like(highest), picked = at::empty_like(highest);
-    for_each_rows(domain, logits, x.scalar_type(), computed, /*fewest=*/1, [&](const RowsInTurn& rows) {
+    for_each_rows(domain, *logits, computed, /*fewest=*/1, [&](const RowsInTurn& rows) {
       const auto part = [&](const at::Tensor& all) { return all.narrow(0, rows.first, rows.n); };
       part(highest).copy_(rows.logits.amax(1));
       at::Tensor log_p = rows.other;
@@ -180,15 +151,16 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     // One class in each row counts, so these sums equal those over all classes.
     const at::Tensor only = picked.unsqueeze(1), its_class = target.clamp_max(0);
     const auto [loss, total_weight] = at::nll_loss_forward(only, its_class, {}, reduction, kIgnored);
-    save(context, {x, weight, target, pages, highest, log_sum, only, its_class, total_weight}, weight,
+    save(context, {x, weight, target, logits->pages(), highest, log_sum, only, its_class, total_weight}, weight,
          x.scalar_type());
     context->saved_data["bias"] = bias.has_value();
+    context->saved_data["width"] = logits->width();
     context->saved_data["reduction"] = reduction;
     return loss;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    if (!gradients[0].defined()) return variable_list(7);
+    if (!gradients[0].defined()) return variable_list(8);
     variable_list result = translated([&] { return backward_of(context, gradients[0]); });
     forget_weight(context);
     return result;
@@ -204,19 +176,19 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     const at::Tensor &x = saved[0], &target = saved[2], &highest = saved[4], &log_sum = saved[5];
     const auto& domain = paged_segment(weight).domain();
     const auto stored = x.scalar_type(), computed = highest.scalar_type();
-    const BlockedLogits logits(saved[3], x.size(1), weight.size(0), computed);
+    const BlockedProduct logits(saved[3], x.size(1), weight.size(0), context->saved_data["width"].toInt());
     const at::Tensor of_picked =
         at::nll_loss_backward(of_loss.to(computed), saved[6], saved[7], {}, context->saved_data["reduction"].toInt(),
                               kIgnored, saved[8]);  // [t, 1]
     const bool is_exact = domain->tiling == Tiling::exact;
     const bool for_x = context->needs_input_grad(0), for_weight = context->needs_input_grad(1);
     const bool for_bias = context->saved_data["bias"].toBool() && context->needs_input_grad(2);
-    variable_list result(7);
+    variable_list result(8);
     if (for_weight) result[1] = gradient_like(weight);
     if (for_bias) result[2] = at::empty(weight.size(0), x.options().requires_grad(false));
     if (for_x && is_exact) {
       result[0] = at::empty(x.sizes(), x.options().requires_grad(false));
-      for_each_rows(domain, logits, stored, computed, kFewestRows, [&](const RowsInTurn& rows) {
+      for_each_rows(domain, logits, computed, kFewestRows, [&](const RowsInTurn& rows) {
         const auto part = [&](const at::Tensor& all) { return all.narrow(0, rows.first, rows.n).unsqueeze(1); };
         rows.logits.sub_(part(highest)).sub_(part(log_sum));
         rows.other.zero_().scatter_(1, part(target).clamp_min(0), part(of_picked).squeeze(1));
@@ -227,32 +199,32 @@ class VocabularyLoss : public torch::autograd::Function<VocabularyLoss> {
     }
     const bool by_blocks = for_x && !is_exact;
     if (!by_blocks && !for_weight && !for_bias) return result;
-    const auto summed = c10::isReducedFloatingType(stored) ? c10::kFloat : stored;
-    at::Tensor sum = at::zeros(x[0].sizes(), x.options().requires_grad(false).dtype(summed));
-    const std::int64_t t = x.size(1), width = logits.width();
-    const Scratch staging(domain, t * width, stored);
-    const std::int64_t most = t * (width + 1);
-    const Scratch of_block(domain, 3 * most, computed);
-    for (const auto& block : logits.blocks()) {
-      const std::int64_t n = block.columns;
-      const auto part = [&](std::int64_t i) {
-        return of_block.tensor().narrow(0, i * most, t * (n + 1)).view({t, n + 1});
-      };
-      at::Tensor log_p = part(0), g = part(1), of_logits = part(2);
-      logits.read(block, 0, t, staging.tensor(), log_p.narrow(1, 0, n));
-      log_p.narrow(1, 0, n).sub_(highest.unsqueeze(1)).sub_(log_sum.unsqueeze(1));
-      // One extra column represents the classes of other blocks, so that each row's sum equals that over all blocks.
-      log_p.select(1, n).zero_();
-      const at::Tensor here = target.ge(block.begin).logical_and_(target.lt(block.begin + n));
-      g.zero_().scatter_(1, at::where(here, target - block.begin, n).unsqueeze(1), of_picked);
-      at::_log_softmax_backward_data_out(of_logits, g, log_p, 1, computed);
-      const at::Tensor gradient = staging.tensor().narrow(0, 0, t * n).view({t, n});
-      gradient.copy_(of_logits.narrow(1, 0, n));
-      if (for_weight) outer(gradient, x[0], Rows(result[1]).range(block.begin, n));
-      if (for_bias) result[2].narrow(0, block.begin, n).copy_(gradient.sum(0));
-      if (by_blocks) add_rows_summed(sum, gradient, Rows(weight).range(block.begin, n));
+    GradientOfLogits of_logits(domain, logits, highest, log_sum, target, of_picked);
+    const at::Tensor input = in_memory(x)[0];
+    const auto use = [&](const BlockedProduct::Block& block) {
+      const at::Tensor gradient = of_logits.of(block);
+      if (for_weight) outer(gradient, input, Rows(result[1]).range(block.begin, block.columns));
+      if (for_bias) result[2].narrow(0, block.begin, block.columns).copy_(gradient.sum(0));
+      return gradient;
+    };
+    if (!by_blocks) {
+      for (const auto& block : logits.blocks()) use(block);
+      return result;
     }
-    if (by_blocks) result[0] = sum.to(stored).unsqueeze(0);
+    const auto summed = c10::isReducedFloatingType(stored) ? c10::kFloat : stored;
+    at::Tensor sum = at::zeros(input.sizes(), input.options().requires_grad(false).dtype(summed));
+    auto block = logits.blocks().begin();
+    at::Tensor gradient;  // of *block
+    for_each_tile(Rows(weight), Access::read, [&](std::int64_t row, const at::Tensor& tile) {
+      for (std::int64_t at = 0; at < tile.size(0);) {
+        if (!gradient.defined()) gradient = use(*block);
+        const std::int64_t first = row + at - block->begin, n = std::min(block->columns - first, tile.size(0) - at);
+        add_tile_summed(sum, gradient.narrow(1, first, n), tile.narrow(0, at, n));
+        at += n;
+        if (first + n == block->columns) ++block, gradient = at::Tensor();
+      }
+    });
+    result[0] = sum.to(stored).unsqueeze(0);
     return result;
   }
 };
@@ -271,7 +243,7 @@ at::Tensor checked_classes(const at::Tensor& target, std::int64_t ignored, std::
 
 bool take_vocabulary_loss(Call& call) {
   const at::Tensor self = call.argument(0).toTensor(), target = call.argument(1).toTensor();
-  auto* lazy = LazyProduct::of(self);
+  auto* lazy = LazyProduct::stored_of(self);
   const auto of_classes = call.argument(2).toOptional<at::Tensor>().value_or(at::Tensor());
   const bool smooths = call.argument(5).toDouble() != 0;
   if (!lazy || self.dim() != 2 || of_classes.defined() || smooths || target.scalar_type() != c10::kLong) return false;
@@ -286,14 +258,17 @@ bool take_vocabulary_loss(Call& call) {
   Domain& domain = *segment_of(rows->weight)->domain();
   // PyTorch's kernels compute in a wider dtype than they return, so parts of them would round differently.
   if (is_narrow && domain.tiling == Tiling::exact) return false;
+  const auto computed = is_narrow ? c10::kFloat : dtype;
   const at::Tensor classes = checked_classes(target, call.argument(4).toInt(), self.size(1));
   try {
     const at::Tensor loss = VocabularyLoss::apply(
         rows->x, rows->weight, rows->bias.defined() ? std::optional(rows->bias) : std::nullopt, classes,
-        call.argument(3).toInt(), is_narrow ? c10::kFloat : dtype, c10::make_intrusive<PassedNodes>(self));
+        call.argument(3).toInt(), computed, c10::make_intrusive<PassedNodes>(self), rows->stored);
+    if (rows->stored) lazy->give_its_turn(*loss.grad_fn());
     call.return_value(loss.to(dtype));
     return true;
   } catch (const BudgetError&) {  // whole logits are ordinary memory, outside any budget
+    if (rows->stored) throw;      // ranks take one way
     domain.unpaged_operators.count("aten::cross_entropy_loss");
     return false;
   }

@@ -209,7 +209,7 @@ void run_window(Cursors& cursors, Cut window, RunSlices run) {
   at::parallel_for(
       0, static_cast<std::int64_t>(ceil_div(elements, part)), 1, [&](std::int64_t first, std::int64_t last) {
         c10::InferenceMode same_mode(inference);
-        c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
+        c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKeys);
         for (std::int64_t i = first; i < last; ++i) {
           run_part(cursors, {window.begin + i * part, std::min(window.end, window.begin + (i + 1) * part)}, run);
         }
@@ -344,7 +344,7 @@ void run_windows(const Reach& reach, Chunking chunking, RunSlices run, Progress&
                  Where where) {
   const bool waits = progress.waits;
   const auto claims = waits ? announce(reach, where, !progress.is_streamed) : std::vector<MemoryClaim>();
-  c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard below_us(kPagedKeys);
   const auto& operands = reach.operands;
   Cursors cursors;
   for (std::size_t i = 0; i < operands.size(); ++i) {

@@ -80,10 +80,25 @@ struct Config {
   /// optimizer, activations, none, auto. Each partitioned role takes less memory per rank and adds collectives.
   std::string partition = "auto";
   /// Dtype in which ranks send and sum gradients. With "auto" they are sent as backward made them and summed in
-  /// gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. Values: auto, float32,
-  /// bfloat16, float16, float64. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before
-  /// they are sent, and their mean.
+  /// gradient_dtype over Gloo, and sent and summed in gradient_dtype over other backends. With "int8" and "int4"
+  /// they travel between nodes in blocks of 256 with one scale each (ZeRO++'s qgZ). Before, the ranks of a node sum
+  /// them as they are. If all ranks are one node, blocks travel between those. Values: auto, float32, bfloat16,
+  /// float16, float64, int8, int4. A 16-bit dtype halves the traffic of gradient sums, but rounds gradients before
+  /// they are sent, and their mean. "int8" sends an eighth of what float32 does at two ranks a node, and an
+  /// element's error is up to 1/254 of its block's largest; "int4" a sixteenth and 1/14.
   std::string reduce_dtype = "auto";
+  /// With compute_dtype at stage 3: "int8" sends parameters in blocks of 256 with one scale each (ZeRO++'s qwZ),
+  /// and operators see them so rounded. Masters and checkpoints stay as they are. Values: auto, int8. It sends half
+  /// the bytes of a 16-bit dtype, and an element's error is up to 1/254 of its block's largest.
+  std::string gather_dtype = "auto";
+  /// Consecutive ranks of the group that share a node's fast links; it divides the group. "auto" follows torchrun's
+  /// LOCAL_WORLD_SIZE if the group has all ranks, else the group is one node. It has no effect without
+  /// secondary_partition or an 8- or 4-bit reduce_dtype.
+  std::string node_ranks = "auto";
+  /// Tier of a second partition of the parameters, over the ranks of each node (ZeRO++'s hpZ). A gather over all
+  /// ranks fills it, and later gathers stay inside the node until the next update. Values: off, device, host, disk.
+  /// Each rank stores the parameters divided by node_ranks once more, and copies that part after each first gather.
+  std::string secondary_partition = "off";
   /// How often ranks compare their next collective before they start it. "auto" checks the first 256 gathers and
   /// the first 256 other collectives, then one in 64, and every gradient bucket. Values: auto, always, never.
   /// "always" costs a small exchange per collective; "never" can turn diverging ranks into a hang until the

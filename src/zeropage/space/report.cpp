@@ -100,6 +100,7 @@ std::vector<Row> moved(const Report& report) {
     add("ranks", std::to_string(report.ranks));
     add("sent in all-gathers", megabytes(report.gathered_bytes));
     add("sent in sums of gradients", megabytes(report.reduced_bytes));
+    if (report.sent_inside_nodes) add("of both, inside nodes alone", megabytes(report.sent_inside_nodes));
     add("sent to start equal", megabytes(report.broadcast_bytes));
     add("sent in checks and norms", megabytes(report.control_bytes));
     if (report.peers) add("of all that, read by ranks on this host", megabytes(report.read_by_peers));

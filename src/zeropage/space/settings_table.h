@@ -14,7 +14,7 @@ struct Setting {
   std::string_view name;
   std::string Config::*value;
 };
-inline constexpr std::array<Setting, 33> kSettings{{
+inline constexpr std::array<Setting, 36> kSettings{{
     {"states", &Config::states},
     {"disk_path", &Config::disk_path},
     {"device_memory", &Config::device_memory},
@@ -32,6 +32,9 @@ inline constexpr std::array<Setting, 33> kSettings{{
     {"state_dict", &Config::state_dict},
     {"partition", &Config::partition},
     {"reduce_dtype", &Config::reduce_dtype},
+    {"gather_dtype", &Config::gather_dtype},
+    {"node_ranks", &Config::node_ranks},
+    {"secondary_partition", &Config::secondary_partition},
     {"check_ranks", &Config::check_ranks},
     {"peer_memory", &Config::peer_memory},
     {"lazy_load", &Config::lazy_load},

@@ -24,6 +24,7 @@
 #include "zeropage/base/memory_limits.h"
 #include "zeropage/base/process.h"
 #include "zeropage/base/units.h"
+#include "zeropage/fault/fallback.h"
 #include "zeropage/plan/machine.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/placement.h"
@@ -34,6 +35,7 @@
 #include "zeropage/space/frontend.h"
 #include "zeropage/space/planned_group.h"
 #include "zeropage/space/torch_device.h"
+#include "zeropage/tensor/refresh.h"
 #include "zeropage/train/activations.h"
 #include "zeropage/train/gradients.h"
 
@@ -173,6 +175,47 @@ std::optional<std::size_t> peer_bytes_of(const std::string& peer_memory) {
     return for_tests ? parse_bytes(for_tests, "ZEROPAGE_PEER_BYTES") : Neighbours::kLeastBytes;
   if (peer_memory == "never") return std::nullopt;
   throw ConfigError(fmt::format("peer_memory = \"{}\"; write \"never\" or \"auto\"", peer_memory));
+}
+
+int count_of(const char* variable) {
+  const char* const text = std::getenv(variable);
+  return text ? std::atoi(text) : 0;
+}
+
+/// The ranks of a node, in a group of `size`.
+int node_ranks_of(const std::string& ranks, int size) {
+  if (ranks == "auto") {
+    const int local = count_of("LOCAL_WORLD_SIZE");
+    return local > 0 && size == count_of("WORLD_SIZE") && size % local == 0 ? local : size;
+  }
+  const bool is_number = !ranks.empty() && ranks.size() < 8 && ranks.find_first_not_of("0123456789") == ranks.npos;
+  const int number = is_number ? std::stoi(ranks) : 0;
+  if (number == 0 || size % number > 0) {
+    throw ConfigError(
+        fmt::format("node_ranks = \"{}\" does not divide the group's {} ranks; write the number of its "
+                    "ranks on each node, or \"auto\"",
+                    ranks, size));
+  }
+  return number;
+}
+
+std::optional<Tier> secondary_of(const Config& config, const Partition& partition) {
+  if (config.secondary_partition == "off") return std::nullopt;
+  for (const Tier tier : {Tier::device, Tier::host, Tier::disk}) {
+    if (config.secondary_partition != name_of(tier)) continue;
+    if (partition.partitions[static_cast<int>(Role::parameter)]) return tier;
+    throw ConfigError(fmt::format(
+        "secondary_partition = \"{}\" is of partitioned parameters, and stage = {} partitions none; write stage = 3",
+        config.secondary_partition, config.stage));
+  }
+  throw ConfigError(fmt::format("secondary_partition = \"{}\"; write \"device\", \"host\", \"disk\" or \"off\"",
+                                config.secondary_partition));
+}
+
+std::optional<kernels::CodeBits> bits_of(const std::string& dtype) {
+  if (dtype == "int8") return kernels::CodeBits::eight;
+  if (dtype == "int4") return kernels::CodeBits::four;
+  return std::nullopt;
 }
 
 Tiling tiling_of(const std::string& tiling) {
@@ -365,13 +408,17 @@ std::vector<Agreed> settings_of_all_ranks(const Config& given) {
   config.master_dtype == "float32_split" ? add("master_dtype", "float32_split", "float32_split")
                                          : dtype("master_dtype", config.master_dtype);
   dtype("gradient_dtype", config.gradient_dtype);
-  dtype("reduce_dtype", config.reduce_dtype);
+  bits_of(config.reduce_dtype) ? add("reduce_dtype", config.reduce_dtype, config.reduce_dtype)
+                               : dtype("reduce_dtype", config.reduce_dtype);
+  add("gather_dtype", config.gather_dtype, config.gather_dtype);
   add("optimizer_dtype", config.optimizer_dtype, config.optimizer_dtype);
   add("async_step",
       or_else([&] { return std::to_string(flag_of("async_step", config.async_step)); }, config.async_step),
       config.async_step);
   add("tiling", config.tiling, config.tiling);
   size("tile_above", config.tile_above);
+  add("node_ranks", config.node_ranks, config.node_ranks);
+  add("secondary_partition", config.secondary_partition, config.secondary_partition);
   add("check_ranks", config.check_ranks, config.check_ranks);
   add("peer_memory", config.peer_memory, config.peer_memory);
   return settings;
@@ -382,7 +429,8 @@ std::vector<Agreed> settings_of_all_ranks(const Config& given) {
 struct Space::Here {
   std::shared_ptr<Machine> planned;  // null: this machine
   Frontend frontend;
-  std::map<std::string, std::size_t> memory;  // bytes by setting; an automatic size is the least of all ranks
+  /// By setting: bytes, or the ranks of a node. An automatic number is the least of all ranks.
+  std::map<std::string, std::size_t> sizes;
 };
 
 std::shared_ptr<Space> Space::make(const Config& config, Frontend frontend) { return make(config, {}, frontend); }
@@ -392,7 +440,7 @@ std::shared_ptr<Space> Space::make(const Config& config, const Groups& groups, F
 }
 
 std::shared_ptr<Space> Space::make_planned(const Config& config, const std::shared_ptr<Machine>& machine, int ranks) {
-  const Groups groups{.shard = ranks > 1 ? make_planned_group(machine, ranks) : nullptr, .replica = {}};
+  const Groups groups{.shard = ranks > 1 ? make_planned_group(machine, ranks) : nullptr, .replica = {}, .node = {}};
   return make_on(machine, config, groups, Frontend::python);
 }
 
@@ -410,12 +458,13 @@ std::shared_ptr<Space> Space::make_on(const std::shared_ptr<Machine>& planned, c
   }
   Agreement agreement(ranks, replicas ? &*replicas : nullptr);
   const std::map<std::string, std::size_t> unknown{{"device_memory", SIZE_MAX}, {"host_memory", SIZE_MAX}};
-  const auto memory =
-      agreement.settle(settings_of_all_ranks(config),
-                       or_else([&] { return memory_of(config, device, true, planned.get()); }, unknown));
+  auto sizes = or_else([&] { return memory_of(config, device, true, planned.get()); }, unknown);
+  // Hosts may have different numbers of ranks.
+  sizes["node_ranks"] = or_else([&] { return node_ranks_of(config.node_ranks, ranks.size()); }, ranks.size());
+  const auto least = agreement.settle(settings_of_all_ranks(config), sizes);
   std::shared_ptr<Space> made;
   try {
-    made = make_here(config, groups, {planned, frontend, memory});
+    made = make_here(config, groups, {planned, frontend, least});
   } catch (const Error& error) {
     agreement.confirm(error.what());
     throw;
@@ -440,6 +489,7 @@ bool choose_tiers(const Config& config, Domain& domain) {
     domain.tiers[static_cast<int>(role)] = tier;
     may_go_to_disk |= tier == TierChoice::disk || tier == TierChoice::automatic;
   }
+  may_go_to_disk |= config.secondary_partition == "disk";
   if (domain.tiers[static_cast<int>(Role::activation)] == TierChoice::automatic) {
     throw ConfigError("activations = \"auto\"; write \"device\", \"host\" or \"disk\"");
   }
@@ -509,6 +559,36 @@ CacheOptions choose_sizes(const Config& config, const std::map<std::string, std:
   return options;
 }
 
+/// Sets how ranks send parameters and gradients.
+void choose_wire_formats(const Config& config, Domain& domain) {
+  Partition& partition = domain.partition;
+  partition.reduce_bits = bits_of(config.reduce_dtype);
+  if (partition.reduce_bits && !partition.partitions[static_cast<int>(Role::gradient)]) {
+    throw ConfigError(fmt::format(
+        "reduce_dtype = \"{}\" is for partitioned gradients, and stage = {} partitions none; write stage = 2 or 3",
+        config.reduce_dtype, config.stage));
+  }
+  if (!partition.reduce_bits) partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
+  if (config.gather_dtype == "auto") return;
+  if (config.gather_dtype != "int8") {
+    throw ConfigError(fmt::format("gather_dtype = \"{}\"; write \"int8\" or \"auto\"", config.gather_dtype));
+  }
+  const auto refuse = [](std::string_view why) {
+    throw ConfigError(fmt::format("gather_dtype = \"int8\" rounds what operators see, {}", why));
+  };
+  if (!partition.partitions[static_cast<int>(Role::parameter)])
+    refuse(
+        fmt::format("if parameters are partitioned, and stage = {} partitions none; write stage = 3", config.stage));
+  if (!domain.mixes()) refuse("so the optimizer needs master weights; write compute_dtype = \"bfloat16\"");
+  if (domain.compute_dtype != at::kBFloat16 && domain.compute_dtype != at::kHalf)
+    refuse(fmt::format("and compute_dtype = \"{}\"; write \"bfloat16\" or \"float16\"", config.compute_dtype));
+  if (domain.keeps_hi_lo)
+    refuse(
+        "and master_dtype = \"float32_split\" keeps a part of each master there; write master_dtype = \"float32\"");
+  if (!domain.saves_masters) refuse("and state_dict = \"compute\" would save that; write state_dict = \"master\"");
+  partition.codes_gathers = true;
+}
+
 /// Sets dtypes, tiling, partitioning and how steps run.
 void choose_handling(const Config& config, const CacheOptions& options, bool separate, bool over_ranks,
                      Domain& domain) {
@@ -543,7 +623,7 @@ void choose_handling(const Config& config, const CacheOptions& options, bool sep
                                partitions[static_cast<int>(Role::gradient)] &&
                                partitions[static_cast<int>(Role::optimizer)];
   if ((!over_ranks || has_only_shares) && !separate) domain.early_update = early_update;
-  domain.partition.reduce_dtype = dtype_of("reduce_dtype", config.reduce_dtype);
+  choose_wire_formats(config, domain);
 }
 
 /// Chooses whether the host updates optimizer states.
@@ -559,6 +639,30 @@ void choose_where_to_update(Config& config, const CacheOptions& options, const G
   // in the host.
   if (groups.shard && (domain.partition.reduces_whole || groups.replica)) domain.updates_in_host = false;
   domain.updates_where_all_fits = config.optimizer_device == "auto";
+}
+
+/// Tells the ranks which of them share a node: each so many consecutive ones.
+void set_nodes(const Config& config, const Groups& groups, int of_node, const Domain& domain) {
+  Collectives& ranks = *domain.partition.ranks;
+  (void)node_ranks_of(config.node_ranks, ranks.size());  // checks it
+  const Partition& partition = domain.partition;
+  if (domain.planned_on &&
+      (config.secondary_partition != "off" || partition.codes_gathers || partition.reduce_bits)) {
+    throw ConfigError(
+        "secondary_partition, gather_dtype and an integer reduce_dtype have no plan, because a planned machine has "
+        "one network between all ranks; leave them out");
+  }
+  const bool needs_group = of_node > 1 && of_node < ranks.size() && config.secondary_partition != "off";
+  if (needs_group && !groups.node && !ranks.gathers_by_parts()) {
+    throw ConfigError(
+        "secondary_partition needs Groups::node, a group of the ranks of one node, for a backend other "
+        "than Gloo");
+  }
+  if (groups.node && groups.node->getSize() != of_node) {
+    throw ConfigError(fmt::format("Groups::node has {} ranks, and node_ranks = {}: they must be the same",
+                                  groups.node->getSize(), of_node));
+  }
+  ranks.set_nodes(of_node, groups.node);
 }
 
 /// Whether libtorch calls the functions of stock/ ([Note: interposition] in stock/libtorch.cpp).
@@ -603,7 +707,7 @@ void mix_in(const std::shared_ptr<Domain>& domain, at::Tensor& parameter) {
 
 std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& groups, const Here& here) {
   Config config = with_states(requested);
-  const auto& [planned, frontend, memory] = here;
+  const auto& [planned, frontend, sizes] = here;
   const bool over_ranks = groups.shard != nullptr;
   auto domain = std::make_shared<Domain>();
   domain->planned_on = planned;
@@ -611,7 +715,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   domain->on_host = is_on_host(domain->device, planned.get());
   const bool separate = has_separate_memory(config, domain->on_host);
   const bool may_go_to_disk = choose_tiers(config, *domain);
-  CacheOptions options = choose_sizes(config, memory, *domain, separate, over_ranks);
+  CacheOptions options = choose_sizes(config, sizes, *domain, separate, over_ranks);
   options.disk_path = may_go_to_disk && config.disk_path.empty() ? "/var/tmp" : config.disk_path;
   choose_handling(config, options, separate, over_ranks, *domain);
   if (frontend == Frontend::cpp) refuse_settings_of_python(config, *domain);
@@ -623,6 +727,7 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   if (frontend == Frontend::cpp && domain->mixes()) domain->begin_parameter = &mix_in;
   const CheckRanks check = check_of(config.check_ranks);
   (void)peer_bytes_of(config.peer_memory);
+  const std::optional<Tier> secondary = secondary_of(config, domain->partition);
   const std::size_t device_bytes = options.device_bytes;
   const std::size_t gathered_bytes = over_ranks ? gathered_share(device_bytes, *domain, separate) : 0;
   options.device_bytes -= gathered_bytes;
@@ -638,12 +743,13 @@ std::shared_ptr<Space> Space::make_here(const Config& requested, const Groups& g
   domain->cache = FrameCache::make(options, has_disk ? make_planned_io(planned, options.io) : nullptr);
   if (over_ranks) {
     domain->partition.ranks = std::make_shared<Collectives>(groups.shard, domain->device, check, groups.keep);
+    set_nodes(config, groups, static_cast<int>(sizes.at("node_ranks")), *domain);
     if (groups.replica && groups.replica->getSize() > 1) {
       domain->partition.replicas = std::make_shared<Collectives>(groups.replica, domain->device, check, groups.keep);
     }
     if (gathered_bytes > 0) {
       domain->gathered = FrameCache::make_gathered(domain->cache, domain->partition.ranks, gathered_bytes,
-                                                   device_memory(gathered_bytes));
+                                                   device_memory(gathered_bytes), secondary);
     }
     domain->reducer = Reducer::make(domain);
   }
@@ -689,6 +795,20 @@ bool page_in(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, Role rol
 
 bool Space::page(at::Tensor& tensor, Role role) { return page_in(domain_, tensor, role); }
 
+bool Space::page_inner(at::Tensor& tensor, std::shared_ptr<const Outer> outer) {
+  page_inner_tensors();
+  page_in(domain_, tensor, Role::parameter);
+  if (!segment_of(tensor) || segment_of(tensor)->domain() != domain_) return false;
+  make_same(tensor);  // a part that a collective has brought is this rank's own
+  auto* const segment = segment_of(tensor);
+  compat::add_keys(*tensor.unsafeGetTensorImpl());  // of a tensor that was paged before, too
+  segment->set_keeps_same(true);
+  segment->set_outer(std::move(outer));
+  segment->leaf_known = true;
+  domain_->leaves.know(tensor);
+  return true;
+}
+
 bool Space::mix(at::Tensor& parameter) {
   auto* segment = segment_of(parameter);
   if (!segment || segment->domain() != domain_ || !domain_->mixes() || !parameter.is_floating_point()) return false;
@@ -708,7 +828,16 @@ std::vector<std::pair<std::string, std::size_t>> Space::unpaged_operators() cons
 }
 
 void Space::set_groups(const Groups::Group& gathers, const Groups::Group& sums, const Groups::Group& checks) {
-  domain_->partition.ranks->set_groups(gathers, sums, checks, peer_bytes_of(config_.peer_memory));
+  const auto peer_bytes = peer_bytes_of(config_.peer_memory);
+  Collectives& ranks = *domain_->partition.ranks;
+  ranks.set_groups(gathers, sums, checks, peer_bytes);
+  const Partition& partition = domain_->partition;
+  const bool updates_shares = !partition.reduces_whole && !partition.partitions[static_cast<int>(Role::parameter)];
+  if (!updates_shares || !domain_->device.is_cpu() || !ranks.gathers_by_parts()) return;
+  // Its messages have tags of their own, so they share the connection of gathers. Ranks agree on what it gathers.
+  auto own = std::make_shared<Collectives>(gathers, domain_->device, CheckRanks::never, ranks.keeps_group());
+  own->share_group(peer_bytes);
+  domain_->refresher = std::make_shared<Refresher>(std::move(own));
 }
 
 void Space::start_equal() {
@@ -736,6 +865,7 @@ void step_ended(c10::ArrayRef<at::Tensor> parameters) {
 }
 
 void Space::close() {
+  if (domain_->refresher) domain_->refresher->finish();
   if (domain_->gathered) domain_->gathered->close();
   domain_->cache->close();
   if (!closed_.exchange(true)) tensor_heap_ = nullptr;  // two threads may close one space
@@ -779,6 +909,7 @@ Report Space::report() const {
   const auto& [ranks, replicas] = std::tie(domain_->partition.ranks, domain_->partition.replicas);
   Traffic traffic = ranks ? ranks->traffic() : Traffic{};
   if (replicas) traffic += replicas->traffic();
+  if (domain_->refresher) traffic += domain_->refresher->traffic();
   Report report{.homes = {},
                 .budgets = {},
                 .faults = stats.faults,
@@ -793,6 +924,7 @@ Report Space::report() const {
                 .peers = ranks ? ranks->neighbours() : 0,
                 .gathered_bytes = traffic.gathered,
                 .reduced_bytes = traffic.reduced,
+                .sent_inside_nodes = traffic.inside_nodes,
                 .broadcast_bytes = traffic.broadcast,
                 .control_bytes = traffic.control,
                 .nonfinite_grads = domain_->not_finite.load(),
@@ -888,7 +1020,7 @@ at::Tensor plain_copy(const at::Tensor& tensor) {
   c10::NoGradGuard no_grad;
   at::Tensor copy;
   {
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     const auto options = tensor.options().requires_grad(false);
     const bool overlaps = at::has_internal_overlap(tensor.unsafeGetTensorImpl()) == at::MemOverlap::Yes;
     copy =
@@ -896,7 +1028,7 @@ at::Tensor plain_copy(const at::Tensor& tensor) {
   }
   // Inside torch.tensor([…]) PyTorch excludes the key.
   auto keys = c10::impl::tls_local_dispatch_key_set();
-  keys.excluded_ = keys.excluded_.remove(kPagedKey);
+  keys.excluded_ = keys.excluded_ - kPagedKeys;
   const c10::impl::ForceDispatchKeyGuard not_excluded(keys);
   return copy.copy_(tensor);
 }

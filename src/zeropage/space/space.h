@@ -46,6 +46,7 @@ namespace zeropage {
 
 class Activations;
 struct Domain;
+class Outer;
 class Machine;
 
 /// The contents and the traffic of a space, as plain data. Sizes are in bytes, times in seconds.
@@ -71,6 +72,7 @@ struct Report {
   int ranks;                                   // that share tensors; 1: one process.
   int peers;                                   // of them, those whose memory this one reads.
   std::size_t gathered_bytes, reduced_bytes;   // this rank sent them for all-gathers and gradient sums.
+  std::size_t sent_inside_nodes;               // of these, in exchanges of one node's ranks alone.
   std::size_t broadcast_bytes, control_bytes;  // this rank sent them at the start, and for checks and norms.
   std::size_t nonfinite_grads;                 // values in gradients that fused updates read.
   // Elements of parameters that optimizers updated, if the device has memory of its own.
@@ -116,6 +118,7 @@ struct Groups {
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   Group shard;       // null: one process
   Group replica;     // null: no replicas
+  Group node;        // of the shard group, the ranks of this one's node; null: the shard group sends to single ranks
   bool keep = true;  // the space keeps them alive: [Note: whose group]
 };
 
@@ -160,6 +163,9 @@ class Space : public std::enable_shared_from_this<Space> {
   void page(const torch::nn::ModuleHolder<Contained>& module) {
     page(*module.ptr());
   }
+  /// Pages the tensor that a parameter of a subclass, such as DTensor, keeps inside. Its gradients then go through
+  /// inner_gradient() (train/gradients.h). False if it cannot be paged. Otherwise as page().
+  bool page_inner(at::Tensor& tensor, std::shared_ptr<const Outer> outer);
   /// Gives an initialised parameter that is paged here a master in master_dtype; operators see it in compute_dtype
   /// from now on. Optimizers, and all else that writes the whole parameter, use the master. False if there is nothing
   /// to do. In C++, the end of a scope does this for floating-point parameters made in it that require gradients.

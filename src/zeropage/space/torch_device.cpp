@@ -27,7 +27,7 @@ namespace {
 
 /// Makes our own operators ordinary ones, whatever scope or grad mode the caller is in.
 struct Ordinary {
-  c10::impl::ExcludeDispatchKeyGuard below_us{kPagedKey};
+  c10::impl::ExcludeDispatchKeyGuard below_us{kPagedKeys};
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 

@@ -170,7 +170,7 @@ at::Tensor tensor_over(const Domain& domain, c10::intrusive_ptr<c10::StorageImpl
   auto tensor =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(backend), dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
+  compat::add_keys(*tensor.unsafeGetTensorImpl());
   return tensor;
 }
 
@@ -251,6 +251,7 @@ void StorageSegment::hide() {
 
 void StorageSegment::destroy(void* context) {
   std::unique_ptr<StorageSegment> segment(static_cast<StorageSegment*>(context));
+  segment->outer_ = nullptr;  // of Python, whose lock must not be taken under those below
   if (!segment->is_deferred() && !segment->is_written_ahead_) return;
   const auto domain = segment->domain_;
   std::lock_guard lock(domain->deferral_mutex);
@@ -263,9 +264,11 @@ void StorageSegment::destroy(void* context) {
   if (const auto deferred = segment->deferred_) deferred->keep_alive(segment);
 }
 
-void StorageSegment::find_home() {
+void StorageSegment::find_home(std::optional<Tier> tier) {
   if (!is_unallocated()) return;
-  builder_->bind(*this);
+  SegmentBuilder builder = *builder_;
+  if (tier) builder.creation.tier = tier;
+  builder.bind(*this);
   unallocated_.store(false, std::memory_order_release);
 }
 
@@ -275,7 +278,7 @@ Layout StorageSegment::layout_of(const SegmentBuilder& builder) const {
 }
 
 Layout StorageSegment::layout() const {
-  if (is_unallocated()) return layout_of(*builder_);
+  if (is_unallocated()) return builder_->creation.is_local ? Layout::replicated : layout_of(*builder_);
   return is_partitioned() ? Layout::partitioned : Layout::replicated;
 }
 
@@ -425,8 +428,8 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
 }
 
 at::Tensor make_own_gradient(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                             caffe2::TypeMeta dtype, bool is_unset) {
-  Creation creation{.is_local = true, .is_unset = is_unset};
+                             caffe2::TypeMeta dtype, bool is_unset, bool unallocated) {
+  Creation creation{.unallocated = unallocated, .is_local = true, .is_unset = is_unset};
   try {
     return make_paged(domain, sizes, strides, dtype, Role::gradient, creation);
   } catch (const BudgetError&) {
@@ -451,6 +454,7 @@ void fill_share(const at::Tensor& tensor, const void* whole) {
 void take_segment(const at::Tensor& tensor, const at::Tensor& made) {
   auto& storage = *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   StorageSegment& old = *segment_of(storage);
+  if (old.role() == Role::parameter) old.complete_pending();  // the thread that refreshes it needs it
   if (old.is_pinned()) {
     throw AccessError(
         "a paged tensor is written here while zeropage.pinned() or another thread holds it; let go of it");
@@ -497,7 +501,7 @@ bool adopt(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor, Role
   }
   impl.set_resizable(false);
   attach(std::move(segment), impl);
-  compat::add_key(*tensor.unsafeGetTensorImpl(), kPagedKey);
+  compat::add_keys(*tensor.unsafeGetTensorImpl());
   return true;
 }
 
@@ -524,7 +528,7 @@ bool adopt_both(const std::shared_ptr<Domain>& domain, const at::Tensor& tensor,
       twin.key_set().has(c10::DispatchKey::Python) || !adopt(domain, tensor, role, /*number=*/0, /*owners=*/2)) {
     return false;
   }
-  compat::add_key(*other, kPagedKey);
+  compat::add_keys(*other);
   return true;
 }
 

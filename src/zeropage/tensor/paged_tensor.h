@@ -67,6 +67,9 @@ struct Partition {
   bool reduces_whole = false;             // every rank sums whole gradients (stage 0).
   c10::ScalarType reduce_dtype = c10::ScalarType::Undefined;  // of gradients in transfer; Undefined: their own
 
+  bool codes_gathers = false;                         // of parameters, in blocks of 8 bits (gather_dtype)
+  std::optional<kernels::CodeBits> reduce_bits = {};  // of gradients on their way to other nodes; none: reduce_dtype
+
   int world() const { return ranks ? ranks->size() * (replicas ? replicas->size() : 1) : 1; }
 };
 
@@ -81,10 +84,11 @@ enum class EarlyUpdate : std::uint8_t { never, automatic, always };
 /// no split that sums in another order.
 enum class Tiling : std::uint8_t { off, automatic, exact };
 
+class Refresher;
 class StorageSegment;
 struct SegmentBuilder;
 
-/// Content that has not arrived yet: a gradient whose reduction is under way.
+/// Content that has not arrived yet: a gradient whose reduction is under way, or a parameter that ranks refresh.
 class Pending {
  public:
   virtual ~Pending() = default;
@@ -93,6 +97,14 @@ class Pending {
   /// Adds the content of `from` to `sum` on arrival, so that the caller need not wait for it. False: it cannot.
   /// `from` must hold nothing else.
   virtual bool add_to(StorageSegment& sum, const StorageSegment& from) = 0;
+  /// Whether write_part() serves for the content. Then a reader of parts need not complete() it.
+  virtual bool comes_in_parts() const { return false; }
+  /// Writes elements [begin, begin + into.numel()) into flat plain memory of the content's dtype. In order, each is
+  /// made once.
+  virtual void write_part(std::size_t begin, const at::Tensor& into) {
+    (void)begin, (void)into;
+    TORCH_INTERNAL_ASSERT(false, "it does not come in parts");
+  }
 };
 
 /// The low-precision encoding of a float32 tensor's content.
@@ -192,6 +204,8 @@ struct Domain {
   bool saves_masters = true;      // state_dict() returns masters, not low-precision copies.
   bool keeps_hi_lo = false;       // a master is the visible bfloat16 and the 16 bits it lacks (rules/hi_lo.h).
   std::shared_ptr<void> reducer;  // of gradients; train/ defines its type.
+  /// Brings parameters up to date after a step of stage 1 or 2 (tensor/refresh.h). Null: the first use waits for all.
+  std::shared_ptr<Refresher> refresher;
   GeneralPath unpaged_operators;
   Tiling tiling = Tiling::automatic;
   std::size_t tile_above = 0;           // bytes.
@@ -266,6 +280,17 @@ struct NonZero {
   ContentMark content;
 };
 
+/// A parameter that keeps a paged leaf inside ([Note: inner tensors] in base/torch_compat.h). The program sees the
+/// parameter's gradient, which keeps the leaf's inside. The leaf itself has none.
+class Outer {
+ public:
+  virtual ~Outer() = default;
+  /// The tensor inside the parameter's gradient; undefined: there is no gradient.
+  virtual at::Tensor gradient() const = 0;
+  /// Makes a gradient of the parameter that keeps `gradient` inside; undefined: the parameter then has none.
+  virtual void set_gradient(const at::Tensor& gradient) const = 0;
+};
+
 class StorageSegment final : public Segment {
  public:
   StorageSegment(std::shared_ptr<Domain> domain, c10::StorageImpl* storage, Role role, std::size_t elements);
@@ -307,7 +332,10 @@ class StorageSegment final : public Segment {
   bool is_unallocated() const { return unallocated_.load(std::memory_order_acquire); }
   /// The most bytes of its present or future cache that one operator may hold.
   std::size_t frame_limit() const { return (is_unallocated() ? domain_->cache : cache())->frame_limit(); }
-  void find_home();
+  /// `tier`: instead of the one that it was made for. Throws BudgetError, DiskError.
+  void find_home(std::optional<Tier> tier = std::nullopt);
+  /// The backward that last made a gradient of it to come (rules/rows_to_come.h).
+  int latest_rows_to_come = -1;
   /// The low-precision encoding of its content, or null. A quantised segment has no home of its own.
   Quantisation* quantisation() const { return quantisation_.get(); }
   void set_quantisation(std::unique_ptr<Quantisation> quantisation) { quantisation_ = std::move(quantisation); }
@@ -352,7 +380,10 @@ class StorageSegment final : public Segment {
 
   bool is_partitioned() const { return share_.defined(); }
   /// Whether all ranks have the same value (placement.h).
-  Placement placement() const { return pending_ ? Placement::sum : is_own() ? Placement::own : Placement::same; }
+  Placement placement() const {
+    if (is_own()) return Placement::own;
+    return pending_ && role_ != Role::parameter ? Placement::sum : Placement::same;
+  }
   /// Tensors of this rank alone have no number: a share of another tensor, or content that waits for other ranks.
   bool is_own() const { return own_ || (number_ == 0 && domain_->partition.ranks); }
   /// Makes a tensor that is whole here this rank's own from now on.
@@ -396,9 +427,13 @@ class StorageSegment final : public Segment {
   void claim_share(Access access);
   /// Whether the domain knows the leaf over this storage.
   bool leaf_known = false;
+  /// The parameter of a subclass, such as DTensor, that keeps this leaf inside; null: none.
+  const std::shared_ptr<const Outer>& outer() const { return outer_; }
+  void set_outer(std::shared_ptr<const Outer> outer) { outer_ = std::move(outer); }
   void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
   Layout layout() const;
   const std::shared_ptr<Pending>& pending() const { return pending_; }
+  bool comes_in_parts() const { return pending_ && pending_->comes_in_parts(); }
 
   /// The start of the segment's own range in an address space without memory. Code that recognises shared tensors by
   /// their addresses uses it.
@@ -424,6 +459,7 @@ class StorageSegment final : public Segment {
   at::Tensor master_;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> visible_;
   at::Tensor share_;
+  std::shared_ptr<const Outer> outer_;
   bool shareable_ = false;
   bool stale_ = false;
   bool own_ = false, keeps_same_ = false, is_reduced_ = false, touched_ = false;
@@ -485,9 +521,10 @@ at::Tensor make_paged(const std::shared_ptr<Domain>& domain, c10::IntArrayRef si
                       caffe2::TypeMeta dtype, Role role, const Creation& creation = {});
 
 /// Makes a whole gradient that belongs to this rank alone. Its home is the disk if that of gradients has no room.
-/// Throws BudgetError if neither has; its message is for the caller to complete.
+/// Throws BudgetError if neither has; its message is for the caller to complete. `unallocated`: it has no home until
+/// find_home().
 at::Tensor make_own_gradient(const std::shared_ptr<Domain>& domain, c10::IntArrayRef sizes, c10::IntArrayRef strides,
-                             caffe2::TypeMeta dtype, bool is_unset);
+                             caffe2::TypeMeta dtype, bool is_unset, bool unallocated = false);
 
 /// Writes this rank's share of a partitioned tensor, from memory that holds the whole on the domain's device.
 void fill_share(const at::Tensor& tensor, const void* whole);

@@ -3,30 +3,26 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/FunctionRef.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <set>
 
 #include "zeropage/base/errors.h"
 #include "zeropage/base/no_paging_guard.h"
 #include "zeropage/tensor/paged_tensor.h"
+#include "zeropage/tensor/refresh.h"
 
 namespace zeropage {
 namespace {
 
-constexpr std::size_t kGathersAhead = 2;
 constexpr std::size_t kPackBytes = 16 * kMiB;  // of small tensors in one collective
 
 Subject subject_of(const StorageSegment& segment, std::size_t page = 0) {
   return {name_of(segment.role()), segment.number(), page};
 }
-
-using Storages = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
 
 /// Broadcasts small tensors together, from the first rank of each group.
 void broadcast_packed(Domain& domain, const Storages& storages) {
@@ -66,96 +62,6 @@ void broadcast_pages(StorageSegment& segment, Collectives& group, const Subject&
   }
 }
 
-/// Gathers the other ranks' shares of whole tensors. Packs small tensors together; gathers large ones page by page in
-/// place, kGathersAhead pages at once.
-class Refresh {
- public:
-  explicit Refresh(Domain& domain) : domain_(domain), ranks_(*domain.partition.ranks) {}
-
-  void run(const std::vector<StorageSegment*>& segments) {
-    const NoPagingGuard no_paging;  // also in a scope
-    std::vector<StorageSegment*> small;
-    std::size_t bytes = 0;
-    for (StorageSegment* segment : segments) {
-      if (segment->pages() > 1) {
-        gather_pages(*segment);
-        continue;
-      }
-      small.push_back(segment);
-      bytes += segment->bytes();
-      if (bytes >= kPackBytes) gather_packed(std::exchange(small, {})), bytes = 0;
-    }
-    if (!small.empty()) gather_packed(small);
-    while (!under_way_.empty()) finish_oldest();
-  }
-
- private:
-  struct Gather {
-    PagePin page;
-    std::unique_ptr<Ranks::Work> work;
-  };
-
-  void finish_oldest() {
-    under_way_.front().work->wait();
-    under_way_.pop_front();
-  }
-
-  void gather_pages(StorageSegment& segment) {
-    const Stripes& stripes = segment.stripes();
-    for (std::size_t i = 0; i < stripes.pages(); ++i) {
-      if (under_way_.size() == kGathersAhead) finish_oldest();
-      Gather gather{segment.cache()->pin_page(segment, i, Access::write), nullptr};
-      gather.page.wait();
-      const std::size_t part_bytes = stripes.part(i) * item_bytes(segment);
-      std::byte* const page = gather.page.data();
-      gather.work = ranks_.all_gather(page, page + stripes.rank() * part_bytes, part_bytes, subject_of(segment, i));
-      under_way_.push_back(std::move(gather));
-    }
-  }
-
-  void gather_packed(const std::vector<StorageSegment*>& segments) {
-    std::int64_t length = 0;
-    for (StorageSegment* segment : segments) length += part_bytes(*segment);
-    const auto options = at::TensorOptions().dtype(at::kByte).device(domain_.device);
-    at::Tensor mine = at::empty({length}, options), all = at::empty({ranks_.size(), length}, options);
-    for_each_place(segments, [&](at::Tensor parts, std::int64_t at, std::int64_t bytes) {
-      mine.narrow(0, at, bytes).copy_(parts[ranks_.rank()]);
-    });
-    ranks_
-        .all_gather(static_cast<std::byte*>(all.mutable_data_ptr()),
-                    static_cast<const std::byte*>(mine.const_data_ptr()), length, subject_of(*segments[0]))
-        ->wait();
-    for_each_place(segments, [&](at::Tensor parts, std::int64_t at, std::int64_t bytes) {
-      parts.copy_(all.narrow(1, at, bytes));
-    });
-  }
-
-  /// Calls `visit` with every rank's part of each segment, [ranks, bytes], and its offset in the pack.
-  void for_each_place(const std::vector<StorageSegment*>& segments,
-                      c10::function_ref<void(at::Tensor, std::int64_t, std::int64_t)> visit) {
-    std::int64_t at = 0;
-    for (StorageSegment* segment : segments) {
-      PagePin page = segment->cache()->pin_page(*segment, 0, Access::write);
-      page.wait();
-      const std::int64_t bytes = part_bytes(*segment);
-      const auto options = at::TensorOptions().dtype(at::kByte).device(domain_.device);
-      visit(at::from_blob(page.data(), {ranks_.size(), bytes}, [](void*) {}, options, domain_.device), at, bytes);
-      at += bytes;
-    }
-  }
-
-  static std::size_t item_bytes(const StorageSegment& segment) {
-    return segment.bytes() / segment.stripes().padded();
-  }
-  static std::int64_t part_bytes(const StorageSegment& segment) {
-    return static_cast<std::int64_t>(segment.stripes().part(0) * item_bytes(segment));
-  }
-
-  Domain& domain_;
-  Collectives& ranks_;
-  std::deque<Gather> under_way_;
-};
-
 /// The set of stale parameters may depend on when Python's collector ran here. Ranks refresh those that all of them
 /// still have: a program that is the same on all ranks can use no other again.
 void gather_stale_parameters(Domain& domain) {
@@ -172,13 +78,29 @@ void gather_stale_parameters(Domain& domain) {
   }
   std::vector<std::uint64_t> numbers;
   for (const auto& [number, _] : alive) numbers.push_back(number);
-  std::vector<StorageSegment*> segments;
+  Storages stale;
   for (const std::uint64_t number : domain.partition.ranks->common(numbers, {"stale parameters", 0, 0})) {
-    segments.push_back(segment_of(*alive.at(number)));
+    stale.push_back(alive.at(number));
   }
-  for (StorageSegment* segment : segments) segment->complete();
-  Refresh(domain).run(segments);
-  for (StorageSegment* segment : segments) segment->set_stale(false);
+  for (const auto& storage : stale) segment_of(*storage)->complete();
+  const auto set_fresh = [](const Storages& storages) {
+    for (const auto& storage : storages) segment_of(*storage)->set_stale(false);
+  };
+  if (domain.refresher) {  // its gathers compare nothing on their way
+    std::uint64_t writes = 0;
+    for (const auto& storage : stale) writes = 31 * writes + segment_of(*storage)->program_writes();
+    const auto words = domain.partition.ranks->agree({static_cast<std::int64_t>(writes)}, {"stale parameters", 0, 0});
+    if (std::ranges::any_of(words, [&](const auto& others) { return others != words[0]; })) {
+      domain.partition.ranks->differ(
+          "ranks wrote different values into one tensor, because one has written it more often:");
+    }
+    set_fresh(stale);
+    return domain.refresher->start(std::move(stale));
+  }
+  for (const Storages& together : in_refreshes(std::move(stale))) {
+    Refresh(*domain.partition.ranks, segments_of(together)).run();
+    set_fresh(together);
+  }
 }
 
 /// The created tensors that live on all ranks. Which ones died may differ with the time at which Python's collector
@@ -271,13 +193,14 @@ void StorageSegment::refresh(Access access) {
   touched_ = touched_ || access != Access::read;
   if (stale_ && access != Access::overwrite) {
     // After a step the first use of any parameter refreshes all: ranks may use another one first.
-    role() == Role::parameter ? gather_stale_parameters(*domain_) : Refresh(*domain_).run({this});
+    role() == Role::parameter ? gather_stale_parameters(*domain_) : Refresh(*domain_->partition.ranks, {this}).run();
     if (role() == Role::parameter && stale_) {
       throw RankError(
           fmt::format("parameter {} is used here and no longer exists on another rank, which held a share of its "
                       "last update; keep the same modules on every rank",
                       number_));
     }
+    complete_pending();  // it may be on its way
   }
   if (stale_) set_stale(false);
 }
@@ -312,13 +235,14 @@ void StorageSegment::claim_share(Access access) {
   if (is_partitioned()) {
     access == Access::read ? cache()->store(*this) : cache()->share_changes(*this);
   } else if (access != Access::read) {
+    if (role() == Role::parameter) complete_pending();  // others' last updates may be on their way
     set_stale(true);
   }
 }
 
 void start_equal(Domain& domain) {
   if (!domain.partition.ranks || is_in_scope_of(domain)) return;
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   c10::NoGradGuard no_grad;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;
   {
@@ -332,7 +256,7 @@ void start_equal(Domain& domain) {
     segment.complete();
     const auto& [ranks, replicas] = std::tie(domain.partition.ranks, domain.partition.replicas);
     if (segment.is_partitioned()) {
-      segment.open_share(Access::read);
+      segment.open_share(replicas ? Access::write : Access::read);
       if (replicas) broadcast_pages(segment.share_segment(), *replicas, subject_of(segment));
     } else if (segment.is_shareable()) {
       segment.refresh(Access::read);  // rank 0 has only its own share of a stale tensor

@@ -67,7 +67,7 @@ at::Tensor paged_copy(const std::shared_ptr<Domain>& domain, const at::Tensor& t
     return content;
   }
   auto& segment = *segment_of(content);
-  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+  c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const auto copy_whole = [&] {  // in one frame, as backward will need it
     const PinRequest request{&segment, Access::overwrite};
     const TensorPin pin(request);
@@ -162,7 +162,7 @@ std::shared_ptr<SavedTensor> Activations::save(const at::Tensor& tensor) {
   if (saved->content_) return saved;
   at::Tensor kept = tensor;
   if (is_partitioned(*domain, bytes)) {
-    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
     if (tensor.strides() != saved->strides_)
       kept = at::empty_strided(tensor.sizes(), saved->strides_, saved->options_).copy_(tensor);
     check_same(*domain, kept, bytes);

@@ -14,6 +14,7 @@
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/norms.h"
 #include "zeropage/rules/placement.h"
+#include "zeropage/rules/rows_to_come.h"
 #include "zeropage/rules/speculation.h"
 #include "zeropage/rules/widened.h"
 #include "zeropage/rules/windows.h"
@@ -37,12 +38,26 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& gradients) override {
     try {
-      // PyTorch's zero tensors have no memory, but the code below reads the gradient.
-      if (gradients[0].defined() && gradients[0]._is_zerotensor()) return page({materialised(gradients[0])});
-      return page(gradients);
+      const at::Tensor& leaf = node_->variable;
+      // AccumulateGrad drops the gradient of a leaf that the program has frozen since forward.
+      if (!gradients[0].defined() || !leaf.requires_grad()) return gradients;
+      if (!segment_of(leaf)) {  // `leaf.data = ordinary` was set after the operator met it
+        const auto domain = domain_.lock();
+        at::Tensor same = leaf;
+        if (!domain || !page_again(same, domain)) return gradients;
+      }
+      return {paged(leaf, gradients[0], node_)};
     } catch (const Error& error) {
       throw_translated(error);
     }
+  }
+
+  /// The tensor that AccumulateGrad shall make the paged leaf's gradient, or add to it. `node`: null for a leaf that
+  /// a parameter keeps inside.
+  static at::Tensor paged(const at::Tensor& leaf, const at::Tensor& gradient, torch::autograd::AccumulateGrad* node) {
+    // PyTorch's zero tensors have no memory, but the code below reads the gradient.
+    if (gradient._is_zerotensor()) return page(leaf, materialised(gradient), node);
+    return page(leaf, gradient, node);  // no copy of it: ranks may take its memory as it is if nobody else holds it
   }
 
  private:
@@ -51,45 +66,41 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     return at::zeros(zeros.sizes(), zeros.options());
   }
 
-  variable_list page(const variable_list& gradients) const {
-    const at::Tensor& leaf = node_->variable;
-    const at::Tensor& gradient = gradients[0];
-    auto* segment = segment_of(leaf);
-    if (!segment && gradient.defined()) {  // `leaf.data = ordinary` was set after the operator met it
-      const auto domain = domain_.lock();
-      at::Tensor same = leaf;
-      if (domain && page_again(same, domain)) segment = segment_of(leaf);
-    }
-    // AccumulateGrad drops the gradient of a leaf that the program has frozen since forward.
-    if (!segment || !gradient.defined() || !leaf.requires_grad()) return gradients;
+  static at::Tensor page(const at::Tensor& leaf, const at::Tensor& gradient, torch::autograd::AccumulateGrad* node) {
+    auto* const segment = segment_of(leaf);
     const Booking booking(&segment->domain()->cache->booked(), Spent::overhead);
     if (segment->domain()->partition.ranks) return over_ranks(leaf, gradient);
     // An operator that used the whole leaf since its step has run the update. Lookups leave it deferred (preview.h).
     const bool is_left = segment->is_deferred() && segment->has_deferred_write();
     if (is_left) segment->run_deferred();
     const bool is_last = note_arrival(*segment, is_left);
-    if (segment_of(gradient)) return {widened_if_mixed(*segment, leaf, gradient)};
-    if (gradient.layout() != c10::kStrided && segment->master().defined()) return {widened_sparse(leaf, gradient)};
+    if (segment_of(gradient)) {
+      // AccumulateGrad cannot see that other gradients share the tensor inside.
+      c10::NoGradGuard no_grad;
+      return node ? widened_if_mixed(*segment, leaf, gradient) : gradient.clone();
+    }
+    if (gradient.layout() != c10::kStrided && segment->master().defined()) return widened_sparse(leaf, gradient);
     // With create_graph the gradient has a history of its own. A sparse gradient has no pages.
     if (gradient.requires_grad() || gradient.layout() != c10::kStrided || gradient.device() != leaf.device()) {
-      return gradients;
+      return gradient;
     }
-    if (gradient.sizes() != leaf.sizes() || !leaf.is_non_overlapping_and_dense()) return gradients;
+    if (gradient.sizes() != leaf.sizes() || !leaf.is_non_overlapping_and_dense()) return gradient;
     if (gradient.key_set().has(c10::DispatchKey::Python) || !segment->domain()->pages(gradient.nbytes()))
-      return gradients;
-    if (leaf.grad().defined()) {
-      return is_last && can_accumulate(leaf) ? accumulate(*segment, leaf, gradient) : gradients;
+      return gradient;
+    if (gradient_of(leaf).defined()) {
+      return is_last && node && can_accumulate(leaf, *node) ? accumulate(*segment, leaf, gradient, *node) : gradient;
     }
     at::Tensor paged = paged_copy(*segment, leaf, gradient);
     if (is_last) early_update(*segment, paged);
-    return {paged};
+    return paged;
   }
 
   /// Widens a gradient that is already paged, such as one computed in tiles.
   static at::Tensor widened_if_mixed(const StorageSegment& segment, const at::Tensor& leaf,
                                      const at::Tensor& gradient) {
-    const bool widens = segment.master().defined() && !leaf.grad().defined() && gradient_dtype(leaf) == at::kFloat &&
-                        c10::isReducedFloatingType(gradient.scalar_type()) && is_operand(gradient, leaf);
+    const bool widens = segment.master().defined() && !gradient_of(leaf).defined() &&
+                        gradient_dtype(leaf) == at::kFloat && c10::isReducedFloatingType(gradient.scalar_type()) &&
+                        is_operand(gradient, leaf);
     return widens ? widened(gradient) : gradient;
   }
 
@@ -100,35 +111,36 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
   }
 
   /// Whether AccumulateGrad would only add in place, and nothing else sees the gradient before it.
-  bool can_accumulate(const at::Tensor& leaf) const {
-    const at::Tensor& sum = leaf.grad();
+  static bool can_accumulate(const at::Tensor& leaf, torch::autograd::AccumulateGrad& node) {
+    const at::Tensor& sum = gradient_of(leaf);
     const auto* made = segment_of(sum);
-    if (node_->pre_hooks().size() != 1 || !node_->post_hooks().empty()) return false;
-    return made && is_operand(sum, leaf) && !c10::GradMode::is_enabled() && !node_->tensor_post_acc_grad_hooks() &&
+    if (node.pre_hooks().size() != 1 || !node.post_hooks().empty()) return false;
+    return made && is_operand(sum, leaf) && !c10::GradMode::is_enabled() && !node.tensor_post_acc_grad_hooks() &&
            sum.nbytes() <= made->domain()->cache->frame_limit() / 2;
   }
 
   /// Adds the last gradient of a step here, to use the sum while it is in memory. Backwards of other threads add
   /// under the node's mutex.
-  variable_list accumulate(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) const {
+  static at::Tensor accumulate(StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient,
+                               torch::autograd::AccumulateGrad& node) {
     c10::NoGradGuard no_grad;
-    at::Tensor sum = leaf.grad();
+    at::Tensor sum = gradient_of(leaf);
     std::unique_ptr<ForeseenNorm> norm;
     {
-      const std::lock_guard lock(NodeMutex::of(*node_));
+      const std::lock_guard lock(NodeMutex::of(node));
       const PinRequest request{segment_of(sum), Access::write};
       const TensorPin pin(request);
-      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
       const Booking kernels(Spent::operators);
       sum.add_(gradient);
       norm = take_expected_norm(segment, sum, sum.scalar_type());
     }
     foresee(sum, std::move(norm));
     early_update(segment, sum);
-    return {at::Tensor()};
+    return {};
   }
 
-  static variable_list over_ranks(const at::Tensor& leaf, const at::Tensor& gradient) {
+  static at::Tensor over_ranks(const at::Tensor& leaf, const at::Tensor& gradient) {
     if (gradient.layout() != c10::kStrided) {
       throw RankError("sparse gradients are not summed over ranks; make the layer with sparse=False");
     }
@@ -136,11 +148,12 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
       throw RankError(
           "backward(create_graph=True) is not summed over ranks; take such gradients with torch.autograd.grad");
     }
+    RowsToCome::settle(segment_of(gradient));
     StorageSegment& segment = *segment_of(leaf);
     const bool is_last = note_arrival(segment, /*was_deferred=*/false);
     Reducer& reducer = reducer_of(*segment.domain());
-    if (const auto here = reducer.accumulate_here(leaf, gradient)) return {*here};
-    return {reducer.reduce(leaf, gradient, is_last)};
+    if (const auto here = reducer.accumulate_here(leaf, gradient)) return *here;
+    return reducer.reduce(leaf, gradient, is_last);
   }
 
   static void copy(const at::Tensor& to, const at::Tensor& gradient) {
@@ -160,7 +173,7 @@ class PageGradient final : public torch::autograd::FunctionPreHook {
     if (made.bytes() <= made.cache()->frame_limit() / 2) {
       const PinRequest request{&made, Access::overwrite};
       const TensorPin pin(request);
-      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKey);
+      c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
       copy(paged, gradient);
       norm = take_expected_norm(segment, paged, narrow ? at::kFloat : paged.scalar_type());
     } else {
@@ -238,6 +251,21 @@ bool page_data(const std::shared_ptr<Domain>& domain, at::Tensor& tensor, const 
   segment.leaf_known = true;
   domain->leaves.know(tensor);
   return true;
+}
+
+at::Tensor gradient_of(const at::Tensor& leaf) {
+  const auto* const segment = segment_of(leaf);
+  return segment && segment->outer() ? segment->outer()->gradient() : leaf.grad();
+}
+
+void set_gradient(const at::Tensor& leaf, const at::Tensor& gradient) {
+  const auto* const segment = segment_of(leaf);
+  if (segment && segment->outer()) return segment->outer()->set_gradient(gradient);
+  leaf.mutable_grad() = gradient;
+}
+
+at::Tensor inner_gradient(const at::Tensor& leaf, const at::Tensor& gradient) {
+  return PageGradient::paged(leaf, gradient, /*node=*/nullptr);
 }
 
 void forget_leaf(const at::Tensor& leaf) {

@@ -35,6 +35,12 @@ using LeafHold = decltype(torch::autograd::impl::grad_accumulator(std::declval<c
 /// Adds the hook to the leaf's AccumulateGrad node, unless it is there. `leaf` is a paged leaf that requires grad.
 /// Under no_grad it only hooks an existing node (a custom autograd function makes its edges before its forward).
 LeafHold hook_gradient(const at::Tensor& leaf);
+/// A leaf's gradient. If a parameter keeps the leaf inside, the tensor that its gradient keeps inside (Outer).
+at::Tensor gradient_of(const at::Tensor& leaf);
+void set_gradient(const at::Tensor& leaf, const at::Tensor& gradient);
+/// The same as the hook for a leaf that a parameter keeps inside. `gradient`: the tensor inside the gradient that
+/// backward made for the parameter. Returns the tensor inside the gradient that AccumulateGrad shall take instead.
+at::Tensor inner_gradient(const at::Tensor& leaf, const at::Tensor& gradient);
 /// Marks the paged leaf as one that no operator has met yet, because nothing refers to it.
 void forget_leaf(const at::Tensor& leaf);
 

@@ -26,7 +26,7 @@ at::Tensor LocalSums::begin(const at::Tensor& leaf, const at::Tensor& gradient) 
 }
 
 bool LocalSums::holds(const at::Tensor& leaf) const {
-  const at::Tensor gradient = leaf.grad();
+  const at::Tensor gradient = gradient_of(leaf);
   const auto* const sum = gradient.defined() ? segment_of(gradient) : nullptr;
   return sum && sum->is_local_sum && segment_of(leaf) && is_whole(gradient);
 }
@@ -35,12 +35,14 @@ at::Tensor LocalSums::take(const at::Tensor& leaf) {
   if (!holds(leaf)) return {};
   std::lock_guard lock(mutex_);
   keys_.erase(segment_of(leaf)->domain()->leaves.key_of(leaf));
-  return std::exchange(leaf.mutable_grad(), at::Tensor());
+  at::Tensor sum = gradient_of(leaf);
+  set_gradient(leaf, {});
+  return sum;
 }
 
 void LocalSums::give_back(const at::Tensor& leaf, const at::Tensor& sum) {
-  if (leaf.grad().defined() || !segment_of(leaf)) return;
-  leaf.mutable_grad() = sum;
+  if (gradient_of(leaf).defined() || !segment_of(leaf)) return;
+  set_gradient(leaf, sum);
   std::lock_guard lock(mutex_);
   keys_.insert(segment_of(leaf)->domain()->leaves.know(leaf));
 }

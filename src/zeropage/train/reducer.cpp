@@ -218,11 +218,12 @@ at::Tensor laid_out(const at::Tensor& leaf, const at::Tensor& gradient, c10::Sca
   const bool has_alias = gradient.storage().use_count() > 1;
   const bool is_shared = gradient.use_count() > 1 || (to_write && has_alias);
   const at::Tensor given = gradient.detach();
-  const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype;
+  const bool is_plain = !given.is_conj() && !given.is_neg() && !given.key_set().has(c10::DispatchKey::Python);
+  const bool fits = given.strides() == leaf.strides() && given.scalar_type() == dtype && is_plain;
   const auto& domain = segment_of(leaf)->domain();
   if (segment_of(given) && domain->tiling != Tiling::off && given.nbytes() > domain->tile_above) {
     if (fits && !is_shared && !has_alias && segment_of(given)->is_own() && is_whole(given)) {
-      segment_of(given)->complete();  // ranks read its pages as they are
+      if (!segment_of(given)->comes_in_parts()) segment_of(given)->complete();  // ranks read its pages as they are
       return given;
     }
     const auto type = c10::scalarTypeToTypeMeta(dtype);
@@ -257,7 +258,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, b
   }
   const at::Tensor sum = local_sums_.take(leaf);
   take_own_gradient(leaf);  // otherwise this gradient's mean would be added to a rank's own gradient
-  const bool had_sum = leaf.grad().defined();
+  const bool had_sum = gradient_of(leaf).defined();
   const Kind kind = is_met(leaf, had_sum) ? Kind::again : had_sum ? Kind::added : Kind::first;
   const at::Tensor mean = [&] {
     try {
@@ -273,7 +274,7 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, b
 
 std::optional<at::Tensor> Reducer::accumulate_here(const at::Tensor& leaf, const at::Tensor& gradient) {
   if (!segment_of(leaf)->accumulates_here.load(std::memory_order_relaxed)) return std::nullopt;
-  const at::Tensor before = leaf.grad();
+  const at::Tensor before = gradient_of(leaf);
   if (!before.defined()) return local_sums_.begin(leaf, gradient);
   const auto* const mean = segment_of(before);
   return mean && !mean->is_own() ? std::nullopt : std::optional(gradient);
@@ -284,9 +285,9 @@ void Reducer::expect_local_sums(const at::Tensor& leaf, std::uint64_t group) {
     std::lock_guard lock(mutex_);
     uses_local_sums_ = true;  // even if this rank alone throws
   }
-  const at::Tensor before = leaf.grad();
+  const at::Tensor before = gradient_of(leaf);
   const auto* const mean = before.defined() ? segment_of(before) : nullptr;
-  if (mean && !mean->is_own()) leaf.mutable_grad() = local_sums_.begin(leaf, before);
+  if (mean && !mean->is_own()) set_gradient(leaf, local_sums_.begin(leaf, before));
   segment_of(leaf)->accumulated_with = group;
 }
 
@@ -296,7 +297,7 @@ bool Reducer::send_local_sum(const at::Tensor& leaf) {
   if (!sum.defined()) return false;
   const Kind kind = is_met(leaf, /*had_sum=*/false) ? Kind::again : Kind::first;
   try {
-    leaf.mutable_grad() = reduce(leaf, sum, {}, kind, /*is_last=*/false);
+    set_gradient(leaf, reduce(leaf, sum, {}, kind, /*is_last=*/false));
   } catch (...) {
     local_sums_.give_back(leaf, sum);
     throw;
@@ -351,7 +352,7 @@ void Reducer::hand_over() {
   for (const std::uint64_t key : keys) {
     const at::Tensor leaf = domain_.leaves.find(key);
     auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
-    const at::Tensor gradient = segment ? leaf.grad() : at::Tensor();  // another thread may clear it
+    const at::Tensor gradient = segment ? gradient_of(leaf) : at::Tensor();  // another thread may clear it
     const auto* const of_gradient = gradient.defined() ? segment_of(gradient) : nullptr;
     if (of_gradient && !of_gradient->pending()) early_update(*segment, gradient);
   }
@@ -392,39 +393,40 @@ at::Tensor Reducer::reduce(const at::Tensor& leaf, const at::Tensor& gradient, c
 
 bool Reducer::take_own_gradient(const at::Tensor& leaf) {
   const auto* segment = segment_of(leaf);
-  if (!segment || segment->domain().get() != &domain_ || !leaf.grad().defined()) return false;
+  if (!segment || segment->domain().get() != &domain_ || !gradient_of(leaf).defined()) return false;
   if (send_local_sum(leaf)) return true;
-  const auto* made = segment_of(leaf.grad());
-  if (made && !made->is_own()) return false;
+  const at::Tensor set = gradient_of(leaf);
+  const auto* made = segment_of(set);
+  if (!set.defined() || (made && !made->is_own())) return false;
   {
     std::lock_guard lock(mutex_);
     watch_backward();
   }
-  if (leaf.grad().layout() != c10::kStrided) {
+  if (set.layout() != c10::kStrided) {
     throw RankError(fmt::format(
         "the gradient of a parameter [{}] was set to a sparse tensor, which is not summed over ranks; set it to "
         "gradient.to_dense()",
         fmt::join(leaf.sizes(), ", ")));
   }
   const at::Tensor given = [&] {
-    if (made) return leaf.grad().detach();
+    if (made) return set.detach();
     const NoPagingGuard no_paging;
-    return leaf.grad().detach().clone();  // the program may write its tensor before ranks have summed it
+    return set.detach().clone();  // the program may write its tensor before ranks have summed it
   }();
   const at::Tensor mean = reduce(leaf, given, {}, Kind::own, /*is_last=*/false);
   is_met(leaf, std::nullopt);
-  leaf.mutable_grad() = mean;
+  set_gradient(leaf, mean);
   return true;
 }
 
 void Reducer::take_set_gradient(const at::Tensor& leaf) {
-  const at::Tensor gradient = leaf.grad();
+  const at::Tensor gradient = gradient_of(leaf);
   const auto* const segment = segment_of(leaf);
   const bool is_strided = gradient.defined() && gradient.layout() == c10::kStrided;
   if (!is_strided || !segment || !segment->accumulates_here) return void(take_own_gradient(leaf));
   const auto* const made = segment_of(gradient);
   const bool is_own = !made || made->is_own();
-  if (is_own && !local_sums_.holds(leaf)) leaf.mutable_grad() = local_sums_.begin(leaf, gradient);
+  if (is_own && !local_sums_.holds(leaf)) set_gradient(leaf, local_sums_.begin(leaf, gradient));
 }
 
 void Reducer::average(c10::ArrayRef<at::Tensor> leaves, bool with_local_sums) {
@@ -803,8 +805,9 @@ void Reducer::check_cleared(const Counts& counts) const {
     const at::Tensor leaf = domain_.leaves.find(identity.key);
     if (!leaf.defined()) continue;
     const auto met = had_sum_.find(identity.key);
-    const auto* sum = leaf.grad().defined() ? segment_of(leaf.grad()) : nullptr;
-    const bool is_free = leaf.grad().defined() && (!sum || sum->is_own());  // the program has set it
+    const at::Tensor before = gradient_of(leaf);
+    const auto* sum = before.defined() ? segment_of(before) : nullptr;
+    const bool is_free = before.defined() && (!sum || sum->is_own());  // the program has set it
     if (met == had_sum_.end() ? is_free : !met->second) continue;
     const bool had_sum = met == had_sum_.end() ? sum != nullptr : *met->second;
     if (had_sum == (identity.kind == Kind::added)) continue;
@@ -836,6 +839,8 @@ void Reducer::spill_pile() {
     at::Tensor& gradient = reduction->gradient;
     const auto storage = reduction->targets[0].storage.lock();
     const auto* segment = storage ? segment_of(*storage) : nullptr;
+    if (auto* const own = segment_of(gradient); own && own->comes_in_parts())
+      own->complete();  // what it needs can die
     if (!segment || !gradient.defined() || segment_of(gradient) || gradient.nbytes() < kSpillBytes) continue;
     const at::Tensor paged = make_paged(segment->domain(), gradient.sizes(), gradient.strides(), gradient.dtype(),
                                         Role::gradient, {.is_local = true});
@@ -852,10 +857,10 @@ void Reducer::spill_pile() {
 Reducer::ReductionPtr Reducer::own_of(const at::Tensor& parameter, const Identity& identity) {
   const at::Tensor own = [&] {
     const PagingAgain paging;
-    return laid_out(parameter, parameter.grad().detach().clone(), identity.made_in);
+    return laid_out(parameter, gradient_of(parameter).detach().clone(), identity.made_in);
   }();
   auto reduction = start(parameter, own.as_strided(parameter.numel(), 1), identity.made_in, identity.kind);
-  parameter.mutable_grad() = std::exchange(reduction->created, {});
+  set_gradient(parameter, std::exchange(reduction->created, {}));
   return reduction;
 }
 
@@ -873,14 +878,14 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
                     "zeropage.gather_together(module) on its module",
                     identity.key));
   }
-  const at::Tensor before = parameter.grad();
+  const at::Tensor before = gradient_of(parameter);
   const bool is_free = before.defined() && (!segment_of(before) || segment_of(before)->is_own());
   const bool takes_part = identity.kind == Kind::own || local_sums_.holds(parameter);
   if (takes_part && is_free && before.layout() == c10::kStrided) return own_of(parameter, identity);
   auto reduction = start(parameter, {}, identity.made_in, identity.kind);
   at::Tensor created = std::exchange(reduction->created, {});
   if (!before.defined()) {
-    parameter.mutable_grad() = std::move(created);
+    set_gradient(parameter, std::move(created));
   } else if (auto* target = segment_of(before); !target || !reduction->add_to(*target)) {
     to_add_.emplace_back(before, std::move(created));  // a gradient that the program set
   }
@@ -925,10 +930,15 @@ at::Tensor Reducer::part_of(const Reduction& reduction, std::size_t begin, std::
   if (!reduction.gradient.defined()) return at::zeros({n}, options(reduction.identity.made_in));
   auto* segment = segment_of(reduction.gradient);
   if (!segment && elements == length) return reduction.gradient.narrow(0, static_cast<std::int64_t>(begin), n);
-  at::Tensor part = at::zeros({n}, options(reduction.identity.made_in));
+  at::Tensor part = at::empty({n}, options(reduction.identity.made_in));
   at::Tensor filled = part.narrow(0, 0, static_cast<std::int64_t>(elements));
+  part.narrow(0, filled.numel(), n - filled.numel()).zero_();
   if (!segment) {
     filled.copy_(reduction.gradient.narrow(0, static_cast<std::int64_t>(begin), filled.numel()));
+    return part;
+  }
+  if (segment->comes_in_parts()) {
+    segment->pending()->write_part(begin, filled);
     return part;
   }
   const std::size_t page_elements = segment->page_bytes() / part.itemsize(), end = begin + elements;
@@ -962,6 +972,7 @@ void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>&
     piece->parts.push_back({reduction, 0, stripes.part_begin(page), part});
     piece->elements = part;
     piece->bytes = whole.nbytes();
+    piece->ends_together = ranks_.ends_together(rounding_of(*piece));
     piece->work = ranks_.reduce_scatter(std::move(whole), rounding_of(*piece), subject);
     push(std::move(piece));
   }
@@ -970,7 +981,10 @@ void Reducer::send_pages(const ReductionPtr& reduction, std::vector<PackedPart>&
 /// The mean is rounded to the dtype that the program has chosen for sums, else to its own.
 Collectives::Rounding Reducer::rounding_of(const Piece& piece) const {
   const Reduction& reduction = *piece.parts[0].reduction;
-  return {chosen_dtype(reduction).value_or(reduction.dtype), piece.settled()};
+  Collectives::Rounding rounding{chosen_dtype(reduction).value_or(reduction.dtype), piece.settled()};
+  const bool has_bits = reduction.scattered && rounding.settled.empty() && rounding.dtype != at::kDouble;
+  if (has_bits && c10::isFloatingType(rounding.dtype)) rounding.bits = domain_.partition.reduce_bits;
+  return rounding;
 }
 
 /// Reduce-scatters of the parts of many pages, one behind another, in pieces of about a bucket.
@@ -1013,6 +1027,7 @@ void Reducer::send_packed_piece(const std::vector<PackedPart>& parts, c10::Scala
   piece->elements = static_cast<std::size_t>(length);
   piece->is_packed = true;
   piece->bytes = packed.nbytes();
+  piece->ends_together = ranks_.ends_together(rounding_of(*piece));
   piece->work = ranks_.reduce_scatter(packed.view({-1}), rounding_of(*piece),
                                       {"gradients", parts[0].reduction->identity.key, parts[0].page});
   push(std::move(piece));
@@ -1080,8 +1095,10 @@ void Reducer::push(std::unique_ptr<Piece> piece) {
   for (const PiecePart& part : piece->parts) part.reduction->last_piece = pieces_;
   // The time that packing took.
   if (domain_.planned_on && piece->is_packed) domain_.planned_on->copy(2 * piece->bytes);
+  Piece* const earlier = under_way_.empty() ? nullptr : under_way_.back().get();
   under_way_.push_back(std::move(piece));
   try {
+    if (earlier && !earlier->arrived) earlier->work->advance();
     make_room();
   } catch (const Error&) {
     // Nothing is lost. The sender first sends the rest, since other ranks wait for it. Then it calls make_room()

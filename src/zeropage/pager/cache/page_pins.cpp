@@ -189,14 +189,14 @@ PagePin PagePins::wrap(Taken& taken, Segment& segment, std::size_t index, Access
   return pin;
 }
 
-PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access, bool is_brief) {
+PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access, Trying trying) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
   Page& page = run.pages[index];
   if (obstacle(run, index, Intent::pin) != Obstacle::none) return {};
-  const bool adds_nothing_for_long = is_brief && page.frame;
+  const bool adds_nothing_for_long = trying.is_brief && page.frame;
   if (!adds_nothing_for_long && !grants_.fits(need_of(run, index))) return {};
   if (access == Access::overwrite && run.shares_page()) access = Access::write;
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
@@ -206,11 +206,11 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access, bo
     frames_.add_pin(*page.frame);
     Taken taken(frames_, *page.frame, page);
     PagePin pin = wrap(taken, segment, index, access);
-    if (is_brief) pin.is_brief_ = true, frames_.count_brief(/*begins=*/true);
+    if (trying.is_brief) pin.is_brief_ = true, frames_.count_brief(/*begins=*/true);
     return pin;
   }
   if (page.frame || run.assembled) return {};
-  if (page.state == Residency::evicted && access != Access::overwrite) return {};  // reading ahead reads it
+  if (page.state == Residency::evicted && access != Access::overwrite && !trying.brings) return {};
   Frame* const frame = room_.try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};
   timeline_.note_page(run, index);

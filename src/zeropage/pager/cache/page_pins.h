@@ -107,7 +107,11 @@ class PagePins {
   void reach_in_stream(const Segment& segment, std::size_t page, bool begun) noexcept;
   [[nodiscard]] Grants::Claim claim(Monitor::Lock& lock, std::span<const PinRequest> requests);
   [[nodiscard]] PagePin pin(Segment& segment, std::size_t index, Access access);
-  [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access, bool is_brief);
+  struct Trying {
+    bool is_brief = false;  // the caller waits for nothing until the pin ends
+    bool brings = false;    // also a page that must be read
+  };
+  [[nodiscard]] PagePin try_pin(Segment& segment, std::size_t index, Access access, Trying trying);
   /// Pins that met a page without a frame.
   std::size_t faults() const { return faults_; }
 

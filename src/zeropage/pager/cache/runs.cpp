@@ -105,6 +105,7 @@ void Runs::forget_home_bytes() noexcept {
 
 void Runs::give_back_homes() noexcept {
   for (auto& [_, run] : runs_) {
+    run->secondary.reset();
     for (Page& page : run->pages) page.home = page.target = nullptr;
     if (const auto frozen = std::exchange(run->frozen, nullptr)) frozen->run = nullptr;
     if (run->below) {

@@ -1,5 +1,7 @@
 #include "zeropage/pager/homes/contents.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "zeropage/base/errors.h"
@@ -129,10 +131,12 @@ void Contents::evict(Segment& segment) {
   Run& run = *segment.run();
   if (!run.home) return;
   room_.give_up_frames(lock, run);
-  if (!run.below) return;
+  const std::shared_ptr<Segment> secondary = run.secondary ? run.secondary->share : nullptr;
+  Segment* const below = secondary ? secondary.get() : run.below.get();
+  if (!below) return;
   const Inside inside(monitor_);
   const Unlocked unlocked(lock);
-  run.below->cache()->evict(*run.below);
+  below->cache()->evict(*below);
 }
 
 void Contents::store(Segment& segment) {
@@ -151,23 +155,41 @@ void Contents::share_changes(Segment& segment) {
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
   Run& run = *segment.run();
+  drop_frames(lock, run, "updated");
+  for (Page& page : run.pages) page.state = Residency::evicted;
+  run.outdate_secondary();
+  run.coding = run.usual_coding;
+}
+
+void Contents::gather_exactly(Segment& segment) {
+  monitor_.check_usable();
+  Lock lock(monitor_.mutex());
+  monitor_.check_usable();
+  Run& run = *segment.run();
+  if (run.coding == Coding::none) return;
+  drop_frames(lock, run, "written");
+  run.outdate_secondary();
+  run.coding = Coding::none;
+}
+
+void Contents::drop_frames(Lock& lock, Run& run, std::string_view what) {
   const auto refuse_if_pinned = [&] {
     for (Page& page : run.pages) {
       if (page.frame && page.frame->pins > 0) {
         throw AccessError(
-            "a tensor partitioned over ranks cannot be updated while it is pinned, or while a small tensor in its "
-            "page is; let go of zeropage.pinned(tensor) first");
+            fmt::format("a tensor partitioned over ranks cannot be {} while it is pinned, or while a small tensor in "
+                        "its page is; let go of zeropage.pinned(tensor) first",
+                        what));
       }
     }
   };
   // While the lock was given up, another thread may have read or pinned pages again.
   while (true) {
     const auto held = [](const Page& page) { return page.frame != nullptr; };
-    if (std::none_of(run.pages.begin(), run.pages.end(), held)) break;
+    if (std::none_of(run.pages.begin(), run.pages.end(), held)) return;
     refuse_if_pinned();
     room_.give_up_frames(lock, run);
   }
-  for (Page& page : run.pages) page.state = Residency::evicted;
 }
 
 }  // namespace zeropage

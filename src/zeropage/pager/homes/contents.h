@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <span>
+#include <string_view>
 
 #include "zeropage/pager/cache/page_pins.h"
 
@@ -28,11 +29,13 @@ class Contents {
   void evict(Segment& segment);
   void store(Segment& segment);
   void share_changes(Segment& segment);
+  void gather_exactly(Segment& segment);
 
  private:
   using Lock = Monitor::Lock;
 
   void settle_transfers(Lock& lock, Run& run);
+  void drop_frames(Lock& lock, Run& run, std::string_view what);
   bool change_below(Lock& lock, Run& run, const std::function<bool()>& change);
 
   Monitor& monitor_;

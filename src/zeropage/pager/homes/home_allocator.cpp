@@ -194,6 +194,7 @@ void HomeAllocator::release(Run& run, std::size_t offset, std::size_t bytes) {
 }
 
 void HomeAllocator::let_die(Run& run) {
+  if (run.secondary) run.secondary->share = nullptr;  // the run itself may stay: [Note: gathered]
   if (run.listed) std::erase(shared_[{run.role, run.tier}], &run);
   runs_.let_die(run);
 }
@@ -219,6 +220,7 @@ Run& HomeAllocator::gathered_run_for(Segment& segment, const GatheredSpec& spec,
   }
   offset = open->packed_bytes;
   open->packed_bytes += spec.padded_bytes;
+  open->outdate_secondary();
   open->shares.push_back({spec.share, offset, spec.padded_bytes / homes_.ranks->size(), &segment});
   return *open;
 }
@@ -237,6 +239,11 @@ Run& HomeAllocator::new_gathered_run(const GatheredSpec& spec, std::size_t bytes
   run.is_gathered = true;
   run.is_packed = packed;
   run.shares.reserve(1);
+  if (homes_.secondary && run.role == Role::parameter) {
+    run.secondary = std::make_unique<SecondaryPartition>();
+    run.secondary->tier = *homes_.secondary;
+    run.secondary->has_page.resize(run.pages.size());
+  }
   runs_.add(std::move(owned));
   return run;
 }

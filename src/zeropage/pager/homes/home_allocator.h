@@ -6,6 +6,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "zeropage/comm/ranks.h"
@@ -18,10 +19,11 @@ class FrameCache;
 
 /// The homes of runs, other than frames. Null: there is none.
 struct Homes {
-  Home* home;         // for runs without a frame of their own.
-  SwapFile* swap;     // set if that home is a disk.
-  FrameCache* lower;  // set if it is a cache below, or ranks' shares.
-  Ranks* ranks;       // null except in the cache of gathered tensors.
+  Home* home;                          // for runs without a frame of their own.
+  SwapFile* swap;                      // set if that home is a disk.
+  FrameCache* lower;                   // set if it is a cache below, or ranks' shares.
+  Ranks* ranks;                        // null except in the cache of gathered tensors.
+  std::optional<Tier> secondary = {};  // of a gathered parameter's secondary partition; none: it has none
 };
 
 class HomeAllocator {

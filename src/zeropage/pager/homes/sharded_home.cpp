@@ -8,6 +8,7 @@
 
 #include "zeropage/base/errors.h"
 #include "zeropage/io/buffers.h"
+#include "zeropage/pager/lower_segment.h"
 
 namespace zeropage {
 namespace {
@@ -59,8 +60,13 @@ struct ShardedHome::Gather {
   std::byte* into;
   std::size_t bytes;
   Done done;
-  std::size_t part_bytes;    // for a large tensor, of one rank
-  std::size_t packed_bytes;  // for small tensors, of all ranks
+  std::size_t packed_bytes;      // for small tensors, of all ranks
+  std::uint64_t program_writes;  // when it was asked for
+  Among among = Among::all;
+  Coding coding = Coding::none;                      // of a gather among all
+  std::shared_ptr<Segment> secondary = nullptr;      // of a gather among a node's ranks
+  std::optional<std::uint64_t> secondary_changes{};  // when it was asked for; none: the page is not kept
+  std::size_t part_bytes = 0;                        // for a large tensor, or among a node's ranks: of one rank
   std::size_t part_offset = 0;
   PagePin part = {};                             // for a large tensor
   Buffer before = nullptr;                       // instead, if a version of the share is open
@@ -70,6 +76,15 @@ struct ShardedHome::Gather {
   std::exception_ptr failure = nullptr;
   DeviceMemory::Event completed = nullptr;  // in the stream that completed it
 };
+
+static Subject subject_of(const auto& gather) {
+  return {name_of(gather.run.role), gather.run.number, gather.page, gather.program_writes};
+}
+
+/// The bytes of the page's content.
+static std::size_t content_of(const auto& gather) { return gather.run.packed() ? gather.packed_bytes : gather.bytes; }
+
+static Coding coding_of(const auto& gather) { return gather.among == Among::all ? gather.coding : Coding::none; }
 
 SharesInUse::SharesInUse(Monitor& monitor, const Run& run) : monitor_(monitor), run_(run) {
   std::lock_guard lock(monitor_.mutex());
@@ -94,22 +109,55 @@ std::optional<Home::Outcome> ShardedHome::read(const Run& run, std::size_t page,
                                                Done done) {
   std::lock_guard lock(mutex_);
   const SharesInUse shares(gathered_, run);
-  auto gather = std::make_shared<Gather>(Gather{run, page, into, run.bytes_of(page), std::move(done),
-                                                run.bytes_of(page) / ranks_->size(), shares.packed_bytes()});
+  auto gather = std::make_shared<Gather>(
+      Gather{run, page, into, run.bytes_of(page), std::move(done), shares.packed_bytes(), run.program_writes.load()});
+  choose_ranks(*gather);
   // Keeps an error until a thread waits for the read: every rank must launch the collectives that all asked for.
   try {
     std::vector<PinRequest> requests;
-    for (const Share& share : shares) {
-      if (share.segment) requests.push_back({share.segment, Access::read});
+    if (gather->among == Among::node) {
+      if (gather->secondary) requests.push_back({gather->secondary.get(), Access::read});
+    } else {
+      for (const Share& share : shares) {
+        if (share.segment) requests.push_back({share.segment, Access::read});
+      }
     }
     local_.announce(requests);
-    if (!run.packed()) hold_part(*gather, shares.begin()->segment);
+    if (gather->among == Among::node) {
+      hold_secondary_part(*gather);
+    } else if (!run.packed()) {
+      hold_part(*gather, shares.begin()->segment);
+    }
   } catch (...) {
     gather->failure = std::current_exception();
   }
   asked_for_.push_back(std::move(gather));
   if (ranks_->gathers_apart()) launch_all();
   return std::nullopt;
+}
+
+/// The node's ranks, if they have kept the page, else all.
+void ShardedHome::choose_ranks(Gather& gather) {
+  const std::lock_guard lock(gathered_.mutex());
+  const SecondaryPartition* const secondary = gather.run.secondary.get();
+  gather.coding = gather.run.coding;
+  if (secondary && secondary->has_page[gather.page]) {
+    gather.among = Among::node;
+    gather.secondary = secondary->share;
+    gather.part_bytes = secondary_part(content_of(gather), static_cast<std::size_t>(ranks_->node_size()));
+    return;
+  }
+  gather.part_bytes = gather.bytes / ranks_->size();
+  // Another thread may have added a tensor to the page: then the page is not kept.
+  if (secondary && gather.run.packed_bytes == gather.packed_bytes) gather.secondary_changes = secondary->changes;
+}
+
+void ShardedHome::hold_secondary_part(Gather& gather) {
+  if (gather.secondary) {
+    gather.part = pin_part(*gather.secondary, gather.page);
+  } else {  // its tensors died here, and may live on other ranks
+    gather.packed = ranks_->scratch(gather.part_bytes);
+  }
 }
 
 void ShardedHome::hold_part(Gather& gather, Segment* share) {
@@ -141,10 +189,10 @@ void ShardedHome::hold_part(Gather& gather, Segment* share) {
 
 /// Pins a page of a share. If this rank is short of memory, completes the oldest gathers to free what they hold. The
 /// cache learns of their end when it waits for them, as on the other ranks.
-PagePin ShardedHome::pin_part(Segment& share, std::size_t page) {
+PagePin ShardedHome::pin_part(Segment& share, std::size_t page, Access access) {
   while (true) {
     try {
-      return local_.pin_page(share, page, Access::read);
+      return local_.pin_page(share, page, access);
     } catch (const BudgetError&) {
       const auto holds = [](const auto& gather) { return gather->work != nullptr; };
       auto oldest = std::find_if(in_flight_.begin(), in_flight_.end(), holds);
@@ -178,35 +226,48 @@ void ShardedHome::launch_all() {
 }
 
 void ShardedHome::launch(Gather& g) {
-  const Subject subject{name_of(g.run.role), g.run.number, g.page};
   const auto aside = memory_.device() ? memory_.device()->aside() : nullptr;
   // Orders this stream, which may not be the frame maker's, after the memory's earlier uses.
   if (memory_.device()) memory_.device()->reuse({g.into, g.run.bytes_of(g.page)});
-  if (g.run.packed()) {
-    g.packed = ranks_->scratch(g.packed_bytes / ranks_->size());
-    g.parts = ranks_->scratch(g.packed_bytes);
-    try {
-      if (g.failure) std::rethrow_exception(g.failure);
-      pack(g);
-    } catch (...) {
-      g.failure = std::current_exception();
-      send_mark(g, g.packed_bytes / ranks_->size());
-    }
-    g.work = ranks_->all_gather(g.parts.get(), g.packed.get(), g.packed_bytes / ranks_->size(), subject);
-    return;
-  }
+  if (g.run.packed() && g.among == Among::all) return launch_packed(g);
   try {
     if (g.part) g.part.wait(), g.part.wait_for_uses();
     if (g.read_before) (void)g.read_before.wait();
   } catch (...) {
     g.failure = std::current_exception();
   }
+  const bool is_coded = coding_of(g) != Coding::none;
   if (g.failure) {
-    g.part = {}, g.before = nullptr, g.packed = ranks_->scratch(g.part_bytes);
+    g.part = {}, g.before = nullptr;
+    if (is_coded) {
+      g.packed = nullptr;  // its absence tells all ranks
+    } else {
+      g.packed = ranks_->scratch(g.part_bytes);
+      send_mark(g, g.part_bytes);
+    }
+  }
+  if (g.run.packed()) g.parts = ranks_->scratch(g.part_bytes * ranks_->node_size());
+  const std::byte* const part = g.packed   ? g.packed.get()
+                                : g.part   ? g.part.data() + g.part_offset
+                                : g.before ? g.before.get() + g.part_offset
+                                           : nullptr;
+  g.work = ranks_->all_gather(g.parts ? g.parts.get() : g.into, part, g.part_bytes, subject_of(g),
+                              {g.among, coding_of(g)});
+}
+
+/// Launches a gather of small tensors over all ranks.
+void ShardedHome::launch_packed(Gather& g) {
+  g.part_bytes = g.packed_bytes / ranks_->size();
+  g.packed = ranks_->scratch(g.part_bytes);
+  g.parts = ranks_->scratch(g.packed_bytes);
+  try {
+    if (g.failure) std::rethrow_exception(g.failure);
+    pack(g);
+  } catch (...) {
+    g.failure = std::current_exception();
     send_mark(g, g.part_bytes);
   }
-  const std::byte* const part = g.packed ? g.packed.get() : (g.part ? g.part.data() : g.before.get()) + g.part_offset;
-  g.work = ranks_->all_gather(g.into, part, g.part_bytes, subject);
+  g.work = ranks_->all_gather(g.parts.get(), g.packed.get(), g.part_bytes, subject_of(g), {});
 }
 
 /// Packs this rank's parts of all tensors of the page. Dead tensors keep their slots: ranks need not agree on when
@@ -220,10 +281,12 @@ void ShardedHome::pack(Gather& g) {
   }
 }
 
+/// Writes what came into the frame.
 void ShardedHome::deal_out(Gather& g) {
   const std::size_t ranks = ranks_->size(), bytes = g.packed_bytes / ranks;
   if (memory_.device()) memory_.device()->reuse({g.into, g.run.bytes});
   memory_.clear(g.into, g.run.bytes);
+  if (g.among == Among::node) return memory_.copy(g.into, g.parts.get(), g.packed_bytes);
   for (const Share& share : SharesInUse(gathered_, g.run)) {
     if (share.offset >= g.packed_bytes) continue;
     for (std::size_t rank = 0; rank < ranks; ++rank) {
@@ -233,22 +296,64 @@ void ShardedHome::deal_out(Gather& g) {
   }
 }
 
+/// Keeps this rank's part of a page that came from all ranks, for the next gathers.
+void ShardedHome::keep_secondary_part(Gather& g) {
+  const auto ranks = static_cast<std::size_t>(ranks_->node_size()),
+             rank = static_cast<std::size_t>(ranks_->rank_among(Among::node));
+  const std::size_t content = content_of(g), part = secondary_part(content, ranks);
+  const std::size_t begin = std::min(rank * part, content), bytes = std::min(part, content - begin);
+  try {
+    if (const auto share = secondary_share_of(g.run)) {
+      PagePin kept = pin_part(*share, g.page, Access::overwrite);
+      kept.wait();
+      if (bytes > 0) kept.fill(g.into + begin, bytes, 0);
+    }
+  } catch (...) {
+    ranks_->fail("could not keep its part of a gathered tensor (secondary_partition)");
+    throw;
+  }
+  const std::lock_guard lock(gathered_.mutex());
+  SecondaryPartition& secondary = *g.run.secondary;
+  if (secondary.changes == g.secondary_changes) secondary.has_page[g.page] = true;
+}
+
+/// The run's second share, made if there is none. Null if its tensors have died here.
+std::shared_ptr<Segment> ShardedHome::secondary_share_of(const Run& run) {
+  const auto find = [&]() -> std::pair<std::shared_ptr<Segment>, bool> {
+    const std::lock_guard lock(gathered_.mutex());
+    return {run.secondary->share, run.tensors > 0};
+  };
+  const auto [known, is_alive] = find();
+  if (known || !is_alive) return known;
+  const auto ranks = static_cast<std::size_t>(ranks_->node_size());
+  auto made = std::make_shared<LowerSegment>();
+  SegmentSpec spec{
+      .bytes = secondary_part(run.bytes, ranks), .row_bytes = 0, .role = run.role, .tier = run.secondary->tier};
+  spec.page_bytes = round_up(secondary_part(run.page_bytes, ranks), kBlockBytes);
+  spec.alone = true;
+  local_.bind(*made, spec);
+  const std::lock_guard lock(gathered_.mutex());
+  if (run.tensors > 0) run.secondary->share = made;
+  return made;
+}
+
 /// Sends a mark instead of data. All ranks must know of the failure, or they would compute with wrong bytes.
 void ShardedHome::send_mark(Gather& g, std::size_t bytes) {
-  // If the host cannot read the gathered bytes, ranks learn of the failure when they next compare their calls.
-  memory_.device() ? ranks_->fail("could not read its part of a gathered tensor")
-                   : fill_with_mark(g.packed.get(), bytes);
+  if (!memory_.device()) fill_with_mark(g.packed.get(), bytes);
+  // If the host cannot read the gathered bytes, or the node alone gathers, ranks learn of the failure when they next
+  // compare their calls.
+  if (memory_.device() || g.among == Among::node) ranks_->fail("could not read its part of a gathered tensor");
 }
 
 /// Throws if another rank could not read its part.
 void ShardedHome::check_parts(const Gather& g) const {
-  if (memory_.device()) return;
+  if (memory_.device() || coding_of(g) != Coding::none) return;
   const std::byte* const parts = g.run.packed() ? g.parts.get() : g.into;
-  const std::size_t bytes = g.run.packed() ? g.packed_bytes / ranks_->size() : g.part_bytes;
-  for (int rank = 0; rank < ranks_->size(); ++rank) {
-    if (!begins_with_mark(parts + rank * bytes, bytes)) continue;
-    throw RankError(fmt::format("rank {} could not read its part of {} {}, page {}; its own error says why", rank,
-                                name_of(g.run.role), g.run.number, g.page));
+  const int first = g.among == Among::all ? 0 : ranks_->rank() - ranks_->rank_among(g.among);
+  for (int i = 0; i < ranks_->size_among(g.among); ++i) {
+    if (!begins_with_mark(parts + i * g.part_bytes, g.part_bytes)) continue;
+    throw RankError(fmt::format("rank {} could not read its part of {} {}, page {}; its own error says why",
+                                first + i, name_of(g.run.role), g.run.number, g.page));
   }
 }
 
@@ -257,14 +362,21 @@ void ShardedHome::complete(Gather& g) {
   try {
     if (g.work) g.work->wait();
     if (g.work && !g.failure) check_parts(g);
+    release_part(g);  // what follows may need memory, and look for gathers that hold some
     if (!g.failure && g.run.packed()) deal_out(g);
+    if (!g.failure && g.secondary_changes) keep_secondary_part(g);
     g.completed = memory_.record();
   } catch (...) {
     if (!g.failure) g.failure = std::current_exception();
   }
+  release_part(g);
+  g.parts.reset();
+}
+
+void ShardedHome::release_part(Gather& g) {
   g.work.reset();
   g.part = {}, g.before = nullptr;
-  g.packed.reset(), g.parts.reset();
+  g.packed.reset(), g.secondary.reset();
 }
 
 void ShardedHome::hurry(const Run& run, std::size_t page, std::span<std::byte>) {
@@ -291,6 +403,10 @@ std::optional<Home::Outcome> ShardedHome::write(const Run& run, std::size_t page
                                                 const DeviceMemory::Event& after, Priority, Done) {
   if (memory_.device()) memory_.device()->stream_wait(after);
   const std::size_t ranks = ranks_->size(), rank = ranks_->rank();
+  {
+    const std::lock_guard inside(gathered_.mutex());
+    run.outdate_secondary();
+  }
   for (const Share& share : SharesInUse(gathered_, run)) {
     if (!share.segment) continue;
     const std::size_t bytes = run.packed() ? share.part_bytes : run.bytes_of(page) / ranks;

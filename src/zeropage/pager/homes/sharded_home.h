@@ -7,6 +7,9 @@
 //
 // A page of a large tensor is gathered straight into its frame. Small tensors share a page and one all-gather: their
 // parts are packed, gathered and unpacked.
+//
+// [Note: secondary partition] A run may have a second share, of the ranks of each node. A gather over all ranks fills
+// it. The next gathers of the page stay inside the node, until the content changes.
 #pragma once
 
 #include <deque>
@@ -51,14 +54,20 @@ class ShardedHome final : public Home {
 
  private:
   struct Gather;
+  void choose_ranks(Gather& gather);
   void hold_part(Gather& gather, Segment* share);
+  void hold_secondary_part(Gather& gather);
   void launch_all();
   void launch(Gather& gather);
+  void launch_packed(Gather& gather);
   void pack(Gather& gather);
   void send_mark(Gather& gather, std::size_t bytes);
   void check_parts(const Gather& gather) const;
   void deal_out(Gather& gather);
-  PagePin pin_part(Segment& share, std::size_t page);
+  void keep_secondary_part(Gather& gather);
+  std::shared_ptr<Segment> secondary_share_of(const Run& run);
+  void release_part(Gather& gather);
+  PagePin pin_part(Segment& share, std::size_t page, Access access = Access::read);
   void complete(Gather& gather);
 
   Monitor& gathered_;
