@@ -134,9 +134,11 @@ def deterministic(request):
 
 
 def _ranks(size):
-    """A fixture: that many ranks, for the session."""
+    """A fixture: that many ranks, for the session; eight only for a module."""
 
-    @pytest.fixture(scope="session", name=["one", "two", "three", "four"][size - 1])
+    @pytest.fixture(
+        scope="module" if size > 4 else "session", name={1: "one", 2: "two", 3: "three", 4: "four", 8: "eight"}[size]
+    )
     def ranks():
         from ranks import Ranks
 
@@ -147,4 +149,4 @@ def _ranks(size):
     return ranks
 
 
-one, two, three, four = map(_ranks, range(1, 5))
+one, two, three, four, eight = map(_ranks, (1, 2, 3, 4, 8))

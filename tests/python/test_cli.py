@@ -516,6 +516,7 @@ def test_deepspeed_configurations_become_settings(tmp_path):
         "compute_dtype": "bfloat16",
         "master_dtype": "float32",
         "reduce_dtype": "float32",
+        "gather_dtype": "int8",
         "io_block": 1_048_576,
         "io_depth": 8,
         "activations": "host",
@@ -528,7 +529,7 @@ def test_deepspeed_configurations_become_settings(tmp_path):
     (learnt,) = [line for line in said if line.startswith("decided")]
     assert "zero_optimization.overlap_comm" in learnt and "buffer_count" in learnt
     (missing,) = [line for line in said if line.startswith("no counterpart")]
-    for name in ("zero_quantized_weights", "partition_activations", "unheard_of"):
+    for name in ("partition_activations", "unheard_of"):
         assert name in missing
     again = zeropage_command("convert", str(config), str(out))
     assert again.returncode == 1 and "exists" in again.stderr
@@ -553,6 +554,10 @@ def test_deepspeed_configurations_become_settings(tmp_path):
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/one"},
             },
             {"disk_path": "/one"},
+        ),
+        (
+            {"zero_hpz_partition_size": 8, "zero_quantized_gradients": True},
+            {"node_ranks": 8, "secondary_partition": "device", "reduce_dtype": "int4"},
         ),
     ],
 )

@@ -399,7 +399,7 @@ def test_it_does_nothing_in_one_process():
     one_process()
 
 
-@pytest.mark.parametrize("stage", ["0", pytest.param("1", marks=pytest.mark.full), "3"])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in "01"), "3"])
 def test_accelerates_own_test_of_no_sync_passes(stage, disk):
     from accelerate.test_utils.scripts import test_sync
 

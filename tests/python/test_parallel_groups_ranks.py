@@ -153,19 +153,3 @@ def experts(settings):
 @pytest.mark.parametrize("size", ["two", "four"])
 def test_experts_that_ranks_share_out(size, stage, request):
     request.getfixturevalue(size).run(experts, {"stage": stage})
-
-
-def dtensors():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    net = parallelize_module(net, mesh, {"0": ColwiseParallel()})
-    with space() as made, pytest.warns(UserWarning, match="does not page DTensors: 2 parameters"):
-        zeropage.page(net, made)
-    assert [zeropage.is_paged(p) for p in net.parameters()] == [False, False, True, True]
-
-
-def test_dtensors_stay_in_memory_and_a_warning_says_so(two):
-    two.run(dtensors)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from models import ResidualMLP
 from ranks import mean_by_hand, space
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -36,15 +37,6 @@ SCHEDULES = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
 def groups():
     """The ranks of this one's pipeline, and those that hold the same stages."""
     replicas = dist.get_world_size() // DEPTH
@@ -62,7 +54,7 @@ def train(name, scope, replica, place, pipeline, alike):
     for number in numbers:
         torch.manual_seed(number)
         with scope or contextlib.nullcontext():
-            modules.append(nn.Sequential(Block(), Block()))
+            modules.append(nn.Sequential(ResidualMLP(WIDTH), ResidualMLP(WIDTH)))
         count = DEPTH * len(numbers)
         stages.append(PipelineStage(modules[-1], number, count, torch.device("cpu"), group=pipeline))
     schedule = make(stages if len(stages) > 1 else stages[0], MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
@@ -113,7 +105,7 @@ def save_and_load(folder):
     with space(group=alike) as made:
         torch.manual_seed(place)
         with made:
-            module = nn.Sequential(Block(), Block())
+            module = nn.Sequential(ResidualMLP(WIDTH), ResidualMLP(WIDTH))
         before = [plain_copy(p.detach()) for p in module.parameters()]
         zeropage.save(f"{folder}/stage-{place}", module)
         with torch.no_grad():

@@ -15,7 +15,7 @@ from ranks import _free_port
 import zeropage
 
 
-def program(rank, ranks, port):
+def program(rank, ranks, port, reads):
     """A program as torchrun runs it. The last collective is the program's own."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
@@ -24,8 +24,9 @@ def program(rank, ranks, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     settings = {"parameters": "host", "gradients": "host", "optimizer": "host", "device": "cpu", "stage": 1}
-    with zeropage.init(**settings, device_memory="1MB", host_memory="1MB", page_size="16KiB", min_page_bytes=1):
-        globals()["model"] = nn.Sequential(nn.Linear(65, 65), nn.GELU(), nn.Linear(65, 1))  # lives until the end
+    with zeropage.init(**settings, device_memory="4MB", host_memory="4MB", page_size="16KiB", min_page_bytes=1):
+        layers = [nn.Linear(65, 65), nn.GELU(), *(nn.Linear(65, 65) for _ in range(30)), nn.Linear(65, 1)]
+        globals()["model"] = nn.Sequential(*layers)  # lives until the end
     optimizer = torch.optim.AdamW(model.parameters())  # noqa: F821
     for _ in range(2):
         loss = model(torch.ones(3, 65)).pow(2).mean()  # noqa: F821
@@ -33,18 +34,20 @@ def program(rank, ranks, port):
         optimizer.step()
         optimizer.zero_grad()
     dist.all_reduce(loss.detach())
+    if reads:
+        model[0].weight[0, 0].item()  # noqa: F821  # the other parameters are on their way
     dist.destroy_process_group()
 
 
 def run_programs(times, ranks):
     """Each rank's program is a fork of this process, which has torch loaded; it ends as the interpreter does."""
     ends = collections.Counter()
-    for _ in range(times):
+    for time in range(times):
         port, processes = _free_port(), []
         for rank in range(ranks):
             process = os.fork()
             if process == 0:
-                program(rank, ranks, port)
+                program(rank, ranks, port, reads=time % 2 == 1)
                 sys.exit(0)
             processes.append(process)
         ends.update(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)

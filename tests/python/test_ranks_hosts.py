@@ -104,8 +104,10 @@ def test_two_hosts_train_as_one_process(hosts, disk):
 
 @pytest.mark.parametrize(
     ("queue", "drops"),
-    [("rate 60mbit burst 4kb limit 12kb", True), ("rate 60mbit burst 64kb latency 2s", False)],
-    ids=["packets are dropped", "one side is late"],
+    [
+        pytest.param("rate 60mbit burst 4kb limit 12kb", True, id="packets are dropped"),
+        pytest.param("rate 60mbit burst 64kb latency 2s", False, id="one side is late", marks=pytest.mark.full),
+    ],
 )
 def test_a_network_that_turns_bad_in_the_middle_costs_time_alone(queue, drops, hosts, disk):
     steps = 4

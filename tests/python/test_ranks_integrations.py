@@ -4,6 +4,7 @@ without zeropage."""
 
 import contextlib
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -99,8 +100,14 @@ def over_ranks(run, stage, folder):
         return run(made, rank, torch.distributed.get_world_size(), folder)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("run", [with_accelerate, with_peft, with_compile])
+@pytest.mark.parametrize(
+    "run, stage",
+    [
+        *itertools.product([with_accelerate, with_peft], [1, 3]),
+        pytest.param(with_compile, 1, marks=pytest.mark.full),
+        (with_compile, 3),
+    ],
+)
 def test_ranks_give_the_losses_of_one(run, stage, two, tmp_path):
     one, other = two.run(over_ranks, run, stage, str(tmp_path / "ranks"))
     threads = torch.get_num_threads()
@@ -362,7 +369,9 @@ def test_accelerate_launch_gives_what_data_parallel_gives(tmp_path, disk):
     assert paged_by_the_command(disk, str(path), launcher=accelerate_launch) == expected
 
 
-@pytest.mark.parametrize("options", [[], ["accumulate"]], ids=["", "accumulate"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], marks=pytest.mark.full, id=""), pytest.param(["accumulate"], id="accumulate")]
+)
 def test_lightnings_strategy_gives_what_data_parallel_gives(options, tmp_path, disk):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(LIGHTNING))
