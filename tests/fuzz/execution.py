@@ -6,7 +6,7 @@ runs execute the same text, with different implementations of these names.
 The plain run computes what DistributedDataParallel would if it summed in rank order. Each `backward` adds to `p.grad`
 the mean over ranks of its own gradients, in which a rank without a gradient counts as zeros. `p.grad` stays None
 where no rank has one. Records are compared to the bit, or within a tolerance: of programs that take a norm over
-ranks, and in mixed precision.
+ranks or have tiles with other sums, and in mixed precision.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ FLOOR = 1e-8  # of an element: what rounding leaves of sums that are 0
 # Ranks add the norms of their shares in float64, so the last bit differs from plain PyTorch's.
 TAKES_NORM = re.compile(r"\bnorm\(|grad_norm_")
 # A hook after accumulation sees the sum of two backwards, which is averaged here at once and by zeropage in parts.
-SEES_SUMS = re.compile(r"register_post_accumulate_grad_hook.*(retain_graph|for micro in)", re.DOTALL)
+# Tiles with tiling="auto" sum an input's gradient in another order.
+SEES_SUMS = re.compile(r"register_post_accumulate_grad_hook.*(retain_graph|for micro in)|tiling='auto'", re.DOTALL)
 
 Record = list[tuple[str, torch.Tensor | None]]
 
@@ -457,6 +458,13 @@ def endure(text: str, seed: int, has_plain: bool) -> dict[str, Any]:
 
 def _checksum(tensors: list[torch.Tensor]) -> int:
     return zlib.crc32(b"".join(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors))
+
+
+def train(seed: int, folder: str) -> dict[str, Any]:
+    """Run a training program of one process on all ranks, and judge it on this one."""
+    from training_execution import judge_rank
+
+    return judge_rank(seed, folder)
 
 
 def steadiness(text: str, seed: int) -> dict[str, float]:

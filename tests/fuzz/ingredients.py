@@ -37,6 +37,21 @@ class Piece:
     needs: frozenset[str] = field(default_factory=frozenset)
 
 
+# Ranks have other numbers of rows, and one may read the logits alone.
+VOCABULARIES = [
+    Piece(
+        name,
+        init="self.$n_scale = nn.Parameter(torch.ones(24))\nself.$n_head = nn.Linear(24, 400)",
+        loss=f"z = model.$n_head(mine($at + at, 5 + 3 * rank, 24) * model.$n_scale)\n{looks}"
+        f"loss = loss + F.cross_entropy({given}, torch.arange(len(z)) * 31 % 400)",
+    )
+    for name, looks, given in [
+        ("a vocabulary", "", "z"),
+        ("a vocabulary that one rank reads", "if rank == 1:\n    z.detach().argmax(-1)\n", "z"),
+        ("a vocabulary by a view", "", "z.float().view(-1, 400)"),
+    ]
+]
+
 # Arithmetic on a weight in forward: `weight` is what the layer uses in its place.
 
 MASK = 'self.register_buffer("$n_mask", (torch.rand($w.shape) > 0.5).float())'

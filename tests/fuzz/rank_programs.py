@@ -525,6 +525,11 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None, bfloat16: bool
         program.settings |= {"tiling": "exact", "tile_above": random.Random(f"{seed} size").choice(["4KB", "16KB"])}
     if bfloat16:
         program.settings["compute_dtype"] = "bfloat16"
+    nodes = random.Random(f"{seed} nodes")
+    if stage == 3 and nodes.random() < 0.3:  # two ranks are two nodes, or three three
+        of_node = 2 if ranks == 4 and nodes.random() < 0.7 else 1
+        program.settings |= {"node_ranks": of_node, "secondary_partition": nodes.choice(["host", "disk", tier])}
+        program.settings["host_memory"] = "32MB"
     program.layers = _layers(r, bfloat16)
     program.steps, program.exists_before = r.choice([2, 2, 3, 4]), r.random() < 0.15
     if r.random() < 0.25:
@@ -586,4 +591,12 @@ def generate(seed: int, ranks: int = 2, stage: int | None = None, bfloat16: bool
             add(of.GRADIENTS)
     for _ in range(r.choice([0, 0, 1, 1, 2])):
         add(of.WRITES)
+    if (vocabulary := random.Random(f"{seed} vocabulary")).random() < 0.15 and not bfloat16 and raw:
+        program.settings |= {"tiling": "auto", "tile_above": "4KB"}
+        piece = vocabulary.choice(of.VOCABULARIES)
+        program.pieces.append((len(program.pieces), piece, vocabulary.choice(raw).name))
+    if any("create_graph" in piece.loss for _, piece, _ in program.pieces):
+        program.settings = {
+            k: v for k, v in program.settings.items() if not k.startswith("til")
+        }  # no derivative of a product in tiles has one
     return program

@@ -95,10 +95,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", default="build", help="for swap files")
 
 
+def seeds_of(text: str) -> list[int]:
+    first, _, end = text.partition(":")
+    return list(range(int(first), int(end))) if end else [int(seed) for seed in first.split(",")]
+
+
 def report(text: str, judge: Judge) -> dict[int, Verdict]:
     """Judge the seeds of `--seeds`; print each that is wrong as it is found, and at the end all reasons by count."""
-    first, _, end = text.partition(":")
-    seeds = list(range(int(first), int(end))) if end else [int(seed) for seed in first.split(",")]
+    seeds = seeds_of(text)
     begin, done = time.monotonic(), 0
 
     def tell(seed: int, verdict: Verdict) -> None:
