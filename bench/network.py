@@ -11,7 +11,13 @@ as reported: the same part by zeropage's own report, which knows neither the lin
 planned (--plan): the same of a dry run, with operators timed on all ranks at once and the link's measured rate. The
 network's seconds are those of the bytes that a rank sent, at that rate.
 
+Names of zeropage's systems may end in -stage1 or -stage2, else they are of stage 3; in -bf16 (compute_dtype); and then
+in -hpz, -qwz and -qgz: settings for hosts with several ranks (--local-ranks), after ZeRO++'s names. With several ranks
+a host, MB sent are the host's, and no bound is known.
+
     sudo python bench/network.py [--hosts 2] [--gigabits 0.8 1.6 6.4 0]      # 0: no limit
+    sudo python bench/network.py --local-ranks 2 --gigabits 0.4 \
+      --systems zeropage-host-bf16,zeropage-host-bf16-hpz,zeropage-host-bf16-hpz-qwz-qgz
     python bench/network.py --one-host --systems zeropage-host,zeropage-host-sockets,fsdp2,fsdp2-offload,ddp
 """
 
@@ -49,9 +55,23 @@ PUMP_PORT, GROUP_PORT = 29600, 29555
 CHUNK = bytes(1 << 20)
 
 
-def settings_of(system: str, args: argparse.Namespace) -> dict[str, str]:
-    tier = system.split("-")[1]
+MORE: dict[str, dict[str, Any]] = {
+    "stage1": {"stage": 1},
+    "stage2": {"stage": 2},
+    "sockets": {"peer_memory": "never"},
+    "bf16": {"compute_dtype": "bfloat16"},
+    "hpz": {"secondary_partition": "host"},
+    "qwz": {"gather_dtype": "int8"},
+    "qgz": {"reduce_dtype": "int8"},
+    "qgz4": {"reduce_dtype": "int4"},
+}
+
+
+def settings_of(system: str, args: argparse.Namespace) -> dict[str, Any]:
+    _, tier, *more = system.split("-")
     return {
+        "stage": 3,
+        **{name: value for word in more for name, value in MORE[word].items()},
         **dict.fromkeys(["parameters", "gradients", "optimizer"], tier),
         "device_memory": args.device_memory,
         "host_memory": args.host_memory,
@@ -77,8 +97,7 @@ def build(system: str, args: argparse.Namespace) -> tuple[torch.nn.Module, torch
     if system.startswith("zeropage"):
         import zeropage
 
-        peers = "never" if system.endswith("sockets") else "auto"
-        scope = SPACES[system] = zeropage.init(settings_of(system, args), device="cpu", stage=3, peer_memory=peers)
+        scope = SPACES[system] = zeropage.init(settings_of(system, args), device="cpu")
     with scope, dtype_of(args):
         model: torch.nn.Module = train_gpt.GPT(*SHAPE)
     if system.startswith("fsdp2"):
@@ -202,7 +221,7 @@ def plan(systems: list[str], ranks: int, args: argparse.Namespace, costs: zp.Mea
     found = {}
     for name in systems:
         if name.startswith("zeropage"):
-            settings = settings_of(name, args) | {"stage": 3}
+            settings = settings_of(name, args)
             planned = zp.simulate(Planned.of(args), settings, machine, ranks=ranks, costs=costs)
             found[name] = [planned.seconds, planned.network_seconds]
     return found
@@ -272,7 +291,8 @@ def run(
     hosts: Hosts | OneHost, args: argparse.Namespace, systems: list[str], rounds: int, computes: bool
 ) -> dict[str, Any]:
     """Run all ranks. `computes`: measure the computation and the link too."""
-    ranks = len(hosts.names)
+    local = args.local_ranks
+    ranks = len(hosts.names) * local
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     workers: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
@@ -284,14 +304,15 @@ def run(
         try:
             for rank in range(ranks):
                 environment = {
-                    **{"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+                    **{"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+                    **{"LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": str(rank % local)},
                     **{"MASTER_PORT": str(GROUP_PORT), "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"},
                     **{"TORCH_CPP_LOG_LEVEL": "ERROR"},  # else it warns that hosts have no names
-                    "HOSTS": ",".join(hosts.address(i) for i in range(ranks)),
+                    "HOSTS": ",".join(hosts.address(i // local) for i in range(ranks)),
                 }
                 # Only rank 0 shows progress.
                 pipes = {"stdout": subprocess.PIPE, **({} if rank == 0 else {"stderr": subprocess.DEVNULL})}
-                workers.append(hosts.start(rank, command, environment, **pipes))
+                workers.append(hosts.start(rank // local, command, environment, **pipes))
             said = [worker.communicate(timeout=3600)[0] for worker in workers]
         finally:
             for worker in workers:
@@ -314,6 +335,7 @@ def bound_of(measured: dict[str, Any]) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="with one rank each")
+    parser.add_argument("--local-ranks", type=int, default=1, help="on each host")
     parser.add_argument("--one-host", action="store_true", help="as many ranks, all on this host, without a limit")
     parser.add_argument("--gigabits", type=float, nargs="+", default=[0.8, 1.6, 6.4], help="a second; 0: no limit")
     parser.add_argument("--rounds", type=int, default=5)
@@ -345,9 +367,17 @@ def main() -> None:
         for gigabits in args.gigabits:
             print(f"{gigabits or 'unlimited'} Gbit/s …", file=sys.stderr)
             hosts.limit(gigabits)
-            measured = run(hosts, args, systems, args.rounds, computes=True)
-            bound, computing, network = bound_of(measured)
+            measured = run(hosts, args, systems, args.rounds, computes=args.local_ranks == 1)
             rate = f"{gigabits:g} Gbit/s" if gigabits else "no limit"
+            if args.local_ranks > 1:
+                for name in systems:
+                    seconds, sent = (statistics.median(measured[what][name]) for what in ("seconds", "sent"))
+                    rows.append([rate, name, seconds, sent / 1e6, peaks[name] / 1e6, None, None, None])
+                    figures[f"{name}_MB_{gigabits:g}"] = round(sent / 1e6, 1)
+                    ratio = median_ratio(measured["seconds"][name], measured["seconds"][systems[0]])
+                    figures[f"{name}_to_{systems[0]}_{gigabits:g}"] = round(ratio, 3)
+                continue
+            bound, computing, network = bound_of(measured)
             rows.append([rate, "bound", bound, 3 * measured["each"] / 1e6, *4 * [None]])
             for name in systems:
                 seconds = statistics.median(measured["seconds"][name])
