@@ -37,6 +37,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         self._space: zeropage.Space | None = None
         self._accumulates = False
         self._without_sync = ExitStack()  # during a backward
+        self._may_hold_errors = False  # of a disk, that synchronize() raises
 
     @property
     def space(self) -> zeropage.Space:
@@ -46,6 +47,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         return self._space
 
     def setup(self, trainer: Any) -> None:
+        self._may_hold_errors = True
         if self.world_size == 1:  # keep the loader's order: Lightning assumes several processes for this strategy
             trainer._accelerator_connector.use_distributed_sampler = False
         with self._restored(self.model, "_ddp_params_and_buffers_to_ignore"):
@@ -93,8 +95,11 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         model._ddp_params_and_buffers_to_ignore = [name for name, tensor in named if zeropage.is_paged(tensor)]
 
     def teardown(self) -> None:
+        # After an error Lightning tears down again. What comes after the strategy, as its handlers of signals, is
+        # restored only if that call raises nothing.
+        waits, self._may_hold_errors = self._may_hold_errors, False
         try:
-            if self._space is not None:
+            if waits and self._space is not None:
                 self._space.synchronize()
         finally:
             with self._left_in_pages():

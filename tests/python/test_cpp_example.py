@@ -57,8 +57,10 @@ def test_the_same_program_on_a_device_with_memory_of_its_own(examples, disk):
 
 
 def test_its_errors_say_what_to_do(examples, disk):
-    ran = run(examples / "train_gpt", "--steps", 1, "--disk", disk, "--memory", "256KB")
-    assert ran.returncode == 1 and "raise device_memory" in ran.stderr
+    ran = run(examples / "train_gpt", "--steps", 1, "--disk", disk, "--memory", "64KB")
+    assert ran.returncode == 1 and "64.0 kB cannot hold a frame; raise it" in ran.stderr
+    ran = run(examples / "train_gpt", "--steps", 1, "--disk", f"{disk}/missing")
+    assert ran.returncode == 1 and "set disk_path to one that exists" in ran.stderr
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import types
 import warnings
 from typing import Any
@@ -299,6 +300,7 @@ def test_a_disk_that_fails_at_the_end_does_not_keep_lightning_from_its_teardown(
     from zeropage.lightning import ZeropageStrategy
 
     strategy, ended = ZeropageStrategy(config), []
+    before = signal.getsignal(signal.SIGTERM)
 
     def wait(_space):
         raise zeropage.DiskError("its own")
@@ -308,6 +310,7 @@ def test_a_disk_that_fails_at_the_end_does_not_keep_lightning_from_its_teardown(
     with pytest.raises(zeropage.DiskError, match="its own"):
         lightning_call("fit", lightning_module(), strategy, tmp_path)
     assert ended
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @contextlib.contextmanager
