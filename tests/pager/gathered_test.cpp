@@ -197,6 +197,45 @@ TEST_CASE("ranks run the same collectives in the same order, whatever their disk
   for (const auto& log : logs) CHECK(log == logs[0]);
 }
 
+TEST_CASE("what one rank alone does with tensors that all ranks hold changes no collective") {
+  bool whole = false;
+  SUBCASE("page by page") {}
+  SUBCASE("whole") { whole = true; }
+  Meeting meeting(2);
+  std::vector<std::string> logs[2];
+  on_every_rank(2, [&](int rank) {
+    Rank self(meeting, rank, 16 * kPage, nullptr, nullptr, /*apart=*/true);
+    std::vector<Tensor> tensors;
+    for (std::uint64_t number = 1; number <= 12; ++number)
+      tensors.push_back(self.make_tensor(2 * kPage / kItem, number));
+    for (Tensor& tensor : tensors) self.write_share(tensor, 1);
+    for (int turn = 0; turn < 6; ++turn) {
+      for (std::size_t i = 0; i < 4; ++i) CHECK(self.holds(*tensors[i].whole, 1));
+      std::vector<PinRequest> held;
+      for (std::size_t i = 4; i < 7; ++i) held.push_back({tensors[i].whole.get(), Access::read});
+      self.cache->pin(held);
+      for (std::size_t i = 0; i < held.size() * (rank == 0); ++i) {  // an operator of rank 0 on each
+        const std::span request(&held[i], 1);
+        if (whole) {
+          self.cache->pin(request);
+          self.cache->unpin(request);
+          continue;
+        }
+        self.cache->announce(request);
+        for (std::size_t page = 0; page < held[i].segment->pages(); ++page) {
+          PagePin pin = self.cache->pin_page(*held[i].segment, page, Access::read);
+          pin.wait();
+        }
+      }
+      self.cache->unpin(held);
+      for (std::size_t i = 7; i < tensors.size(); ++i) CHECK(self.holds(*tensors[i].whole, 1));
+    }
+    logs[rank] = self.ranks->log;
+  });
+  CHECK(logs[0].size() > 3 * 12);
+  CHECK(logs[0] == logs[1]);
+}
+
 TEST_CASE("what has changed already, or died, on one rank alone changes no collective where updates run ahead") {
   constexpr int kRanks = 3;
   Meeting meeting(kRanks);

@@ -233,7 +233,7 @@ void FrameCache::expect_change(Segment& segment) {
 
 void FrameCache::take_changes(std::span<const PinRequest> requests, const std::function<void(Segment&)>& visit) {
   const Lock lock(monitor_.mutex());
-  if (whole_pins_.is_of_one_rank(requests)) return;
+  if (frames_.is_of_one_rank(requests)) return;
   for (Run* run : ahead_.changes()) {
     run->expects_change = false;
     for (const Share& share : run->shares) {

@@ -149,6 +149,15 @@ bool Frames::is_reading(const Frame& frame) {
                      [&](const Page& page) { return page.frame == &frame && page.state == Residency::reading; });
 }
 
+bool Frames::is_of_one_rank(std::span<const PinRequest> requests) const {
+  return std::ranges::all_of(requests, [&](const PinRequest& r) { return is_of_one_rank(*r.segment->run()); });
+}
+
+bool Frames::is_of_one_rank(const Run& run) const {
+  const Frame* const frame = gathered_ ? run.whole_frame() : nullptr;
+  return frame && frame->whole_pins > 0;
+}
+
 bool Frames::is_dirty(const Frame& frame) {
   if (!frame.run) return false;
   const auto first = frame.run->pages.begin() + static_cast<std::ptrdiff_t>(frame.first_page);

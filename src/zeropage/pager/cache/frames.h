@@ -127,6 +127,10 @@ class Frames {
 
   /// Whether this is the cache of gathered tensors ([Note: gathered] in frame_cache.h).
   bool is_gathered() const { return gathered_; }
+  /// Whether operators hold all these gathered tensors whole already, as in a module whose parts run on different
+  /// ranks. An operator that uses them there may run on one rank only, so the plan must not know of it.
+  bool is_of_one_rank(std::span<const PinRequest> requests) const;
+  bool is_of_one_rank(const Run& run) const;
 
  private:
   /// Restores the earlier states of pages that no operator has written. The frame has no pin.

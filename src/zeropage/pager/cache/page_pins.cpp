@@ -32,7 +32,7 @@ void PagePins::announce(std::span<const PinRequest> requests) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   monitor_.check_usable();
-  const bool uses = Timeline::has_uses(requests);
+  const bool uses = Timeline::has_uses(requests) && !frames_.is_of_one_rank(requests);
   if (uses && timeline_.record_use(requests, /*whole=*/false, monitor_.worked_seconds())) ahead_.restart();
   if (!frames_.is_gathered()) ahead_.run(lock);
 }
@@ -98,11 +98,16 @@ Grants::Need PagePins::need_of(const Run& run, std::size_t index) {
   return {FrameMemory::bytes_of(run, index, 1), 0};
 }
 
+/// Tells the plan where the program is in a stream.
+void PagePins::note_page(Run& run, std::size_t index) {
+  if (!frames_.is_of_one_rank(run)) timeline_.note_page(run, index);
+}
+
 PagePin PagePins::pin(Segment& segment, std::size_t index, Access access) {
   monitor_.check_usable();
   Lock lock(monitor_.mutex());
   Run& run = *segment.run();
-  timeline_.note_page(run, index);
+  note_page(run, index);
   if (access == Access::overwrite && run.shares_page()) access = Access::write;  // neighbours share the page
   for (bool is_alone = false;;) {
     monitor_.check_usable();
@@ -202,7 +207,7 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access, Tr
   const bool absent = page.state == Residency::evicted || page.state == Residency::zero;
   if (access != Access::read && !transfers_.try_make_writable(run, index)) return {};
   if (page.frame && !absent && page.state != Residency::reading) {
-    timeline_.note_page(run, index);
+    note_page(run, index);
     frames_.add_pin(*page.frame);
     Taken taken(frames_, *page.frame, page);
     PagePin pin = wrap(taken, segment, index, access);
@@ -213,7 +218,7 @@ PagePin PagePins::try_pin(Segment& segment, std::size_t index, Access access, Tr
   if (page.state == Residency::evicted && access != Access::overwrite && !trying.brings) return {};
   Frame* const frame = room_.try_make_frame(lock, run, index, 1, timeline_.now());
   if (!frame) return {};
-  timeline_.note_page(run, index);
+  note_page(run, index);
   page.frame = frame;
   frame->claimer = std::this_thread::get_id();
   Taken taken(frames_, *frame, page);

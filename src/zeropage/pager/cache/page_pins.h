@@ -122,6 +122,7 @@ class PagePins {
   class Taken;
   Taken try_take_frame(Lock& lock, Run& run, std::size_t index, Access access);
   static Grants::Need need_of(const Run& run, std::size_t index);
+  void note_page(Run& run, std::size_t index);
   PagePin wrap(Taken& taken, Segment& segment, std::size_t index, Access access);
   void bring_claimed(Lock& lock, Run& run, std::size_t index);
   void let_go(PagePin& pin, bool failed) noexcept;

@@ -68,13 +68,6 @@ std::vector<WholePins::Hold> WholePins::holds_for(std::span<const PinRequest> re
   return holds;
 }
 
-bool WholePins::is_of_one_rank(std::span<const PinRequest> requests) const {
-  return frames_.is_gathered() && std::ranges::all_of(requests, [](const PinRequest& request) {
-           const Frame* frame = request.segment->run_->whole_frame();
-           return frame && frame->whole_pins > 0;
-         });
-}
-
 /// Whether each is in one usable frame.
 bool WholePins::is_resident(std::span<const PinRequest> requests) const {
   return std::ranges::all_of(requests, [](const PinRequest& request) {
@@ -113,7 +106,7 @@ std::size_t WholePins::pin(std::span<const PinRequest> requests, const PinOption
   monitor_.check_usable();
   const auto is_closed = [](const PinRequest& r) { return r.segment->run_->is_closed_to_this_thread(); };
   if (std::any_of(requests.begin(), requests.end(), is_closed)) throw VersionOpen();
-  const bool counts = Timeline::has_uses(requests) && !is_of_one_rank(requests);
+  const bool counts = Timeline::has_uses(requests) && !frames_.is_of_one_rank(requests);
   if (counts && timeline_.record_use(requests, /*whole=*/true, monitor_.worked_seconds())) ahead_.restart();
   const auto begin = Trace::is_on() ? Trace::Clock::now() : Trace::Time();
   std::vector<Hold> holds;

@@ -41,9 +41,6 @@ class WholePins {
   void write_again(Segment& segment);
   /// Runs that pins met with no frame.
   std::size_t faults() const { return faults_; }
-  /// Whether operators hold all these gathered tensors already, as in a module whose parts run on different ranks. An
-  /// operator that uses them there may run on one rank only.
-  bool is_of_one_rank(std::span<const PinRequest> requests) const;
 
  private:
   using Lock = Monitor::Lock;
