@@ -119,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     workers.add_options(parser)
     parser.add_argument("--plain", action="store_true", help="run plain twice: checks the programs and the runner")
-    parser.add_argument("--ranks", type=int, default=1, help="2: on two ranks with the same data, at a stage by seed")
+    parser.add_argument("--ranks", type=int, default=1, help="of ranks with the same data, at a stage by seed")
     parser.add_argument("--workers", type=int, default=1, help="groups of ranks side by side")
     options = parser.parse_args()
     os.makedirs(options.folder, exist_ok=True)

@@ -70,7 +70,7 @@ def finish(optimizer, model, clip, scaler):
     optimizer.zero_grad()
 
 
-def paged(make, scope, clip=None, steps=4, scaler=None):
+def paged(make, scope, clip=None, steps=4, scaler=None, change=lambda model: None):
     with scope:
         model = build()
     optimizer, losses = make(model.parameters()), []
@@ -78,6 +78,7 @@ def paged(make, scope, clip=None, steps=4, scaler=None):
         loss = gpt_loss(model, step)
         (scaler.scale(loss) if scaler else loss).backward()
         losses.append(loss.item())
+        change(model)
         finish(optimizer, model, clip, scaler)
     return losses, model, optimizer
 
@@ -107,6 +108,23 @@ def test_it_is_a_stock_optimizer_on_master_weights(kept, form, clip, config):
 
     expected = by_hand(make, kept, clip)
     actual = paged(make, zeropage.init(config.replace(**MASTERS[kept])), clip)
+    assert_same(expected, actual, kept)
+
+
+def set_gradients(model):
+    """As a program does that quantises or exchanges them: PyTorch takes those of the parameter's dtype alone."""
+    for p in model.parameters():
+        p.grad = p.grad.to(p.dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kept", MASTERS)
+def test_gradients_that_a_program_sets_are_widened(kept, form, config):
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, **FORMS[form])
+
+    expected = by_hand(make, kept)  # backward makes them in that dtype
+    actual = paged(make, zeropage.init(config.replace(**MASTERS[kept])), change=set_gradients)
     assert_same(expected, actual, kept)
 
 
@@ -439,7 +457,7 @@ def test_a_hi_lo_master_moves_two_bytes_less(config):
     assert moved["float32_split"] == pytest.approx([16, 12], abs=within)
 
 
-def mixed_over_ranks(stage, kept):
+def mixed_over_ranks(stage, kept, sets=False):
     """Masters by hand on the whole batch, in one process, against ranks with a part of it each."""
     import torch.distributed as dist
 
@@ -453,6 +471,8 @@ def mixed_over_ranks(stage, kept):
         plain = adamw(master.parameters())
         for step in range(3):
             gpt_loss(model, step * ranks + rank).backward()
+            if sets:
+                set_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
             sums = [torch.zeros_like(p) for p in master.parameters()]
@@ -462,7 +482,7 @@ def mixed_over_ranks(stage, kept):
                     total += p.grad.float()
                     p.grad = None
             for total, p in zip(sums, master.parameters(), strict=True):
-                p.grad = total / ranks
+                p.grad = (total / ranks).bfloat16().float() if sets else total / ranks
             plain.step()
             materialise(low, master, kept)
         with torch.no_grad():
@@ -475,6 +495,12 @@ def mixed_over_ranks(stage, kept):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_over_ranks(stage, kept, two):
     two.run(mixed_over_ranks, stage, kept)
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_ranks_set_are_widened(stage, kept, two):
+    two.run(mixed_over_ranks, stage, kept, True)
 
 
 def test_copies_of_layers_made_in_a_scope_are_in_mixed_precision(config):

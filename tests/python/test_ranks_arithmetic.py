@@ -378,6 +378,16 @@ def norms(stage):
                 each = [torch.linalg.vector_norm(p.grad.double(), kind) for p in plain.parameters()]
                 exact = torch.linalg.vector_norm(torch.stack(each), kind)
                 assert torch.allclose(norm.double(), exact, rtol=1e-6), (kind, foreach)
+        with torch.no_grad():  # powers that float32 does not hold
+            for p, plain_p in zip(model.parameters(), plain.parameters(), strict=True):
+                p.grad.fill_(3e18), plain_p.grad.fill_(3e18)
+        for kind in (1.0, 2.0, 3.0, float("inf")):
+            for norms_of in (
+                torch._foreach_norm,
+                lambda tensors, k: [torch.linalg.vector_norm(t, k) for t in tensors],
+            ):
+                ours, theirs = (norms_of([p.grad for p in m.parameters()], kind) for m in (model, plain))
+                assert [n.isinf() for n in ours] == [n.isinf() for n in theirs], (kind, ours, theirs)
         weight, reference = model.layers[0].weight, plain.layers[0].weight
         assert torch.equal(weight.norm(dim=1), reference.norm(dim=1))
         assert torch.allclose(weight.norm(-float("inf")), reference.norm(-float("inf")))

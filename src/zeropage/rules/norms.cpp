@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <mutex>
 
 #include "zeropage/kernels/norm.h"
@@ -261,9 +262,13 @@ std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double o
   return norms;
 }
 
-at::Tensor as_result(double norm, const at::Tensor& self, std::optional<c10::ScalarType> dtype) {
+/// PyTorch adds the powers of all but double precision in float32. Where they overflow there, the norm is infinite
+/// too, since programs skip a step by it.
+at::Tensor as_result(double norm, double ord, const at::Tensor& self, std::optional<c10::ScalarType> dtype) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
   const auto real = c10::toRealValueType(dtype.value_or(self.scalar_type()));
+  const bool adds_powers = ord > 0 && std::isfinite(ord) && real != at::kDouble;
+  if (adds_powers && std::pow(norm, ord) > std::numeric_limits<float>::max()) norm = INFINITY;
   return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(real));
 }
 
@@ -405,7 +410,7 @@ bool run_norm(Call& call) {
   } else {
     return run_on_previews(call);
   }
-  call.return_value(as_result(norm, self, dtype));
+  call.return_value(as_result(norm, ord, self, dtype));
   return true;
 }
 
@@ -441,7 +446,7 @@ bool run_norms(Call& call) {
     } else {
       const double norm = kinds[i] == Kind::partitioned ? partitioned_norms[next_partitioned++]
                                                         : norm_of_huge(tensors[i], ord, dtype);
-      results.push_back(as_result(norm, tensors[i], dtype));
+      results.push_back(as_result(norm, ord, tensors[i], dtype));
     }
   }
   call.return_value(std::move(results));

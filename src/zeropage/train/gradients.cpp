@@ -199,6 +199,15 @@ caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
                                                 : leaf.dtype();
 }
 
+void widen_set_gradient(const at::Tensor& leaf) {
+  const auto* const segment = segment_of(leaf);
+  if (!segment || !segment->master().defined() || gradient_dtype(leaf) != at::kFloat) return;
+  const at::Tensor gradient = gradient_of(leaf);
+  if (!gradient.defined() || gradient.requires_grad() || !c10::isReducedFloatingType(gradient.scalar_type())) return;
+  const c10::NoGradGuard no_grad;
+  set_gradient(leaf, gradient.to(at::kFloat));
+}
+
 bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {
   const std::uint64_t key = domain->leaves.key_of(leaf);
   if (key == 0 || !domain->partition.ranks) return false;

@@ -38,6 +38,9 @@ LeafHold hook_gradient(const at::Tensor& leaf);
 /// A leaf's gradient. If a parameter keeps the leaf inside, the tensor that its gradient keeps inside (Outer).
 at::Tensor gradient_of(const at::Tensor& leaf);
 void set_gradient(const at::Tensor& leaf, const at::Tensor& gradient);
+/// Widens a gradient that the program has set in 16 bits, the dtype of what it sees of a leaf with a master, for
+/// kernels that want one dtype.
+void widen_set_gradient(const at::Tensor& leaf);
 /// The same as the hook for a leaf that a parameter keeps inside. `gradient`: the tensor inside the gradient that
 /// backward made for the parameter. Returns the tensor inside the gradient that AccumulateGrad shall take instead.
 at::Tensor inner_gradient(const at::Tensor& leaf, const at::Tensor& gradient);
