@@ -95,8 +95,8 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
         model._ddp_params_and_buffers_to_ignore = [name for name, tensor in named if zeropage.is_paged(tensor)]
 
     def teardown(self) -> None:
-        # After an error Lightning tears down again. What comes after the strategy, as its handlers of signals, is
-        # restored only if that call raises nothing.
+        # After an error Lightning tears down again. Only if that call raises nothing, it restores what comes after the
+        # strategy, such as handlers of signals.
         waits, self._may_hold_errors = self._may_hold_errors, False
         try:
             if waits and self._space is not None:

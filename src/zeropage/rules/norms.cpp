@@ -262,7 +262,7 @@ std::vector<double> norms_over_ranks(c10::ArrayRef<at::Tensor> tensors, double o
   return norms;
 }
 
-/// PyTorch adds the powers of all but double precision in float32. Where they overflow there, the norm is infinite
+/// PyTorch adds the powers of all but double precision in float32. If they overflow there, the norm is infinite here
 /// too, since programs skip a step by it.
 at::Tensor as_result(double norm, double ord, const at::Tensor& self, std::optional<c10::ScalarType> dtype) {
   c10::impl::ExcludeDispatchKeyGuard ordinary(kPagedKeys);
