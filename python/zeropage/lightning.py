@@ -97,9 +97,11 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
     def teardown(self) -> None:
         # After an error Lightning tears down again. Only if that call raises nothing, it restores what comes after the
         # strategy, such as handlers of signals.
+        # An error of the training itself is the one that counts.
         waits, self._may_hold_errors = self._may_hold_errors, False
+        trainer: Any = getattr(self._lightning_module, "_trainer", None)
         try:
-            if waits and self._space is not None:
+            if waits and self._space is not None and not (trainer and trainer.interrupted):
                 self._space.synchronize()
         finally:
             with self._left_in_pages():

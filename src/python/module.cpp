@@ -21,6 +21,7 @@
 #include "zeropage/space/cpu_allocator.h"
 #include "zeropage/space/frontend.h"
 #include "zeropage/train/activations.h"
+#include "zeropage/train/gradients.h"
 #include "zeropage/zeropage.h"
 
 namespace py = pybind11;
@@ -493,6 +494,10 @@ void bind_steps(py::module_& module) {
       return (*kept)(optimizer).cast<StepNumbers>();
     });
   });
+  module.def(
+      "widen_gradients", [](const std::vector<at::Tensor>& parameters) { widen_gradients(parameters); },
+      py::arg("parameters"), py::call_guard<py::gil_scoped_release>());
+  module.def("narrow_gradients", &narrow_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("expect_end_of_backward", &expect_end_of_backward, py::call_guard<py::gil_scoped_release>());
 }

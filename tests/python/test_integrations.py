@@ -312,6 +312,15 @@ def test_a_disk_that_fails_at_the_end_does_not_keep_lightning_from_its_teardown(
     assert ended
     assert signal.getsignal(signal.SIGTERM) == before
 
+    def raises(*_):
+        raise ValueError("the training's")
+
+    module = lightning_module(training_step=raises)
+    with pytest.raises(ValueError, match="the training's"):
+        lightning_call("fit", module, ZeropageStrategy(config), tmp_path)
+    assert len(ended) >= 2
+    assert signal.getsignal(signal.SIGTERM) == before
+
 
 @contextlib.contextmanager
 def group_of_one():

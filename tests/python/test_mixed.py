@@ -128,6 +128,47 @@ def test_gradients_that_a_program_sets_are_widened(kept, form, config):
     assert_same(expected, actual, kept)
 
 
+BUFFERS = {
+    "ordinary": lambda p: torch.empty(p.shape, dtype=p.dtype, device=p.device),
+    "paged": lambda p: torch.zeros_like(p, dtype=p.dtype),
+}
+
+
+@pytest.mark.parametrize("where", BUFFERS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])
+def test_gradients_that_a_program_sets_stay_its_own_tensors(kept, form, where, config):
+    """As buffers that it writes in each step, and a closure that does so."""
+
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, **FORMS[form])
+
+    expected = by_hand(make, kept, steps=4)
+    with zeropage.init(config.replace(**MASTERS[kept])):
+        model = build()
+    optimizer, losses, buffers = make(model.parameters()), [], [BUFFERS[where](p) for p in model.parameters()]
+    assert {zeropage.is_paged(b) for b in buffers} == {where == "paged"}
+
+    def backward():
+        for p in model.parameters():
+            p.grad = None
+        loss = gpt_loss(model, len(losses))
+        loss.backward()
+        losses.append(loss.item())
+        for p, buffer in zip(model.parameters(), buffers, strict=True):
+            buffer.copy_(p.grad)
+            p.grad = buffer
+
+    for step in range(4):
+        if step % 2:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+        assert all(p.grad is buffer for p, buffer in zip(model.parameters(), buffers, strict=True))
+    assert_same(expected, (losses, model, optimizer), kept)
+
+
 @pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
 def test_with_other_optimizers(optimizer, kept, config):

@@ -401,6 +401,23 @@ def test_norms_of_every_order(stage, two):
     two.run(norms, stage)
 
 
+def norms_beyond_16_bits(stage):
+    with space(stage=stage) as made:
+        with made:
+            weight = nn.Parameter(torch.ones(256, 256, dtype=torch.float16))
+        (weight * 600).sum().backward()
+        gradient = torch.full((256, 256), 600.0, dtype=torch.float16)
+        for kind in (1.0, 2.0, 8.0, float("inf")):
+            expected = torch.linalg.vector_norm(gradient, kind)
+            assert torch.linalg.vector_norm(weight.grad, kind).isinf() == expected.isinf() == (kind < 3)
+            assert torch._foreach_norm([weight.grad], kind)[0].dtype == torch.float16
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_that_16_bits_cannot_hold_are_infinite(stage, two):
+    two.run(norms_beyond_16_bits, stage)
+
+
 def scale(stage):
     rank = dist.get_rank()
     with space(stage=stage) as made:

@@ -1,5 +1,6 @@
 """Stages 1 and 2: after a step, parameters come from other ranks while the program computes with the first ones."""
 
+import concurrent.futures
 import gc
 import time
 
@@ -94,6 +95,29 @@ def update_what_has_not_come(stage, tier):
 @pytest.mark.parametrize("stage, tier", [(1, "host"), (2, "host"), (2, "disk")])
 def test_what_has_not_come_is_updated(stage, tier, three):
     three.run(update_what_has_not_come, stage, tier)
+
+
+def use_on_threads(stage):
+    for plain, paged, optimizers, _ in both(64, stage=stage, peer_memory="never"):
+        with concurrent.futures.ThreadPoolExecutor(4) as pool, torch.no_grad():
+            for step in range(4):
+                with torch.enable_grad():
+                    train((plain, paged), optimizers, [step])
+                x = batch(step + 50)
+
+                def evaluate(_, paged=paged, x=x):
+                    with torch.no_grad():
+                        return paged(x)
+
+                expected = plain(x)
+                for found in pool.map(evaluate, range(4)):  # all meet the same parameters on their way
+                    assert torch.equal(found, expected)
+        check_equal(plain, paged)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_threads_wait_for_the_same_parameters(stage, two):
+    two.run(use_on_threads, stage)
 
 
 def change_what_has_not_come(way):

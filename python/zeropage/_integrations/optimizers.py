@@ -54,8 +54,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         return
     parameters = settled_locals_of(_parameters_of(optimizer))
     process_groups.before_step(parameters)
-    if _core.before_step(parameters, has_closure=callable(_closure_of(args[1:], kwargs))):
+    has_closure = callable(_closure_of(args[1:], kwargs))
+    if _core.before_step(parameters, has_closure=has_closure):
         _core.note_states(_states(optimizer))
+    if not has_closure:
+        _core.widen_gradients(parameters)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -72,8 +75,11 @@ def _training(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
 
     @functools.wraps(closure)
     def trained() -> Any:
+        _core.narrow_gradients()
         loss = outside()
-        _core.before_step(settled_locals_of(_parameters_of(optimizer)))
+        parameters = settled_locals_of(_parameters_of(optimizer))
+        _core.before_step(parameters)
+        _core.widen_gradients(parameters)
         return loss
 
     return trained
@@ -153,6 +159,7 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _core.narrow_gradients()
     _step_numbers.note(optimizer)
     _core.step_ended(locals_of(_parameters_of(optimizer)))
 

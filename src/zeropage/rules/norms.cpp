@@ -269,7 +269,8 @@ at::Tensor as_result(double norm, double ord, const at::Tensor& self, std::optio
   const auto real = c10::toRealValueType(dtype.value_or(self.scalar_type()));
   const bool adds_powers = ord > 0 && std::isfinite(ord) && real != at::kDouble;
   if (adds_powers && std::pow(norm, ord) > std::numeric_limits<float>::max()) norm = INFINITY;
-  return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(real));
+  // Through double, since a number that 16 bits cannot hold is an error to scalar_tensor().
+  return at::scalar_tensor(norm, self.options().requires_grad(false).dtype(at::kDouble)).to(real);
 }
 
 bool is_partitioned_whole(const at::Tensor& tensor) {

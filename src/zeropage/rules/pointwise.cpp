@@ -102,11 +102,11 @@ bool add_when_it_comes(Call& call) {
   if (call.name() != "aten::add_" || call.arguments != 3 || call.paged.size() != 2) return false;
   const auto& [sum, into, _] = call.paged[0];
   const auto& [part, from, __] = call.paged[1];
-  if (!from->pending() || into == from || sum.sizes() != part.sizes() || sum.strides() != part.strides())
-    return false;
+  const auto coming = from->pending();
+  if (!coming || into == from || sum.sizes() != part.sizes() || sum.strides() != part.strides()) return false;
   if (sum.dtype() != part.dtype() || !is_whole(sum) || !is_whole(part)) return false;
   const auto alpha = call.argument(2).toScalar();
-  return alpha.isIntegral(true) && alpha.toLong() == 1 && from->pending()->add_to(*into, *from);
+  return alpha.isIntegral(true) && alpha.toLong() == 1 && coming->add_to(*into, *from);
 }
 
 /// Whether it is a sum of gradients that autograd would add in place, because only it holds `sum`. Autograd does not

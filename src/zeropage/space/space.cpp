@@ -1107,7 +1107,6 @@ bool before_step(c10::ArrayRef<at::Tensor> parameters, bool has_closure) {
     const Booking booking(&domain->cache->booked(), Spent::overhead);
     reducer_of(*domain).average(parameters, /*with_local_sums=*/!has_closure);
   }
-  for (const at::Tensor& parameter : parameters) widen_set_gradient(parameter);
   return !domains.empty();
 }
 

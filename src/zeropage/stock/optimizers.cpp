@@ -16,6 +16,7 @@
 #include "zeropage/space/space.h"
 #include "zeropage/stock/of_torch.h"
 #include "zeropage/tensor/paged_tensor.h"
+#include "zeropage/train/gradients.h"
 
 namespace zeropage {
 namespace {
@@ -161,7 +162,9 @@ at::Tensor step(Kind& optimizer, Optimizer::LossClosure closure, const char* nam
   }
   before_step(parameters);
   page_states<State>(optimizer, parameters);
+  widen_gradients(parameters);
   (void)torchs_step(&optimizer, nullptr);
+  narrow_gradients();
   note<Options, State>(optimizer);
   step_ended(parameters);
   return loss;

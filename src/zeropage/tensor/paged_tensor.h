@@ -237,6 +237,7 @@ struct Domain {
   std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have read.
   // Elements of parameters updated in the host and on the device. Counted with a device that has its own memory.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
+  std::recursive_mutex refresh_mutex;  // of several threads that meet stale tensors, one gathers
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in no open scope; not yet equal on all ranks.
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number.
@@ -382,7 +383,7 @@ class StorageSegment final : public Segment {
   /// Whether all ranks have the same value (placement.h).
   Placement placement() const {
     if (is_own()) return Placement::own;
-    return pending_ && role_ != Role::parameter ? Placement::sum : Placement::same;
+    return is_pending() && role_ != Role::parameter ? Placement::sum : Placement::same;
   }
   /// Tensors of this rank alone have no number: a share of another tensor, or content that waits for other ranks.
   bool is_own() const { return own_ || (number_ == 0 && domain_->partition.ranks); }
@@ -430,10 +431,18 @@ class StorageSegment final : public Segment {
   /// The parameter of a subclass, such as DTensor, that keeps this leaf inside; null: none.
   const std::shared_ptr<const Outer>& outer() const { return outer_; }
   void set_outer(std::shared_ptr<const Outer> outer) { outer_ = std::move(outer); }
-  void will_come(std::shared_ptr<Pending> pending) { pending_ = std::move(pending); }
+  /// From now on its content is pending, in place of what was; null: it is there. Any thread may ask and tell.
+  void will_come(std::shared_ptr<Pending> pending) noexcept;
+  /// Ends that state if it is of `pending`.
+  void has_come(const Pending& pending) noexcept;
   Layout layout() const;
-  const std::shared_ptr<Pending>& pending() const { return pending_; }
-  bool comes_in_parts() const { return pending_ && pending_->comes_in_parts(); }
+  bool is_pending() const { return is_pending_.load(std::memory_order_acquire); }
+  /// Null: none.
+  std::shared_ptr<Pending> pending() const noexcept;
+  bool comes_in_parts() const {
+    const auto coming = pending();
+    return coming && coming->comes_in_parts();
+  }
 
   /// The start of the segment's own range in an address space without memory. Code that recognises shared tensors by
   /// their addresses uses it.
@@ -448,6 +457,7 @@ class StorageSegment final : public Segment {
   friend struct SegmentBuilder;
   friend void take_segment(const at::Tensor& tensor, const at::Tensor& made);
   void point_to(void* data);
+  void gather_stale();
   Layout layout_of(const SegmentBuilder& builder) const;
   std::shared_ptr<Domain> domain_;
   c10::StorageImpl* storage_;  // null: it died, and deferred operators keep the segment
@@ -461,10 +471,11 @@ class StorageSegment final : public Segment {
   at::Tensor share_;
   std::shared_ptr<const Outer> outer_;
   bool shareable_ = false;
-  bool stale_ = false;
+  std::atomic<bool> stale_ = false;
   bool own_ = false, keeps_same_ = false, is_reduced_ = false, touched_ = false;
   mutable std::atomic<std::uint64_t> derived_ = 0;
-  std::shared_ptr<Pending> pending_;
+  std::atomic<bool> is_pending_ = false;
+  std::shared_ptr<Pending> pending_;  // under pending_mutex
   std::atomic<bool> is_deferred_ = false, is_deferred_in_host_ = false;
   std::shared_ptr<Deferred> deferred_;
   std::shared_ptr<Awaiter> awaiter_;

@@ -94,8 +94,8 @@ void gather_stale_parameters(Domain& domain) {
       domain.partition.ranks->differ(
           "ranks wrote different values into one tensor, because one has written it more often:");
     }
-    set_fresh(stale);
-    return domain.refresher->start(std::move(stale));
+    domain.refresher->start(stale);
+    return set_fresh(stale);  // then: another thread must wait for it or see it on its way
   }
   for (const Storages& together : in_refreshes(std::move(stale))) {
     Refresh(*domain.partition.ranks, segments_of(together)).run();
@@ -128,6 +128,9 @@ Storages those_that_all_ranks_have(Domain& domain,
   return alive;
 }
 
+/// One for all segments: few threads tell, and few ask while something is pending.
+std::mutex pending_mutex;
+
 }  // namespace
 
 void StorageSegment::complete() {
@@ -137,11 +140,35 @@ void StorageSegment::complete() {
   run_deferred();  // what has come may have to be widened
 }
 
+void StorageSegment::will_come(std::shared_ptr<Pending> pending) noexcept {
+  {
+    const std::lock_guard lock(pending_mutex);
+    pending_.swap(pending);
+    is_pending_.store(pending_ != nullptr, std::memory_order_release);
+  }
+  pending.reset();  // what was; its end may call the program's code
+}
+
+void StorageSegment::has_come(const Pending& pending) noexcept {
+  std::shared_ptr<Pending> ends;  // without the lock
+  const std::lock_guard lock(pending_mutex);
+  if (pending_.get() != &pending) return;
+  ends.swap(pending_);
+  is_pending_.store(false, std::memory_order_release);
+}
+
+std::shared_ptr<Pending> StorageSegment::pending() const noexcept {
+  if (!is_pending()) return nullptr;
+  const std::lock_guard lock(pending_mutex);
+  return pending_;
+}
+
 void StorageSegment::complete_pending() {
-  // If this throws, pending_ stays, so that the next use throws again or goes on. A gradient that came clears it.
-  while (const auto pending = pending_) {
-    pending->complete();
-    if (pending_ == pending) pending_ = nullptr;
+  // If this throws, the content stays pending, so that the next use throws again or goes on. Gradients that came end
+  // it themselves.
+  while (const auto coming = pending()) {
+    coming->complete();
+    has_come(*coming);
   }
 }
 
@@ -192,17 +219,26 @@ void StorageSegment::refresh(Access access) {
   complete();
   touched_ = touched_ || access != Access::read;
   if (stale_ && access != Access::overwrite) {
-    // After a step the first use of any parameter refreshes all: ranks may use another one first.
-    role() == Role::parameter ? gather_stale_parameters(*domain_) : Refresh(*domain_->partition.ranks, {this}).run();
-    if (role() == Role::parameter && stale_) {
-      throw RankError(
-          fmt::format("parameter {} is used here and no longer exists on another rank, which held a share of its "
-                      "last update; keep the same modules on every rank",
-                      number_));
-    }
-    complete_pending();  // it may be on its way
+    const std::lock_guard lock(domain_->refresh_mutex);
+    if (stale_) gather_stale();  // else another thread has
   }
+  complete_pending();  // it may be on its way, even if no thread had begun that above
   if (stale_) set_stale(false);
+}
+
+void StorageSegment::gather_stale() {
+  if (role() != Role::parameter) {
+    Refresh(*domain_->partition.ranks, {this}).run();
+    return set_stale(false);
+  }
+  // After a step the first use of any parameter refreshes all: ranks may use another one first.
+  gather_stale_parameters(*domain_);
+  if (stale_) {
+    throw RankError(
+        fmt::format("parameter {} is used here and no longer exists on another rank, which held a share of its "
+                    "last update; keep the same modules on every rank",
+                    number_));
+  }
 }
 
 void StorageSegment::set_keeps_same(bool keeps) {
@@ -211,7 +247,7 @@ void StorageSegment::set_keeps_same(bool keeps) {
 }
 
 void StorageSegment::set_stale(bool stale) {
-  if (std::exchange(stale_, stale) == stale || role() != Role::parameter || !storage_) return;
+  if (stale_.exchange(stale) == stale || role() != Role::parameter || !storage_) return;
   std::lock_guard lock(domain_->sharing_mutex);
   stale ? void(domain_->stale.emplace(number_, storage())) : void(domain_->stale.erase(number_));
 }

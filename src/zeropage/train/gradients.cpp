@@ -199,13 +199,58 @@ caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
                                                 : leaf.dtype();
 }
 
-void widen_set_gradient(const at::Tensor& leaf) {
-  const auto* const segment = segment_of(leaf);
-  if (!segment || !segment->master().defined() || gradient_dtype(leaf) != at::kFloat) return;
-  const at::Tensor gradient = gradient_of(leaf);
-  if (!gradient.defined() || gradient.requires_grad() || !c10::isReducedFloatingType(gradient.scalar_type())) return;
+namespace {
+
+struct SetGradient {
+  using Leaf = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  Leaf leaf;
+  at::Tensor own, wide;
+  std::int64_t version;  // of the wide one
+};
+
+/// Those of the step on this thread, or of one that has thrown. Never destroyed: pages may end before the thread.
+std::vector<SetGradient>& set_gradients() {
+  static thread_local auto* const made = new std::vector<SetGradient>;
+  return *made;
+}
+
+/// In pages if possible: the update then widens in registers (rules/widened.h).
+at::Tensor wide_copy(const StorageSegment& segment, const at::Tensor& leaf, const at::Tensor& gradient) {
+  const bool fits =
+      gradient.layout() == c10::kStrided && gradient.sizes() == leaf.sizes() && leaf.is_non_overlapping_and_dense();
+  if (!fits || segment.domain()->partition.ranks) return gradient.to(at::kFloat);
+  if (segment_of(gradient)) return is_operand(gradient, leaf) ? widened(gradient) : gradient.to(at::kFloat);
+  if (!segment.domain()->pages(gradient.nbytes())) return gradient.to(at::kFloat);
+  return widened(
+      make_paged(segment.domain(), leaf.sizes(), leaf.strides(), gradient.dtype(), Role::gradient, {.is_unset = true})
+          .copy_(gradient));
+}
+
+}  // namespace
+
+void widen_gradients(c10::ArrayRef<at::Tensor> leaves) {
+  narrow_gradients();  // of a step that has thrown
   const c10::NoGradGuard no_grad;
-  set_gradient(leaf, gradient.to(at::kFloat));
+  for (const at::Tensor& leaf : leaves) {
+    const auto* const segment = segment_of(leaf);
+    if (!segment || !segment->master().defined() || gradient_dtype(leaf) != at::kFloat) continue;
+    const at::Tensor own = gradient_of(leaf);
+    if (!own.defined() || own.requires_grad() || !c10::isReducedFloatingType(own.scalar_type())) continue;
+    const at::Tensor wide = wide_copy(*segment, leaf, own);
+    set_gradients().push_back({SetGradient::Leaf(leaf.getIntrusivePtr()), own, wide, wide._version()});
+    set_gradient(leaf, wide);
+  }
+}
+
+void narrow_gradients() {
+  const c10::NoGradGuard no_grad;
+  for (const SetGradient& set : std::exchange(set_gradients(), {})) {
+    const auto alive = set.leaf.lock();
+    const at::Tensor leaf = alive ? at::Tensor(alive) : at::Tensor();
+    if (!leaf.defined() || !gradient_of(leaf).is_same(set.wide)) continue;
+    if (set.wide._version() != set.version) at::Tensor(set.own).copy_(set.wide);
+    set_gradient(leaf, set.own);
+  }
 }
 
 bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {

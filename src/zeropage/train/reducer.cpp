@@ -97,7 +97,7 @@ class Reducer::Reduction final : public Pending, public std::enable_shared_from_
     widen_into(segment->whole_tensor(narrow.sizes(), narrow.strides(), caffe2::TypeMeta::Make<float>()), narrow);
     narrow.reset();
     if (squares && scattered) squares->foresee(*segment);
-    if (segment->pending().get() == this) segment->will_come(nullptr);
+    segment->has_come(*this);
   }
 
   Identity identity;
@@ -354,7 +354,7 @@ void Reducer::hand_over() {
     auto* const segment = leaf.defined() ? segment_of(leaf) : nullptr;
     const at::Tensor gradient = segment ? gradient_of(leaf) : at::Tensor();  // another thread may clear it
     const auto* const of_gradient = gradient.defined() ? segment_of(gradient) : nullptr;
-    if (of_gradient && !of_gradient->pending()) early_update(*segment, gradient);
+    if (of_gradient && !of_gradient->is_pending()) early_update(*segment, gradient);
   }
 }
 
@@ -886,7 +886,8 @@ Reducer::ReductionPtr Reducer::missing(const Identity& identity) {
   at::Tensor created = std::exchange(reduction->created, {});
   if (!before.defined()) {
     set_gradient(parameter, std::move(created));
-  } else if (auto* target = segment_of(before); !target || !reduction->add_to(*target)) {
+  } else if (auto* target = segment_of(before);
+             !target || before.scalar_type() != reduction->dtype || !reduction->add_to(*target)) {
     to_add_.emplace_back(before, std::move(created));  // a gradient that the program set
   }
   return reduction;
@@ -937,8 +938,8 @@ at::Tensor Reducer::part_of(const Reduction& reduction, std::size_t begin, std::
     filled.copy_(reduction.gradient.narrow(0, static_cast<std::int64_t>(begin), filled.numel()));
     return part;
   }
-  if (segment->comes_in_parts()) {
-    segment->pending()->write_part(begin, filled);
+  if (const auto coming = segment->pending(); coming && coming->comes_in_parts()) {
+    coming->write_part(begin, filled);
     return part;
   }
   const std::size_t page_elements = segment->page_bytes() / part.itemsize(), end = begin + elements;
@@ -1234,7 +1235,7 @@ void Reducer::finish(Reduction& reduction) {
     const auto storage = target.storage.lock();
     StorageSegment* segment = storage ? segment_of(*storage) : nullptr;
     if (!segment) continue;
-    if (segment->pending().get() == &reduction) segment->will_come(nullptr);
+    segment->has_come(reduction);
     if (reduction.squares && !reduction.is_narrow && reduction.scattered && reduction.targets.size() == 1) {
       reduction.squares->foresee(*segment);
     }
