@@ -241,7 +241,7 @@ class TrainingRun(Run):
         elif isinstance(what, torch.Tensor):
             self.looked.append((name, self._copied(what)))
         else:
-            self.looked.append((name, repr(what)))
+            self.looked.append((name, what if isinstance(what, float) else repr(what)))
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -326,7 +326,7 @@ def difference(found: Any, right: Any, is_exact: bool = True) -> str:
 
     If not `is_exact`, values of floating-point tensors may differ by rounding.
     """
-    if not is_exact and isinstance(found, float) and isinstance(right, float):
+    if isinstance(found, float) and isinstance(right, float):
         found, right = torch.tensor(found, dtype=torch.float64), torch.tensor(right, dtype=torch.float64)
     if not isinstance(found, torch.Tensor) or not isinstance(right, torch.Tensor):
         told = [f"a tensor {list(t.shape)}" if isinstance(t, torch.Tensor) else t for t in (found, right)]
