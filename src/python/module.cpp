@@ -494,10 +494,12 @@ void bind_steps(py::module_& module) {
       return (*kept)(optimizer).cast<StepNumbers>();
     });
   });
-  module.def(
-      "widen_gradients", [](const std::vector<at::Tensor>& parameters) { widen_gradients(parameters); },
-      py::arg("parameters"), py::call_guard<py::gil_scoped_release>());
-  module.def("narrow_gradients", &narrow_gradients, py::call_guard<py::gil_scoped_release>());
+  py::class_<WidenedGradients>(module, "WidenedGradients")
+      .def(py::init([](const std::vector<at::Tensor>& parameters) {
+             return std::make_unique<WidenedGradients>(parameters);
+           }),
+           py::arg("parameters"), py::call_guard<py::gil_scoped_release>())
+      .def("narrow", &WidenedGradients::narrow, py::call_guard<py::gil_scoped_release>());
   module.def("settle_gradients", &settle_gradients, py::call_guard<py::gil_scoped_release>());
   module.def("expect_end_of_backward", &expect_end_of_backward, py::call_guard<py::gil_scoped_release>());
 }

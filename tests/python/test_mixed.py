@@ -169,6 +169,58 @@ def test_gradients_that_a_program_sets_stay_its_own_tensors(kept, form, where, c
     assert_same(expected, (losses, model, optimizer), kept)
 
 
+class Doubling(torch.optim.Optimizer):
+    """Doubles gradients, as some optimizers write into them, and then steps or raises."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.raises = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert p.grad.dtype == torch.float32
+                p.grad.data.mul_(2)
+                if self.raises:
+                    raise ValueError("of the step")
+                p.sub_(p.grad, alpha=0.5)
+
+
+@pytest.mark.parametrize("where", BUFFERS)
+@pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])
+def test_what_a_step_writes_into_set_gradients_is_kept(kept, where, config):
+    with zeropage.init(config.replace(**MASTERS[kept])):
+        layer = torch.nn.Linear(64, 128)
+    before = [p.detach().float().clone() for p in layer.parameters()]
+    buffers = [BUFFERS[where](p) for p in layer.parameters()]
+    optimizer = Doubling(layer.parameters())
+    for p, buffer in zip(layer.parameters(), buffers, strict=True):
+        p.grad = buffer  # once
+
+    def fill(*_):
+        for buffer in buffers:
+            buffer.fill_(0.25)
+
+    handle = optimizer.register_step_pre_hook(fill)
+    for step in (1, 2):
+        optimizer.step()
+        for p, start, buffer in zip(layer.parameters(), before, buffers, strict=True):
+            assert p.grad is buffer and torch.all(buffer == 0.5)
+            assert torch.allclose(p.detach().float(), start - 0.25 * step, atol=1e-6)
+    optimizer.raises = True
+    with pytest.raises(ValueError, match="of the step"):
+        optimizer.step()
+    handle.remove()
+    assert all(p.grad is buffer for p, buffer in zip(layer.parameters(), buffers, strict=True))
+    optimizer.raises = False
+    for buffer in buffers:
+        buffer.fill_(1)
+    optimizer.step()
+    for p, start in zip(layer.parameters(), before, strict=True):
+        assert torch.allclose(p.detach().float(), start - 1.5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
 def test_with_other_optimizers(optimizer, kept, config):

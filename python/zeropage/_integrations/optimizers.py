@@ -8,6 +8,7 @@ own assignments (parameters.py), also to tensors that are no torch.nn.Parameter.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,7 +59,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if _core.before_step(parameters, has_closure=has_closure):
         _core.note_states(_states(optimizer))
     if not has_closure:
-        _core.widen_gradients(parameters)
+        _widen(parameters)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -75,11 +76,11 @@ def _training(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
 
     @functools.wraps(closure)
     def trained() -> Any:
-        _core.narrow_gradients()
+        _narrow(_steps.widened[-1])
         loss = outside()
         parameters = settled_locals_of(_parameters_of(optimizer))
         _core.before_step(parameters)
-        _core.widen_gradients(parameters)
+        _widen(parameters)
         return loss
 
     return trained
@@ -99,9 +100,30 @@ def _inside(scope_type: Callable[[], object], function: Callable[..., Any]) -> C
     return wrapped
 
 
+class _Steps(threading.local):
+    """The steps that run on a thread, one inside another, each with the gradients that are wide until it ends."""
+
+    def __init__(self) -> None:
+        self.widened: list[list[_core.WidenedGradients]] = []
+
+
+_steps = _Steps()
+
+
+def _widen(parameters: list[torch.Tensor]) -> None:
+    if _steps.widened:  # else PyTorch's hooks run before the step, which then does it
+        _steps.widened[-1].append(_core.WidenedGradients(parameters))
+
+
+def _narrow(widened: list[_core.WidenedGradients]) -> None:
+    while widened:
+        widened.pop().narrow()
+
+
 def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return an optimizer's step that the core sees as one. Its closure trains, so it runs outside the step."""
     inside = _inside(_core.StepScope, step)
+    has_hooks = hasattr(step, "hooked") or hasattr(step, "zeropage")  # which prepare the gradients
 
     @functools.wraps(step)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +133,13 @@ def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
         if callable(closure):
             closure = _training(closure, self)
             args, kwargs = ((closure, *args[1:]), kwargs) if args else (args, kwargs | {"closure": closure})
-        return inside(self, *args, **kwargs)
+        _steps.widened.append([])
+        try:
+            if not has_hooks and not callable(closure):
+                _widen(locals_of(_parameters_of(self)))
+            return inside(self, *args, **kwargs)
+        finally:
+            _narrow(_steps.widened.pop())
 
     wrapped.zeropage = True  # type: ignore[attr-defined]
     return wrapped
@@ -119,7 +147,12 @@ def _in_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_own_step(step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Do the same for a step that takes no optimizer, which an optimizer's instance has."""
-    of_class = _in_step(lambda _self, *args, **kwargs: step(*args, **kwargs))
+
+    def of_self(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    of_self.zeropage = True  # type: ignore[attr-defined]  # PyTorch's hooks run inside, if it has any
+    of_class = _in_step(of_self)
 
     @functools.wraps(step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -132,8 +165,15 @@ def _in_own_step(step: Callable[..., Any], optimizer: torch.optim.Optimizer) -> 
 def _wrap_step(changes: Changes, cls: Any) -> None:
     # The class that defines the method, where PyTorch hooks it once.
     owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
-    if owner is not None and owner is not torch.optim.Optimizer and not hasattr(owner.step, "zeropage"):
+    if owner is None or owner is torch.optim.Optimizer or hasattr(owner.step, "zeropage"):
+        return
+    raw = getattr(owner.step, "__wrapped__", None)
+    if raw is None or not hasattr(owner.step, "hooked") or hasattr(raw, "hooked"):
         changes.replace(owner, "step", _in_step(owner.step))
+        return
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(_in_step(raw))  # a step begins after all hooks
+    hooked.hooked = True
+    changes.replace(owner, "step", hooked)
 
 
 def _subclasses(cls: type) -> Iterable[type]:
@@ -159,7 +199,6 @@ def _averaged_first(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_ended(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _core.narrow_gradients()
     _step_numbers.note(optimizer)
     _core.step_ended(locals_of(_parameters_of(optimizer)))
 

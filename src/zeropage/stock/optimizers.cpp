@@ -162,9 +162,11 @@ at::Tensor step(Kind& optimizer, Optimizer::LossClosure closure, const char* nam
   }
   before_step(parameters);
   page_states<State>(optimizer, parameters);
-  widen_gradients(parameters);
-  (void)torchs_step(&optimizer, nullptr);
-  narrow_gradients();
+  {
+    WidenedGradients gradients(parameters);
+    (void)torchs_step(&optimizer, nullptr);
+    gradients.narrow();
+  }
   note<Options, State>(optimizer);
   step_ended(parameters);
   return loss;

@@ -237,7 +237,6 @@ struct Domain {
   std::atomic<std::size_t> not_finite = 0;  // values in gradients that updates have read.
   // Elements of parameters updated in the host and on the device. Counted with a device that has its own memory.
   std::atomic<std::size_t> updated_in_host = 0, updated_on_device = 0;
-  std::recursive_mutex refresh_mutex;  // of several threads that meet stale tensors, one gathers
   std::mutex sharing_mutex;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> created;  // in no open scope; not yet equal on all ranks.
   std::map<std::uint64_t, c10::weak_intrusive_ptr<c10::StorageImpl>> stale;  // parameters, by number.

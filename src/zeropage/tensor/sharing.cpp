@@ -217,13 +217,13 @@ void run_coming_updates(c10::ArrayRef<PinRequest> asked) {
 
 void StorageSegment::refresh(Access access) {
   complete();
-  touched_ = touched_ || access != Access::read;
+  if (access != Access::read) touched_ = true;
   if (stale_ && access != Access::overwrite) {
-    const std::lock_guard lock(domain_->refresh_mutex);
-    if (stale_) gather_stale();  // else another thread has
+    const std::lock_guard lock(domain_->deferral_mutex);  // as whoever computes deferred content on a thread
+    if (stale_) gather_stale();                           // else another thread has
   }
   complete_pending();  // it may be on its way, even if no thread had begun that above
-  if (stale_) set_stale(false);
+  if (stale_ && access == Access::overwrite) set_stale(false);
 }
 
 void StorageSegment::gather_stale() {
@@ -247,8 +247,9 @@ void StorageSegment::set_keeps_same(bool keeps) {
 }
 
 void StorageSegment::set_stale(bool stale) {
-  if (stale_.exchange(stale) == stale || role() != Role::parameter || !storage_) return;
+  if (stale_ == stale) return;
   std::lock_guard lock(domain_->sharing_mutex);
+  if (stale_.exchange(stale) == stale || role() != Role::parameter || !storage_) return;
   stale ? void(domain_->stale.emplace(number_, storage())) : void(domain_->stale.erase(number_));
 }
 

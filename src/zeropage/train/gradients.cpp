@@ -11,6 +11,7 @@
 
 #include "zeropage/base/booked_time.h"
 #include "zeropage/base/errors.h"
+#include "zeropage/rules/call.h"
 #include "zeropage/rules/mixed.h"
 #include "zeropage/rules/norms.h"
 #include "zeropage/rules/placement.h"
@@ -199,19 +200,19 @@ caffe2::TypeMeta gradient_dtype(const at::Tensor& leaf) {
                                                 : leaf.dtype();
 }
 
-namespace {
-
-struct SetGradient {
+struct WidenedGradients::Widened {
   using Leaf = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   Leaf leaf;
   at::Tensor own, wide;
-  std::int64_t version;  // of the wide one
+  std::int64_t version;             // of the wide one
+  std::optional<ContentMark> mark;  // of its content; none: it has no pages
 };
 
-/// Those of the step on this thread, or of one that has thrown. Never destroyed: pages may end before the thread.
-std::vector<SetGradient>& set_gradients() {
-  static thread_local auto* const made = new std::vector<SetGradient>;
-  return *made;
+namespace {
+
+std::optional<ContentMark> mark_of(const at::Tensor& tensor) {
+  const auto* const segment = segment_of(tensor);
+  return segment ? std::optional(segment->content_mark()) : std::nullopt;
 }
 
 /// In pages if possible: the update then widens in registers (rules/widened.h).
@@ -228,8 +229,7 @@ at::Tensor wide_copy(const StorageSegment& segment, const at::Tensor& leaf, cons
 
 }  // namespace
 
-void widen_gradients(c10::ArrayRef<at::Tensor> leaves) {
-  narrow_gradients();  // of a step that has thrown
+WidenedGradients::WidenedGradients(c10::ArrayRef<at::Tensor> leaves) {
   const c10::NoGradGuard no_grad;
   for (const at::Tensor& leaf : leaves) {
     const auto* const segment = segment_of(leaf);
@@ -237,20 +237,29 @@ void widen_gradients(c10::ArrayRef<at::Tensor> leaves) {
     const at::Tensor own = gradient_of(leaf);
     if (!own.defined() || own.requires_grad() || !c10::isReducedFloatingType(own.scalar_type())) continue;
     const at::Tensor wide = wide_copy(*segment, leaf, own);
-    set_gradients().push_back({SetGradient::Leaf(leaf.getIntrusivePtr()), own, wide, wide._version()});
+    widened_.push_back({Widened::Leaf(leaf.getIntrusivePtr()), own, wide, version_of(wide), mark_of(wide)});
     set_gradient(leaf, wide);
   }
 }
 
-void narrow_gradients() {
-  const c10::NoGradGuard no_grad;
-  for (const SetGradient& set : std::exchange(set_gradients(), {})) {
-    const auto alive = set.leaf.lock();
-    const at::Tensor leaf = alive ? at::Tensor(alive) : at::Tensor();
-    if (!leaf.defined() || !gradient_of(leaf).is_same(set.wide)) continue;
-    if (set.wide._version() != set.version) at::Tensor(set.own).copy_(set.wide);
-    set_gradient(leaf, set.own);
+WidenedGradients::~WidenedGradients() {
+  try {
+    narrow();
+  } catch (const std::exception&) {  // the step throws its own error
   }
+}
+
+void WidenedGradients::narrow() {
+  const c10::NoGradGuard no_grad;
+  auto narrowed = std::exchange(widened_, {});
+  std::erase_if(narrowed, [](const Widened& gradient) {
+    const auto alive = gradient.leaf.lock();
+    const at::Tensor leaf = alive ? at::Tensor(alive) : at::Tensor();
+    if (!leaf.defined() || !gradient_of(leaf).is_same(gradient.wide)) return true;
+    set_gradient(leaf, gradient.own);
+    return gradient.mark && gradient.mark == mark_of(gradient.wide) && gradient.version == version_of(gradient.wide);
+  });
+  for (const Widened& gradient : narrowed) at::Tensor(gradient.own).copy_(gradient.wide);
 }
 
 bool page_again(at::Tensor& leaf, const std::shared_ptr<Domain>& domain) {

@@ -38,11 +38,21 @@ LeafHold hook_gradient(const at::Tensor& leaf);
 /// A leaf's gradient. If a parameter keeps the leaf inside, the tensor that its gradient keeps inside (Outer).
 at::Tensor gradient_of(const at::Tensor& leaf);
 void set_gradient(const at::Tensor& leaf, const at::Tensor& gradient);
-/// For an optimizer's step on this thread, until narrow_gradients(): replaces gradients that the program has set in
-/// 16 bits, the dtype of what it sees of a leaf with a master, by float32 ones, because kernels want one dtype.
-void widen_gradients(c10::ArrayRef<at::Tensor> leaves);
-/// Gives the leaves their own gradients back, with what the step has written into them.
-void narrow_gradients();
+/// For an optimizer's step, until narrow(): replaces gradients that the program has set in 16 bits, the dtype of what
+/// it sees of a leaf with a master, by float32 ones, because kernels want one dtype.
+class WidenedGradients {
+ public:
+  explicit WidenedGradients(c10::ArrayRef<at::Tensor> leaves);
+  ~WidenedGradients();
+  WidenedGradients(const WidenedGradients&) = delete;
+  WidenedGradients& operator=(const WidenedGradients&) = delete;
+  /// Gives the leaves their own gradients back, with what the step has written into them.
+  void narrow();
+
+ private:
+  struct Widened;
+  std::vector<Widened> widened_;
+};
 /// The same as the hook for a leaf that a parameter keeps inside. `gradient`: the tensor inside the gradient that
 /// backward made for the parameter. Returns the tensor inside the gradient that AccumulateGrad shall take instead.
 at::Tensor inner_gradient(const at::Tensor& leaf, const at::Tensor& gradient);

@@ -566,6 +566,7 @@ void Reducer::settle() {
     to_add.swap(to_add_);
   }
   c10::NoGradGuard no_grad;
+  const SameValues same;
   for (const auto& [sum, mean] : to_add) sum.add_(mean);
   hand_over();
 }
