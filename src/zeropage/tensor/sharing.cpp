@@ -219,7 +219,7 @@ void StorageSegment::refresh(Access access) {
   complete();
   if (access != Access::read) touched_ = true;
   if (stale_ && access != Access::overwrite) {
-    const std::lock_guard lock(domain_->deferral_mutex);  // as whoever computes deferred content on a thread
+    const std::lock_guard lock(domain_->deferral_mutex);  // which a thread that computes deferred content holds
     if (stale_) gather_stale();                           // else another thread has
   }
   complete_pending();  // it may be on its way, even if no thread had begun that above
