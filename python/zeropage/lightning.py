@@ -96,8 +96,7 @@ class ZeropageStrategy(DDPStrategy):  # type: ignore[misc,unused-ignore]
 
     def teardown(self) -> None:
         # After an error Lightning tears down again. Only if that call raises nothing, it restores what comes after the
-        # strategy, such as handlers of signals.
-        # An error of the training itself is the one that counts.
+        # strategy, such as handlers of signals. After an error of the training it does not wait at all.
         waits, self._may_hold_errors = self._may_hold_errors, False
         trainer: Any = getattr(self._lightning_module, "_trainer", None)
         try:

@@ -221,6 +221,20 @@ def test_what_a_step_writes_into_set_gradients_is_kept(kept, where, config):
         assert torch.allclose(p.detach().float(), start - 1.5, atol=1e-6)
 
 
+@pytest.mark.cpu
+def test_a_step_that_cannot_widen_a_gradient_gives_the_others_back(config):
+    few = {"gradients": "host", "host_memory": "2MB", "device_memory": "16MB", "min_page_bytes": 1, "tiling": "off"}
+    with zeropage.init(config.replace(compute_dtype="bfloat16", early_update="never", **few)):
+        layers = [torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(1536, 1536, bias=False)]
+    parameters = [layer.weight for layer in layers]
+    gradients = [torch.ones(p.shape, dtype=p.dtype) for p in parameters]
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    with pytest.raises(zeropage.BudgetError, match="raise host_memory"):
+        torch.optim.SGD(parameters, lr=1e-2).step()
+    assert all(p.grad is gradient for p, gradient in zip(parameters, gradients, strict=True))
+
+
 @pytest.mark.parametrize("kept", ["bfloat16", "float32_split"])
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
 def test_with_other_optimizers(optimizer, kept, config):

@@ -76,7 +76,8 @@ def _training(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
 
     @functools.wraps(closure)
     def trained() -> Any:
-        _narrow(_steps.widened[-1])
+        for widened in _steps.widened[-1:]:  # none on a thread of the optimizer's own
+            _narrow(widened)
         loss = outside()
         parameters = settled_locals_of(_parameters_of(optimizer))
         _core.before_step(parameters)

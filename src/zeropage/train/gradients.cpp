@@ -229,7 +229,10 @@ at::Tensor wide_copy(const StorageSegment& segment, const at::Tensor& leaf, cons
 
 }  // namespace
 
-WidenedGradients::WidenedGradients(c10::ArrayRef<at::Tensor> leaves) {
+WidenedGradients::WidenedGradients() = default;
+
+// If it throws midway, the destructor of what the other constructor has made gives the first gradients back.
+WidenedGradients::WidenedGradients(c10::ArrayRef<at::Tensor> leaves) : WidenedGradients() {
   const c10::NoGradGuard no_grad;
   for (const at::Tensor& leaf : leaves) {
     const auto* const segment = segment_of(leaf);

@@ -51,6 +51,7 @@ class WidenedGradients {
 
  private:
   struct Widened;
+  WidenedGradients();
   std::vector<Widened> widened_;
 };
 /// The same as the hook for a leaf that a parameter keeps inside. `gradient`: the tensor inside the gradient that
